@@ -1,0 +1,212 @@
+"""The (gated) delta rule: a state that corrects what it already holds for a key.
+
+    S' = diag(e^{g_t}) S_{t−1},      S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ,      o_t = S_tᵀ q_t · scale
+
+DeltaNet (no decay), Gated DeltaNet (scalar decay; the state decays before the error is formed), and the
+vector-decay delta rule (Schlag et al. 2021; Yang et al. 2024, 2025).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halflife.ops import chunking, recurrent
+from halflife.ops.backend import choose, implements
+from halflife.shapes import Float, Int
+
+
+def delta_rule(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    beta: Float[Tensor, "B T H"],
+    g: Float[Tensor, "B T H *K"] | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Float[Tensor, "N H K V"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule: `S' = diag(e^{g_t}) S_{t−1}`, `S_t = S' + β_t k_t (v_t − S'ᵀ k_t)ᵀ`, `o_t = S_tᵀ q_t · scale`.
+
+    Args:
+        q, k: queries and keys `[B, T, H, K]`; keys of norm 1 (or β‖k‖² < 2) keep the recurrence stable.
+        v: values `[B, T, H, V]`.
+        beta: writing strength `[B, T, H]`, in [0, 1] (in [0, 2] for negative eigenvalues).
+        g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`; −inf forgets all; None is no decay.
+        scale: factor of the output; None means `K ** -0.5`.
+        initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
+        chunk_size: tokens a chunk (rounded up to a power of two): speed and memory, not the result.
+        backend: "auto", or one of `available_backends("delta_rule")`.
+
+    Returns:
+        `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
+
+    Raises:
+        ValueError: a shape does not fit, or the backend cannot run; the message says what would.
+    """
+    recurrent.check_inputs(q, k, v, g, initial_state, cu_seqlens)
+    if beta.shape != q.shape[:3]:
+        raise ValueError(f"beta must be [B, T, H] = {tuple(q.shape[:3])}; got {tuple(beta.shape)}")
+    run = choose("delta_rule", backend, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        o, state = run(q, k, v, beta, g, scale, initial_state, cu_seqlens, chunk_size)
+    return o, state if output_final_state else None
+
+
+@implements("delta_rule", "reference")
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition, token by token."""
+    return recurrent.token_loop(_token, (q, k, v, beta, g), scale, initial_state, cu_seqlens)
+
+
+def _token(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `g [B, H, 1 or K]`."""
+    if g is not None:
+        state = state * g.exp().unsqueeze(-1)
+    error = v - (state * k.unsqueeze(-1)).sum(-2)
+    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    return (state * q.unsqueeze(-1)).sum(-2), state
+
+
+@implements("delta_rule", "chunked")
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by matrix products and one triangular solve a chunk.
+
+    In a chunk with entering state S the written values U (rows u_t, so that S_t gains k_t u_tᵀ) solve
+
+        (I + L) U = β ⊙ (V − (e^b ⊙ K) S),      L_ij = β_i (k_i · k_j) e^{b_i − b_j},  j < i,
+
+    so that U = X − Y S with (I + L) [X, Y] = β ⊙ [V, e^b ⊙ K], which does not depend on S.
+    """
+    layout = chunking.make_layout(q.shape[1], chunk_size, cu_seqlens, q.device)
+    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    initial = recurrent.first_state(q, v, initial_state, sequences)
+    q, k, v, beta, g = (None if x is None else layout.align(x) for x in (q, k, v, beta, g))
+    o, state = _Chunked.apply(q, k, v, beta, g, initial, scale, layout)
+    return layout.restore(o), state
+
+
+class _Chunked(torch.autograd.Function):
+    """Saves its inputs and the state at each block's start; the backward pass recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, beta, g, initial, scale, layout):
+        inputs = (q, k, v, beta, g)
+        o, final, borders, state = torch.empty_like(v), initial.clone(), [], initial[:0]
+        for rows, chunks in layout.blocks(*q.shape[0:3:2], q.device):
+            borders.append(state)
+            block = _Block(inputs, scale, initial.dtype, layout, rows, chunks)
+            entering, written, state = block.states(state, initial, final)
+            inside = block.decay.scores(block.q, block.k) @ written
+            chunking.put(o, inside.add_((block.q * block.decay.rows) @ entering), rows, chunks, layout.chunk)
+        ctx.save_for_backward(*inputs, initial, *borders)
+        ctx.scale, ctx.layout = scale, layout
+        return o, final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):
+        *inputs, initial = ctx.saved_tensors[:6]
+        layout, dtype = ctx.layout, initial.dtype
+        grads = [None if x is None else torch.empty_like(x) for x in inputs]
+        dinitial, unused, dstate = dfinal.clone(), initial.clone(), dfinal[:0]
+        walk = list(layout.blocks(*do.shape[0:3:2], do.device))
+        for (rows, chunks), state in zip(reversed(walk), reversed(ctx.saved_tensors[6:]), strict=True):
+            block = _Block(inputs, ctx.scale, dtype, layout, rows, chunks)
+            entering, written, _ = block.states(state, initial, unused)
+            dob = chunking.take(do, rows, chunks, layout.chunk, dtype)
+            parts = block.gradients(dob, entering, written, dstate, dinitial, dfinal)
+            dstate = parts.pop()
+            for out, part in zip(grads, parts, strict=True):
+                if out is not None:
+                    chunking.put(out, part, rows, chunks, layout.chunk)
+        return *grads, dinitial, None, None
+
+
+class _Block:
+    """A block of chunks, `[b, H, c, C, D]`, with the triangular system of each chunk solved."""
+
+    def __init__(self, inputs, scale, dtype, layout, rows, chunks):
+        self.where = (layout, rows, chunks)
+        self.scale = scale
+        q, self.k, self.v, beta, self.g = (
+            None if x is None else chunking.take(x, rows, chunks, layout.chunk, dtype) for x in inputs
+        )
+        self.q = q * scale  # out of place: a block may be a view of the input
+        self.beta = beta.unsqueeze(-1)
+        self.decay = chunking.make_decay(self.g, layout.chunk, dtype, q.device)
+        self.overlap = self.decay.scores(self.k, self.k).tril_(-1)  # (k_i · k_j) e^{b_i − b_j}
+        eye = torch.eye(layout.chunk, dtype=dtype, device=q.device).expand_as(self.overlap)
+        # One solve against the identity costs a third of one against [V, K] (docs/log.md).
+        self.inverse = torch.linalg.solve_triangular(
+            self.beta * self.overlap, eye, upper=False, unitriangular=True
+        )
+        self.x = self.inverse @ (self.beta * self.v)
+        self.y = self.inverse @ (self.beta * (self.k * self.decay.rows))
+
+    def states(self, state: Tensor, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The states entering each chunk, the values written, and the state leaving the block."""
+        left = (self.k * self.decay.cols).transpose(-1, -2)
+        total = self.decay.total.expand(*left.shape[:3], -1, -1)
+        written = torch.empty_like(self.x)
+
+        def step(c: int, s: Tensor) -> Tensor:
+            u = torch.sub(self.x[:, :, c], self.y[:, :, c] @ s)
+            written[:, :, c] = u
+            return torch.addcmul(left[:, :, c] @ u, total[:, :, c], s)
+
+        entering, state = chunking.scan(step, state, *self.where, initial, final)
+        return entering, written, state
+
+    def gradients(self, do, entering, written, dstate, dinitial, dfinal) -> list[Tensor]:
+        """`[dq, dk, dv, dbeta, dg, gradient of the state entering the block]`."""
+        q, k, v, beta, decay = self.q, self.k, self.v, self.beta, self.decay
+        read = (q * decay.rows).transpose(-1, -2) @ do
+        dwritten = decay.scores(q, k).transpose(-1, -2) @ do
+        left, y = k * decay.cols, self.y.transpose(-1, -2)
+        total = decay.total.expand(*read.shape[:3], -1, -1)
+
+        def step(c: int, ds: Tensor) -> Tensor:
+            dwritten[:, :, c] += left[:, :, c] @ ds
+            return torch.addcmul(read[:, :, c] - y[:, :, c] @ dwritten[:, :, c], total[:, :, c], ds)
+
+        leaving, dstate = chunking.scan_back(step, dstate, *self.where, dinitial, dfinal)
+
+        # o = scores(q, k) U + (e^b q) S
+        dscores = do @ written.transpose(-1, -2)
+        diagonal = dscores.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-1)
+        dscores.diagonal(dim1=-2, dim2=-1).zero_()
+        dq, dk = decay.scores_grad(dscores, q, k)
+        dq += (do @ entering.transpose(-1, -2)).mul_(decay.rows)
+        # outgoing state: e^{b_C} S + (e^{b_C − b} k)ᵀ U
+        dleft = (written @ leaving.transpose(-1, -2)).mul_(decay.cols)
+        # (I + L) U = β (V − (e^b k) S): the adjoint r of U's system gives all the rest
+        r = self.inverse.transpose(-1, -2) @ dwritten
+        dread = (r @ entering.transpose(-1, -2)).mul_(decay.rows).neg_()
+        dsystem = (r @ written.transpose(-1, -2)).neg_().tril_(-1)
+        dbeta = (r * v).sum(-1) + (dread * k).sum(-1) + (dsystem * self.overlap).sum(-1)
+        drow, dcol = decay.scores_grad(dsystem.mul_(beta), k, k)
+        dread = dread.mul_(beta).add_(drow)
+        dk += dcol
+        dg = None
+        if self.g is not None:
+            reads = torch.mul(q, dq).addcmul_(k, dread - dk)
+            dg = decay.log_grad(reads, k * dleft, total * entering * leaving)
+            dg = dg.masked_fill_(self.g < chunking.FLOOR[dg.dtype], 0)
+        dq.addcmul_(diagonal, k).mul_(self.scale)
+        dk.addcmul_(diagonal, q).add_(dleft).add_(dread)
+        return [dq, dk, r.mul_(beta), dbeta, dg, dstate]

@@ -1,0 +1,37 @@
+"""What the letters in shapes mean, everywhere in this library.
+
+| letter | meaning                                                                    |
+|--------|----------------------------------------------------------------------------|
+| B      | batch: independent sequences (1 when sequences are packed)                 |
+| T      | tokens along the sequence (the sum of all lengths when packed)             |
+| H      | heads                                                                      |
+| K      | key and query size of a head: rows of the state                            |
+| V      | value size of a head: columns of the state                                 |
+| N      | sequences in a packed batch, or channels of a decay spectrum               |
+| C      | tokens in a chunk; `n` counts chunks                                       |
+| R      | rank, or the low-rank width of a projection                                |
+| D      | hidden size of a model, or channels of a convolution                       |
+| W      | taps of a short convolution                                                |
+
+Tensors are `[B, T, H, K]`; states are `[B, H, K, V]`, one row a sequence.
+The aliases below are jaxtyping's when it is installed (it is under pytest, which checks them),
+and plain tensors otherwise: `import halflife` needs torch alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from jaxtyping import Float, Int
+except ImportError:  # an annotation only: nothing is decided by it at run time
+
+    class Float:  # type: ignore[no-redef]
+        """Stands for jaxtyping.Float where that is not installed."""
+
+        def __class_getitem__(cls, item: object) -> type[torch.Tensor]:
+            return torch.Tensor
+
+    Int = Float  # type: ignore[misc]
+
+__all__ = ["Float", "Int"]
