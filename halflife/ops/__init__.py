@@ -1,7 +1,9 @@
 """How memory is written and read: `(q, k, v, g, …, state) → (o, state)`."""
 
 from halflife.ops.backend import available_backends, ops
+from halflife.ops.conv import causal_conv1d
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.linear_attention import linear_attention
+from halflife.ops.selfcheck import selfcheck
 
-__all__ = ["available_backends", "delta_rule", "linear_attention", "ops"]
+__all__ = ["available_backends", "causal_conv1d", "delta_rule", "linear_attention", "ops", "selfcheck"]

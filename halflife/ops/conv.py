@@ -1,0 +1,124 @@
+"""Short causal depthwise convolution, the local memory of a few tokens that recurrent layers begin with.
+
+    y_t = act( Σ_{i<W} w_i ⊙ x_{t−W+1+i} + bias )
+
+with zeros, or the state, before the first token of each sequence.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.ops.backend import choose, implements
+from halflife.ops.recurrent import check_cu_seqlens, compute_dtype
+from halflife.shapes import Float, Int
+
+ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
+
+
+def causal_conv1d(
+    x: Float[Tensor, "B T D"],
+    weight: Float[Tensor, "D W"],
+    bias: Float[Tensor, " D"] | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: Float[Tensor, "N D W1"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
+
+    Args:
+        x: inputs `[B, T, D]`.
+        weight: taps `[D, W]`, the last one on the current token.
+        bias: `[D]` or None.
+        activation: "silu" or None.
+        initial_state: the W − 1 inputs before the first token, oldest first, `[B, D, W − 1]`
+            (`[N, D, W − 1]` when packed); None means zeros.
+        output_final_state: whether to return the last W − 1 inputs.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): no tap crosses one.
+
+    Returns:
+        `y [B, T, D]` in x's dtype and the final state `[N, D, W − 1]` in x's dtype, or None.
+
+    Raises:
+        ValueError: a shape does not fit, or an unknown activation.
+    """
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise ValueError(f"x must be [B, T, D] and weight [D, W]; got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
+    sequences = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
+    expected = (sequences, x.shape[2], weight.shape[1] - 1)
+    if initial_state is None:
+        initial_state = x.new_zeros(expected)
+    elif tuple(initial_state.shape) != expected:
+        raise ValueError(f"initial_state must be [sequences, D, W - 1] = {expected}; got {tuple(initial_state.shape)}")
+    y, state = choose("causal_conv1d", "auto", x.device)(x, weight, initial_state, cu_seqlens)
+    if bias is not None:
+        y = y + bias
+    return ACTIVATIONS[activation](y).to(x.dtype), state if output_final_state else None
+
+
+@implements("causal_conv1d", "reference")
+def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The definition: a window of W inputs that moves a token at a time."""
+    bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, finals = [], []
+    for row, (start, stop) in enumerate(pairwise(bounds)):
+        before = state if cu_seqlens is None else state[row : row + 1]
+        window = torch.cat([before, before[..., :0].new_zeros(*before.shape[:2], 1)], -1).to(compute_dtype(x))
+        for t in range(start, stop):
+            window = torch.cat([window[..., 1:] if t > start else before, x[:, t].unsqueeze(-1)], -1)
+            outputs.append((window * weight).sum(-1))
+        finals.append(window[..., 1:] if stop > start else before)
+    y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
+    return y, torch.cat(finals).to(x.dtype) if finals else state
+
+
+@implements("causal_conv1d", "chunked")
+def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """W shifted products over the inputs with each sequence's state laid before its first token.
+
+    On a CPU this is up to nine times as fast as `F.conv1d` with groups (docs/log.md).
+    """
+    taps = weight.to(compute_dtype(x)).t()
+    history, before = len(taps) - 1, state.transpose(1, 2).to(x.dtype)
+    if cu_seqlens is None:
+        extended = torch.cat([before, x], 1)
+        tail = extended[:, x.shape[1] :]
+    else:
+        extended, tail = _extend(x, before, cu_seqlens)
+    outputs = extended.shape[1] - history
+    y = extended[:, :outputs] * taps[0]
+    for i in range(1, len(taps)):
+        y = torch.addcmul(y, extended[:, i : i + outputs], taps[i])
+    if cu_seqlens is not None:
+        y = y.index_select(1, _token_rows(x.shape[1], history, cu_seqlens))
+    return y, tail.transpose(1, 2)
+
+
+def _token_rows(length: int, history: int, cu_seqlens: Tensor) -> Tensor:
+    """For each packed token, the row at which its window starts among the extended inputs: `[T]`."""
+    sequence = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device).repeat_interleave(
+        cu_seqlens.diff(), output_size=length
+    )
+    return torch.arange(length, device=cu_seqlens.device) + sequence * history
+
+
+def _extend(x: Tensor, before: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed inputs with W − 1 rows of state before each sequence, and the last W − 1 rows of each."""
+    sequences, history, channels = before.shape
+    length = x.shape[1]
+    offsets = torch.arange(sequences, device=x.device) * history
+    window = torch.arange(history, device=x.device)
+    tokens = _token_rows(length, history, cu_seqlens) + history
+    states = (cu_seqlens[:-1] + offsets).unsqueeze(1) + window
+    extended = x.new_zeros(1, length + sequences * history, channels)
+    extended = extended.index_copy(1, tokens, x).index_copy(1, states.flatten(), before.reshape(1, -1, channels))
+    tails = (cu_seqlens[1:] + offsets).unsqueeze(1) + window
+    return extended, extended[0, tails]

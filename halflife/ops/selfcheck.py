@@ -1,0 +1,105 @@
+"""Is every op right on this machine? Each backend against the float64 token loop, on the user's own device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.ops.backend import available_backends
+from halflife.ops.delta_rule import delta_rule
+from halflife.ops.linear_attention import linear_attention
+
+# Largest error relative to the largest entry, four times what was measured on a CPU and an H200.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: the worst relative error over outputs, states and gradients."""
+
+    op: str
+    backend: str
+    granularity: str
+    dtype: torch.dtype
+    error: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= TOLERANCE[self.dtype]
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        verdict = "ok" if self.ok else f"WRONG (above {TOLERANCE[self.dtype]:.0e})"
+        return f"{self.op:17} {self.backend:10} {self.granularity:7} {name:9} {self.error:.1e}  {verdict}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `selfcheck` found: a `Check` a line, `ok` if all of them are."""
+
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def __str__(self) -> str:
+        verdict = "all right" if self.ok else "SOMETHING IS WRONG"
+        return "\n".join([f"selfcheck on {self.device}: {verdict}", *(f"  {check}" for check in self.checks)])
+
+
+def selfcheck(device: torch.device | str = "cpu", length: int = 130) -> Report:
+    """Compares every backend of every op with the float64 token loop: outputs, final states, all gradients.
+
+    Args:
+        device: where to run; "cuda" checks the kernels that would run there.
+        length: tokens; not a multiple of the chunk, so that the tail is checked too.
+    """
+    checks = []
+    for op, granularity, arguments in _cases(length):
+        truth = _run(op, arguments, "reference", torch.float64, "cpu")
+        for backend in available_backends(op.__name__, device):
+            for dtype in TOLERANCE:
+                # The oracle sees the same rounded inputs, so that only the computation is judged.
+                expected = truth if dtype == torch.float32 else _run(
+                    op, {n: x.to(dtype).double() for n, x in arguments.items()}, "reference", torch.float64, "cpu"
+                )  # fmt: skip
+                got = _run(op, arguments, backend, dtype, device)
+                error = max(_error(a, b) for a, b in zip(got, expected, strict=True))
+                checks.append(Check(op.__name__, backend, granularity, dtype, error))
+    return Report(str(device), tuple(checks))
+
+
+def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor]]]:
+    draw = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float32).double()
+
+    for granularity in ("none", "scalar", "vector"):
+        q, k, v = randn(2, length, 2, 32), F.normalize(randn(2, length, 2, 32), dim=-1), randn(2, length, 2, 48)
+        g = {} if granularity == "none" else {"g": -randn(*(q.shape if granularity == "vector" else q.shape[:3])).exp()}
+        yield linear_attention, granularity, {"q": q, "k": k, "v": v, **g}
+        yield delta_rule, granularity, {"q": q, "k": k, "v": v, "beta": randn(*q.shape[:3]).sigmoid(), **g}
+
+
+def _run(op: Any, arguments: dict[str, Tensor], backend: str, dtype: torch.dtype, device: Any) -> list[Tensor]:
+    """`[o, final state, gradient of each argument]` in float64 on the CPU."""
+    draw = torch.Generator().manual_seed(1)
+    leaves = {n: x.to(device, dtype).detach().requires_grad_() for n, x in arguments.items()}
+    o, state = op(**leaves, backend=backend, output_final_state=True)
+    weights = [torch.randn(x.shape, generator=draw).to(x) for x in (o, state)]
+    (o * weights[0]).sum().add((state * weights[1]).sum()).backward()
+    return [x.detach().double().cpu() for x in (o, state, *(leaf.grad for leaf in leaves.values()))]
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    if not torch.isfinite(got).all():
+        return float("inf")
+    return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
