@@ -1,0 +1,176 @@
+"""The contract of a decay: how fast memory fades, from an activation and a position to a log-decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from halflife.registry import Registry
+
+DECAYS: Registry[type[Decay]] = Registry("decay")
+
+GRANULARITIES = ("scalar", "vector")
+
+
+class Float32Module(nn.Module):
+    """A module whose own parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.
+
+    Decay parameters in bfloat16 lose the spectrum: neighbouring rates become equal, and `A` near 0 becomes 0.
+    Children that are not `Float32Module`s are cast as usual.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def keep(x: Tensor) -> Tensor:
+            moved = fn(x)
+            narrower = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return x.to(moved.device) if narrower else moved
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(keep, recurse=False)
+
+
+class Decay(Float32Module):
+    """Log-decays `g ≤ 0` from activations f, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector).
+
+    A strategy is one file: parameters in `reset_parameters`, the law in `log_decay`, its base rate in
+    `own_log_rate`. Class attributes say what it is:
+
+    * `data_dependent`: whether `g` depends on f (if not, layers make no projection for it, and only the
+      shape of f counts);
+    * `spectral`: whether it has base rates, one a channel, that PoST can order;
+    * `shares_keys`: whether the architecture it comes from writes `k = 1 − λ`;
+    * `granularities`: for which it is defined.
+
+    Args:
+        num_heads: heads H.
+        head_dim: key channels of a head, K.
+        granularity: "scalar" (one rate a head) or "vector" (one a key channel).
+        layer_idx, num_layers: where the layer stands; some strategies decay more slowly in deep layers.
+
+    Raises:
+        ValueError: a granularity for which the strategy is not defined, or sizes below 1.
+    """
+
+    data_dependent = True
+    spectral = False
+    shares_keys = False
+    granularities: tuple[str, ...] = GRANULARITIES
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        granularity: str = "scalar",
+        layer_idx: int = 0,
+        num_layers: int = 1,
+    ) -> None:
+        super().__init__()
+        if granularity not in self.granularities:
+            raise ValueError(
+                f"{type(self).__name__} is defined for granularity {' and '.join(self.granularities)}; "
+                f"got {granularity!r}"
+            )
+        if min(num_heads, head_dim, num_layers) < 1 or not 0 <= layer_idx < num_layers:
+            raise ValueError(
+                f"need num_heads, head_dim ≥ 1 and 0 ≤ layer_idx < num_layers; got {num_heads}, {head_dim}, "
+                f"{layer_idx} of {num_layers}"
+            )
+        self.num_heads, self.head_dim, self.granularity = num_heads, head_dim, granularity
+        self.layer_idx, self.num_layers = layer_idx, num_layers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one token's log-decays: `(H,)` or `(H, K)`."""
+        return (self.num_heads,) if self.granularity == "scalar" else (self.num_heads, self.head_dim)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, by the strategy's law; calling it again gives a fresh draw."""
+
+    def forward(self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None) -> Tensor:
+        """Log-decays `g ≤ 0` in float32 (float64 for float64 activations).
+
+        Args:
+            f: activations `[B, T, H]` or `[B, T, H, K]`; the gradient flows into them.
+            position: token positions, from 1, `[T]` or `[B, T]`; only decays that depend on position use it.
+            log_rate: base log-rates to use instead of the strategy's own, `[H]` or `[H, K]` (PoST).
+        """
+        if f.shape[2:] != self.shape:
+            raise ValueError(f"f must be [B, T, {', '.join(map(str, self.shape))}]; got {tuple(f.shape)}")
+        return self.log_decay(f if f.dtype == torch.float64 else f.float(), log_rate)
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+        """The law itself: `g` from float32 activations and, if given, base log-rates instead of its own."""
+        raise NotImplementedError
+
+    def scan(
+        self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`(g, state)`: `forward` for streaming; only decays that remember (`stateful`) have a state."""
+        return self(f, position=position), None
+
+    stateful = False
+
+    # ---- base rates
+
+    def base_log_rate(self) -> Tensor:
+        """Log of the decay rate, log(−g), at zero activation: `[H]` or `[H, K]`."""
+        return self._log_rate_at_rest(None)
+
+    def timescales(self, position: float = 1) -> Tensor:
+        """Tokens after which a channel has decayed by 1/e, at zero activation: `[H]` or `[H, K]`.
+
+        Args:
+            position: the token's position, from 1; only position-adaptive decays depend on it.
+        """
+        return (-self.base_log_rate()).exp()
+
+    def rate_offset(self) -> float:
+        """Log of the factor between `e^{log_rate}` and the decay rate at zero activation, under PoST."""
+        return 0.0
+
+    def release_rates(self) -> None:
+        """Gives up the strategy's own base rates: from now on `log_rate` is always passed (PoST)."""
+        raise ValueError(f"{type(self).__name__} has no base rates, one a channel, that PoST could order")
+
+    def _log_rate_at_rest(self, log_rate: Tensor | None) -> Tensor:
+        tensors = [*self.parameters(), *self.buffers()]
+        device = tensors[0].device if tensors else None
+        return self.log_decay(torch.zeros(1, 1, *self.shape, device=device), log_rate).neg().log()[0, 0]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, granularity={self.granularity}"
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """x with softplus(x) = y, for y > 0: `y + log(1 − e^{−y})`."""
+    return y + torch.log(-torch.expm1(-y))
+
+
+def inverse_softplus_of(y: float) -> float:
+    """`inverse_softplus` of one number: works while modules are built on the meta device."""
+    return y + math.log(-math.expm1(-y))
+
+
+def build(
+    name: str, *, num_heads: int, head_dim: int, granularity: str = "scalar",
+    layer_idx: int = 0, num_layers: int = 1, **options: object,
+) -> Decay:  # fmt: skip
+    """The decay strategy `name` with its parameters drawn.
+
+    Args:
+        name: one of `DECAYS.names()`.
+        num_heads, head_dim, granularity, layer_idx, num_layers: see `Decay`.
+        **options: the strategy's own (`p` of "simple", `tau` of "gla", …).
+
+    Raises:
+        ValueError: an unknown name (the message lists the choices), granularity or size.
+    """
+    return DECAYS[name](
+        num_heads=num_heads, head_dim=head_dim, granularity=granularity,
+        layer_idx=layer_idx, num_layers=num_layers, **options,
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""The decay of Gated Linear Attention."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.decay.base import DECAYS, Decay
+
+
+@DECAYS.add("gla")
+class GLADecay(Decay):
+    """λ = σ(f)^{1/τ}, τ = 16: a sigmoid gate kept near 1 by a temperature.
+
+    g = logsigmoid(f) / τ (not logsigmoid(f/τ)). Range (0, 1); no parameters; time-scale τ / log 2 = 23 tokens at
+    f = 0. Source: Yang et al. 2024; Decay, Table 1.
+    """
+
+    def __init__(self, *, tau: float = 16.0, **sizes) -> None:
+        super().__init__(**sizes)
+        if tau <= 0:
+            raise ValueError(f"tau must be positive; got {tau}")
+        self.tau = tau
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+        return F.logsigmoid(f) / self.tau

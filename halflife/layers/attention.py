@@ -1,0 +1,92 @@
+"""Softmax attention with RoPE and a KV cache: the baseline whose memory grows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.layers import packing
+from halflife.layers.mixer import LAYERS, Mixer, State, check_heads
+from halflife.position import rope
+
+
+@LAYERS.add("attention")
+class Attention(Mixer):
+    """Causal softmax attention (LLaMA's): `softmax(q kᵀ / √K) v` with RoPE; the state is the KV cache.
+
+    Args:
+        hidden_size: D.
+        num_heads: query heads H.
+        num_kv_heads: heads of keys and values, each serving H / num_kv_heads query heads; None means H.
+        rope_base: base of the rotary frequencies.
+
+    Raises:
+        ValueError: heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        num_kv_heads: int | None = None,
+        rope_base: float = 10_000.0,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+    ) -> None:
+        super().__init__()
+        self.head_dim = check_heads(hidden_size, num_heads)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        check_heads(num_heads, self.num_kv_heads)
+        self.rope_base = rope_base
+        self.splits = [num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def mix(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+        seen = None if state is None else state["position"]
+        position = packing.positions(x, seen, cu_seqlens)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))
+        q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
+        new = packing.lengths(x, cu_seqlens)
+        total = new if seen is None else new + seen
+        if state is None and cu_seqlens is None:
+            cache, o = {"keys": k, "values": v}, self._attend(q, k, v, None)
+        else:
+            o, cache = self._with_cache(q, k, v, state, cu_seqlens, new, total)
+        return self.out_proj(o.flatten(-2)), {"position": total, **cache}
+
+    def _with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None, cu_seqlens: Tensor | None, new: Tensor, total: Tensor
+    ) -> tuple[Tensor, State]:
+        """One row a sequence, tokens at their own positions, later slots masked: rows may differ in length."""
+        rows, seen = len(total), total - new
+        if cu_seqlens is None:
+            row = torch.arange(rows, device=q.device).repeat_interleave(q.shape[1])
+            slot = torch.arange(q.shape[1], device=q.device).repeat(rows)
+        else:
+            row = packing.sequence_of_token(q.shape[1], cu_seqlens)
+            slot = torch.arange(q.shape[1], device=q.device) - cu_seqlens[row]
+        width, longest = int(new.max()) if rows else 0, int(total.max()) if rows else 0
+
+        def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
+            filled = tokens.new_zeros(rows, size, *tokens.shape[2:])
+            if old is not None:
+                filled[:, : old.shape[1]] = old[:, :size]
+            return filled.index_put((row, at), tokens.flatten(0, 1))
+
+        keys = place(k, longest, slot + seen[row], None if state is None else state["keys"])
+        values = place(v, longest, slot + seen[row], None if state is None else state["values"])
+        at = torch.arange(width, device=q.device) + seen.unsqueeze(1)  # [N, width]: index of each query
+        visible = torch.arange(longest, device=q.device) <= at.unsqueeze(-1)
+        o = self._attend(place(q, width, slot, None), keys, values, visible.unsqueeze(1))
+        return o[row, slot].unflatten(0, q.shape[:2]), {"keys": keys, "values": values}
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """`q [N, T, H, K]`, `k, v [N, S, H_kv, K]` → `[N, T, H, K]`."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=self.num_kv_heads != self.num_heads
+        )
+        return o.transpose(1, 2)

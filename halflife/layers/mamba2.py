@@ -1,0 +1,126 @@
+"""Mamba-2's layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halflife.decay import Float32Module
+from halflife.layers import packing
+from halflife.layers.mixer import LAYERS, Mixer, State, build_decay, check_heads
+from halflife.layers.norm import GatedRMSNorm, ShortConv
+from halflife.ops import linear_attention
+
+
+class Skip(Float32Module):
+    """`y + D ⊙ x`, one D a head, starting at 1."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.D = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.D)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        """`y, x [B, T, H, V]`."""
+        return torch.addcmul(y, self.D.unsqueeze(-1).to(y.dtype), x)
+
+
+@LAYERS.add("mamba2")
+class Mamba2(Mixer):
+    """Mamba-2 (Dao & Gu 2024): linear attention with key B, query C, value Δx and decay e^{−e^A Δ}.
+
+    `[z, xBC, f] = x W`; xBC through a short convolution; `S_t = e^{g_t} S_{t−1} + B_t (Δ_t x_t)ᵀ`,
+    `y_t = S_tᵀ C_t + D x_t`; out through `RMSNorm(y ⊙ silu(z))`. B and C are shared by groups of heads.
+
+    Args:
+        hidden_size: model width.
+        num_heads: H.
+        expand: inner width over hidden_size.
+        head_dim: V, channels a head; None means expand · hidden_size / H.
+        state_size: K, rows of the state ("d_state").
+        num_groups: groups of heads that share B and C; it must divide H.
+        conv_size: taps of the short convolution.
+        post: options of `decay.PoST` to wrap the decay in, or None.
+        layer_idx, num_layers: where the layer stands.
+        chunk_size, backend: passed to the op.
+
+    Raises:
+        ValueError: heads or groups that do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        expand: int = 2,
+        head_dim: int | None = None,
+        state_size: int = 128,
+        num_groups: int = 1,
+        conv_size: int = 4,
+        decay: str = "mamba2",
+        decay_options: Mapping[str, Any] | None = None,
+        post: Mapping[str, Any] | None = None,
+        norm_eps: float = 1e-5,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        chunk_size: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not decay.startswith("mamba2"):
+            raise ValueError(
+                f"Mamba-2's layer scales its values by its decay's step size, which {decay!r} has none of; "
+                "for other decays use the design-space block (layer 'linear')"
+            )
+        if num_groups < 1 or num_heads % num_groups:
+            raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
+        self.num_heads, self.num_groups, self.state_size = num_heads, num_groups, state_size
+        self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
+        self.chunk_size, self.backend = chunk_size, backend
+        inner, shared = num_heads * self.head_dim, num_groups * state_size
+        self.splits = [inner, inner + 2 * shared, num_heads]
+        self.conv_splits = [inner, shared, shared]
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.conv = ShortConv(sum(self.conv_splits), conv_size, bias=True)
+        self.decay = build_decay(
+            decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
+            layer_idx=layer_idx, num_layers=num_layers,
+        )  # fmt: skip
+        self.skip = Skip(num_heads)
+        self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+
+    def mix(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+        state = state or {}
+        position = packing.positions(x, state.get("position"), cu_seqlens)
+        z, xbc, f = self.in_proj(x).split(self.splits, -1)
+        xbc, conv = self.conv(xbc, state.get("conv"), cu_seqlens)
+        values, key, query = xbc.split(self.conv_splits, -1)
+        values = values.unflatten(-1, (self.num_heads, self.head_dim))
+        y, memory = linear_attention(
+            self._per_head(query),
+            self._per_head(key),
+            values * self.decay.step(f).unsqueeze(-1).to(values.dtype),
+            self.decay(f, position=position),
+            scale=1,
+            initial_state=state.get("memory"),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+        )
+        y = self.norm(self.skip(y, values).flatten(-2), z)
+        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
+        return self.out_proj(y), {"position": seen, "conv": conv, "memory": memory}
+
+    def _per_head(self, shared: Tensor) -> Tensor:
+        """`[B, T, G·K]` → `[B, T, H, K]`: each group serves H / G heads in a row."""
+        grouped = shared.unflatten(-1, (self.num_groups, 1, self.state_size))
+        return grouped.expand(-1, -1, -1, self.num_heads // self.num_groups, -1).flatten(2, 3)

@@ -1,0 +1,54 @@
+"""Sequences in one row: padding, packing and positions, in one place for all layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def unpad(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A padded batch as packed sequences: the tokens where the mask is set, row after row.
+
+    Args:
+        x: `[B, T, …]`; attention_mask: `[B, T]`, 1 for tokens, 0 for padding (left, right, anywhere).
+
+    Returns:
+        `(packed [1, tokens, …], cu_seqlens [B + 1], index [tokens])`; `repad` undoes it.
+    """
+    if attention_mask.shape != x.shape[:2]:
+        raise ValueError(f"attention_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(attention_mask.shape)}")
+    mask = attention_mask.bool()
+    index = mask.flatten().nonzero().squeeze(1)
+    return x.flatten(0, 1).index_select(0, index).unsqueeze(0), F.pad(mask.sum(1).cumsum(0), (1, 0)), index
+
+
+def repad(packed: Tensor, index: Tensor, batch: int, length: int) -> Tensor:
+    """The inverse of `unpad`: `[1, tokens, …]` → `[B, T, …]`, exact zeros at the padding."""
+    rows = packed.new_zeros(batch * length, *packed.shape[2:])
+    return rows.index_copy(0, index, packed[0]).unflatten(0, (batch, length))
+
+
+def sequence_of_token(length: int, cu_seqlens: Tensor) -> Tensor:
+    """For each packed token the sequence that it belongs to: `[T]`."""
+    sequences = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+    return sequences.repeat_interleave(cu_seqlens.diff(), output_size=length)
+
+
+def positions(x: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Positions of the tokens of `x [B, T, …]`, from 1, `[T]` or `[B, T]`: they go on from `start [N]`,
+    the tokens that each sequence has seen, and begin anew in each packed sequence."""
+    length = x.shape[1]
+    count = torch.arange(1, length + 1, device=x.device)
+    if cu_seqlens is not None:
+        sequence = sequence_of_token(length, cu_seqlens)
+        offset = -cu_seqlens[:-1] if start is None else start - cu_seqlens[:-1]
+        return (count + offset[sequence]).unsqueeze(0)
+    return count if start is None else count + start.unsqueeze(1)
+
+
+def lengths(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Tokens of each sequence in `x [B, T, …]`: `[N]`."""
+    if cu_seqlens is not None:
+        return cu_seqlens.diff()
+    return torch.full((x.shape[0],), x.shape[1], device=x.device)

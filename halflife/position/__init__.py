@@ -1,0 +1,5 @@
+"""Where a token stands: encodings applied to queries and keys."""
+
+from halflife.position.rope import rope
+
+__all__ = ["rope"]

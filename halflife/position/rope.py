@@ -1,0 +1,30 @@
+"""Rotary position embedding (Su et al. 2021): queries and keys turned by an angle that grows with the position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotates the pairs (i, i + K/2) of each head by `t · base^{−2i/K}`; products depend on `t_q − t_k` alone.
+
+    Args:
+        x: queries or keys `[B, T, H, K]`, K even.
+        position: `[T]` or `[B, T]`.
+        base: of the geometric frequencies.
+
+    Returns:
+        The rotated `[B, T, H, K]`, in x's dtype (angles and products in float32).
+
+    Raises:
+        ValueError: an odd K has a channel without a partner.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"RoPE turns pairs of channels: the head size must be even; got {x.shape[-1]}")
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = (position.float().unsqueeze(-1) * frequency).unsqueeze(-2)  # [(B,) T, 1, K/2]
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x.float().chunk(2, -1) if x.dtype != torch.float64 else x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
