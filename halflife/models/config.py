@@ -1,0 +1,84 @@
+"""A model's configuration: a frozen dataclass, JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from halflife.layers import LAYERS
+from halflife.registry import unknown
+
+MLPS = ("swiglu", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that `LanguageModel` is built from.
+
+    Attributes:
+        name: the preset it came from, for tables.
+        vocab_size, hidden_size, num_layers: sizes.
+        mixer: sequence mixer of every block, a name of `layers.LAYERS`.
+        mixer_options: its options.
+        mlp: "swiglu", or "none" for blocks that only mix along the sequence (MQAR).
+        intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to 64.
+        tie_embeddings: whether the output head is the embedding.
+        norm_eps: of every RMS norm.
+        initializer_range: standard deviation of the embeddings at the start.
+
+    Raises:
+        ValueError: a size below 1, an unknown mixer or MLP.
+    """
+
+    name: str = "custom"
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    mixer: str
+    mixer_options: dict[str, Any] = field(default_factory=dict)
+    mlp: str = "swiglu"
+    intermediate_size: int | None = None
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for size in ("vocab_size", "hidden_size", "num_layers"):
+            if getattr(self, size) < 1:
+                raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
+        LAYERS[self.mixer]
+        if self.mlp not in MLPS:
+            raise unknown("mlp", self.mlp, list(MLPS))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown key (the message lists those there are) or a missing one.
+        """
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        for key in data:
+            if key not in fields:
+                raise unknown("key of ModelConfig", key, list(fields))
+        required = [name for name in ("vocab_size", "hidden_size", "num_layers", "mixer") if name not in data]
+        if required:
+            raise ValueError(f"ModelConfig needs {', '.join(required)}")
+        return cls(**data)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no JSON of a ModelConfig: {error}") from error
+        return cls.from_dict(data)

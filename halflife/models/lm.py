@@ -1,0 +1,148 @@
+"""The language model: embedding, blocks, norm, head, with its state in the open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife import layers
+from halflife.layers import Mixer, State, SwiGLU
+from halflife.models.config import ModelConfig
+
+ModelState = tuple[State, ...]
+
+
+class Block(nn.Module):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer: Mixer = layers.build(
+            config.mixer, hidden_size=config.hidden_size, layer_idx=layer_idx, num_layers=config.num_layers,
+            **config.mixer_options,
+        )  # fmt: skip
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.mlp == "swiglu" else None
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if self.mlp is not None else None
+
+    def forward(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        x = x + y
+        return (x if self.mlp is None else x + self.mlp(self.mlp_norm(x))), state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model on any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`.
+
+    Args:
+        config: see `ModelConfig` and `preset`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        # A tied head has no parameter of its own: one tensor, one name in a checkpoint.
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, each module by its own law; safe after construction on the meta device."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
+
+    def forward(
+        self,
+        ids: Tensor,
+        state: Sequence[State] | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Logits for the token after each of `ids [B, T]`.
+
+        Args:
+            ids: token ids `[B, T]`, integers below vocab_size.
+            state: what the call on the piece before returned; None at the start. It is not modified.
+            cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
+            attention_mask: `[B, T]`, 0 at padding, left or right; the logits there are 0.
+
+        Returns:
+            `logits [B, T, vocab_size]` and the new state, one dict a layer.
+
+        Raises:
+            ValueError: a shape or dtype that does not fit, or a state of another model.
+        """
+        hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask)
+        return self.logits(hidden), state
+
+    def hidden(
+        self,
+        ids: Tensor,
+        state: Sequence[State] | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """The normalised hidden states `[B, T, D]` before the head, and the new state; arguments as `forward`."""
+        if ids.ndim != 2 or ids.is_floating_point():
+            raise ValueError(f"ids must be integers [B, T]; got {ids.dtype} {tuple(ids.shape)}")
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(f"this state has {len(state)} layers; the model has {len(self.blocks)}")
+        shape, index = ids.shape, None
+        if attention_mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
+            ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
+        x, new = self.embedding(ids), []
+        for i, block in enumerate(self.blocks):
+            x, layer_state = block(x, None if state is None else state[i], cu_seqlens)
+            new.append(layer_state)
+        x = self.norm(x)
+        return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: `[…, D]` → `[…, vocab_size]`."""
+        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+
+    def num_parameters(self) -> int:
+        """Parameters in all (a tied head is counted once)."""
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def state_floats(self, length: int = 1) -> int:
+        """Numbers that the state of one sequence holds after `length` tokens, positions not counted.
+
+        It is the same for every length, but for softmax attention, whose cache grows.
+        """
+        device = self.embedding.weight.device
+        _, state = self.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
+        return sum(x.numel() for layer in state for name, x in layer.items() if name != "position")
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for an optimiser: matrices with weight decay, everything else without.
+
+    Without: norms, biases, convolution taps, embeddings' companions of one axis, and every parameter of a
+    `Float32Module` (decays, D, PoST spectra), whatever its shape.
+    """
+    spared = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (layers.Float32Module, layers.ShortConv))
+        for parameter in module.parameters()
+    }
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim >= 2 and id(parameter) not in spared].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,105 @@
+"""The contract of a task: configuration and seed in, inputs, labels and slices out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from halflife.registry import Registry, unknown
+
+TASKS: Registry[type[Task]] = Registry("task")
+
+IGNORED = -100  # the label of positions that are not scored
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """Examples of a task.
+
+    Attributes:
+        inputs: token ids `[N, T]`, int64.
+        labels: what to predict at each position `[N, T]`, int64; −100 where nothing is scored.
+        slices: for each example the numbers that results are grouped by, name → `[N]`.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    slices: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A generator of examples: a frozen dataclass of its settings, checked when it is made.
+
+    Subclasses give `sample`, `chance` (the accuracy of a uniform guess among possible answers) and `guess`
+    (that of the best answer which ignores the key).
+    """
+
+    vocab_size: int
+    length: int
+
+    name: ClassVar[str]
+
+    def generate(self, num_examples: int, seed: int) -> TaskBatch:
+        """`num_examples` examples, a pure function of the settings and the seed.
+
+        Raises:
+            ValueError: a negative number of examples.
+        """
+        if num_examples < 0:
+            raise ValueError(f"num_examples must be 0 or more; got {num_examples}")
+        return self.sample(num_examples, torch.Generator().manual_seed(seed))
+
+    def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
+        """`generate`, from a seeded generator."""
+        raise NotImplementedError
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a uniform guess among the possible answers."""
+        raise NotImplementedError
+
+    @property
+    def guess(self) -> float:
+        """Accuracy of the best answer that ignores the key."""
+        raise NotImplementedError
+
+
+def build(name: str, **config: Any) -> Task:
+    """The task `name` with these settings.
+
+    Raises:
+        ValueError: an unknown task or setting (the message lists the choices), or sizes that do not fit.
+    """
+    task = TASKS[name]
+    fields = [field.name for field in dataclasses.fields(task)]
+    for key in config:
+        if key not in fields:
+            raise unknown(f"setting of task {name}", key, fields)
+    return task(**config)
+
+
+def stream_seed(split: str, seed: int, index: int = 0) -> int:
+    """A seed for batch `index` of a run with this `seed`; the splits' seeds come from disjoint ranges.
+
+    Args:
+        split: "train", "validation" or "test".
+        seed: the run's seed; index: which batch.
+
+    Returns:
+        An integer of 62 bits whose two highest say which split it belongs to.
+    """
+    if split not in SPLITS:
+        raise unknown("split", split, list(SPLITS))
+    digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
+    return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)

@@ -1,0 +1,115 @@
+"""Multi-query associative recall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halflife.registry import unknown
+from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch
+
+FILLERS = ("disjoint", "zoology")
+
+
+@TASKS.add("mqar")
+@dataclass(frozen=True, kw_only=True)
+class MQAR(Task):
+    """Multi-query associative recall: K pairs `k v`, then each key once more; answer its value.
+
+    Layout: `k v` × K, then T − 2K positions in which slot i = 1, 2, … is every second position, beginning with the
+    first. Each key stands in one slot, drawn without replacement with p ∝ i^(a−1); its label, at that position, is
+    its value, which never re-enters. All other positions are fillers. At K = T/4 every slot is taken, so that the
+    law of the slots only orders the queries.
+
+    Args:
+        vocab_size: V. Values are the upper half of the ids; with `filler="disjoint"` fillers are the lowest eighth
+            and keys the rest; with "zoology" keys are the lower half (without 0) and fillers any id at all, as in
+            the published generator: there a filler can repeat a bound key.
+        length: T, tokens of a sequence.
+        num_pairs: K.
+        power: a in the law of the slots.
+        filler: "disjoint" or "zoology".
+
+    Chance is 2/V; naming any bound value scores 1/K. Source: Arora et al. 2023; tasks.md.
+    """
+
+    vocab_size: int = 8192
+    length: int = 512
+    num_pairs: int = 128
+    power: float = 0.01
+    filler: str = "disjoint"
+
+    name = "mqar"
+
+    def __post_init__(self) -> None:
+        if self.filler not in FILLERS:
+            raise unknown("filler", self.filler, list(FILLERS))
+        if self.num_pairs < 1 or self.num_slots < self.num_pairs:
+            raise ValueError(
+                f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K; got length {self.length}"
+            )
+        low, high = self.key_range
+        if high - low < self.num_pairs:
+            raise ValueError(f"{self.num_pairs} pairs need as many keys; vocab_size {self.vocab_size} has {high - low}")
+
+    @property
+    def num_slots(self) -> int:
+        """Where a query can stand: every second position after the pairs."""
+        return (self.length - 2 * self.num_pairs) // 2
+
+    @property
+    def key_range(self) -> tuple[int, int]:
+        """First key id, and the one after the last (where the values begin)."""
+        return (self.vocab_size // 8 if self.filler == "disjoint" else 1), self.vocab_size // 2
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.vocab_size - self.vocab_size // 2)
+
+    @property
+    def guess(self) -> float:
+        return 1 / self.num_pairs
+
+    def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
+        low, high = self.key_range
+        keys = distinct(num_examples, self.num_pairs, low, high, draw)
+        values = distinct(num_examples, self.num_pairs, high, self.vocab_size, draw)
+        fillers = low if self.filler == "disjoint" else self.vocab_size
+        inputs = torch.randint(fillers, (num_examples, self.length), generator=draw)
+        inputs[:, 0 : 2 * self.num_pairs : 2] = keys
+        inputs[:, 1 : 2 * self.num_pairs : 2] = values
+        at = 2 * self.num_pairs + 2 * self._slots(num_examples, draw)
+        labels = torch.full_like(inputs, IGNORED)
+        slices = {"num_pairs": torch.full((num_examples,), self.num_pairs)}
+        return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices)
+
+    def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
+        """Slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""
+        rate = torch.arange(1, self.num_slots + 1).pow(self.power - 1)
+        race = torch.empty(num_examples, self.num_slots).exponential_(generator=draw) / rate
+        if self.num_slots == self.num_pairs:
+            return race.argsort(1)
+        return race.topk(self.num_pairs, dim=1, largest=False).indices
+
+
+def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
+    """`count` distinct ids of [low, high) a row, uniform over all orders: `[rows, count]`.
+
+    Draws with replacement and draws the later of two equal ids again until there are none. That treats all ids
+    alike, so that every tuple of distinct ids is equally likely; it costs a sort of what was drawn, where a
+    permutation of the whole range would cost a sort of that.
+    """
+    if count * 4 > high - low:  # so many collisions that a permutation is cheaper
+        return torch.rand(rows, high - low, generator=draw).argsort(1)[:, :count] + low
+    ids = torch.randint(low, high, (rows, count), generator=draw)
+    pending = torch.arange(rows)
+    while len(pending):
+        ordered, order = ids[pending].sort(dim=1, stable=True)
+        repeated = torch.zeros_like(ordered, dtype=torch.bool)
+        repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        row, column = repeated.nonzero(as_tuple=True)
+        ids[pending[row], order[row, column]] = torch.randint(low, high, (len(row),), generator=draw)
+        pending = pending[repeated.any(1)]
+    return ids
