@@ -1,0 +1,38 @@
+"""Accuracy of a model on a task."""
+
+from __future__ import annotations
+
+import torch
+
+from halflife.models import LanguageModel
+from halflife.tasks import IGNORED, Task, stream_seed
+
+
+@torch.no_grad()
+def accuracy(
+    model: LanguageModel, task: Task, *, split: str, seed: int, num_examples: int, batch_tokens: int = 1 << 15
+) -> float:
+    """The fraction of scored positions at which the model's first choice is the label.
+
+    All positions count alike; in MQAR every example has the same number of them.
+
+    Args:
+        model: put into evaluation mode for the call (it changes nothing that the model computes).
+        split, seed: which examples, see `stream_seed`.
+        num_examples: at least 1.
+        batch_tokens: tokens of a forward pass, which bounds the memory.
+    """
+    device = next(model.parameters()).device
+    examples = task.generate(num_examples, stream_seed(split, seed))
+    right = scored = 0
+    for inputs, labels in zip(
+        examples.inputs.split(max(1, batch_tokens // task.length)),
+        examples.labels.split(max(1, batch_tokens // task.length)),
+        strict=True,
+    ):
+        mask = labels != IGNORED
+        hidden, _ = model.hidden(inputs.to(device))
+        answers = model.logits(hidden[mask.to(device)]).argmax(-1).cpu()
+        right += (answers == labels[mask]).sum().item()
+        scored += mask.sum().item()
+    return right / scored

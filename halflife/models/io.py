@@ -1,0 +1,54 @@
+"""A model in a folder: `config.json` and `model.safetensors`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from halflife.files import read_json, write_json
+from halflife.models.config import ModelConfig
+from halflife.models.lm import LanguageModel
+
+FORMAT = 1  # raised when a checkpoint of before can no longer be read
+
+
+def save(model: LanguageModel, folder: str | Path) -> Path:
+    """Writes the model's configuration and weights into `folder`; returns the folder."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".model.{os.getpid()}.tmp"
+    save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
+    os.replace(temporary, folder / "model.safetensors")
+    write_json(folder / "config.json", {"format": FORMAT, "model": model.config.to_dict()})
+    return folder
+
+
+def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
+    """The model in `folder`, as `save` wrote it.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: another format, a truncated file, or weights that do not fit the configuration.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if config.get("format") != FORMAT:
+        raise ValueError(f"{folder} holds a checkpoint of format {config.get('format')}; this version reads {FORMAT}")
+    weights = folder / "model.safetensors"
+    if not weights.exists():
+        raise FileNotFoundError(f"{weights} is missing")
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig.from_dict(config["model"]))
+    try:
+        tensors = load_file(weights, device=str(device))
+        model.load_state_dict(tensors, assign=True)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{weights} is truncated or of another model: {error}") from error
+    return model

@@ -1,0 +1,1 @@
+"""Data, optimiser and callbacks around `transformers.Trainer`; runs, and sweeps of runs."""

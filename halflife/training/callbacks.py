@@ -1,0 +1,111 @@
+"""What a run shows and writes while it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from halflife.files import write_text
+
+COMPLETE = "complete"  # the marker of a checkpoint that was written to its end
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number."""
+
+
+class Metrics(TrainerCallback):
+    """Writes `metrics.jsonl`, one line a log; validates now and then; stops a run that diverged.
+
+    Args:
+        path: of the file. A resumed run first drops the lines after its checkpoint, so that none stands twice.
+        validate: returns the validation accuracy.
+        every: steps between validations.
+    """
+
+    def __init__(self, path: Path, validate: Callable[[], float], every: int) -> None:
+        self.path, self.validate, self.every = path, validate, every
+        self.step_seconds: list[float] = []
+        self.validation: float | None = None
+        self._began = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        kept = [line for line in lines if line["step"] <= state.global_step]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.step_seconds.append(time.perf_counter() - self._began)
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self.validation = self.validate()
+            self._write({"step": state.global_step, "validation_accuracy": self.validation})
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
+        logs = logs or {}
+        if "loss" not in logs:
+            return
+        names = ("loss", "learning_rate", "grad_norm")
+        self._write({"step": state.global_step, **{name: logs[name] for name in names if name in logs}})
+        if not math.isfinite(logs["loss"]):
+            raise Diverged(f"the loss is {logs['loss']} at step {state.global_step}")
+
+    def seconds_per_step(self) -> float:
+        """The median over the steps of this process."""
+        return median(self.step_seconds)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Bar(TrainerCallback):
+    """A progress bar: steps, loss, validation accuracy, time spent and left."""
+
+    def __init__(self, name: str, metrics: Metrics) -> None:
+        self.name, self.metrics = name, metrics
+        self.progress = Progress(
+            TextColumn("{task.description:<34}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[info]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), refresh_per_second=2,
+        )  # fmt: skip
+        self.task: TaskID | None = None
+        self.loss = float("nan")
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.progress.start()
+        self.task = self.progress.add_task(self.name, total=state.max_steps, completed=state.global_step, info="")
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
+        self.loss = (logs or {}).get("loss", self.loss)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        accuracy = self.metrics.validation
+        shown = "" if accuracy is None else f" valid {accuracy:6.1%}"
+        self.progress.update(self.task, completed=state.global_step, info=f"loss {self.loss:6.3f}{shown:13}")
+
+    def close(self) -> None:
+        """Ends the bar, whatever happened to the run."""
+        self.progress.stop()
+
+
+class MarkComplete(TrainerCallback):
+    """Marks each checkpoint when all of its files are written, so that a resume never takes half of one."""
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        write_text(Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE, "")
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`, None if there is none."""
+    complete = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
