@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,22 @@ _BLOCK_ROWS_ACCELERATOR = 1 << 19
 def wide(x: Tensor) -> Tensor:
     """`x` in float64, in which cumulative sums lose nothing (float32 on Apple's MPS, which has no float64)."""
     return x.float() if x.device.type == "mps" else x.double()
+
+
+def by_hand(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a `backward` written by hand: float32 also when called under autocast, and differentiable once.
+
+    A second derivative would take the states saved at block borders for constants, so it is an error.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():  # only under create_graph=True
+            raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
 
 
 # ---------------------------------------------------------------------------------------------- layout
@@ -97,6 +115,8 @@ class Layout:
 
 def make_layout(length: int, chunk_size: int, cu_seqlens: Tensor | None, device: torch.device) -> Layout:
     """Layout of one batch of equal lengths, or of packed sequences with boundaries `cu_seqlens [N+1]`."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1; got {chunk_size}")
     if cu_seqlens is None:
         chunk = _power_of_two(min(chunk_size, max(length, 1)))
         n = -(-length // chunk)

@@ -119,6 +119,7 @@ class _Chunked(torch.autograd.Function):
         return o, final
 
     @staticmethod
+    @chunking.by_hand
     def backward(ctx, do, dfinal):
         *inputs, initial = ctx.saved_tensors[:6]
         layout, dtype = ctx.layout, initial.dtype
@@ -172,7 +173,7 @@ class _Block:
         entering, state = chunking.scan(step, state, *self.where, initial, final)
         return entering, written, state
 
-    def gradients(self, do, entering, written, dstate, dinitial, dfinal) -> list[Tensor]:
+    def gradients(self, do, entering, written, dstate, dinitial, dfinal) -> list[Tensor | None]:
         """`[dq, dk, dv, dbeta, dg, gradient of the state entering the block]`."""
         q, k, v, beta, decay = self.q, self.k, self.v, self.beta, self.decay
         read = (q * decay.rows).transpose(-1, -2) @ do

@@ -106,6 +106,7 @@ class _Chunked(torch.autograd.Function):
         return o, final
 
     @staticmethod
+    @chunking.by_hand
     def backward(ctx, do, dfinal):
         q, k, v, g, initial, *borders = ctx.saved_tensors
         layout, dtype = ctx.layout, initial.dtype
@@ -144,7 +145,7 @@ class _Block:
             lambda c, s: torch.addcmul(update[:, :, c], total[:, :, c], s), state, *self.where, initial, final
         )
 
-    def gradients(self, do, entering, dstate, dinitial, dfinal) -> list[Tensor]:
+    def gradients(self, do, entering, dstate, dinitial, dfinal) -> list[Tensor | None]:
         """`[dq, dk, dv, dg, gradient of the state entering the block]`."""
         q, k, v, decay = self.q, self.k, self.v, self.decay
         read = (q * decay.rows).transpose(-1, -2) @ do

@@ -1,0 +1,1 @@
+"""What a run shows: its results read back, drawn as figures and told on one page."""

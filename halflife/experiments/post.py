@@ -1,0 +1,96 @@
+"""PoST's experiment: multi-query associative recall, trained at T and tested to 8 T."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
+from halflife.models import ModelConfig, preset
+from halflife.training.run import RunConfig, Test
+from halflife.training.sweep import Cell
+
+# The small scales train on K = T/4 alone: on the same budget a curriculum learned less (docs/log.md).
+SMOKE = Settings(
+    hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=32, pairs=(8,), steps=600, batch_size=128,
+    test_examples=512, chunk_size=16,
+)  # fmt: skip
+SMALL = Settings(
+    hidden_size=128, num_layers=2, num_heads=4, vocab_size=1024, train_length=128, pairs=(32,), steps=3000,
+    batch_size=64, test_examples=512, chunk_size=32, save_every=500,
+)  # fmt: skip
+# 2^18 tokens a batch, 2^18 examples a stage seen twice: 8 epochs over the four stages.
+PAPER = Settings(
+    hidden_size=512, num_layers=2, num_heads=4, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
+    batch_size=512, bf16=True, test_examples=3000, validation_examples=1024, save_every=512,
+)  # fmt: skip
+
+
+@EXPERIMENTS.add("mqar")
+class MQARExperiment(Experiment):
+    """MQAR (PoST, §6.1 and App. C): two layers, no MLP, equal states; tests `capacity` and `persist` at T … 8T."""
+
+    scales = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        if scale != "paper":
+            return (1e-2,)
+        if model.split("+")[0] in ("gated_deltanet", "deltanet"):
+            return (10**-3.5, 1e-3, 10**-2.5)
+        return (1e-3, 10**-2.5, 1e-2)
+
+    def configure(self, settings: Settings, cell: Cell) -> RunConfig:
+        length, largest = settings.train_length, settings.train_length // 4
+
+        def task(length: int, pairs: int) -> dict[str, Any]:
+            return {"vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
+
+        lengths = [length * factor for factor in settings.length_factors]
+        return RunConfig(
+            model=mqar_model(cell.model, settings),
+            task="mqar",
+            stages=tuple(task(length, pairs) for pairs in settings.pairs),
+            validation=task(length, largest),
+            tests=(
+                Test(name="in_distribution", task=task(length, settings.pairs[-1])),
+                *(Test(name="capacity", task=task(t, t // 4)) for t in lengths),
+                *(Test(name="persist", task=task(t, largest)) for t in lengths),
+            ),
+            steps=settings.steps,
+            batch_size=settings.batch_size,
+            learning_rate=cell.learning_rate,
+            weight_decay=settings.weight_decay,
+            warmup=settings.warmup,
+            schedule=settings.schedule,
+            bf16=settings.bf16,
+            seed=cell.seed,
+            validation_examples=settings.validation_examples,
+            test_examples=settings.test_examples,
+            validate_every=settings.validate_every,
+            save_every=settings.save_every,
+        )
+
+
+def mqar_model(name: str, settings: Settings) -> ModelConfig:
+    """The preset with a state of d²/h numbers a layer, no MLP and no positional encoding (PoST, App. C)."""
+    head = settings.hidden_size // settings.num_heads
+    base = name.split("+")[0]
+    # Mamba-2's inner width is 2d, so that half the rows give the same state.
+    equal_state: dict[str, Any] = {"state_size": max(1, head // 2)} if base == "mamba2" else {
+        "head_dim": head, "value_dim": head,
+    }  # fmt: skip
+    if base in ("gla", "retnet"):
+        # Both have no local memory of their own, without which two layers cannot bind a key to the value after it.
+        equal_state["conv_size"] = 4
+    if base == "retnet" and "rope" not in name:
+        equal_state["position"] = "none"
+    return preset(
+        name,
+        hidden_size=settings.hidden_size,
+        num_layers=settings.num_layers,
+        vocab_size=settings.vocab_size,
+        num_heads=settings.num_heads,
+        train_length=settings.train_length,
+        mlp="none",
+        tie_embeddings=False,
+        mixer_options={} if base == "llama" else {**equal_state, "chunk_size": settings.chunk_size},
+    )

@@ -1,0 +1,257 @@
+"""The figures and the report page, from a made-up run folder."""
+
+import csv
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from halflife.analysis import results
+from halflife.analysis.figures import FIGURES, looks, save_all
+from halflife.analysis.report import write_report
+
+MODELS = ("mamba2", "mamba2+post", "llama")
+LENGTH = 64
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+def make_run(folder: Path, models=MODELS, seeds=(0, 1), layers=2, finished=True) -> Path:
+    """A run folder in which model i has accuracy 0.9 − 0.2 i + 0.01 seed in distribution, falling with length."""
+    folder.mkdir(parents=True)
+    settings = {"hidden_size": 64, "train_length": LENGTH, "optimizer": {"steps": 400, "betas": [0.9, 0.95]}}
+    config = {"models": list(models), "task": "mqar", "scale": "smoke", "seeds": list(seeds), "learning_rates": [0.01]}
+    write_json(
+        folder / "config.json", {"command": f"halflife compare {' '.join(models)}", **config, "settings": settings}
+    )
+    write_json(folder / "versions.json", {"halflife": "0.1.0", "device": "cpu, 2 threads"})
+    for i, model in enumerate(models):
+        for seed in seeds:
+            make_training(folder / model / f"lr0.01-seed{seed}", i, seed, 0 if model == "llama" else layers, finished)
+    if finished:
+        rows = [row for i, model in enumerate(models) for seed in seeds for row in score_rows(i, model, seed)]
+        with (folder / "results.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return folder
+
+
+def make_training(folder: Path, i: int, seed: int, layers: int, finished: bool) -> None:
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(20, 401, 20):
+        loss = 4.8 / (1 + math.exp((step - 150 - 40 * i - 20 * seed) / 30)) + 0.1
+        lines.append({"step": step, "loss": loss, "learning_rate": 0.01, "grad_norm": 1.0})
+        if step % 100 == 0:
+            lines.append({"step": step, "validation_accuracy": 1 - loss / 5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        spectrum = [{"layer": n, "init": scales(i, n), "trained": scales(i, n, 1.6)} for n in range(layers)]
+        write_json(folder / "spectrum.json", {"channels": "heads", "layers": spectrum})
+
+
+def scales(i: int, layer: int, factor: float = 1.0, heads: int = 8) -> dict:
+    """Geometric time-scales; those of model 1 move with the position."""
+    base = [factor * LENGTH ** (1 - head / (heads - 1)) * (1 + layer) for head in range(heads)]
+    moved = {t: [x * t ** (1 - h / (heads - 1)) if i == 1 else x for h, x in enumerate(base)] for t in (1, 64, 512)}
+    return {"timescales": {str(t): values for t, values in moved.items()}}
+
+
+def score_rows(i: int, model: str, seed: int) -> list[dict]:
+    common = {"model": model, "learning_rate": 0.01, "seed": seed, "selected": True, "parameters": 123456 + i}
+    common |= {"state_floats": 8192 * (i + 1), "tokens_per_second": 10000.4 + i}
+    rows = []
+    for test in ("in_distribution", "capacity", "persist"):
+        for times in (1,) if test == "in_distribution" else (1, 2, 4, 8):
+            pairs = 16 * times if test == "capacity" else 16
+            accuracy = (0.9 - 0.2 * i + 0.01 * seed) * times ** (-0.5 if test == "capacity" else -0.2)
+            rows.append({**common, "test": test, "length": LENGTH * times, "num_pairs": pairs, "accuracy": accuracy,
+                         "chance": 2 / 256, "guess": 1 / pairs})  # fmt: skip
+    return rows
+
+
+def write_json(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data))
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects the text, the ids and the links."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text, self.ids, self.links, self.tags, self.open = "", [], [], [], []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "one")
+
+
+@pytest.fixture(scope="module")
+def html(run_dir) -> str:
+    return write_report(run_dir).read_text()
+
+
+def test_save_all_writes_every_figure_twice(run_dir):
+    files = save_all(run_dir)
+    assert {path.name for path in files} == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    assert all(path.parent == run_dir / "figures" and path.stat().st_size > 2000 for path in files)
+
+
+def test_figures_are_the_same_each_time(run_dir):
+    before = {path: path.read_bytes() for path in save_all(run_dir)}
+    assert all(path.read_bytes() == before[path] for path in save_all(run_dir))
+
+
+def test_page_is_whole_and_alone(run_dir, html):
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert not re.search(r"url\(\s*['\"]?(?:\w+:)?//", html)
+    assert "@import" not in html
+    assert {name for link in page.links if (name := link[1:]) and link[0] == "#"} <= set(page.ids)
+    assert not list(run_dir.glob(".*tmp"))
+
+
+def test_page_says_everything(html):
+    text = " ".join(Page(html).text.split())
+    for shown in (*MODELS, "123,456", "8,192", "10,000", "90.5 %", "91.0 %", "0.01", "512 (8T)", "mean of 2"):
+        assert shown in text, shown
+    for shown in ("optimizer.steps", "[0.9, 0.95]", "cpu, 2 threads", "chance 0.78 %", "guess 6.25 % to 0.78 %"):
+        assert shown in text, shown
+    assert "halflife compare mamba2 mamba2+post llama" in text
+    assert "Persist, 512 (8T): best is mamba2 with 59.7 % (2 seeds, 59.4 % to 60.0 %), then mamba2+post" in text
+
+
+def test_page_is_accessible(html):
+    tags = Page(html).tags
+    assert all(attrs.get("aria-label") and attrs["role"] == "img" for tag, attrs in tags if tag == "svg")
+    assert sum(tag == "svg" for tag, _ in tags) == sum(tag == "figcaption" for tag, _ in tags) == len(FIGURES)
+    assert all(attrs.get("scope") for tag, attrs in tags if tag == "th")
+    assert sum(tag == "caption" for tag, _ in tags) == sum(tag == "table" for tag, _ in tags)
+    assert ("html", {"lang": "en"}) in tags
+
+
+def test_best_mean_is_emphasised(html):
+    marked = re.findall(r"<strong>(.*?)</strong>", html)
+    best = ["90.5 %"] * 3 + ["64.0 %", "45.2 %", "32.0 %", "78.8 %", "68.6 %", "59.7 %"]
+    assert sorted(marked) == sorted(["10,002", *best])
+
+
+def test_special_characters_are_escaped(tmp_path):
+    models = ('a<b>&"c', "x$y$", "<!-- --><script>alert(1)<|script>")
+    html = write_report(make_run(tmp_path / "run", models=models)).read_text()
+    page = Page(html)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert all(model in page.text for model in models)
+
+
+@pytest.mark.parametrize("models", [("mamba2",), ("llama",), tuple(f"m{i}" for i in range(9))])
+def test_one_seed_one_layer_and_any_number_of_models(tmp_path, models):
+    page = Page(write_report(make_run(tmp_path / "run", models=models, seeds=(7,), layers=1)).read_text())
+    assert all(model in page.text for model in models)
+
+
+def test_unfinished_run_has_curves(tmp_path):
+    folder = make_run(tmp_path / "run", finished=False)
+    metrics = folder / "mamba2" / "lr0.01-seed0" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 420, "lo')  # being written
+    assert results.read(folder).trainings[0].curve("loss")[0][-1] == 400
+    assert "has not finished" in Page(write_report(folder).read_text()).text
+
+
+def test_run_that_has_just_begun(tmp_path):
+    folder = make_run(tmp_path / "run", seeds=(), finished=False)
+    assert "has not finished" in Page(write_report(folder).read_text()).text
+
+
+def test_diverged_seed_is_told(tmp_path):
+    folder = make_run(tmp_path / "run", models=("mamba2", "gla"))
+    rows = (folder / "results.csv").read_text().splitlines()
+    at = rows[0].split(",").index("accuracy")
+    for i, row in enumerate(rows):
+        cells = row.split(",")
+        if cells[0] == "gla" and cells[2] == "1":
+            rows[i] = ",".join([*cells[:at], "" if i % 2 else "nan", *cells[at + 1 :]])
+    (folder / "results.csv").write_text("\n".join(rows) + "\n")
+    text = Page(write_report(folder).read_text()).text
+    assert "mean of 1 of 2" in text
+    assert "gla with 46.2 % (1 of 2 seeds" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "versions.json", "mamba2/lr0.01-seed0/metrics.jsonl", "mamba2/lr0.01-seed1/spectrum.json"]
+)
+def test_missing_file_is_named(tmp_path, name):
+    folder = make_run(tmp_path / "run")
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(str(folder / name))):
+        write_report(folder)
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "versions.json",
+        "results.csv",
+        "mamba2/lr0.01-seed0/metrics.jsonl",
+        "mamba2/lr0.01-seed1/spectrum.json",
+    ],
+)
+@pytest.mark.parametrize("cut", [2, 8, 30])
+def test_truncated_file_is_named(tmp_path, name, cut):
+    folder = make_run(tmp_path / "run")
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ValueError, match=re.escape(str(path)) + ".*truncated"):
+        results.read(folder)
+
+
+def test_only_the_selected_learning_rate_counts(tmp_path):
+    folder = make_run(tmp_path / "run", models=("mamba2",))
+    make_training(folder / "mamba2" / "lr0.1-seed0", 0, 0, 1, True)
+    path = folder / "results.csv"
+    other = [row.replace(",0.01,", ",0.1,").replace("True", "False") for row in path.read_text().splitlines()[1:]]
+    path.write_text(path.read_text() + "\n".join(other) + "\n")
+    run = results.read(folder)
+    assert {one.learning_rate for one in run.trainings} == {0.01, 0.1}
+    assert {one.learning_rate for one in run.trainings_of("mamba2")} == {0.01}
+    assert len(run.select("mamba2", test="capacity", length=LENGTH)) == 2
+
+
+def test_looks_differ():
+    assert len(set(looks([str(i) for i in range(56)]).values())) == 56
+
+
+def test_drawing_leaves_matplotlib_alone(run_dir):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    save_all(run_dir)
+    assert dict(matplotlib.rcParams) == before
