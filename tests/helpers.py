@@ -4,6 +4,7 @@ import inspect
 import zlib
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +12,10 @@ from halflife import ops
 
 OPS = {"linear_attention": ops.linear_attention, "delta_rule": ops.delta_rule}
 GRANULARITIES = ("none", "scalar", "vector")
+
+each_op = pytest.mark.parametrize("op", OPS)
+each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+each_backend = pytest.mark.parametrize("backend", ops.available_backends("linear_attention"))
 
 # Log-decays from none at all to a full reset, as models meet them.
 LOG_DECAYS = (0.0, -1e-6, -0.05, -5.0, -20.0, -1000.0, -torch.inf)
@@ -41,7 +46,7 @@ def op_inputs(op, granularity, length, *, batch=1, heads=2, key=6, value=5, deca
         "initial_state": randn(sequences or batch, heads, key, value),
     }
     if op == "delta_rule":
-        arguments["beta"] = randn(*shape).sigmoid()
+        arguments["beta"] = 2 * randn(*shape).sigmoid()  # above 1: negative eigenvalues
     if granularity != "none":
         size = (*shape, key) if granularity == "vector" else shape
         if decay is None:
@@ -60,17 +65,26 @@ def rounded(arguments, dtype):
     return {name: x.to(wide if name in ("g", "initial_state") else dtype) for name, x in arguments.items()}
 
 
-def run_op(op, arguments, **options):
-    """`{"o", "state", "d…" for every argument}` of one call, the loss a fixed random sum of output and state."""
-    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items()}
-    o, state = OPS[op](**leaves, output_final_state=True, **options)
+def with_grads(outputs, arguments):
+    """`{"o", "state", "d…" for every argument}`, the gradients those of one fixed random sum of `(o, state)`."""
+    outputs = {name: x for name, x in zip(("o", "state"), outputs, strict=True) if x is not None}
     draw = generator("loss")
     # Drawn in bfloat16, so that every dtype has the same weights to the bit.
-    weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x.dtype) for x in (o, state)]
-    loss = (o * weights[0]).sum() + (state * weights[1]).sum()
+    loss = sum((x * torch.randn(x.shape, generator=draw).bfloat16().to(x.dtype)).sum() for x in outputs.values())
     # With no tokens, the token loop does not use its inputs at all.
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return {"o": o.detach(), "state": state.detach(), **{f"d{name}": d for name, d in zip(leaves, grads, strict=True)}}
+    grads = torch.autograd.grad(loss, list(arguments.values()), allow_unused=True, materialize_grads=True)
+    return {**outputs, **{f"d{name}": grad for name, grad in zip(arguments, grads, strict=True)}}
+
+
+def leaves(arguments):
+    """The same arguments, each wanting a gradient."""
+    return {name: x.detach().requires_grad_() for name, x in arguments.items()}
+
+
+def run_op(op, arguments, **options):
+    """Outputs and gradients of one call, `with_grads`."""
+    arguments = leaves(arguments)
+    return with_grads(OPS[op](**arguments, output_final_state=True, **options), arguments)
 
 
 def slices(cu_seqlens):

@@ -5,31 +5,34 @@ from functools import cache
 import pytest
 import torch
 from helpers import (
-    GRANULARITIES,
     LOG_DECAYS,
     OPS,
     assert_close,
     assert_same,
-    generator,
+    each_backend,
+    each_granularity,
+    each_op,
+    leaves,
     op_inputs,
     rounded,
     run_op,
-    slices,
     unchecked,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 from halflife import ops
 from halflife.ops import backend as backends
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# The worst error measured over this file's cases, relative to the largest entry of a tensor; four times that is
+# allowed. In float64, 70 steps of −750 (where the log-decay is floored) cost a slow decay beside them two digits.
+WORST = {
+    "linear_attention": {torch.float64: 4.0e-15, torch.float32: 9.4e-7, torch.bfloat16: 3.6e-3},
+    "delta_rule": {torch.float64: 4.6e-15, torch.float32: 2.9e-6, torch.bfloat16: 3.8e-3},
+}
+WORST_WITH_RESETS = 4.3e-13
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
-each_op = pytest.mark.parametrize("op", OPS)
-each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
-each_backend = pytest.mark.parametrize("backend", ops.available_backends("linear_attention"))
-each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @cache
@@ -44,7 +47,10 @@ def check(op, granularity, length, backend, dtype, chunk_size=64, **options):
     got = run_op(op, arguments, backend=backend, chunk_size=chunk_size)
     assert got["state"].dtype == got["dinitial_state"].dtype == torch.promote_types(dtype, torch.float32)
     assert got["o"].dtype == got["dq"].dtype == dtype
-    assert_close(got, oracle(op, granularity, length, dtype, tuple(options.items())), TOLERANCE[dtype])
+    worst = WORST[op][dtype]
+    if options.get("decay") in (-1000, -torch.inf, "mixed"):
+        worst = max(worst, WORST_WITH_RESETS)
+    assert_close(got, oracle(op, granularity, length, dtype, tuple(options.items())), 4 * worst)
 
 
 @each_op
@@ -62,7 +68,7 @@ def test_lengths(op, granularity, backend, dtype, length):
 @each_dtype
 @pytest.mark.parametrize(("key", "value"), [(1, 1), (7, 80), (64, 7), (80, 64)])
 def test_head_sizes(op, granularity, backend, dtype, key, value):
-    check(op, granularity, 37, backend, dtype, key=key, value=value, chunk_size=16)
+    check(op, granularity, 37, backend, dtype, batch=3, key=key, value=value, chunk_size=16)
 
 
 @each_op
@@ -115,7 +121,7 @@ def test_gradcheck(op, granularity):
 @each_op
 def test_second_derivatives(op):
     """Right by the token loop, refused by the chunked form."""
-    arguments = {name: x.requires_grad_() for name, x in op_inputs(op, "scalar", 3, heads=1, key=1, value=1).items()}
+    arguments = leaves(op_inputs(op, "scalar", 3, heads=1, key=1, value=1))
 
     def grad(backend):
         o, _ = OPS[op](**arguments, backend=backend)
@@ -135,116 +141,6 @@ def test_scale_and_state_are_optional(op, granularity):
     assert state is None
     assert_close(o, OPS[op](**arguments, initial_state=torch.zeros_like(initial), scale=6**-0.5)[0], 1e-15)
     assert_close(o * 6**0.5, OPS[op](**arguments, scale=1)[0], 1e-14)
-
-
-# ------------------------------------------------------------------------------ cuts, packing, causality
-
-
-def piece(arguments, tokens, state):
-    """The arguments of one piece of the tokens, with a state of its own."""
-    parts = {name: x[:, tokens] for name, x in arguments.items() if name != "initial_state"}
-    return {**parts, "initial_state": state}
-
-
-def total_grads(arguments, o, state):
-    """Gradients of one fixed loss, by which two ways to the same outputs are compared."""
-    draw = generator("pieces")
-    loss = sum((x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in (o, state))
-    grads = torch.autograd.grad(loss, list(arguments.values()), allow_unused=True, materialize_grads=True)
-    return {"o": o, "state": state, **dict(zip(arguments, grads, strict=True))}
-
-
-@settings(max_examples=15, deadline=None, database=None, derandomize=True)
-@given(st.lists(st.integers(0, 40), max_size=5).map(sorted), st.sampled_from([1, 4, 16]))
-@each_op
-@each_granularity
-def test_cut_anywhere_equals_uncut(op, granularity, cuts, chunk_size):
-    arguments = {name: x.requires_grad_() for name, x in op_inputs(op, granularity, 40).items()}
-    options = {"output_final_state": True, "chunk_size": chunk_size}
-    state, outputs = arguments["initial_state"], []
-    for tokens in slices([0, *cuts, 40]):
-        o, state = OPS[op](**piece(arguments, tokens, state), **options)
-        outputs.append(o)
-    got = total_grads(arguments, torch.cat(outputs, 1), state)
-    assert_close(got, total_grads(arguments, *OPS[op](**arguments, **options)), 1e-13)
-
-
-def packed_and_separate(op, granularity, lengths, chunk_size, dtype):
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    arguments = rounded(op_inputs(op, granularity, bounds[-1], sequences=len(lengths)), dtype)
-    arguments = {name: x.requires_grad_() for name, x in arguments.items()}
-    options = {"output_final_state": True, "chunk_size": chunk_size}
-    packed = OPS[op](**arguments, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), **options)
-    separate = [
-        OPS[op](**piece(arguments, tokens, arguments["initial_state"][row : row + 1]), **options)
-        for row, tokens in enumerate(slices(bounds))
-    ]
-    joined = torch.cat([o for o, _ in separate], 1), torch.cat([state for _, state in separate])
-    return total_grads(arguments, *packed), total_grads(arguments, *joined)
-
-
-@settings(max_examples=15, deadline=None, database=None, derandomize=True)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.sampled_from([1, 4, 16]))
-@each_op
-@each_granularity
-def test_packed_equals_separate(op, granularity, lengths, chunk_size):
-    assert_close(*packed_and_separate(op, granularity, lengths, chunk_size, torch.float64), 1e-13)
-
-
-@each_op
-@each_granularity
-def test_packed_equals_separate_to_the_bit(op, granularity):
-    """Where no sequence is shorter than a chunk the arithmetic is the same."""
-    assert_same(*packed_and_separate(op, granularity, [16, 33, 48, 17], 16, torch.float32))
-
-
-@each_op
-@each_backend
-def test_packed_nothing(op, backend):
-    arguments = op_inputs(op, "scalar", 0, sequences=2)
-    o, state = OPS[op](**arguments, cu_seqlens=torch.tensor([0, 0, 0]), output_final_state=True, backend=backend)
-    assert o.shape == arguments["v"].shape
-    assert_same(state, arguments["initial_state"])
-
-
-@each_op
-@each_granularity
-@each_backend
-@pytest.mark.parametrize("cut", [1, 17, 64, 100])
-def test_prefix_does_not_move_when_the_suffix_does(op, granularity, backend, cut):
-    arguments = rounded(op_inputs(op, granularity, 130), torch.float32)
-    before, _ = OPS[op](**arguments, chunk_size=32, backend=backend)
-    for x in piece(arguments, slice(cut, None), None).values():
-        if x is not None:
-            x.mul_(3)
-    after, _ = OPS[op](**arguments, chunk_size=32, backend=backend)
-    assert_same(after[:, :cut], before[:, :cut])
-    assert not torch.equal(after[:, cut:], before[:, cut:])
-
-
-@each_op
-@each_granularity
-@each_backend
-def test_packed_documents_do_not_leak(op, granularity, backend):
-    """With a decay so slow that a leak would show; the gradients must not cross either."""
-    bounds, others = [0, 20, 57, 90], [0, 2]
-    arguments = op_inputs(op, granularity, 90, sequences=3, decay=-1e-4)
-    options = {"cu_seqlens": torch.tensor(bounds), "chunk_size": 16, "output_final_state": True, "backend": backend}
-    changed = {name: x.clone() for name, x in arguments.items()}
-    for x in piece(changed, slice(20, 57), changed["initial_state"][1:2]).values():
-        x.mul_(2).add_(0.1)
-    changed = {name: x.requires_grad_() for name, x in changed.items()}
-    (o, state), (o2, state2) = OPS[op](**arguments, **options), OPS[op](**changed, **options)
-    for row in others:
-        tokens = slices(bounds)[row]
-        assert_same({"o": o2[:, tokens], "state": state2[row]}, {"o": o[:, tokens], "state": state[row]})
-    loss = o2[:, :20].sum() + o2[:, 57:].sum() + state2[others].sum()
-    grads = dict(zip(changed, torch.autograd.grad(loss, list(changed.values())), strict=True))
-    for x in piece(grads, slice(20, 57), grads["initial_state"][1]).values():
-        assert x.count_nonzero() == 0
-
-
-# ------------------------------------------------------------------------- autocast, backends, errors
 
 
 @each_op

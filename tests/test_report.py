@@ -4,14 +4,17 @@ import csv
 import json
 import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from halflife.analysis import results
-from halflife.analysis.figures import FIGURES, looks, save_all
+from halflife.analysis.figures import FIGURES, save_all
 from halflife.analysis.report import write_report
+from halflife.analysis.style import looks
 
 MODELS = ("mamba2", "mamba2+post", "llama")
 LENGTH = 64
@@ -22,7 +25,13 @@ def make_run(folder: Path, models=MODELS, seeds=(0, 1), layers=2, finished=True)
     """A run folder in which model i has accuracy 0.9 − 0.2 i + 0.01 seed in distribution, falling with length."""
     folder.mkdir(parents=True)
     settings = {"hidden_size": 64, "train_length": LENGTH, "optimizer": {"steps": 400, "betas": [0.9, 0.95]}}
-    config = {"models": list(models), "task": "mqar", "scale": "smoke", "seeds": list(seeds), "learning_rates": [0.01]}
+    config = {
+        "models": list(models),
+        "task": "mqar",
+        "scale": "smoke",
+        "seeds": list(seeds),
+        "learning_rates": {m: [0.01] for m in models},
+    }
     write_json(
         folder / "config.json", {"command": f"halflife compare {' '.join(models)}", **config, "settings": settings}
     )
@@ -137,13 +146,14 @@ def test_page_is_whole_and_alone(run_dir, html):
     assert not list(run_dir.glob(".*tmp"))
 
 
-def test_page_says_everything(html):
+def test_page_says_everything(run_dir, html):
     text = " ".join(Page(html).text.split())
     for shown in (*MODELS, "123,456", "8,192", "10,000", "90.5 %", "91.0 %", "0.01", "512 (8T)", "mean of 2"):
         assert shown in text, shown
     for shown in ("optimizer.steps", "[0.9, 0.95]", "cpu, 2 threads", "chance 0.78 %", "guess 6.25 % to 0.78 %"):
         assert shown in text, shown
     assert "halflife compare mamba2 mamba2+post llama" in text
+    assert f"halflife compare --resume {run_dir}" in text
     assert "Persist, 512 (8T): best is mamba2 with 59.7 % (2 seeds, 59.4 % to 60.0 %), then mamba2+post" in text
 
 
@@ -198,8 +208,18 @@ def test_diverged_seed_is_told(tmp_path):
         if cells[0] == "gla" and cells[2] == "1":
             rows[i] = ",".join([*cells[:at], "" if i % 2 else "nan", *cells[at + 1 :]])
     (folder / "results.csv").write_text("\n".join(rows) + "\n")
-    text = Page(write_report(folder).read_text()).text
+    lost = {"timescales": {"1": [math.nan, None], "64": [math.nan, math.inf]}}
+    for seed in (0, 1):
+        write_json(
+            folder / "gla" / f"lr0.01-seed{seed}" / "spectrum.json",
+            {"layers": [{"layer": 0, "init": lost, "trained": lost}]},
+        )
+    with (folder / "gla" / "lr0.01-seed1" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 420, "loss": NaN}\n{"step": 440, "loss": null}\n')
+    html = write_report(folder).read_text()
+    text = Page(html).text
     assert "mean of 1 of 2" in text
+    assert "best is mamba2 with 59.7 %" in text
     assert "gla with 46.2 % (1 of 2 seeds" in text
 
 
@@ -243,6 +263,12 @@ def test_only_the_selected_learning_rate_counts(tmp_path):
     assert {one.learning_rate for one in run.trainings} == {0.01, 0.1}
     assert {one.learning_rate for one in run.trainings_of("mamba2")} == {0.01}
     assert len(run.select("mamba2", test="capacity", length=LENGTH)) == 2
+
+
+def test_imports_are_light():
+    code = "import sys, halflife; assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
+    code += "import halflife.analysis.report; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_looks_differ():

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from halflife.analysis.figures import FASTEST, FIGURES, INK, MAX_LAYERS, PAPER, SLOWEST, save_all, spectrum_of
+from halflife.analysis.figures import FASTEST, FIGURES, MAX_LAYERS, SLOWEST, save_all, spectrum_of
 from halflife.analysis.results import IN_DISTRIBUTION, Comparison, Score, flatten, mean, read
+from halflife.analysis.style import INK, PAPER
 from halflife.files import write_text
 
 NOTHING = "–"
@@ -84,18 +85,20 @@ def findings(run: Comparison) -> list[str]:
 def _finding(run: Comparison, test: str) -> str:
     length = run.lengths(test)[-1]
     seeds = {m: [s.accuracy for s in run.select(m, test=test, length=length)] for m in run.models}
-    ranked = sorted((m for m in run.models if math.isfinite(mean(seeds[m]))), key=lambda m: -mean(seeds[m]))
+    scored = [model for model in run.models if _finite(seeds[model])]
+    # The mean of the seeds that did not diverge flatters a model: it ranks behind those that lost none.
+    ranked = sorted(scored, key=lambda model: (not _whole(seeds[model]), -mean(seeds[model])))
     where = f"{test.capitalize()}, {_length(run, length)}"
     if not ranked:
         return f"{where}: no numbers yet."
     guess = mean(s.guess for s in run.scores if (s.test, s.length) == (test, length))
     best, *others = ranked
-    verdict = "no model beats the guess; the highest is" if mean(seeds[best]) <= guess else "best is"
+    verdict = "best is" if any(mean(seeds[m]) > guess for m in ranked) else "no model beats the guess; the highest is"
     text = f"{where}: {verdict} {best} with {_spread(seeds[best])}"
     if others:
         overlap = min(_finite(seeds[best])) <= max(_finite(seeds[others[0]]))
         text += f", then {others[0]} with {_spread(seeds[others[0]])}" + ("; their seeds overlap" if overlap else "")
-    return text + f". Guessing gives {_percent(guess)}."
+    return text + f". Guessing gives {_percent(guess, 2)}."
 
 
 def _spread(values: list[float]) -> str:
@@ -109,6 +112,11 @@ def _spread(values: list[float]) -> str:
 
 def _finite(values: list[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
+
+
+def _whole(values: list[float]) -> bool:
+    """Whether there are values and every seed has one."""
+    return bool(values) and len(_finite(values)) == len(values)
 
 
 # ------------------------------------------------------------------------------------------------ table
@@ -133,21 +141,24 @@ def _columns(run: Comparison) -> list[Column]:
 def _groups(run: Comparison) -> list[dict[str, Any]]:
     """Per model: its mean row and one row a seed."""
     columns = _columns(run)
-    highest = [max(_finite([run.mean(m, c.column, **c.where) for m in run.models]), default=math.nan) for c in columns]
+    tops = [_top(run, column) for column in columns]
     groups = []
     for model in run.models:
         seeds = run.seeds(model)
-        means = [
-            _cell(column, run.mean(model, column.column, **column.where), top if len(run.models) > 1 else math.nan)
-            for column, top in zip(columns, highest, strict=True)
-        ]
+        means = [_cell(c, run.mean(model, c.column, **c.where), top) for c, top in zip(columns, tops, strict=True)]
         rows = [(seed, [_cell(c, run.mean(model, c.column, **c.where, seed=seed)) for c in columns]) for seed in seeds]
-        diverged = sum(not _finite([s.accuracy for s in run.select(model, seed=seed)]) for seed in seeds)
-        counted = f"{len(seeds) - diverged} of {len(seeds)}" if diverged else str(len(seeds))
+        lost = sum(not _whole([score.accuracy for score in run.select(model, seed=seed)]) for seed in seeds)
+        counted = f"{len(seeds) - lost} of {len(seeds)}" if lost else str(len(seeds))
         groups.append(
-            {"model": model, "seeds": f"mean of {counted}" if seeds else NOTHING, "mean": means, "rows": rows}
+            {"model": model, "seeds": f"mean of {counted}" if seeds else "no results", "mean": means, "rows": rows}
         )
     return groups
+
+
+def _top(run: Comparison, column: Column) -> float:
+    """The highest mean of a column among models that lost no seed; NaN where there is nothing to compare."""
+    chosen = [[getattr(s, column.column) for s in run.select(model, **column.where)] for model in run.models]
+    return max((mean(values) for values in chosen if _whole(values)), default=math.nan) if len(chosen) > 1 else math.nan
 
 
 def _cell(column: Column, value: float, top: float = math.nan) -> Cell:
@@ -188,9 +199,9 @@ def _figure(run: Comparison, name: str) -> dict[str, Any]:
         ),
         "spectrum": (
             "Decay spectrum",
-            f"Dot charts of the decay time-scale of every channel, at the start and after training, {_shown(run)}.",
+            f"Dot charts of the decay time-scale of every channel, initial and trained, {_shown(run)}.",
             "Each dot is a channel of a layer, in its own order: the tokens after which it has forgotten all but 1/e, "
-            "at zero activation. Hollow: at the start; filled: after training; the line between is what training "
+            "at zero activation. Hollow: at initialisation; filled: after training; the line between is what training "
             "moved. Circles: at position 1; triangles: at position T, drawn where the spectrum moves with the "
             "position. The dashed line is the training length: channels above it remember through a whole sequence. "
             f"Shown: {_shown(run)}, at most {MAX_LAYERS} layers a model; values beyond {FASTEST:g} and {SLOWEST:g} "
@@ -219,10 +230,10 @@ def inline_svg(svg: str, name: str, alt: str) -> Markup:
     """An SVG of matplotlib as an HTML element that follows the page's colours.
 
     Ids get `name` as a prefix, so that the figures of a page do not share any. Ink becomes the colour of the text,
-    paper becomes transparent. What only a file needs (prolog, metadata, comments) goes.
+    paper becomes transparent. What only a file needs (prolog, namespaces, metadata, comments) goes.
     """
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(?::\w+)?=\"[^\"]*\"", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = svg.replace(INK, "currentColor").replace(PAPER, "none")
     return Markup(svg.replace("<svg ", Markup('<svg role="img" aria-label="{}" ').format(alt), 1))
@@ -232,14 +243,13 @@ def inline_svg(svg: str, name: str, alt: str) -> Markup:
 
 
 def _settings(run: Comparison) -> dict[str, Any]:
-    own = {key: value for key, value in run.config.items() if key not in ("command", "resume", "settings")}
+    own = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
     return own | run.config.get("settings", {})
 
 
 def _commands(run: Comparison) -> dict[str, str]:
-    command = run.config.get("command", "")
-    resume = run.config.get("resume") or f"{command} --resume {shlex.quote(str(run.path))}"
-    return {"Reproduce": command, "Resume": resume}
+    resume = f"halflife compare --resume {shlex.quote(str(run.path))}"
+    return {"Reproduce": run.config.get("command") or "unknown", "Resume": resume}
 
 
 def _plain(value: Any) -> str:

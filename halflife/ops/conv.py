@@ -50,6 +50,8 @@ def causal_conv1d(
     """
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
         raise ValueError(f"x must be [B, T, D] and weight [D, W]; got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None and bias.shape != x.shape[2:]:
+        raise ValueError(f"bias must be [D] = {tuple(x.shape[2:])}; got {tuple(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
     sequences = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
@@ -82,24 +84,46 @@ def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | Non
 
 @implements("causal_conv1d", "chunked")
 def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """W shifted products over the inputs with each sequence's state laid before its first token.
-
-    On a CPU this is up to nine times as fast as `F.conv1d` with groups (docs/log.md).
-    """
-    taps = weight.to(compute_dtype(x)).t()
+    """W shifted products over the inputs with each sequence's state laid before its first token."""
+    taps = weight.to(compute_dtype(x)).t().contiguous()
     history, before = len(taps) - 1, state.transpose(1, 2).to(x.dtype)
     if cu_seqlens is None:
         extended = torch.cat([before, x], 1)
         tail = extended[:, x.shape[1] :]
     else:
         extended, tail = _extend(x, before, cu_seqlens)
-    outputs = extended.shape[1] - history
-    y = extended[:, :outputs] * taps[0]
-    for i in range(1, len(taps)):
-        y = torch.addcmul(y, extended[:, i : i + outputs], taps[i])
+    y = _ShiftedProducts.apply(extended, taps)
     if cu_seqlens is not None:
         y = y.index_select(1, _token_rows(x.shape[1], history, cu_seqlens))
     return y, tail.transpose(1, 2)
+
+
+class _ShiftedProducts(torch.autograd.Function):
+    """`y_t = Σ_i taps_i ⊙ x_{t+i}`: `x [B, T + W − 1, D]`, `taps [W, D]` → `[B, T, D]`.
+
+    Written out because it is 2 to 7 times as fast on a CPU, with its gradient, as `F.conv1d` with groups or as
+    autograd's gradient of the shifts (docs/log.md).
+    """
+
+    @staticmethod
+    def forward(ctx, x, taps):
+        ctx.save_for_backward(x, taps)
+        length = x.shape[1] - len(taps) + 1
+        y = x[:, :length] * taps[0]
+        for i in range(1, len(taps)):
+            y.addcmul_(x[:, i : i + length], taps[i])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, taps = ctx.saved_tensors
+        length = dy.shape[1]
+        dx, dtaps = torch.zeros(x.shape, dtype=dy.dtype, device=dy.device), torch.empty_like(taps)
+        product = torch.empty_like(dy)
+        for i in range(len(taps)):
+            dx[:, i : i + length].addcmul_(dy, taps[i])
+            dtaps[i] = torch.mul(dy, x[:, i : i + length], out=product).sum((0, 1))
+        return dx.to(x.dtype), dtaps
 
 
 def _token_rows(length: int, history: int, cu_seqlens: Tensor) -> Tensor:

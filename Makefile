@@ -1,0 +1,41 @@
+# make demo   set everything up and run the main job
+# make test   set everything up and run the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test slow lint format bench gpu clean
+
+# The stamp is newer than pyproject.toml once everything that it names is installed.
+$(VENV)/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/ops.py
+
+# Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

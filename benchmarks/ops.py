@@ -1,0 +1,171 @@
+"""Our chunked ops against peers and floors, on this machine: `python benchmarks/ops.py [--write docs/benchmarks.md]`.
+
+B 1, H 12, K = V = 64, float32. Medians in one process, candidates in turn. Floor: the same FLOPs at the rate of one
+2048³ matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import cases  # noqa: E402
+import timing  # noqa: E402
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+QUADRATIC_UP_TO = 8192
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="also write the tables here")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory:
+        print(_grown(arguments.memory[0], int(arguments.memory[1])))
+        return
+    torch.set_num_threads(2)
+    rate = timing.gemm_rate()
+    import transformers
+
+    lines = [
+        f"Machine: {_processor()}, {torch.get_num_threads()} threads; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}. fp32 GEMM {rate / 1e9:.0f} GFLOP/s (2048³). {time.strftime('%Y-%m-%d')}.",
+        "",
+    ]
+    results = {length: _times(length) for length in arguments.lengths}
+    lines += _table(results, rate) + [""] + _targets(results, rate) + [""] + _layer() + [""] + _mqar()
+    text = "\n".join(lines)
+    print(text)
+    if arguments.write:
+        head = arguments.write.read_text().split("<!-- table -->")[0] if arguments.write.exists() else ""
+        arguments.write.write_text(f"{head}<!-- table -->\n\n{text}\n")
+
+
+def _times(length: int) -> dict[str, tuple[float, float, tuple[float, float], float]]:
+    """name → (forward s, forward + backward s, FLOPs of both, MB that the process grew by)."""
+    x = cases.inputs(length)
+    found = [*cases.ours(x), cases.sdpa(x), *cases.transformers_peers(x)]
+    weight = torch.randn_like(x["v"])
+
+    def no_grad(case: cases.Case):
+        def run() -> None:
+            with torch.no_grad():
+                case.forward()
+
+        return run
+
+    forward = timing.medians({case.name: no_grad(case) for case in found}, 4)
+    both = timing.medians({case.name: lambda case=case: case.forward().backward(weight) for case in found}, 8)
+    return {c.name: (forward[c.name], both[c.name], c.flops, _memory(c.name, length)) for c in found}
+
+
+def _memory(name: str, length: int) -> float:
+    """MB by which a fresh process grows in one forward + backward of the case."""
+    command = [sys.executable, __file__, "--memory", name, str(length)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def _grown(name: str, length: int) -> float:
+    x = cases.inputs(length)
+    every = [*cases.ours(x), cases.sdpa(x), *(cases.transformers_peers(x) if name.startswith("transformers") else [])]
+    case = next(case for case in every if case.name == name)
+    small = cases.inputs(64)  # loads the libraries that a first product loads
+    cases.ours(small)[3].forward().sum().backward()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
+    before = _status("VmRSS")
+    case.forward().backward(torch.ones_like(x["v"]))
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    """A memory field of this process in kB (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def _table(results: dict, rate: float) -> list[str]:
+    lines = [
+        "| T | op | forward ms | ÷ floor | forward + backward ms | ÷ floor | peak memory MB |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for length, found in results.items():
+        for name, (forward, both, flops, grown) in found.items():
+            lines.append(
+                f"| {length} | {name} | {1e3 * forward:.1f} | {forward * rate / flops[0]:.1f} | {1e3 * both:.1f} | "
+                f"{both * rate / flops[1]:.1f} | {grown:.0f} |"
+            )
+    return lines
+
+
+def _targets(results: dict, rate: float) -> list[str]:
+    ours, delta, softmax = "linear_attention, scalar", "delta_rule, scalar", "softmax attention (SDPA)"
+    at = results.get(2048)
+    lines = ["| target | measured |", "|---|---|"]
+    if at:
+        share = at[ours][2][0] / rate / at[ours][0]
+        lines.append(f"| linear_attention (scalar) forward at T 2048: ≥ 25 % of the GEMM rate | {share:.0%} |")
+        if "transformers Mamba-2 scan" in at:
+            ratio = at["transformers Mamba-2 scan"][1] / at[ours][1]
+            lines.append(f"| ≥ 100 × transformers' Mamba-2 forward + backward at T 2048 | {ratio:.1f} × |")
+        ratio = at["transformers gated delta rule"][1] / at[delta][1]
+        lines.append(f"| delta_rule ≥ 1.5 × transformers' forward + backward at T 2048 | {ratio:.2f} × |")
+    for length, found in results.items():
+        ratio = found[softmax][1] / found[ours][1]
+        lines.append(f"| faster than SDPA forward + backward at T {length} | {ratio:.2f} × |")
+    if at and 8192 in results:
+        long = results[8192]
+        for name in (ours, delta):
+            lines.append(
+                f"| {name}: T 8192 costs ≤ 4.4 × T 2048 forward, ≤ 5 × forward + backward | "
+                f"{long[name][0] / at[name][0]:.2f} ×, {long[name][1] / at[name][1]:.2f} × |"
+            )
+    return lines
+
+
+def _layer() -> list[str]:
+    """PoST on a Mamba-2 layer, d 768, T 2048."""
+    from halflife import layers
+
+    def layer(post: dict | None):
+        torch.manual_seed(0)
+        return layers.build("mamba2", hidden_size=768, num_heads=24, state_size=64, post=post)
+
+    plain, post = layer(None), layer({"train_length": 2048})
+    x = torch.randn(1, 2048, 768, requires_grad=True)
+    found = timing.medians(
+        {"plain": lambda: plain(x)[0].sum().backward(), "post": lambda: post(x)[0].sum().backward()}, 20
+    )
+    share = found["post"] / found["plain"] - 1
+    return [
+        f"Mamba-2 layer, d 768, T 2048, forward + backward: {1e3 * found['plain']:.0f} ms, with PoST "
+        f"{1e3 * found['post']:.0f} ms: {share:+.1%} (target < 2 %)."
+    ]
+
+
+def _mqar() -> list[str]:
+    from halflife import tasks
+
+    task = tasks.build("mqar", vocab_size=8192, length=512, num_pairs=128)
+    seconds = timing.medians({"mqar": lambda: task.generate(2048, 0)}, 3)["mqar"]
+    return [f"MQAR, V 8192, T 512, K 128: {2048 / seconds:,.0f} examples/s (target ≥ 20,000)."]
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Timing that noise cannot fool much: candidates take turns in one process, and medians are compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+
+
+def medians(candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, device: str = "cpu") -> dict[str, float]:
+    """Median seconds of each candidate, over rounds in which every one runs once.
+
+    Args:
+        candidates: name → what to time.
+        seconds: about how long to measure in all; at least five rounds.
+        device: "cuda" waits for the device around each call.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        run()
+    began = time.perf_counter()
+    while len(next(iter(times.values()))) < 5 or time.perf_counter() - began < seconds:
+        for name, run in candidates.items():
+            _wait(device)
+            start = time.perf_counter()
+            run()
+            _wait(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def gemm_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
+    """FLOP a second of one large matrix product on this machine, now."""
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    return 2 * size**3 / medians({"gemm": lambda: a @ b}, 1.0, device)["gemm"]
+
+
+def copy_rate(device: str = "cpu", megabytes: int = 256) -> float:
+    """Bytes a second (read + written) of one large copy on this machine, now."""
+    a = torch.empty(megabytes << 18, device=device)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / medians({"copy": lambda: b.copy_(a)}, 1.0, device)["copy"]
