@@ -22,7 +22,7 @@ LOG_DECAYS = (0.0, -1e-6, -0.05, -5.0, -20.0, -1000.0, -torch.inf)
 
 
 def unchecked(function):
-    """The function as a user calls it, without the shape checks that `conftest.py` wraps around it."""
+    """The function without what is wrapped around it: for ours, the shape checks of `conftest.py`."""
     return inspect.unwrap(function)
 
 

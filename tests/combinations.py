@@ -1,0 +1,22 @@
+"""Which preset combinations there are, found by trying them."""
+
+from halflife import preset
+from halflife.models import MODIFIERS, PRESETS
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
+
+
+def combinations():
+    """(names that mean something, names that do not): every base, with none, one or two modifiers."""
+    names = [*PRESETS]
+    names += [f"{base}+{modifier}" for base in PRESETS for modifier in MODIFIERS]
+    names += [f"{base}+{pair}" for base in PRESETS for pair in ("post+rope", "vector+share", "scalar+post")]
+    found, refused = [], []
+    for name in names:
+        try:
+            preset(name, **SIZES)
+        except ValueError:
+            refused.append(name)
+        else:
+            found.append(name)
+    return found, refused

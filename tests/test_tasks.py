@@ -1,0 +1,147 @@
+"""Tasks: MQAR as tasks.md defines it, by value; pure in (settings, seed); solvable; bad settings are errors."""
+
+import pytest
+import torch
+
+from halflife import tasks
+from halflife.tasks import IGNORED, TASKS, stream_seed
+from halflife.tasks.mqar import distinct
+
+SMALL = {"vocab_size": 64, "length": 40, "num_pairs": 6}
+
+
+def solve(inputs, pairs):
+    """The answers from the definition, one token at a time: the value that followed this key among the pairs."""
+    answers = torch.full_like(inputs, IGNORED)
+    for row, out in zip(inputs.tolist(), answers, strict=True):
+        bound = {row[2 * i]: row[2 * i + 1] for i in range(pairs)}
+        for t in range(2 * pairs, len(row)):
+            if row[t] in bound:
+                out[t] = bound[row[t]]
+    return answers
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_pure_function_of_settings_and_seed(name):
+    task = tasks.build(name)
+    torch.manual_seed(1)
+    a = task.generate(8, seed=5)
+    torch.manual_seed(2)
+    b, other = task.generate(8, seed=5), task.generate(8, seed=6)
+    assert torch.equal(a.inputs, b.inputs)
+    assert torch.equal(a.labels, b.labels)
+    assert not torch.equal(a.inputs, other.inputs)
+    assert a.inputs.shape == a.labels.shape == (8, task.length)
+    assert a.inputs.dtype == a.labels.dtype == torch.int64
+    assert all(len(numbers) == 8 for numbers in a.slices.values())
+    assert 0 <= a.inputs.min() <= a.inputs.max() < task.vocab_size
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_examples_and_too_few(name):
+    assert len(tasks.build(name).generate(0, seed=0)) == 0
+    with pytest.raises(ValueError, match="num_examples"):
+        tasks.build(name).generate(-1, seed=0)
+
+
+def test_mqar_a_solver_from_the_definition_is_always_right():
+    batch = tasks.build("mqar", **SMALL).generate(200, seed=0)
+    assert torch.equal(solve(batch.inputs, 6), batch.labels)
+    assert (batch.labels != IGNORED).sum(1).eq(6).all()
+
+
+def test_mqar_layout():
+    task = tasks.build("mqar", **SMALL)
+    batch = task.generate(500, seed=0)
+    keys, values = batch.inputs[:, 0:12:2], batch.inputs[:, 1:12:2]
+    low, high = task.key_range
+    assert low == 8
+    assert high == 32
+    assert ((keys >= low) & (keys < high)).all()
+    assert (values >= high).all()
+    for row in (*keys, *values):
+        assert len(row.unique()) == 6
+    queries = batch.labels != IGNORED
+    assert not queries[:, :12].any()
+    assert not queries[:, 13::2].any()  # queries stand at even slots
+    rest = torch.where(queries, low - 1, batch.inputs)[:, 12:]
+    assert (rest < low).all()  # all else is filler: no key, no value re-enters
+    assert rest.unique().tolist() == list(range(low))
+
+
+def test_mqar_slots_follow_the_power_law():
+    task = tasks.build("mqar", vocab_size=64, length=24, num_pairs=2, power=0.01)
+    asked = (task.generate(20_000, seed=0).labels != IGNORED)[:, 4::2].float().mean(0)
+    # Inclusion probabilities of two draws without replacement with p ∝ i^-0.99, exactly.
+    p = torch.arange(1, 11).double().pow(-0.99)
+    p = p / p.sum()
+    expected = p + (p * (p / (1 - p)).sum() - p * p / (1 - p))
+    assert (asked - expected).abs().max() < 4 * (0.25 / 20_000) ** 0.5
+
+
+def test_mqar_every_slot_is_taken_at_a_quarter():
+    batch = tasks.build("mqar", vocab_size=64, length=32, num_pairs=8).generate(50, seed=0)
+    assert (batch.labels[:, 16::2] != IGNORED).all()
+
+
+def test_mqar_zoology_fillers_may_repeat_bound_keys():
+    batch = tasks.build("mqar", **SMALL, filler="zoology").generate(500, seed=0)
+    fillers = torch.where(batch.labels == IGNORED, batch.inputs, -1)[:, 12:]
+    assert fillers.max() == 63
+    keys = batch.inputs[:, 0:12:2]
+    assert (fillers.unsqueeze(-1) == keys.unsqueeze(1)).any()
+
+
+def test_mqar_levels_are_those_of_real_guessers():
+    task = tasks.build("mqar", **SMALL)
+    batch = task.generate(20_000, seed=0)
+    scored = batch.labels != IGNORED
+    answers = batch.labels[scored]
+    uniform = torch.randint(32, 64, answers.shape)
+    bound = batch.inputs[:, 1]  # always the first bound value
+    assert abs((uniform == answers).float().mean().item() - task.chance) < 0.004
+    assert abs((bound.unsqueeze(1).expand_as(scored)[scored] == answers).float().mean().item() - task.guess) < 0.004
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(3, 0, 20), (5, 2, 7), (40, 10, 300), (1, 0, 1)])
+def test_distinct_draws_are_distinct_and_uniform(count, low, high):
+    draw = torch.Generator().manual_seed(0)
+    ids = distinct(4000, count, low, high, draw)
+    assert ids.shape == (4000, count)
+    assert all(len(row.unique()) == count for row in ids[:200])
+    assert (ids.sort(1).values.diff(dim=1) > 0).all()
+    for column in (ids[:, 0], ids[:, -1]):  # early and late draws alike
+        shares = torch.bincount(column - low, minlength=high - low) / 4000
+        expected = 1 / (high - low)
+        assert (shares - expected).abs().max() <= 5 * (expected * (1 - expected) / 4000) ** 0.5
+    assert low <= ids.min()
+    assert ids.max() < high
+
+
+def test_seeds_of_splits_are_disjoint():
+    seeds = {split: {stream_seed(split, s, i) for s in range(5) for i in range(200)} for split in tasks.base.SPLITS}
+    assert all(len(found) == 1000 for found in seeds.values())
+    ranges = {split: {seed >> 60 for seed in found} for split, found in seeds.items()}
+    assert sorted(map(tuple, ranges.values())) == [(0,), (1,), (2,)]
+    with pytest.raises(ValueError, match="train, validation, test"):
+        stream_seed("dev", 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_pair": 4}, "Did you mean 'num_pairs'"),
+        ({"filler": "none"}, "disjoint, zoology"),
+        ({"length": 31, "num_pairs": 8}, "at least 4K"),
+        ({"num_pairs": 0}, "1 ≤ K"),
+        ({"vocab_size": 64, "length": 512, "num_pairs": 100}, "as many keys"),
+    ],
+)
+def test_bad_settings_say_why(config, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.build("mqar", **config)
+
+
+def test_unknown_task_lists_the_choices():
+    with pytest.raises(ValueError, match="mqar"):
+        tasks.build("mqra")
