@@ -173,7 +173,7 @@ def _print_comparison(rows: list[dict[str, Any]]) -> None:
         table.add_row(
             row["model"], f"{row['learning_rate']:g}{mark}", str(row["seed"]), f"{row['parameters']:,}",
             f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}",
-            *(shown(row["accuracy"][key]) for key in keys), style="bold" if row["seed"] == "mean" else None,
+            *(shown(row["accuracy"][key]) for key in keys), style="bold" if isinstance(row["seed"], str) else None,
         )  # fmt: skip
     table.add_section()
     for i, level in enumerate(("chance", "ignoring the key")):

@@ -1,6 +1,9 @@
 """Configurations, presets and the language model: JSON both ways, grammar, state, initialisation, checkpoints."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +46,9 @@ def test_builds_runs_and_survives_json_and_the_meta_device(name):
     torch.manual_seed(3)
     direct.reset_parameters()
     # The same draws, whichever way it was made; calling it again is a fresh draw of the same law.
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), direct.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), direct.state_dict().values(), strict=True)
+    )
     logits, state = model(torch.randint(SIZES["vocab_size"], (2, 9)))
     assert logits.shape == (2, 9, SIZES["vocab_size"])
     assert torch.isfinite(logits).all()
@@ -69,7 +74,10 @@ def test_streams_packs_and_pads(name):
     packed = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)]).unsqueeze(0)
     packed_logits, packed_state = model(packed, cu_seqlens=cu_seqlens)
     right = torch.arange(21) < lengths.unsqueeze(1)
-    for mask, shifted in ((right, ids), (right.flip(1), torch.stack([r.roll(21 - int(n)) for r, n in zip(ids, lengths, strict=True)]))):
+    for mask, shifted in (
+        (right, ids),
+        (right.flip(1), torch.stack([r.roll(21 - int(n)) for r, n in zip(ids, lengths, strict=True)])),
+    ):
         logits, state = model(shifted, attention_mask=mask)
         torch.testing.assert_close(logits[mask], packed_logits[0], rtol=1e-10, atol=1e-12)
         assert (logits[~mask] == 0).all()
@@ -140,11 +148,33 @@ def test_initialisation_is_that_of_the_decay_not_of_the_framework():
     assert (step <= 0.101).all()
 
 
-def test_compiled_equals_eager():
-    model = build("mamba2+post", num_layers=1)
-    ids = torch.randint(SIZES["vocab_size"], (2, 16))
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(ids)[0], model(ids)[0], rtol=1e-5, atol=1e-6)
+COMPILED = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from combinations import SIZES
+from halflife import LanguageModel, preset
+torch.manual_seed(0)
+model = LanguageModel(preset({name!r}, **{{**SIZES, "num_layers": 1}}))
+ids = torch.randint(31, (2, 16))
+compiled = torch.compile(model, backend={backend!r})
+grads = []
+for run in (compiled, model):
+    model.zero_grad()
+    logits = run(ids)[0]
+    logits.square().sum().backward()
+    grads.append((logits, *(p.grad.clone() for p in model.parameters())))
+for a, b in zip(*grads):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+"""
+
+
+@pytest.mark.parametrize("name", ["mamba2+post", "gated_deltanet"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager(name, backend):
+    """In a process of its own: the shape checks that pytest switches on are nothing that a compiler could trace."""
+    code = COMPILED.format(tests=str(Path(__file__).parent), name=name, backend=backend)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_checkpoints_round_trip(tmp_path):

@@ -1,15 +1,18 @@
-"""Against code that is not ours: transformers' Mamba-2 and Qwen3-Next, and fla-core's naive recurrences, on a CPU."""
+"""Against code that is not ours, on a CPU: whole layers and ops of transformers, and fla-core's naive recurrences."""
 
 import importlib
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import OPS, assert_close, leaves, op_inputs, rounded, unchecked, with_grads
 from transformers import Mamba2Config
+from transformers.models.llama import modeling_llama as llama
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from halflife import decay, layers
 from halflife.layers.norm import l2_normalize
@@ -19,44 +22,83 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports 
 # Both sides compute in float32; four times the worst measured difference, relative to the largest entry.
 TOLERANCE = 4 * 1.6e-6
 
-# transformers' name of a weight and ours, where they differ
-OUR_NAMES = {
-    "conv1d.weight": "conv.weight",
-    "conv1d.bias": "conv.bias",
-    "A_log": "decay.A_log",
-    "dt_bias": "decay.dt_bias",
-    "D": "skip.D",
-}
+each_length = pytest.mark.parametrize("length", [1, 16, 33, 70])
 
 
-def mamba2_pair(num_groups):
-    """transformers' mixer and ours with the same weights."""
-    theirs = Mamba2Mixer(
-        Mamba2Config(
-            hidden_size=32, num_heads=8, head_dim=8, expand=2, state_size=16, n_groups=num_groups, chunk_size=16,
-            num_hidden_layers=1, time_step_limit=(0.0, float("inf")),
-        ),
-        layer_idx=0,
-    )  # fmt: skip
-    ours = layers.build("mamba2", hidden_size=32, num_heads=8, state_size=16, num_groups=num_groups, chunk_size=32)
-    for parameter in theirs.parameters():  # no 1s and 0s that would hide a term
+def copy_weights(theirs, ours, names):
+    """Random weights (no 1s and 0s that would hide a term) in both; `names` are ours where they differ from theirs."""
+    for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    weights = theirs.state_dict()
-    renamed = {ours_name: weights.pop(name) for name, ours_name in OUR_NAMES.items()}
-    ours.load_state_dict({**weights, **renamed, "conv.weight": renamed["conv.weight"].squeeze(1)})
-    return theirs, ours
+    weights = {names.get(name, name): x for name, x in theirs.state_dict().items()}
+    ours.load_state_dict({name: x.reshape(ours.state_dict()[name].shape) for name, x in weights.items()})
 
 
-@pytest.mark.parametrize("num_groups", [1, 4])
-@pytest.mark.parametrize("length", [1, 16, 33, 70])
-def test_mamba2_equals_transformers(num_groups, length):
-    theirs, ours = mamba2_pair(num_groups)
+def check_layers(theirs, ours, length):
+    """Outputs and gradients with respect to the input; each maps `x` to `y`."""
     arguments = leaves({"x": torch.randn(2, length, 32)})
     expected = with_grads((theirs(arguments["x"]), None), arguments)
     assert_close(with_grads((ours(arguments["x"])[0], None), arguments), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("function", [qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule])
+@each_length
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_mamba2_equals_transformers(num_groups, length):
+    config = Mamba2Config(
+        hidden_size=32, num_heads=8, head_dim=8, expand=2, state_size=16, n_groups=num_groups, chunk_size=16,
+        num_hidden_layers=1,
+    )  # fmt: skip
+    theirs = Mamba2Mixer(config, layer_idx=0)
+    ours = layers.build("mamba2", hidden_size=32, num_heads=8, state_size=16, num_groups=num_groups, chunk_size=32)
+    names = {
+        "conv1d.weight": "conv.weight", "conv1d.bias": "conv.bias", "A_log": "decay.A_log", "dt_bias": "decay.dt_bias",
+        "D": "skip.D",
+    }  # fmt: skip
+    copy_weights(theirs, ours, names)
+    check_layers(theirs, ours, length)
+
+
+@each_length
+def test_gated_deltanet_equals_transformers(length, monkeypatch):
+    plain = unchecked(qwen3_5.torch_chunk_gated_delta_rule)  # else transformers takes fla's Triton kernel, if installed
+    monkeypatch.setattr(qwen3_5, "torch_chunk_gated_delta_rule", plain)
+    config = SimpleNamespace(
+        hidden_size=32, linear_num_value_heads=4, linear_num_key_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_conv_kernel_dim=4, hidden_act="silu", rms_norm_eps=1e-5,
+        layer_types=["linear_attention"], dtype=torch.float32,
+    )  # fmt: skip
+    theirs, ours = qwen3_5.Qwen3_5GatedDeltaNet(config, 0), layers.build("gated_deltanet", hidden_size=32)
+    names = {
+        "in_proj_qkv.weight": "qkv_proj.weight", "in_proj_z.weight": "gate.proj.weight",
+        "in_proj_b.weight": "beta_proj.weight", "in_proj_a.weight": "decay_proj.up.weight", "norm.weight":
+        "gate.norm.weight", "conv1d.weight": "conv.weight", "A_log": "decay.A_log", "dt_bias": "decay.dt_bias",
+    }  # fmt: skip
+    copy_weights(theirs, ours, names)
+    check_layers(theirs, ours, length)
+
+
+@each_length
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_attention_equals_transformers(num_kv_heads, length):
+    config = llama.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=num_kv_heads, attn_implementation="sdpa"
+    )
+    theirs, turn = llama.LlamaAttention(config, 0), llama.LlamaRotaryEmbedding(config)
+    ours = layers.build("attention", hidden_size=32, num_kv_heads=num_kv_heads)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    weights = theirs.state_dict()
+    qkv = torch.cat([weights[f"{name}_proj.weight"] for name in "qkv"])
+    ours.load_state_dict({"qkv_proj.weight": qkv, "out_proj.weight": weights["o_proj.weight"]})
+
+    def attend(x):
+        return theirs(x, turn(x, torch.arange(length).unsqueeze(0)), None)[0]
+
+    check_layers(attend, ours, length)
+
+
+@pytest.mark.parametrize(
+    "function", [qwen3_next.torch_chunk_gated_delta_rule, qwen3_next.torch_recurrent_gated_delta_rule]
+)
 @pytest.mark.parametrize("normalised", [False, True])
 def test_gated_delta_rule_equals_qwen3_next(function, normalised):
     arguments = leaves(rounded(op_inputs("delta_rule", "scalar", 70, batch=2), torch.float32))

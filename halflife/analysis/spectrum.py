@@ -18,6 +18,12 @@ def layer_decays(model: LanguageModel) -> list[tuple[int, Decay]]:
     return [(i, decay) for i, decay in found if decay is not None]
 
 
+def granularity(model: LanguageModel) -> str:
+    """What a channel of this model's decay is: "heads", "key channels", or "none"."""
+    found = {decay.granularity for _, decay in layer_decays(model)}
+    return {"scalar": "heads", "vector": "key channels"}[found.pop()] if found else "none"
+
+
 @torch.no_grad()
 def timescales(model: LanguageModel, positions: Iterable[int]) -> list[dict[str, Any]]:
     """Each layer's base time-scales: tokens after which a channel has decayed by 1/e, at zero activation.

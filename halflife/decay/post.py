@@ -94,7 +94,7 @@ class PoST(Decay):
 
     def stretch(self, position: Tensor) -> Tensor:
         """The factors `(t / t_ref)^{−α}` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
-        log_t = (position.float() / self.reference_length).log().unsqueeze(-1)
+        log_t = (position.to(self.theta.dtype) / self.reference_length).log().unsqueeze(-1)
         return (-log_t * self.taper()).exp().unflatten(-1, self.shape)
 
     def step(self, f: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class RetNetDecay(Decay):
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         rate = (self.log_rate if log_rate is None else log_rate).exp()
-        return (-rate).expand(f.shape)
+        return (-rate).to(f.dtype).expand(f.shape)
 
     def release_rates(self) -> None:
         self.log_rate = None

@@ -37,7 +37,7 @@ class TNLDecay(Decay):
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         rate = (self.log_rate if log_rate is None else log_rate).exp()
-        return (-rate).expand(f.shape)
+        return (-rate).to(f.dtype).expand(f.shape)
 
 
 @DECAYS.add("tnl_l")

@@ -77,7 +77,6 @@ def execute(folder: Path, *, show: bool = True) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: there is no comparison in the folder.
     """
-    from halflife.analysis.figures import save_all
     from halflife.analysis.report import write_report
 
     if not (folder / "config.json").exists():
@@ -86,7 +85,6 @@ def execute(folder: Path, *, show: bool = True) -> list[dict[str, Any]]:
     experiment = EXPERIMENTS[config["task"]]()
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in config["settings"].items()})
     rows = sweep(folder, lambda cell: experiment.configure(settings, cell), show=show)
-    save_all(folder)
     write_report(folder)
     return rows
 
@@ -94,7 +92,7 @@ def execute(folder: Path, *, show: bool = True) -> list[dict[str, Any]]:
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row a run for a table: the run's own numbers and `accuracy[(test, length)]`; means of the selected runs.
 
-    Means have seed "mean" and stand after their model's runs.
+    Means stand after their model's runs, their seed is "mean"; seeds that diverged are left out, and it says so.
     """
     table: list[dict[str, Any]] = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -104,10 +102,12 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             entry["accuracy"][row["test"], row["length"]] = row["accuracy"]
         table.extend(runs.values())
         chosen = [entry for entry in runs.values() if entry["selected"]]
-        if len(chosen) > 1:
-            mean = {key: fmean(e["accuracy"][key] for e in chosen) for key in chosen[0]["accuracy"]}
-            speed = fmean(e["tokens_per_second"] for e in chosen)
-            table.append({**chosen[0], "seed": "mean", "accuracy": mean, "tokens_per_second": speed})
+        whole = [entry for entry in chosen if not any(map(math.isnan, entry["accuracy"].values()))]
+        if len(chosen) > 1 and whole:
+            mean = {key: fmean(e["accuracy"][key] for e in whole) for key in chosen[0]["accuracy"]}
+            speed = fmean(e["tokens_per_second"] for e in whole)
+            label = "mean" if whole == chosen else f"mean of {len(whole)} of {len(chosen)}"
+            table.append({**chosen[0], "seed": label, "accuracy": mean, "tokens_per_second": speed})
     return table
 
 

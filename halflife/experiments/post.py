@@ -6,7 +6,7 @@ from typing import Any
 
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
 from halflife.models import ModelConfig, preset
-from halflife.training.run import RunConfig, Test
+from halflife.training.run import RunConfig, TestSpec
 from halflife.training.sweep import Cell
 
 # The small scales train on K = T/4 alone: on the same budget a curriculum learned less (docs/log.md).
@@ -51,9 +51,9 @@ class MQARExperiment(Experiment):
             stages=tuple(task(length, pairs) for pairs in settings.pairs),
             validation=task(length, largest),
             tests=(
-                Test(name="in_distribution", task=task(length, settings.pairs[-1])),
-                *(Test(name="capacity", task=task(t, t // 4)) for t in lengths),
-                *(Test(name="persist", task=task(t, largest)) for t in lengths),
+                TestSpec(name="in_distribution", task=task(length, settings.pairs[-1])),
+                *(TestSpec(name="capacity", task=task(t, t // 4)) for t in lengths),
+                *(TestSpec(name="persist", task=task(t, largest)) for t in lengths),
             ),
             steps=settings.steps,
             batch_size=settings.batch_size,

@@ -15,16 +15,16 @@ def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
         base: of the geometric frequencies.
 
     Returns:
-        The rotated `[B, T, H, K]`, in x's dtype (angles and products in float32).
+        The rotated `[B, T, H, K]`, in x's dtype (angles and products in float32 or wider).
 
     Raises:
         ValueError: an odd K has a channel without a partner.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"RoPE turns pairs of channels: the head size must be even; got {x.shape[-1]}")
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = (position.float().unsqueeze(-1) * frequency).unsqueeze(-2)  # [(B,) T, 1, K/2]
+    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
+    angle = (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)  # [(B,) T, 1, K/2]
     cos, sin = angle.cos(), angle.sin()
-    first, second = x.float().chunk(2, -1) if x.dtype != torch.float64 else x.chunk(2, -1)
+    first, second = x.to(wide).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

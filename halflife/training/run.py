@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.analysis.spectrum import timescales
+from halflife.analysis.spectrum import granularity, timescales
 from halflife.evaluation.recall import accuracy
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel, ModelConfig, io, param_groups
@@ -21,8 +21,10 @@ from halflife.tasks import build as build_task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Test:
-    """One test: a name, the settings of its task, and what is reported beside its accuracy."""
+class TestSpec:
+    """One test: a name and the settings of its task."""
+
+    __test__ = False  # no test case, whatever pytest makes of the name
 
     name: str
     task: dict[str, Any]
@@ -52,7 +54,7 @@ class RunConfig:
     task: str
     stages: tuple[dict[str, Any], ...]
     validation: dict[str, Any]
-    tests: tuple[Test, ...]
+    tests: tuple[TestSpec, ...]
     steps: int
     batch_size: int
     learning_rate: float
@@ -74,6 +76,8 @@ class RunConfig:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be positive; got {self.learning_rate}")
+        for settings in (*self.stages, self.validation, *(test.task for test in self.tests)):
+            build_task(self.task, **settings)  # sizes that do not fit are errors now, not after training
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -123,8 +127,9 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     before = timescales(model, positions)
     diverged, metrics = _train(model, config, folder, name, show)
     model.eval()
-    spectrum = [{"layer": b["layer"], "init": b, "trained": a} for b, a in zip(before, timescales(model, positions), strict=True)]
-    write_json(folder / "spectrum.json", {"layers": spectrum})
+    after = timescales(model, positions)
+    spectrum = [{"layer": b["layer"], "init": b, "trained": a} for b, a in zip(before, after, strict=True)]
+    write_json(folder / "spectrum.json", {"channels": granularity(model), "layers": spectrum})
     length = config.validation["length"]
     result = {
         "parameters": model.num_parameters(),
@@ -147,7 +152,7 @@ def _plain(config: RunConfig) -> Any:
     return json.loads(json.dumps(config.to_dict()))
 
 
-def _test(model: LanguageModel, config: RunConfig, test: Test, diverged: bool) -> dict[str, Any]:
+def _test(model: LanguageModel, config: RunConfig, test: TestSpec, diverged: bool) -> dict[str, Any]:
     task = build_task(config.task, **test.task)
     measured = float("nan") if diverged else accuracy(
         model, task, split="test", seed=config.seed, num_examples=config.test_examples

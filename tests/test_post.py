@@ -1,0 +1,203 @@
+"""PoST: an ordered spectrum whose time-scales grow with the position, by the formulas of the paper."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, assert_same
+
+from halflife import decay as decays
+from halflife.decay import DECAYS, PoST
+
+HEADS, CHANNELS, LENGTH = 4, 3, 512
+
+each_spectral = pytest.mark.parametrize(
+    ("name", "granularity"),
+    [(name, granularity) for name in DECAYS if DECAYS[name].spectral for granularity in DECAYS[name].granularities],
+)
+each_reference = pytest.mark.parametrize("reference_length", [1, LENGTH])
+
+
+def base(name, granularity="scalar", heads=HEADS):
+    return decays.build(name, num_heads=heads, head_dim=CHANNELS, granularity=granularity)
+
+
+def post(name, granularity="scalar", heads=HEADS, **options):
+    return PoST(base(name, granularity, heads), train_length=LENGTH, **options)
+
+
+def trained(name, granularity="scalar"):
+    """After a hundred steps of Adam on noise: anywhere that training may go."""
+    decay = post(name, granularity)
+    optimizer = torch.optim.Adam(decay.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        sum((p * torch.randn_like(p)).sum() for p in (decay.theta, decay.delta)).backward()
+        optimizer.step()
+    return decay
+
+
+def geometric(channels, slowest=1 / LENGTH, fastest=1.0):
+    """Rates from slowest to fastest, in equal ratios."""
+    return torch.logspace(math.log10(slowest), math.log10(fastest), channels)
+
+
+def linear_taper(channels):
+    return torch.linspace(1, 0, channels)
+
+
+# ----------------------------------------------------------------------------------------- at the start
+
+
+@each_spectral
+def test_starts_geometric_with_a_linear_taper(name, granularity):
+    """Time-scales from T down to 1; at reference length 1 the slow end stretches to T·t, the fast one stays."""
+    decay = post(name, granularity)
+    channels = math.prod(decay.shape)
+    assert_close(decay.timescales(1).flatten(), 1 / geometric(channels), 1e-5)
+    assert_close(decay.taper(), linear_taper(channels), 1e-6)
+    assert_close(decay.timescales(64).flatten()[[0, -1]], torch.tensor([64.0 * LENGTH, 1.0]), 1e-5)
+
+
+@each_spectral
+@pytest.mark.parametrize("position", [1, 10, LENGTH, 4 * LENGTH])
+def test_theorem_4_11(name, granularity, position):
+    """With t_ref = T and a geometric base, τ_k(t) = t^{α_k} exactly; at t = T that is the static spectrum."""
+    decay = post(name, granularity, reference_length=LENGTH)
+    alpha = linear_taper(math.prod(decay.shape))
+    assert_close(decay.timescales(position).flatten(), position**alpha, 1e-5)
+
+
+@each_spectral
+def test_endpoints(name, granularity):
+    decay = post(name, granularity, endpoints=(0.1, 6.0))
+    rates = geometric(math.prod(decay.shape), 0.1 / LENGTH, 6)
+    assert_close(decay.base_log_rate().exp().flatten(), rates, 1e-5)
+
+
+def test_mamba2_step_starts_at_one_twentieth():
+    """Algorithm 2: the step bias is fixed, so that e^p · 0.05 is the rate."""
+    decay = post("mamba2")
+    zeros = torch.zeros(1, 1, HEADS)
+    assert_close(decay.step(zeros), torch.full_like(zeros, 0.05), 1e-6)
+    assert_close(decay.log_rates().exp() * 0.05, geometric(HEADS), 1e-5)
+
+
+# -------------------------------------------------------------------------------------- after training
+
+
+@each_spectral
+def test_order_and_taper_survive_training(name, granularity):
+    decay = trained(name, granularity)
+    taper = decay.taper()
+    assert (decay.log_rates().diff() > 0).all()
+    assert (decay.base_log_rate().flatten().diff() > 0).all()
+    assert ((taper >= 0) & (taper <= 1)).all()
+    assert_close(taper[[0, -1]], torch.tensor([1.0, 0.0]), 1e-6)
+
+
+def test_taper_follows_the_gaps():
+    """α_k = clamp((N−k)/(N−1) + ((p_k−p_1) − (k−1)Ḡ)/log T, 0, 1), number by number."""
+    decay = trained("mamba2")
+    p = decay.log_rates().tolist()
+    gap = (p[-1] - p[0]) / (HEADS - 1)
+    expected = [
+        (HEADS - k) / (HEADS - 1) + ((p[k - 1] - p[0]) - (k - 1) * gap) / math.log(LENGTH) for k in range(1, HEADS + 1)
+    ]
+    assert_close(decay.taper(), torch.tensor(expected).clamp(0, 1), 1e-5)
+
+
+@each_spectral
+def test_spectral_coherence_is_bounded_by_the_smallest_gap(name, granularity):
+    """Two modes e^{−s e^{p}} overlap by sech(|p_i − p_j| / 2): no pair more than the nearest neighbours."""
+    p = trained(name, granularity).log_rates().detach().double()
+    coherence = 1 / torch.cosh((p.unsqueeze(0) - p.unsqueeze(1)).abs() / 2)
+    coherence.fill_diagonal_(0)
+    bound = 1 / math.cosh(p.diff().min().item() / 2)
+    assert coherence.max().item() <= bound * (1 + 1e-12)
+    assert bound < 1
+
+
+# --------------------------------------------------------------------------------------------- the law
+
+
+LAWS = {  # −g without the taper, from log-rates p and activations f
+    "mamba2": lambda decay, p, f: p.exp() * F.softplus(f + math.log(math.expm1(0.05))),
+    "mamba2_no_dt": lambda decay, p, f: p.exp() * F.softplus(f),
+    "mamba2_no_a": lambda decay, p, f: F.softplus(f + p.exp().expm1().log()),
+    "simple": lambda decay, p, f: F.softplus(p.exp().expm1().log() - f),
+    "retnet": lambda decay, p, f: p.exp().expand(f.shape),
+    "tnl_l": lambda decay, p, f: p.exp().expand(f.shape),
+}
+
+
+@each_spectral
+@each_reference
+def test_law(name, granularity, reference_length):
+    decay = post(name, granularity, reference_length=reference_length)
+    f = torch.randn(2, 9, *decay.shape)
+    position = torch.arange(1, 10) + torch.tensor([[0], [1000]])
+    taper = (position.unsqueeze(-1) / reference_length) ** -linear_taper(math.prod(decay.shape))
+    expected = -LAWS[name](decay, decay.log_rates().view(decay.shape), f) * taper.view(f.shape)
+    assert_close(decay(f, position=position), expected, 1e-5)
+
+
+@each_spectral
+def test_positions_count_from_one_and_restart(name, granularity):
+    decay = post(name, granularity)
+    f = torch.randn(1, 9, *decay.shape)
+    whole = decay(f)
+    assert_same(decay(f, position=torch.arange(1, 10)), whole)
+    assert_close(decay(f[:, 5:], position=torch.arange(6, 10)), whole[:, 5:], 1e-6)  # a continued sequence
+    packed = decay(f, position=torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 4]]))
+    assert_close(packed, torch.cat([whole[:, :5], decay(f[:, 5:])], 1), 1e-6)
+
+
+@each_spectral
+def test_one_channel_has_no_taper(name, granularity):
+    decay = PoST(decays.build(name, num_heads=1, head_dim=1, granularity=granularity), train_length=LENGTH)
+    f = torch.randn(2, 9, *decay.shape, requires_grad=True)
+    g = decay(f)
+    assert_same(decay.taper(), torch.zeros(1))
+    assert_same(g, decay(f, position=torch.full((9,), 10_000)))
+    (g.sum() + 0 * f.sum()).backward()
+    assert all(x.grad.isfinite().all() for x in (f, decay.theta))
+
+
+@each_spectral
+def test_parameters_are_the_spectrum_alone(name, granularity):
+    """The strategy's own base rates are gone, and all that is left gets a gradient."""
+    decay = post(name, granularity)
+    own = {n for n in decay.state_dict() if n.startswith("decay.")}
+    assert own == ({"decay.dt_bias"} if name == "mamba2" else set())
+    decay(torch.randn(2, 9, *decay.shape)).sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() and x.grad.any() for x in decay.parameters())
+
+
+# ----------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("name", [name for name in DECAYS if not DECAYS[name].spectral])
+def test_needs_base_rates(name):
+    with pytest.raises(ValueError, match="no base rates"):
+        post(name)
+
+
+def test_wraps_once():
+    with pytest.raises(ValueError, match="no base rates"):
+        PoST(post("mamba2"), train_length=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_length": 1}, "train_length ≥ 2"),
+        ({"train_length": 8, "reference_length": 0}, "reference_length > 0"),
+        ({"train_length": 8, "endpoints": (0.0, 1.0)}, "endpoints must give"),
+        ({"train_length": 8, "endpoints": (16.0, 1.0)}, "endpoints must give"),
+    ],
+)
+def test_errors_say_what_is_wrong(options, message):
+    with pytest.raises(ValueError, match=message):
+        PoST(base("mamba2"), **options)

@@ -1,0 +1,297 @@
+"""Runs and sweeps, for real: same numbers from the same seed, interrupted or not, killed or not."""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from halflife import preset, tasks
+from halflife.evaluation.recall import accuracy
+from halflife.experiments import EXPERIMENTS, SCALES
+from halflife.experiments import compare as comparison
+from halflife.experiments.post import mqar_model
+from halflife.models import LanguageModel, io
+from halflife.tasks import IGNORED
+from halflife.training import callbacks
+from halflife.training.data import TaskStream
+from halflife.training.run import Objective, RunConfig, TestSpec, run
+from halflife.training.sweep import Cell
+
+TASK = {"vocab_size": 64, "length": 16, "num_pairs": 2}
+
+
+def tiny(model="mamba2+post", **options):
+    config = preset(
+        model, hidden_size=16, num_layers=1, vocab_size=64, num_heads=2, train_length=16, mlp="none",
+        tie_embeddings=False,
+    )  # fmt: skip
+    defaults = {
+        "model": config, "task": "mqar", "stages": ({**TASK, "num_pairs": 1}, TASK), "validation": TASK,
+        "tests": (TestSpec(name="capacity", task=TASK), TestSpec(name="persist", task={**TASK, "length": 32})),
+        "steps": 12, "batch_size": 4, "learning_rate": 1e-2, "validate_every": 4, "save_every": 4,
+        "validation_examples": 32, "test_examples": 32,
+    }  # fmt: skip
+    return RunConfig(**{**defaults, **options})
+
+
+def comparable(folder):
+    """What must be the same however often a run was interrupted: all but the time that it took."""
+    result = json.loads((folder / "result.json").read_text())
+    result.pop("tokens_per_second")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return result, lines, (folder / "model.safetensors").read_bytes(), (folder / "spectrum.json").read_text()
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_run_writes_what_it_did(tmp_path):
+    result = run(tiny(), tmp_path, name="x", show=False)
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "config.json", "model.safetensors", "run.json", "metrics.jsonl", "spectrum.json", "result.json",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "run.json").read_text())["steps"] == 12
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation_accuracy" in line] == [4, 8, 12]
+    assert [line["step"] for line in lines if "loss" in line] == [4, 8, 12]
+    assert all({"loss", "learning_rate", "grad_norm"} < set(line) for line in lines if "loss" in line)
+    assert [test["length"] for test in result["tests"]] == [16, 32]
+    assert all(0 <= test["accuracy"] <= 1 for test in result["tests"])
+    assert result["parameters"] == io.load(tmp_path).num_parameters()
+    spectrum = json.loads((tmp_path / "spectrum.json").read_text())
+    assert spectrum["channels"] == "heads"
+    assert spectrum["layers"][0]["init"]["timescales"]["1"] == pytest.approx([16, 1])
+    # The saved model is the one that was tested.
+    again = accuracy(io.load(tmp_path), tasks.build("mqar", **TASK), split="test", seed=0, num_examples=32)
+    assert again == result["tests"][0]["accuracy"]
+    assert run(tiny(), tmp_path, name="x", show=False) == result
+
+
+def test_same_seed_same_numbers_other_seed_others(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.manual_seed(len(name) + seed)  # what was drawn before must not matter
+        run(tiny(seed=seed), tmp_path / name, name=name, show=False)
+    assert comparable(tmp_path / "a") == comparable(tmp_path / "b")
+    assert comparable(tmp_path / "a")[1] != comparable(tmp_path / "c")[1]
+
+
+@pytest.mark.parametrize("step", [2, 6, 8, 11])
+def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step):
+    run(tiny(), tmp_path / "whole", name="whole", show=False)
+    marked = callbacks.MarkComplete
+    monkeypatch.setattr(callbacks, "MarkComplete", lambda: [marked(), Interrupt(step)])
+    original = __import__("transformers").Trainer.__init__
+
+    def flat(self, *args, callbacks=(), **kwargs):
+        original(self, *args, callbacks=[c for x in callbacks for c in (x if isinstance(x, list) else [x])], **kwargs)
+
+    monkeypatch.setattr("transformers.Trainer.__init__", flat)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(), tmp_path / "cut", name="cut", show=False)
+    assert not (tmp_path / "cut" / "result.json").exists()
+    monkeypatch.undo()
+    run(tiny(), tmp_path / "cut", name="cut", show=False)
+    assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
+    assert not (tmp_path / "cut" / "checkpoints").exists()
+
+
+def test_half_a_checkpoint_is_passed_over(tmp_path):
+    for step, complete in ((4, True), (8, True), (12, False)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if complete:
+            (folder / callbacks.COMPLETE).touch()
+    assert callbacks.last_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
+    assert callbacks.last_checkpoint(tmp_path / "none") is None
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    run(tiny(), tmp_path, name="x", show=False)
+    with pytest.raises(ValueError, match="another configuration"):
+        run(tiny(learning_rate=1e-3), tmp_path, name="x", show=False)
+
+
+def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
+    forward = Objective.forward
+
+    def broken(self, input_ids, labels):
+        return {"loss": forward(self, input_ids, labels)["loss"] * math.nan}
+
+    monkeypatch.setattr(Objective, "forward", broken)
+    result = run(tiny(), tmp_path, name="x", show=False)
+    assert "nan at step 4" in result["diverged"]
+    assert all(math.isnan(test["accuracy"]) for test in result["tests"])
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.inf}])
+def test_bad_run_settings(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        tiny(**options)
+
+
+def test_stream_gives_each_stage_its_share_and_each_step_its_batch():
+    stages = [tasks.build("mqar", **{**TASK, "num_pairs": k}) for k in (1, 2)]
+    stream = TaskStream(stages, steps=10, batch_size=3, seed=7)
+    assert [(batch["labels"] != IGNORED).sum().item() for batch in (stream[i] for i in range(10))] == [3] * 5 + [6] * 5
+    assert torch.equal(stream[4]["input_ids"], stream[4]["input_ids"])
+    assert not torch.equal(stream[4]["input_ids"], stream[3]["input_ids"])
+
+
+def test_objective_is_the_cross_entropy_at_scored_positions():
+    model = LanguageModel(tiny().model)
+    batch = tasks.build("mqar", **TASK).generate(4, 0)
+    logits, _ = model(batch.inputs)
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels, ignore_index=IGNORED)
+    torch.testing.assert_close(Objective(model)(batch.inputs, batch.labels)["loss"], expected)
+
+
+def test_accuracy_is_that_of_a_token_loop():
+    model, task = LanguageModel(tiny().model).eval(), tasks.build("mqar", **TASK)
+    batch = task.generate(40, tasks.stream_seed("test", 3))
+    right = [
+        model(batch.inputs[i : i + 1])[0][0, t].argmax() == batch.labels[i, t]
+        for i in range(40)
+        for t in (batch.labels[i] != IGNORED).nonzero().flatten()
+    ]
+    measured = accuracy(model, task, split="test", seed=3, num_examples=40, batch_tokens=100)
+    assert measured == pytest.approx(sum(right).item() / len(right))
+
+
+# ------------------------------------------------------------------------------------------------ sweeps
+
+SMALL = {
+    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 6,
+    "batch_size": 4, "test_examples": 16, "validation_examples": 16, "save_every": 2, "validate_every": 3,
+}  # fmt: skip
+
+
+def rows_of(folder):
+    with (folder / "results.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in csv.DictReader(file)]
+
+
+def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
+    folder = comparison.new(
+        ["mamba2", "llama"], seeds=2, learning_rates=[1e-3, 1e-2], overrides=SMALL, output=tmp_path / "a"
+    )
+    rows = comparison.execute(folder, show=False)
+    assert len(rows) == 2 * 2 * 2 * (1 + 4 + 4)
+    for model in ("mamba2", "llama"):
+        rates = {row["learning_rate"] for row in rows if row["model"] == model and row["selected"]}
+        assert len(rates) == 1
+        validation = {
+            rate: sum(
+                json.loads((folder / Cell(model, rate, seed).folder / "result.json").read_text())["validation"]
+                for seed in (0, 1)
+            )
+            for rate in (1e-3, 1e-2)
+        }
+        assert validation[rates.pop()] == max(validation.values())
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json", "versions.json", "results.csv", "report.html", "figures", "mamba2", "llama",
+    }  # fmt: skip
+    table = comparison.summarise(rows)
+    assert [row["seed"] for row in table] == [0, 1, 0, 1, "mean"] * 2
+    with pytest.raises(FileExistsError, match="--resume"):
+        comparison.new(["mamba2"], overrides=SMALL, output=folder)
+
+
+def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
+    whole = comparison.new(["mamba2", "gated_deltanet"], overrides=SMALL, output=tmp_path / "whole")
+    comparison.execute(whole, show=False)
+    killed = comparison.new(["mamba2", "gated_deltanet"], overrides=SMALL, output=tmp_path / "killed")
+    code = (
+        "from pathlib import Path; from halflife.experiments import compare;"
+        f"compare.execute(Path({str(killed)!r}), show=False)"
+    )
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stderr=subprocess.DEVNULL)
+    # Killed as soon as the first checkpoint stands, or later, as the machine has it.
+    deadline = time.monotonic() + 120
+    while not list(killed.glob("*/*/checkpoints/*/complete")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    comparison.execute(killed, show=False)
+    assert rows_of(killed) == rows_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"models": []}, "at least one model"),
+        ({"models": ["mamba2", "mamba2"]}, "each once"),
+        ({"models": ["mamba7"]}, "unknown preset"),
+        ({"models": ["llama+post"]}, "no decay"),
+        ({"models": ["mamba2"], "scale": "huge"}, "smoke, small, paper"),
+        ({"models": ["mamba2"], "task": "mqr"}, "mqar"),
+        ({"models": ["mamba2"], "seeds": 0}, "at least 1"),
+        ({"models": ["mamba2"], "learning_rates": [-1.0]}, "learning_rate"),
+        ({"models": ["mamba2"], "overrides": {"num_heads": 7}}, "divide"),
+    ],
+)
+def test_bad_comparisons_fail_before_anything_is_written(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        comparison.new(**arguments, output=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_resuming_nothing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no comparison"):
+        comparison.execute(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ scales
+
+
+@pytest.mark.parametrize("task", EXPERIMENTS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_configures_every_model(task, scale):
+    experiment = EXPERIMENTS[task]()
+    settings = experiment.scales[scale]
+    for model in ("mamba2", "mamba2+post", "gated_deltanet", "retnet", "gla", "gla+post", "simple", "llama"):
+        for rate in experiment.learning_rates(model, scale):
+            config = experiment.configure(settings, Cell(model, rate, 0))
+            for test in config.tests:
+                tasks.build(config.task, **test.task)
+    lengths = [test.task["length"] for test in config.tests if test.name == "capacity"]
+    assert lengths == [settings.train_length * factor for factor in (1, 2, 4, 8)]
+
+
+def test_models_of_the_paper_have_equal_states():
+    paper = EXPERIMENTS["mqar"].scales["paper"]
+    for d, h, state in ((512, 4, 65536), (512, 8, 32768), (256, 4, 16384)):
+        settings = dataclasses.replace(paper, hidden_size=d, num_heads=h)
+        for name in ("mamba2", "mamba2+post", "gated_deltanet", "gla", "retnet"):
+            with torch.device("meta"):
+                mixer = LanguageModel(mqar_model(name, settings)).blocks[0].mixer
+            rows = mixer.state_size if name.startswith("mamba2") else mixer.head_dim
+            columns = mixer.head_dim if name.startswith("mamba2") else mixer.value_dim
+            assert h * rows * columns == state == d * d // h
+
+
+def test_atomic_writes_leave_no_half_file(tmp_path, monkeypatch):
+    from halflife.files import read_json, write_text
+
+    write_text(tmp_path / "a.json", "{}")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_text(tmp_path / "a.json", '{"b": ')
+    assert read_json(Path(tmp_path / "a.json")) == {}
