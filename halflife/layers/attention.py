@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.mixer import LAYERS, Mixer, State, check_heads
-from halflife.position import rope
+from halflife.position import check_pairs, rope
 
 
 @LAYERS.add("attention")
@@ -22,7 +22,7 @@ class Attention(Mixer):
         rope_base: base of the rotary frequencies.
 
     Raises:
-        ValueError: heads that do not divide.
+        ValueError: heads that do not divide, or an odd head size.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Attention(Mixer):
         self.head_dim = check_heads(hidden_size, num_heads)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         check_heads(num_heads, self.num_kv_heads)
+        check_pairs(self.head_dim)
         self.rope_base = rope_base
         self.splits = [num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
         self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)

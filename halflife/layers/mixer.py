@@ -17,7 +17,8 @@ from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.norm import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
 from halflife.ops import delta_rule, linear_attention
-from halflife.position import rope
+from halflife.ops.recurrent import check_cu_seqlens
+from halflife.position import check_pairs, rope
 from halflife.registry import Registry, unknown
 
 State = dict[str, Tensor]
@@ -53,6 +54,11 @@ class Mixer(nn.Module):
         Raises:
             ValueError: both cu_seqlens and attention_mask, or a shape that does not fit.
         """
+        if x.ndim != 3:
+            raise ValueError(f"x must be [B, T, D]; got {tuple(x.shape)}")
+        sequences = check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        if state and len(state["position"]) != sequences:
+            raise ValueError(f"the state is of {len(state['position'])} sequences, the input of {sequences}")
         if attention_mask is None:
             return self.mix(x, state, cu_seqlens)
         if cu_seqlens is not None:
@@ -176,6 +182,8 @@ class LinearMixer(Mixer):
         self.qk_norm = update == "delta" if qk_norm is None else qk_norm
         self.share_keys, self.chunk_size, self.backend = share_keys, chunk_size, backend
 
+        if position == "rope":
+            check_pairs(self.head_dim)
         # RoPE keeps its relative meaning only if the two channels of a pair decay alike (Decay, App. A.3).
         self.tied_pairs = position == "rope" and granularity == "vector"
         self.decay = build_decay(

@@ -1,5 +1,5 @@
 """Where a token stands: encodings applied to queries and keys."""
 
-from halflife.position.rope import rope
+from halflife.position.rope import check_pairs, rope
 
-__all__ = ["rope"]
+__all__ = ["check_pairs", "rope"]

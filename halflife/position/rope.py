@@ -20,11 +20,16 @@ def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
     Raises:
         ValueError: an odd K has a channel without a partner.
     """
-    if x.shape[-1] % 2:
-        raise ValueError(f"RoPE turns pairs of channels: the head size must be even; got {x.shape[-1]}")
+    check_pairs(x.shape[-1])
     half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
     angle = (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)  # [(B,) T, 1, K/2]
     cos, sin = angle.cos(), angle.sin()
     first, second = x.to(wide).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def check_pairs(head_dim: int) -> None:
+    """An error if channels do not pair up; layers call it when they are built."""
+    if head_dim % 2:
+        raise ValueError(f"RoPE turns pairs of channels: the head size must be even; got {head_dim}")

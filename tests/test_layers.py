@@ -1,0 +1,321 @@
+"""Every layer, cut, padded or packed anyhow, is the same function of each sequence; and it trains in any dtype."""
+
+import pytest
+import torch
+from helpers import assert_close, assert_same, slices
+
+from halflife import decay, layers
+from halflife.layers import LAYERS
+
+HIDDEN, LENGTH = 32, 11
+
+# Four times the worst measured, relative to the largest entry: bfloat16 weights and activations, and float64.
+BFLOAT16, EXACT = 4 * 1.6e-2, 4 * 6e-14
+
+# Small options for the layers whose defaults are large; every other one is built with its defaults.
+SMALL = {"mamba2": {"state_size": 8, "num_groups": 2}, "attention": {"num_kv_heads": 2}}
+POST = {"post": {"train_length": 16}}
+
+# Every registered layer, and what else a layer can hold that must survive cutting and packing.
+CASES = {name: (name, SMALL.get(name, {})) for name in LAYERS}
+CASES |= {
+    f"{name}+post": (name, {**SMALL.get(name, {}), **POST}) for name in ("mamba2", "gated_deltanet", "retnet", "linear")
+}
+CASES |= {
+    "lightnet": ("linear", {"decay": "lightnet", "share_keys": True}),
+    "hgrn2": ("linear", {"decay": "hgrn2", "share_keys": True, "layer_idx": 1, "num_layers": 3}),
+    "vector+rope": ("linear", {"position": "rope", "conv_size": 4}),
+    "vector+delta": ("linear", {"update": "delta", "gate": "none"}),
+}
+each_layer = pytest.mark.parametrize("case", CASES)
+
+
+def build(case, **options):
+    name, own = CASES[case]
+    chunked = {} if name == "attention" else {"chunk_size": 4}  # several chunks in a short sequence
+    return layers.build(name, hidden_size=HIDDEN, **{**chunked, **own, **options})
+
+
+def inputs(batch=2, length=LENGTH, dtype=torch.float64):
+    return torch.randn(batch, length, HIDDEN, dtype=dtype)
+
+
+def slow_down(layer):
+    """Makes memory last, so that what leaks from one sequence to another would show."""
+    slow = {"A_log": -9.0, "theta": -12.0, "decay.delta": 9.0}
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            for ending, value in slow.items():
+                if name.endswith(ending):
+                    parameter.fill_(value)
+    return layer
+
+
+# ----------------------------------------------------------------------------------------------- cuts
+
+
+@each_layer
+def test_streams_like_the_full_pass(case):
+    """At every cut, the empty ones included: outputs and states."""
+    layer, x = build(case).double(), inputs()
+    whole, last = layer(x)
+    for cut in range(LENGTH + 1):
+        first, state = layer(x[:, :cut])
+        second, state = layer(x[:, cut:], state)
+        assert_close(torch.cat([first, second], 1), whole, EXACT)
+        assert_close(state, last, EXACT)
+
+
+@each_layer
+def test_decodes_like_the_full_pass(case):
+    """Token by token from nothing, then several tokens on a filled state."""
+    layer, x = build(case).double(), inputs()
+    whole, _ = layer(x)
+    state, outputs = None, []
+    for tokens in slices([*range(8), LENGTH]):
+        y, state = layer(x[:, tokens], state)
+        outputs.append(y)
+    assert_close(torch.cat(outputs, 1), whole, EXACT)
+
+
+@each_layer
+def test_gradients_flow_through_the_state(case):
+    layer, x = build(case).double(), inputs().requires_grad_()
+    weights = torch.randn_like(x)
+    (whole,) = torch.autograd.grad((layer(x)[0] * weights).sum(), x)
+    first, state = layer(x[:, :5])
+    cut = torch.cat([first, layer(x[:, 5:], state)[0]], 1)
+    assert_close(torch.autograd.grad((cut * weights).sum(), x)[0], whole, EXACT)
+
+
+@each_layer
+def test_the_callers_state_is_not_changed(case):
+    layer = build(case)
+    _, state = layer(inputs(dtype=torch.float32))
+    before = {name: x.clone() for name, x in state.items()}
+    layer(inputs(length=3, dtype=torch.float32), state)
+    assert state.keys() == before.keys()
+    assert_same(state, before)
+
+
+@each_layer
+@pytest.mark.parametrize("length", [0, 1])
+def test_shortest_sequences(case, length):
+    y, state = build(case)(inputs(length=length, dtype=torch.float32))
+    assert y.shape == (2, length, HIDDEN)
+    assert y.isfinite().all()
+    assert state["position"].tolist() == [length] * 2
+
+
+# -------------------------------------------------------------------------------- packing and padding
+
+
+@each_layer
+def test_packed_equals_separate(case):
+    """Twice in a row, so that the states, of sequences of different lengths, are tested as well."""
+    layer = build(case).double()
+    state, alone = None, [None] * 4
+    for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        x = inputs(batch=1, length=sum(lengths))
+        y, state = layer(x, state, cu_seqlens=bounds.int())
+        for row, tokens in enumerate(slices(bounds.tolist())):
+            expected, alone[row] = layer(x[:, tokens], alone[row])
+            assert_close(y[:, tokens], expected, EXACT)
+    assert state["position"].tolist() == [7, 3, 1, 8]
+
+
+@each_layer
+def test_packed_documents_do_not_leak(case):
+    """To the bit, with slow decay; the gradient across is exactly 0."""
+    layer = slow_down(build(case))
+    x, bounds = inputs(batch=1, length=18, dtype=torch.float32), torch.tensor([0, 6, 11, 18])
+    before, _ = layer(x, cu_seqlens=bounds)
+    changed = x.clone()
+    changed[:, 6:11] += 1
+    changed.requires_grad_()
+    after, _ = layer(changed, cu_seqlens=bounds)
+    others = [*range(6), *range(11, 18)]
+    assert_same(after[:, others], before[:, others])
+    assert not torch.equal(after[:, 6:11], before[:, 6:11])
+    (grad,) = torch.autograd.grad(after[:, others].sum(), changed)
+    assert grad[:, 6:11].count_nonzero() == 0
+
+
+@each_layer
+def test_nothing_looks_ahead(case):
+    layer, x = slow_down(build(case)), inputs(dtype=torch.float32)
+    before, _ = layer(x)
+    x[:, 6:] += 1
+    after, _ = layer(x)
+    assert_same(after[:, :6], before[:, :6])
+
+
+@each_layer
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(case, side):
+    """Outputs are those of the unpadded rows, 0 at pads; no gradient at pads; and decoding goes on from there."""
+    layer, lengths = build(case).double(), [4, LENGTH]
+    x, steps = inputs(), inputs(length=3)
+    position = torch.arange(LENGTH).expand(2, -1)
+    mask = position < torch.tensor(lengths).unsqueeze(1)
+    mask = mask.flip(1) if side == "left" else mask
+    x[~mask] = 1e3
+    x.requires_grad_()
+    y, state = layer(x, attention_mask=mask.long())
+    assert y[~mask].count_nonzero() == 0
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert grad[~mask].count_nonzero() == 0
+    assert grad[mask].any()
+    continued = []
+    for t in range(3):
+        more, state = layer(steps[:, t : t + 1], state)
+        continued.append(more)
+    for row in range(2):
+        alone, own = layer(x[row : row + 1, mask[row]])
+        assert_close(y[row, mask[row]], alone[0], EXACT)
+        assert_close(torch.cat(continued, 1)[row], layer(steps[row : row + 1], own)[0][0], EXACT)
+    assert state["position"].tolist() == [7, LENGTH + 3]
+
+
+@each_layer
+def test_a_full_mask_is_no_mask(case):
+    layer, x = build(case).double(), inputs()
+    assert_close(layer(x, attention_mask=torch.ones(2, LENGTH))[0], layer(x)[0], EXACT)
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+@each_layer
+def test_every_parameter_learns(case):
+    layer = build(case)
+    y, state = layer(inputs(dtype=torch.float32))
+    (y.square().sum() + state.get("memory", y).sum()).backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+def float32_parameters(layer):
+    """Parameters and buffers of the modules that must stay in float32."""
+    kept = [module for module in layer.modules() if isinstance(module, decay.Float32Module)]
+    return [x for module in kept for x in module.state_dict().values()]
+
+
+@each_layer
+def test_bfloat16(case):
+    """Weights are narrow; decays, D and the memory stay float32; the result is the float32 one, roughly."""
+    layer, x = build(case), inputs(dtype=torch.bfloat16)
+    exact, _ = layer(x.float())
+    layer.bfloat16()
+    assert all(parameter.dtype == torch.float32 for parameter in float32_parameters(layer))
+    assert layer.out_proj.weight.dtype == torch.bfloat16
+    y, state = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert state.get("memory", torch.zeros(())).dtype == torch.float32
+    assert_close(y, exact, BFLOAT16)
+    y.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@each_layer
+def test_autocast(case):
+    layer, x = build(case), inputs(dtype=torch.float32)
+    exact, _ = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+        y, state = layer(x, state)  # a state from autocast is taken back
+        y, _ = layer(x)
+    assert state.get("memory", torch.zeros(())).dtype == torch.float32
+    assert_close(y, exact, BFLOAT16)
+    y.sum().backward()
+    assert all(parameter.grad.dtype == parameter.dtype for parameter in layer.parameters())
+
+
+# -------------------------------------------------------------------------------------- the design space
+
+
+@pytest.mark.parametrize("name", [*decay.DECAYS, None])
+@pytest.mark.parametrize("granularity", ["scalar", "vector"])
+@pytest.mark.parametrize("update", ["linear", "delta"])
+@pytest.mark.parametrize("share_keys", [False, True])
+@pytest.mark.parametrize("position", ["none", "rope"])
+def test_every_combination_runs_or_says_why_not(name, granularity, update, share_keys, position):
+    options = {"decay": name, "granularity": granularity, "update": update, "position": position}
+    impossible = None
+    if share_keys and (name is None or granularity == "scalar"):
+        impossible = "share_keys writes k = 1 − λ.*needs a vector decay"
+    elif name is not None and granularity not in decay.DECAYS[name].granularities:
+        impossible = "is defined for granularity scalar; got 'vector'"
+    if impossible:
+        with pytest.raises(ValueError, match=impossible):
+            layers.build("linear", hidden_size=16, num_heads=2, share_keys=share_keys, **options)
+        return
+    layer = layers.build("linear", hidden_size=16, num_heads=2, share_keys=share_keys, **options)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    y, _ = layer(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(part.grad.isfinite().all() for part in (x, *layer.parameters()))
+
+
+# ----------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("liner", {}, "Did you mean 'linear'"),
+        ("linear", {"num_heads": 5}, "num_heads must divide hidden_size"),
+        ("attention", {"num_heads": 5}, "num_heads must divide hidden_size"),
+        ("attention", {"num_kv_heads": 3}, "must divide"),
+        ("mamba2", {"num_groups": 3}, "num_groups must divide num_heads"),
+        ("mamba2", {"decay": "simple"}, "design-space block"),
+        ("linear", {"granularity": "scalar", "share_keys": True}, "needs a vector decay"),
+        ("linear", {"gate": "tanh"}, "unknown gate 'tanh'.*low_rank, swish, none"),
+        ("linear", {"update": "dplr"}, "unknown update 'dplr'.*linear, delta"),
+        ("linear", {"position": "alibi"}, "unknown position 'alibi'.*none, rope"),
+        ("linear", {"activation": "relu"}, "unknown activation"),
+        ("linear", {"decay": "simpel"}, "Did you mean 'simple'"),
+        ("linear", {"decay": None, **POST}, "without a decay"),
+        ("linear", {"decay": "gla", **POST}, "no base rates"),
+        ("linear", {"position": "rope", "head_dim": 5}, "even"),
+        ("retnet", {"head_dim": 5}, "even"),
+        ("attention", {"num_heads": 32}, "even"),
+    ],
+)
+def test_options_without_meaning_are_errors(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        layers.build(name, hidden_size=HIDDEN, **options)
+
+
+@each_layer
+def test_either_packed_or_padded(case):
+    with pytest.raises(ValueError, match="not both"):
+        build(case)(inputs(batch=1), cu_seqlens=torch.tensor([0, LENGTH]), attention_mask=torch.ones(1, LENGTH))
+
+
+@each_layer
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": torch.ones(2, LENGTH + 1)}, "attention_mask must be"),
+        ({"cu_seqlens": torch.tensor([0, LENGTH])}, "batch size 1"),
+        ({"x": torch.zeros(1, LENGTH, HIDDEN), "cu_seqlens": torch.tensor([0, 5])}, "rise from 0"),
+        ({"x": torch.zeros(LENGTH, HIDDEN)}, r"x must be \[B, T, D\]"),
+        ({"x": torch.zeros(3, 1, HIDDEN), "state": 2}, "state is of 2 sequences, the input of 3"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_errors(case, arguments, message):
+    layer, x = build(case), inputs(dtype=torch.float32)
+    if "state" in arguments:
+        arguments = {**arguments, "state": layer(x)[1]}
+    with pytest.raises(ValueError, match=message):
+        layer(**{"x": x, **arguments})
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_says_what_it_is(name):
+    assert len(LAYERS.summary(name)) > 20
