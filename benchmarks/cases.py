@@ -86,9 +86,7 @@ def transformers_peers(x: dict) -> list[Case]:
 
     q, k, v, beta, g = (x[name] for name in ("q", "k", "v", "beta", "g"))
     unit = ours(x)[1].flops
-    cases = [
-        Case("transformers gated delta rule", lambda: chunked(q, k, v, g, beta)[0], ours(x)[3].flops)
-    ]
+    cases = [Case("transformers gated delta rule", lambda: chunked(q, k, v, g, beta)[0], ours(x)[3].flops)]
     if hasattr(modeling_mamba2, "mamba2_chunk_scan"):
         rate = -torch.ones(q.shape[2])
 

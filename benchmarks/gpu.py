@@ -106,7 +106,9 @@ def _long_parity(device: str) -> tuple[list[str], bool]:
             results = []
             for precise in (torch.float64, dtype):
                 x = cases.inputs(length, heads=2, device=device, dtype=dtype)
-                leaves = {n: t.detach().to(torch.promote_types(precise, t.dtype)).requires_grad_() for n, t in x.items()}
+                leaves = {
+                    n: t.detach().to(torch.promote_types(precise, t.dtype)).requires_grad_() for n, t in x.items()
+                }
                 op, names = _OPS[index]
                 o, state = op(*(leaves[n] for n in names), cu_seqlens=bounds, output_final_state=True)
                 o.square().sum().add(state.square().sum()).backward()

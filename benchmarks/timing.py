@@ -9,7 +9,9 @@ from statistics import median
 import torch
 
 
-def medians(candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, device: str = "cpu") -> dict[str, float]:
+def medians(
+    candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, device: str = "cpu"
+) -> dict[str, float]:
     """Median seconds of each candidate, over rounds in which every one runs once.
 
     Args:

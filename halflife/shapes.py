@@ -23,15 +23,15 @@ from __future__ import annotations
 import torch
 
 try:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int  # pyright: ignore
 except ImportError:  # an annotation only: nothing is decided by it at run time
 
-    class Float:  # type: ignore[no-redef]
+    class Float:  # type: ignore
         """Stands for jaxtyping.Float where that is not installed."""
 
         def __class_getitem__(cls, item: object) -> type[torch.Tensor]:
             return torch.Tensor
 
-    Int = Float  # type: ignore[misc]
+    Int = Float  # type: ignore
 
 __all__ = ["Float", "Int"]

@@ -11,17 +11,42 @@ from halflife.decay import DECAYS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.tasks import TASKS
 
-TINY = (
-    "--hidden-size 16 --num-layers 1 --num-heads 2 --vocab-size 128 --train-length 8 --pairs 2 --steps 4 --batch-size 4 "
-    "--test-examples 8"
-).split()
+TINY = [
+    "--hidden-size",
+    "16",
+    "--num-layers",
+    "1",
+    "--num-heads",
+    "2",
+    "--vocab-size",
+    "128",
+    "--train-length",
+    "8",
+    "--pairs",
+    "2",
+    "--steps",
+    "4",
+    "--batch-size",
+    "4",
+    "--test-examples",
+    "8",
+]
 
 
 def test_compare_end_to_end(tmp_path, capsys):
     folder = tmp_path / "run"
     main(["compare", "mamba2", "mamba2+post", *TINY, "--seeds", "2", "--lr", "1e-3", "1e-2", "--output", str(folder)])
     out = capsys.readouterr().out
-    for expected in ("mamba2+post", "in-dist.", "capacity", "persist", "tokens/s", "chance", "ignoring the key", "mean"):
+    for expected in (
+        "mamba2+post",
+        "in-dist.",
+        "capacity",
+        "persist",
+        "tokens/s",
+        "chance",
+        "ignoring the key",
+        "mean",
+    ):
         assert expected in out
     assert str(folder) in out
     assert (folder / "report.html").stat().st_size > 10_000

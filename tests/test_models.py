@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import SIZES, combinations
 
 import halflife
 from halflife import LanguageModel, ModelConfig, param_groups, preset
 from halflife.models import MODIFIERS, PRESETS, io
-from combinations import SIZES, combinations
 
 MEANINGFUL, MEANINGLESS = combinations()
 

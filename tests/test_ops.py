@@ -81,6 +81,17 @@ def test_decays(op, granularity, backend, dtype, decay):
 
 
 @each_op
+@pytest.mark.parametrize("granularity", ["scalar", "vector"])
+@each_backend
+def test_a_full_reset_has_no_gradient(op, granularity, backend):
+    """Exactly: not the rounding that is left where terms of other steps cancel."""
+    arguments = rounded(op_inputs(op, granularity, 70, decay="mixed"), torch.float32)
+    gradient = run_op(op, arguments, backend=backend)["dg"]
+    assert gradient[arguments["g"] <= -1000].count_nonzero() == 0
+    assert gradient[arguments["g"] > -1].any()
+
+
+@each_op
 @each_granularity
 @pytest.mark.parametrize("chunk_size", [1, 16, 32, 48, 64, 128])
 def test_chunk_size_changes_nothing(op, granularity, chunk_size):

@@ -141,7 +141,9 @@ def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
     assert all(math.isnan(test["accuracy"]) for test in result["tests"])
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.inf}])
+@pytest.mark.parametrize(
+    "options", [{"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.inf}]
+)
 def test_bad_run_settings(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         tiny(**options)
@@ -225,7 +227,9 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stderr=subprocess.DEVNULL)
     # Killed as soon as the first checkpoint stands, or later, as the machine has it.
     deadline = time.monotonic() + 120
-    while not list(killed.glob("*/*/checkpoints/*/complete")) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not list(killed.glob("*/*/checkpoints/*/complete")) and time.monotonic() < deadline and process.poll() is None
+    ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()

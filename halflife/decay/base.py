@@ -83,6 +83,10 @@ class Decay(Float32Module):
         self.num_heads, self.head_dim, self.granularity = num_heads, head_dim, granularity
         self.layer_idx, self.num_layers = layer_idx, num_layers
 
+    def step(self, f: Tensor) -> Tensor:
+        """The step size by which a layer also scales its values; only Mamba-2's decays have one."""
+        raise ValueError(f"{type(self).__name__} has no step size")
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one token's log-decays: `(H,)` or `(H, K)`."""
@@ -108,7 +112,12 @@ class Decay(Float32Module):
         raise NotImplementedError
 
     def scan(
-        self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`(g, state)`: `forward` for streaming; only decays that remember (`stateful`) have a state."""
         return self(f, position=position), None

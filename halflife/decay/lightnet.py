@@ -25,7 +25,12 @@ class LightNetDecay(Decay):
         return self.scan(f)[0]
 
     def scan(
-        self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`g` and the running logsumexp `[N, H]` or `[N, H, K]` (−inf: nothing seen yet)."""
         f = f if f.dtype == torch.float64 else f.float()

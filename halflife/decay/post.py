@@ -106,6 +106,4 @@ class PoST(Decay):
         return super().timescales() * stretch
 
     def extra_repr(self) -> str:
-        return (
-            f"train_length={self.train_length}, reference_length={self.reference_length}, endpoints={self.endpoints}"
-        )
+        return f"train_length={self.train_length}, reference_length={self.reference_length}, endpoints={self.endpoints}"

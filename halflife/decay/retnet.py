@@ -34,7 +34,8 @@ class RetNetDecay(Decay):
             self.log_rate.copy_((-torch.log1p(-(-exponent * math.log(2)).exp())).log())
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        rate = (self.log_rate if log_rate is None else log_rate).exp()
+        own: Tensor | None = self.log_rate
+        rate = (own if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
         return (-rate).to(f.dtype).expand(f.shape)
 
     def release_rates(self) -> None:

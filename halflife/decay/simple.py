@@ -36,7 +36,8 @@ class SimpleDecay(Decay):
             self.delta.fill_(math.log(self.p / (1 - self.p)))
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        offset = self.delta if log_rate is None else -inverse_softplus(log_rate.exp())
+        own: Tensor = self.delta  # pyright: ignore[reportAssignmentType] (None only if log_rates are passed)
+        offset = own if log_rate is None else -inverse_softplus(log_rate.exp())
         return F.logsigmoid(f + offset)
 
     def release_rates(self) -> None:

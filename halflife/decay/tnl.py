@@ -36,7 +36,8 @@ class TNLDecay(Decay):
             self.log_rate.copy_((8 * head * (1 - self.layer_idx / self.num_layers)).log())
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        rate = (self.log_rate if log_rate is None else log_rate).exp()
+        own: Tensor | None = self.log_rate
+        rate = (own if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
         return (-rate).to(f.dtype).expand(f.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from halflife.registry import Registry
 from halflife.training.run import RunConfig
@@ -50,7 +51,7 @@ class Settings:
 class Experiment:
     """A task at its scales; a subclass names its paper in the docstring and is registered under its task."""
 
-    scales: dict[str, Settings]
+    scales: ClassVar[dict[str, Settings]]
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         """The learning rates tried for a preset when the user names none."""

@@ -83,7 +83,8 @@ def execute(folder: Path, *, show: bool = True) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{folder} holds no comparison (no config.json)")
     config = read_json(folder / "config.json")
     experiment = EXPERIMENTS[config["task"]]()
-    settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in config["settings"].items()})
+    saved: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["settings"].items()}
+    settings = Settings(**saved)
     rows = sweep(folder, lambda cell: experiment.configure(settings, cell), show=show)
     write_report(folder)
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
 from halflife.models import ModelConfig, preset
@@ -29,7 +29,7 @@ PAPER = Settings(
 class MQARExperiment(Experiment):
     """MQAR (PoST, §6.1 and App. C): two layers, no MLP, equal states; tests `capacity` and `persist` at T … 8T."""
 
-    scales = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
+    scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         if scale != "paper":

@@ -1,7 +1,7 @@
 """Projections + decay + op: `(x, state) → (y, state)`."""
 
-from halflife.layers import attention, gated_deltanet, gla, mamba2, retnet  # noqa: F401 (each registers itself)
 from halflife.decay import Float32Module
+from halflife.layers import attention, gated_deltanet, gla, mamba2, retnet  # noqa: F401 (each registers itself)
 from halflife.layers.mixer import LAYERS, LinearMixer, Mixer, State, build
 from halflife.layers.mlp import SwiGLU
 from halflife.layers.norm import ShortConv

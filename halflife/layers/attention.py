@@ -59,7 +59,14 @@ class Attention(Mixer):
         return self.out_proj(o.flatten(-2)), {"position": total, **cache}
 
     def _with_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, state: State | None, cu_seqlens: Tensor | None, new: Tensor, total: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State | None,
+        cu_seqlens: Tensor | None,
+        new: Tensor,
+        total: Tensor,
     ) -> tuple[Tensor, State]:
         """One row a sequence, tokens at their own positions, later slots masked: rows may differ in length."""
         rows, seen = len(total), total - new

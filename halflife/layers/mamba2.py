@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import Float32Module
+from halflife.decay import Decay, Float32Module
 from halflife.layers import packing
 from halflife.layers.mixer import LAYERS, Mixer, State, build_decay, check_heads
 from halflife.layers.norm import GatedRMSNorm, ShortConv
@@ -89,7 +89,7 @@ class Mamba2(Mixer):
         self.conv_splits = [inner, shared, shared]
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.conv_splits), conv_size, bias=True)
-        self.decay = build_decay(
+        self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
             layer_idx=layer_idx, num_layers=num_layers,
         )  # fmt: skip
@@ -116,6 +116,7 @@ class Mamba2(Mixer):
             chunk_size=self.chunk_size,
             backend=self.backend,
         )
+        assert memory is not None
         y = self.norm(self.skip(y, values).flatten(-2), z)
         seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
         return self.out_proj(y), {"position": seen, "conv": conv, "memory": memory}

@@ -94,9 +94,10 @@ class DecayProjection(nn.Module):
     def __init__(self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool) -> None:
         super().__init__()
         self.shape = shape
-        low_rank = rank is not None and len(shape) == 2
-        self.down = nn.Linear(hidden_size, rank, bias=False) if low_rank else nn.Identity()
-        self.up = nn.Linear(rank if low_rank else hidden_size, torch.Size(shape).numel(), bias=bias)
+        self.down, width = nn.Identity(), hidden_size
+        if rank is not None and len(shape) == 2:
+            self.down, width = nn.Linear(hidden_size, rank, bias=False), rank
+        self.up = nn.Linear(width, torch.Size(shape).numel(), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
@@ -224,6 +225,7 @@ class LinearMixer(Mixer):
             o, memory = delta_rule(q, k, v, self.beta_proj(x).sigmoid(), g, **options)
         else:
             o, memory = linear_attention(q, k, v, g, **options)
+        assert memory is not None
         new["memory"] = memory
         o = o.to(x.dtype)
         gated = self.gate(o).flatten(-2) if isinstance(self.gate, nn.RMSNorm) else self.gate(o, x)
@@ -245,7 +247,7 @@ class LinearMixer(Mixer):
         q, *k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv.split(self.splits, -1))
         if self.activation == "silu" and self.conv is None:
             q, k = F.silu(q), [F.silu(part) for part in k]
-        key = k[0] if k else -torch.expm1(g).to(q.dtype)
+        key = k[0] if g is None or k else -torch.expm1(g).to(q.dtype)
         if self.qk_norm:
             q, key = l2_normalize(q), l2_normalize(key)
         if self.position == "rope":

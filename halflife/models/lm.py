@@ -30,9 +30,11 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if self.mlp is not None else None
 
     def forward(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens)
         x = x + y
-        return (x if self.mlp is None else x + self.mlp(self.mlp_norm(x))), state
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, new
 
 
 class LanguageModel(nn.Module):
@@ -55,8 +57,9 @@ class LanguageModel(nn.Module):
     def reset_parameters(self) -> None:
         """Draws every parameter anew, each module by its own law; safe after construction on the meta device."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
 
     def forward(

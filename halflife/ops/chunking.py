@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,7 +125,7 @@ def make_layout(length: int, chunk_size: int, cu_seqlens: Tensor | None, device:
         every = slice(None)
         return Layout(length, chunk, n, {0: every} if n else {}, {n - 1: every} if n else {})
     bounds: list[int] = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(bounds)]
     chunk = _power_of_two(min(chunk_size, max([*lengths, 1])))
     first, last, starts, n = {}, {}, [], 0
     for row, tokens in enumerate(lengths):

@@ -8,6 +8,8 @@ vector-decay delta rule (Schlag et al. 2021; Yang et al. 2024, 2025).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,12 +68,10 @@ def reference(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The definition, token by token."""
-    return recurrent.token_loop(_token, (q, k, v, beta, g), scale, initial_state, cu_seqlens)
+    return recurrent.token_loop(_token, (q, k, v, beta), g, scale, initial_state, cu_seqlens)
 
 
-def _token(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `g [B, H, 1 or K]`."""
     if g is not None:
         state = state * g.exp().unsqueeze(-1)
@@ -96,7 +96,8 @@ def chunked(
     layout = chunking.make_layout(q.shape[1], chunk_size, cu_seqlens, q.device)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     initial = recurrent.first_state(q, v, initial_state, sequences)
-    q, k, v, beta, g = (None if x is None else layout.align(x) for x in (q, k, v, beta, g))
+    q, k, v, beta = (layout.align(x) for x in (q, k, v, beta))
+    g = None if g is None else layout.align(g)
     o, state = _Chunked.apply(q, k, v, beta, g, initial, scale, layout)
     return layout.restore(o), state
 
@@ -144,18 +145,16 @@ class _Block:
     def __init__(self, inputs, scale, dtype, layout, rows, chunks):
         self.where = (layout, rows, chunks)
         self.scale = scale
-        q, self.k, self.v, beta, self.g = (
-            None if x is None else chunking.take(x, rows, chunks, layout.chunk, dtype) for x in inputs
-        )
+        *inputs, g = inputs
+        q, self.k, self.v, beta = (chunking.take(x, rows, chunks, layout.chunk, dtype) for x in inputs)
+        self.g = None if g is None else chunking.take(g, rows, chunks, layout.chunk, dtype)
         self.q = q * scale  # out of place: a block may be a view of the input
         self.beta = beta.unsqueeze(-1)
         self.decay = chunking.make_decay(self.g, layout.chunk, dtype, q.device)
         self.overlap = self.decay.scores(self.k, self.k).tril_(-1)  # (k_i · k_j) e^{b_i − b_j}
         eye = torch.eye(layout.chunk, dtype=dtype, device=q.device).expand_as(self.overlap)
         # One solve against the identity costs a third of one against [V, K] (docs/log.md).
-        self.inverse = torch.linalg.solve_triangular(
-            self.beta * self.overlap, eye, upper=False, unitriangular=True
-        )
+        self.inverse = torch.linalg.solve_triangular(self.beta * self.overlap, eye, upper=False, unitriangular=True)
         self.x = self.inverse @ (self.beta * self.v)
         self.y = self.inverse @ (self.beta * (self.k * self.decay.rows))
 
@@ -173,7 +172,7 @@ class _Block:
         entering, state = chunking.scan(step, state, *self.where, initial, final)
         return entering, written, state
 
-    def gradients(self, do, entering, written, dstate, dinitial, dfinal) -> list[Tensor | None]:
+    def gradients(self, do, entering, written, dstate, dinitial, dfinal) -> list[Any]:
         """`[dq, dk, dv, dbeta, dg, gradient of the state entering the block]`."""
         q, k, v, beta, decay = self.q, self.k, self.v, self.beta, self.decay
         read = (q * decay.rows).transpose(-1, -2) @ do

@@ -8,6 +8,8 @@ chunked form after Dao & Gu 2024 and Yang et al. 2024).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def reference(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The definition, token by token."""
-    return recurrent.token_loop(_token, (q, k, v, g), scale, initial_state, cu_seqlens)
+    return recurrent.token_loop(_token, (q, k, v), g, scale, initial_state, cu_seqlens)
 
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,7 +85,8 @@ def chunked(
     layout = chunking.make_layout(q.shape[1], chunk_size, cu_seqlens, q.device)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     initial = recurrent.first_state(q, v, initial_state, sequences)
-    q, k, v, g = (None if x is None else layout.align(x) for x in (q, k, v, g))
+    q, k, v = (layout.align(x) for x in (q, k, v))
+    g = None if g is None else layout.align(g)
     o, state = _Chunked.apply(q, k, v, g, initial, scale, layout)
     return layout.restore(o), state
 
@@ -145,7 +148,7 @@ class _Block:
             lambda c, s: torch.addcmul(update[:, :, c], total[:, :, c], s), state, *self.where, initial, final
         )
 
-    def gradients(self, do, entering, dstate, dinitial, dfinal) -> list[Tensor | None]:
+    def gradients(self, do, entering, dstate, dinitial, dfinal) -> list[Any]:
         """`[dq, dk, dv, dg, gradient of the state entering the block]`."""
         q, k, v, decay = self.q, self.k, self.v, self.decay
         read = (q * decay.rows).transpose(-1, -2) @ do

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """float64 for float64 inputs, float32 for all others: the dtype of decays, solves and states."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -42,7 +43,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> int:
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
     bounds: Sequence[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {list(bounds)}")
     return len(bounds) - 1
 
@@ -56,28 +57,29 @@ def first_state(q: Tensor, v: Tensor, initial_state: Tensor | None, sequences: i
 
 def token_loop(
     token: Callable[..., tuple[Tensor, Tensor]],
-    inputs: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor, ...],
+    g: Tensor | None,
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of an op: `o, state = token(state, q_t, k_t, v_t, …)`, one token after the other.
+    """The definition of an op: `o, state = token(state, q_t, k_t, v_t, …, g_t)`, one token after the other.
 
-    Inputs are `q, k, v, …` as `[B, T, H, …]`; the last one is the log-decay, which gets a channel axis.
-    Returns `o` in v's dtype and the states `[N, H, K, V]` in the compute dtype.
+    `inputs` are `q, k, v, …` as `[B, T, H, …]`; a scalar log-decay `g` gets a channel axis. Returns `o` in v's dtype
+    and the states `[N, H, K, V]` in the compute dtype.
     """
     q, _, v = inputs[:3]
     dtype = compute_dtype(q)
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     states = first_state(q, v, initial_state, q.shape[0] if cu_seqlens is None else len(bounds) - 1)
-    cast = [None if x is None else x.to(dtype) for x in inputs]
-    if cast[-1] is not None and cast[-1].ndim == 3:
-        cast[-1] = cast[-1].unsqueeze(-1)
+    inputs = tuple(x.to(dtype) for x in inputs)
+    if g is not None:
+        g = g.to(dtype).unsqueeze(-1) if g.ndim == 3 else g.to(dtype)
     outputs, finals = [], []
     for row, (start, stop) in enumerate(pairwise(bounds)):
         state = states if cu_seqlens is None else states[row : row + 1]
         for t in range(start, stop):
-            o, state = token(state, *(None if x is None else x[:, t] for x in cast))
+            o, state = token(state, *(x[:, t] for x in inputs), None if g is None else g[:, t])
             outputs.append(o * scale)
         finals.append(state)
     o = torch.stack(outputs, 1).to(v.dtype) if outputs else torch.zeros_like(v)

@@ -47,9 +47,7 @@ class MQAR(Task):
         if self.filler not in FILLERS:
             raise unknown("filler", self.filler, list(FILLERS))
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
-            raise ValueError(
-                f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K; got length {self.length}"
-            )
+            raise ValueError(f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K; got length {self.length}")
         low, high = self.key_range
         if high - low < self.num_pairs:
             raise ValueError(f"{self.num_pairs} pairs need as many keys; vocab_size {self.vocab_size} has {high - low}")

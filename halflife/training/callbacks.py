@@ -10,7 +10,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from transformers import TrainerCallback
 
 from halflife.files import write_text
@@ -91,6 +99,7 @@ class Bar(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         accuracy = self.metrics.validation
         shown = "" if accuracy is None else f" valid {accuracy:6.1%}"
+        assert self.task is not None
         self.progress.update(self.task, completed=state.global_step, info=f"loss {self.loss:6.3f}{shown:13}")
 
     def close(self) -> None:
@@ -102,7 +111,7 @@ class MarkComplete(TrainerCallback):
     """Marks each checkpoint when all of its files are written, so that a resume never takes half of one."""
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        write_text(Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE, "")
+        write_text(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / COMPLETE, "")
 
 
 def last_checkpoint(folder: Path) -> Path | None:

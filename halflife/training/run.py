@@ -179,9 +179,7 @@ def _train(model: LanguageModel, config: RunConfig, folder: Path, name: str, sho
     metrics = Metrics(folder / "metrics.jsonl", validate, config.validate_every)
     bar = Bar(name, metrics)
     stages = [build_task(config.task, **stage) for stage in config.stages]
-    optimizer = torch.optim.AdamW(
-        param_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas
-    )
+    optimizer = torch.optim.AdamW(param_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas)
     trainer = Trainer(
         model=Objective(model),
         args=_arguments(config, folder),
