@@ -191,8 +191,8 @@ def _rows(length: int, size: int, device: str, dtype: torch.dtype, gemm: float, 
         ratio = [f"{t[case.name] / t[softmax]:.2f}" if softmax in t else "" for t in (one, two)]
         against = f"{two[case.name] / two[peer]:.2f}" if peer in two else ""
         rows.append(
-            f"| {length} | {size} | {case.name} | {1e3 * one[case.name]:.2f} | {one[case.name] / floors[0]:.1f} | {ratio[0]} "
-            f"| {1e3 * two[case.name]:.2f} | {two[case.name] / floors[1]:.1f} | {ratio[1]} | {against} |"
+            f"| {length} | {size} | {case.name} | {1e3 * one[case.name]:.2f} | {one[case.name] / floors[0]:.1f} | "
+            f"{ratio[0]} | {1e3 * two[case.name]:.2f} | {two[case.name] / floors[1]:.1f} | {ratio[1]} | {against} |"
         )
     return rows
 

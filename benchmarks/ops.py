@@ -43,7 +43,7 @@ def main() -> None:
         "",
     ]
     results = {length: _times(length) for length in arguments.lengths}
-    lines += _table(results, rate) + [""] + _targets(results, rate) + [""] + _layer() + [""] + _mqar()
+    lines += [*_table(results, rate), "", *_targets(results, rate), "", *_layer(), "", *_mqar()]
     text = "\n".join(lines)
     print(text)
     if arguments.write:

@@ -88,7 +88,8 @@ class Compare:
             overrides = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
             folder = compare.new(
                 self.models, task=self.task, scale=self.scale, seeds=self.seeds, learning_rates=self.lr or None,
-                overrides=overrides, output=self.output, name=self.name, command=shlex.join(["halflife", *sys.argv[1:]]),
+                overrides=overrides, output=self.output, name=self.name,
+                command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         print(f"writing to {folder}")
         try:

@@ -29,6 +29,9 @@ def part_of(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+CORE = [p for p in MODULES if part_of(p) not in ("analysis", "training", "experiments", "cli")]
+
+
 def allowed(part):
     if part == "__init__":
         return {"decay", "layers", "models", "ops", "tasks"}
@@ -62,8 +65,7 @@ def test_imports_only_what_stands_below(path):
             assert used in allowed(part) or (used == "__version__"), f"{part} imports {name}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if part_of(p) not in ("analysis", "training", "experiments", "cli")],
-                         ids=lambda p: str(p.relative_to(ROOT)))  # fmt: skip
+@pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_core_imports_no_heavy_library_at_its_top(path):
     assert not [name for name in imports(path, top_level_only=True) if name.split(".")[0] in LAZY]
 

@@ -253,8 +253,8 @@ def test_model_errors():
         model(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="1 layers; the model has 2"):
         model(torch.zeros(1, 3, dtype=torch.long), state=({},))
+    ids = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="not both"):
-        ids = torch.zeros(1, 3, dtype=torch.long)
         model(ids, cu_seqlens=torch.tensor([0, 3]), attention_mask=torch.ones(1, 3))
 
 
