@@ -84,7 +84,8 @@ class Bar(TrainerCallback):
         self.name, self.metrics = name, metrics
         self.progress = Progress(
             TextColumn("{task.description:<34}"), BarColumn(24), MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), refresh_per_second=2,
+            TextColumn("{task.fields[info]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            refresh_per_second=2,
         )  # fmt: skip
         self.task: TaskID | None = None
         self.loss = float("nan")
