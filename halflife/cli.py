@@ -158,31 +158,41 @@ Command = (
 
 
 def _print_comparison(rows: list[dict[str, Any]]) -> None:
+    """Two tables that fit 80 columns: what was trained, and its accuracy on every test."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from halflife.experiments.compare import levels, shown, summarise
 
     keys = levels(rows)
-    table = Table(title="accuracy, %", title_justify="left")
-    for heading in ("model", "lr", "seed", "parameters", "state", "tokens/s"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for test, length in keys:
-        table.add_column("in-dist." if test == "in_distribution" else f"{test}\n{length}", justify="right")
+    runs = Table(box=SIMPLE_HEAD, padding=(0, 1), title="runs", title_justify="left")
+    tests = Table(box=SIMPLE_HEAD, padding=(0, 1), title="accuracy, %", title_justify="left")
+    for table, headings in (
+        (runs, ("model", "lr", "seed", "parameters", "state", "tokens/s")),
+        (tests, ("model", "seed", *(_heading(test, length) for test, length in keys))),
+    ):
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
     for row in summarise(rows):
-        mark = "*" if row["selected"] else ""
-        table.add_row(
-            row["model"], f"{row['learning_rate']:g}{mark}", str(row["seed"]), f"{row['parameters']:,}",
-            f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}",
-            *(shown(row["accuracy"][key]) for key in keys), style="bold" if isinstance(row["seed"], str) else None,
-        )  # fmt: skip
-    table.add_section()
+        mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
+        rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
+        sizes = (f"{row['parameters']:,}", f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}")
+        runs.add_row(row["model"], rate, seed, *sizes, style=style)
+        label = row["model"] if row["selected"] else f"{row['model']} {rate}"
+        tests.add_row(label, seed, *(shown(row["accuracy"][key]) for key in keys), style=style)
     for i, level in enumerate(("chance", "ignoring the key")):
-        table.add_row(level, *[""] * 5, *(f"{100 * values[i]:.1f}" for values in keys.values()), style="dim")
+        tests.add_row(level, "", *(f"{100 * values[i]:.1f}" for values in keys.values()), style="dim")
     console = Console()
-    # A pipe has no width of its own: there the table is as wide as it needs to be.
-    (console if console.is_terminal else Console(width=200)).print(table)
-    print("lr*: the best on in-distribution validation. state: numbers a sequence's memory holds.")
+    # A pipe has no width of its own: there the tables are as wide as they need to be.
+    console = console if console.is_terminal else Console(width=200)
+    console.print(runs, tests)
+    print("lr*: the best on in-distribution validation. state: numbers that a sequence's memory holds.")
+    print("in: in distribution. cap: `capacity`, K = T/4 pairs. per: `persist`, the training K. Under them: T.")
+
+
+def _heading(test: str, length: int) -> str:
+    return "in" if test == "in_distribution" else f"{test[:3]}\n{length}"
 
 
 def main(arguments: list[str] | None = None) -> None:

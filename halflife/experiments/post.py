@@ -12,7 +12,7 @@ from halflife.training.sweep import Cell
 # Half of the steps on fewer pairs, half on K = T/4: without the easy start the delta rule often never begins to recall,
 # with an even curriculum Mamba-2 has too little time at the end (docs/log.md).
 SMOKE = Settings(
-    hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=32, pairs=(2, 4, 8, 8), steps=1000,
+    hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=32, pairs=(2, 4, 8, 8), steps=1400,
     batch_size=128, test_examples=512, chunk_size=16,
 )  # fmt: skip
 SMALL = Settings(

@@ -16,7 +16,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from transformers import TrainerCallback
@@ -82,9 +81,10 @@ class Bar(TrainerCallback):
 
     def __init__(self, name: str, metrics: Metrics) -> None:
         self.name, self.metrics = name, metrics
+        # Within 80 columns, which is also what a pipe has.
         self.progress = Progress(
-            TextColumn("{task.description:<34}"), BarColumn(24), MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[info]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True), TextColumn("{task.fields[clock]}"),
             refresh_per_second=2,
         )  # fmt: skip
         self.task: TaskID | None = None
@@ -92,16 +92,23 @@ class Bar(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.progress.start()
-        self.task = self.progress.add_task(self.name, total=state.max_steps, completed=state.global_step, info="")
+        self.task = self.progress.add_task(
+            self.name, total=state.max_steps, completed=state.global_step, info="", clock="left"
+        )
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         self.loss = (logs or {}).get("loss", self.loss)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         accuracy = self.metrics.validation
-        shown = "" if accuracy is None else f" valid {accuracy:6.1%}"
+        shown = "" if accuracy is None else f" valid {accuracy:4.0%}"
         assert self.task is not None
-        self.progress.update(self.task, completed=state.global_step, info=f"loss {self.loss:6.3f}{shown:13}")
+        self.progress.update(
+            self.task,
+            completed=state.global_step,
+            info=f"loss {self.loss:.2f}{shown}",
+            clock="in all" if state.global_step == state.max_steps else "left",
+        )
 
     def close(self) -> None:
         """Ends the bar, whatever happened to the run."""
