@@ -166,8 +166,8 @@ def _print_comparison(rows: list[dict[str, Any]]) -> None:
     from halflife.experiments.compare import levels, shown, summarise
 
     keys = levels(rows)
-    runs = Table(box=SIMPLE_HEAD, padding=(0, 1), title="runs", title_justify="left")
-    tests = Table(box=SIMPLE_HEAD, padding=(0, 1), title="accuracy, %", title_justify="left")
+    runs = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="runs", title_justify="left")
+    tests = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="accuracy, %", title_justify="left")
     for table, headings in (
         (runs, ("model", "lr", "seed", "parameters", "state", "tokens/s")),
         (tests, ("model", "seed", *(_heading(test, length) for test, length in keys))),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from halflife import ops
 
-OPS = {"linear_attention": ops.linear_attention, "delta_rule": ops.delta_rule}
+OPS = {"linear_attention": ops.linear_attention, "delta_rule": ops.delta_rule, "dplr": ops.dplr}
 GRANULARITIES = ("none", "scalar", "vector")
 
 each_op = pytest.mark.parametrize("op", OPS)
@@ -47,6 +47,10 @@ def op_inputs(op, granularity, length, *, batch=1, heads=2, key=6, value=5, deca
     }
     if op == "delta_rule":
         arguments["beta"] = 2 * randn(*shape).sigmoid()  # above 1: negative eigenvalues
+    if op == "dplr":
+        # RWKV-7's: the removed direction has norm 1, its rate lies between 0 and 1, so that the state cannot grow.
+        direction = F.normalize(randn(*shape, key), dim=-1)
+        arguments |= {"a": -direction, "b": direction * randn(*shape, key).sigmoid()}
     if granularity != "none":
         size = (*shape, key) if granularity == "vector" else shape
         if decay is None:

@@ -123,8 +123,9 @@ def fla(module, name):
 def heads_first(function):
     """For functions that take and give `[B, H, T, …]`."""
 
-    def call(q, k, v, beta, **options):
-        o, state = function(*(x.transpose(1, 2) for x in (q, k, v, beta)), **options)
+    def call(initial_state, output_final_state, **tensors):
+        swapped = {name: x.transpose(1, 2) for name, x in tensors.items()}
+        o, state = function(**swapped, initial_state=initial_state, output_final_state=output_final_state)
         return o.transpose(1, 2), state
 
     return call
@@ -140,17 +141,18 @@ NAIVE = [
     ("delta_rule", "scalar", "gated_delta_rule.naive", "naive_recurrent_gated_delta_rule"),
     ("delta_rule", "scalar", "gated_delta_rule.naive", "naive_chunk_gated_delta_rule"),
     ("delta_rule", "vector", "kda.naive", "naive_recurrent_kda"),
+    ("dplr", "vector", "generalized_delta_rule.dplr.naive", "dplr_recurrence"),
 ]
+HEADS_FIRST = ("delta_rule_recurrence", "dplr_recurrence")
+RENAMED = {"naive_recurrent_gla": {"g": "gk"}, "dplr_recurrence": {"a": "alpha", "b": "beta", "g": "gk"}}
 
 
 @on_linux
 @pytest.mark.parametrize(("op", "granularity", "module", "name"), NAIVE, ids=[case[3] for case in NAIVE])
 def test_op_equals_fla(op, granularity, module, name):
     arguments = leaves(rounded(op_inputs(op, granularity, 70, batch=2), torch.float32))
-    function = fla(module, name)
-    if module == "delta_rule.naive":
-        function = heads_first(function)
-    renamed = {"gk" if n == "g" and module == "gla.naive" else n: x for n, x in arguments.items()}
+    function = heads_first(fla(module, name)) if name in HEADS_FIRST else fla(module, name)
+    renamed = {RENAMED.get(name, {}).get(n, n): x for n, x in arguments.items()}
     expected = function(**renamed, output_final_state=True)
     got = OPS[op](**arguments, output_final_state=True)
     assert_close(with_grads(got, arguments), with_grads(expected, arguments), TOLERANCE)

@@ -1,4 +1,4 @@
-"""What the chunk-parallel forms share: chunk layouts, decays inside a chunk, the walk over chunks.
+"""What the chunk-parallel forms share: chunk layouts and the walk over chunks.
 
 A chunked op cuts the sequence into chunks of C tokens. Inside a chunk everything is a batched matrix
 product; from chunk to chunk only the state `[B, H, K, V]` is carried. The walk goes in blocks of a few
@@ -10,9 +10,8 @@ no product ever sees two of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -20,35 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# exp(-110) is 0 in float32 and exp(-750) in float64: clamping the log-decay here changes nothing,
-# and makes -inf a number whose differences are numbers.
-FLOOR = {torch.float32: -110.0, torch.float64: -750.0}
+from halflife.ops.chunk_decay import FLOOR, make_decay
+from halflife.ops.recurrent import first_state
 
 # Rows (batch x heads x tokens) of a block: on a CPU what fits in cache (measured, docs/log.md), on an
 # accelerator large enough to fill it.
 _BLOCK_ROWS = {"cpu": 6144}
 _BLOCK_ROWS_ACCELERATOR = 1 << 19
-
-
-def wide(x: Tensor) -> Tensor:
-    """`x` in float64, in which cumulative sums lose nothing (float32 on Apple's MPS, which has no float64)."""
-    return x.float() if x.device.type == "mps" else x.double()
-
-
-def by_hand(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a `backward` written by hand: float32 also when called under autocast, and differentiable once.
-
-    A second derivative would take the states saved at block borders for constants, so it is an error.
-    """
-
-    @wraps(backward)
-    def run(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():  # only under create_graph=True
-            raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return backward(ctx, *grads)
-
-    return run
 
 
 # ---------------------------------------------------------------------------------------------- layout
@@ -156,122 +133,6 @@ def put(out: Tensor, part: Tensor, rows: slice, chunks: range, chunk: int) -> No
     target.copy_(part.permute(order))
 
 
-# ------------------------------------------------------------------------------------ decay in a chunk
-
-
-class ScalarDecay:
-    """Decays inside the chunks of a block, one rate a head; `g=None` is no decay.
-
-    With the inclusive cumulative log-decay `b_t` of a chunk: `rows = e^{b_t}` (what a query still sees of
-    the entering state), `cols = e^{b_C − b_t}` (what of a key is left when the chunk ends), `total = e^{b_C}`
-    and the causal matrix `e^{b_i − b_j}`. Differences are formed before `exp`, and are all ≤ 0.
-    """
-
-    def __init__(self, g: Tensor | None, chunk: int, dtype: torch.dtype, device: torch.device) -> None:
-        lower = torch.ones(chunk, chunk, dtype=dtype, device=device).tril_()
-        self.floored = None
-        if g is None:
-            self.rows = self.cols = torch.ones(chunk, 1, dtype=dtype, device=device)
-            self.total = torch.ones(1, 1, 1, 1, 1, dtype=dtype, device=device)
-            self.matrix = lower
-            return
-        b = wide(g.clamp(min=FLOOR[dtype])).cumsum(-1)
-        self.rows = b.to(dtype).exp().unsqueeze(-1)
-        self.cols = (b[..., -1:] - b).to(dtype).exp().unsqueeze(-1)
-        self.total = self.rows[..., -1:, :]
-        bound = torch.where(lower > 0, 0.0, -torch.inf)
-        self.matrix = torch.minimum((b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype), bound).exp_()
-
-    def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """`Σ_K x_i y_j e^{b_i − b_j}` for j ≤ i, else 0: `[…, C, C]`."""
-        return (x @ y.transpose(-1, -2)).mul_(self.matrix)
-
-    def scores_grad(self, grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of `scores` for x and y, from a `grad` whose diagonal is zero (overwrites `grad`)."""
-        grad = grad.mul_(self.matrix)
-        return grad @ y, grad.transpose(-1, -2) @ x
-
-    def log_grad(self, reads: Tensor, writes: Tensor, carried: Tensor) -> Tensor:
-        """See `_log_grad`; products are summed over K first."""
-        return _log_grad(reads.sum(-1), writes.sum(-1), carried.sum((-1, -2)).unsqueeze(-1), -1)
-
-
-class VectorDecay:
-    """Decays inside the chunks of a block, one rate a key channel; the same members as `ScalarDecay`.
-
-    The causal matrix depends on the channel, so `scores` splits the chunk in halves, again and again: a
-    tile below the diagonal (rows in a second half, columns in the first) factors at the last token of the
-    first half into `e^{b_i − b_a} · e^{b_a − b_j}`, two exponents ≤ 0, whatever g is. The anchor lies at or
-    before every row of the tile, so no output depends on later tokens.
-    """
-
-    def __init__(self, g: Tensor, chunk: int, dtype: torch.dtype, device: torch.device) -> None:
-        b = wide(g.clamp(min=FLOOR[dtype])).cumsum(-2)
-        self.rows = b.to(dtype).exp()
-        self.cols = (b[..., -1:, :] - b).to(dtype).exp()
-        self.total = self.rows[..., -1, :].unsqueeze(-1)
-        self.tiles: list[tuple[int, Tensor, Tensor]] = []
-        size = chunk // 2
-        while size:
-            halves = b.unflatten(-2, (-1, 2, size))
-            anchor = halves[..., 0, -1:, :]
-            row = (halves[..., 1, :, :] - anchor).to(dtype).clamp(max=0).exp()
-            col = (anchor - halves[..., 0, :, :]).to(dtype).clamp(max=0).exp()
-            self.tiles.append((size, row, col))
-            size //= 2
-
-    def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        out = x.new_zeros(*x.shape[:-1], x.shape[-2])
-        for size, row, col in self.tiles:
-            second, first = _half(x, size, 1) * row, _half(y, size, 0) * col
-            _tile(out, size).copy_(second @ first.transpose(-1, -2))
-        out.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
-        return out
-
-    def scores_grad(self, grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        dx, dy = torch.zeros_like(x), torch.zeros_like(y)
-        for size, row, col in self.tiles:
-            tile = _tile(grad, size)
-            second, first = _half(x, size, 1) * row, _half(y, size, 0) * col
-            _half(dx, size, 1).addcmul_(tile @ first, row)
-            _half(dy, size, 0).addcmul_(tile.transpose(-1, -2) @ second, col)
-        return dx, dy
-
-    def log_grad(self, reads: Tensor, writes: Tensor, carried: Tensor) -> Tensor:
-        return _log_grad(reads, writes, carried.sum(-1).unsqueeze(-2), -2)
-
-
-def _half(x: Tensor, size: int, which: int) -> Tensor:
-    """Every first (0) or second (1) half of the pairs of `size` tokens: `[…, C, D]` → `[…, m, size, D]`."""
-    return x.unflatten(-2, (-1, 2, size))[..., which, :, :]
-
-
-def _tile(x: Tensor, size: int) -> Tensor:
-    """The tiles (second half, first half) of a `[…, C, C]` matrix: a view `[…, m, size, size]`."""
-    pairs = x.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
-    return pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def _log_grad(reads: Tensor, writes: Tensor, carried: Tensor, dim: int) -> Tensor:
-    """The gradient of the log-decays of a chunk from those of everything they weigh.
-
-    A log-decay g_t weighs what tokens i ≥ t read from tokens j < t and from the entering state (`reads`:
-    x ⊙ dx of the reads minus that of the keys read, summed from t on), what tokens j < t leave in the
-    outgoing state (`writes`: k ⊙ dk of that, summed before t) and the entering state itself (`carried`).
-    Splitting it so keeps strong decays exact: no large terms cancel.
-    """
-    after = reads.flip(dim).cumsum(dim).flip(dim)
-    after.narrow(dim, 1, writes.shape[dim] - 1).add_(writes.narrow(dim, 0, writes.shape[dim] - 1).cumsum(dim))
-    return after.add_(carried)
-
-
-def make_decay(g: Tensor | None, chunk: int, dtype: torch.dtype, device: torch.device) -> ScalarDecay | VectorDecay:
-    """The decay of a block: `g [b, H, c, C]` scalar, `[b, H, c, C, K]` vector, None for none."""
-    if g is not None and g.ndim == 5:
-        return VectorDecay(g, chunk, dtype, device)
-    return ScalarDecay(g, chunk, dtype, device)
-
-
 # ------------------------------------------------------------------------------------- chunk to chunk
 
 
@@ -282,12 +143,12 @@ def scan(
     rows: slice,
     chunks: range,
     initial: Tensor,
-    final: Tensor,
+    final: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Walks a block's chunks: `state ← step(c, state)`, starting and ending sequences where they do.
 
     Returns the states entering each chunk `[b, H, c, K, V]` and the one leaving the block; states of
-    sequences that end are written into `final [N, H, K, V]`.
+    sequences that end are written into `final [N, H, K, V]`, if it is given.
     """
     entering = []
     for c, chunk in enumerate(chunks):
@@ -296,7 +157,7 @@ def scan(
         entering.append(state)
         state = step(c, state)
         end = layout.leaving(chunk, rows)
-        if end is not None:
+        if end is not None and final is not None:
             final[end] = state
     return torch.stack(entering, 2), state
 
@@ -324,3 +185,123 @@ def scan_back(
         if start is not None:
             grad_initial[start] = grad
     return torch.stack(leaving[::-1], 2), grad
+
+
+def split_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix with its diagonal set to 0 (in place), and the diagonal as a column: `[…, C, C]`, `[…, C, 1]`."""
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-1)
+    matrix.diagonal(dim1=-2, dim2=-1).zero_()
+    return matrix, diagonal
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """`(I + L)⁻¹` for strictly lower triangular `L [b, H, c, C, C]`: one triangular solve."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    return torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+
+
+# ------------------------------------------------------------------------------------------- autograd
+
+
+class Block:
+    """A block of chunks of one op: what `run` asks of it. Tensors are `[b, H, c, C, D]`.
+
+    Args:
+        inputs: the op's aligned inputs, q first and the log-decay (or None) last.
+        scale: factor of the queries.
+        dtype: of the computation.
+        layout, rows, chunks: where the block stands.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        scale: float,
+        dtype: torch.dtype,
+        layout: Layout,
+        rows: slice,
+        chunks: range,
+    ) -> None:
+        self.where, self.scale = (layout, rows, chunks), scale
+        *given, g = inputs
+        q, *self.inputs = (take(x, rows, chunks, layout.chunk, dtype) for x in given)
+        self.g = None if g is None else take(g, rows, chunks, layout.chunk, dtype)
+        self.q = q * scale  # out of place: a block may be a view of the input
+        self.decay = make_decay(self.g, layout.chunk, dtype, q.device)
+
+    def forward(self, state: Tensor, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs `[b, H, c, C, V]` and the state leaving the block; ended sequences' states go into `final`."""
+        raise NotImplementedError
+
+    def backward(
+        self, do: Tensor, state: Tensor, initial: Tensor, dstate: Tensor, dinitial: Tensor, dfinal: Tensor
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Gradients of the inputs, in their order, and of the state entering the block; those of sequences that
+        start here go into `dinitial`."""
+        raise NotImplementedError
+
+    def log_grad(self, reads: Tensor, writes: Tensor, carried: Tensor) -> Tensor | None:
+        """The gradient of the log-decays (see `chunk_decay.log_grad`), exactly 0 where nothing passes; None without."""
+        if self.g is None:
+            return None
+        return self.decay.log_grad(reads, writes, carried).masked_fill_(self.g < FLOOR[reads.dtype], 0)
+
+
+def run(
+    block_type: type[Block],
+    inputs: Sequence[Any],
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """A chunked op: `(o [B, T, H, V], final state [N, H, K, V])`, differentiable once in every input.
+
+    Args:
+        block_type: the op's blocks.
+        inputs: `q, k, v, …, g`, each `[B, T, H, …]`; g may be None.
+        scale, initial_state, cu_seqlens, chunk_size: as in the op's signature.
+    """
+    q, _, v = inputs[:3]
+    layout = make_layout(q.shape[1], chunk_size, cu_seqlens, q.device)
+    initial = first_state(q, v, initial_state, q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+    aligned = (None if x is None else layout.align(x) for x in inputs)
+    o, state = _Walk.apply(block_type, scale, layout, initial, *aligned)
+    return layout.restore(o), state
+
+
+class _Walk(torch.autograd.Function):
+    """Saves the inputs and the state at each block's start; the backward pass recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx, block_type, scale, layout, initial, *inputs):
+        q, _, v = inputs[:3]
+        o, final, borders, state = torch.empty_like(v), initial.clone(), [], initial[:0]
+        for rows, chunks in layout.blocks(q.shape[0], q.shape[2], q.device):
+            borders.append(state)
+            block = block_type(inputs, scale, initial.dtype, layout, rows, chunks)
+            part, state = block.forward(state, initial, final)
+            put(o, part, rows, chunks, layout.chunk)
+        ctx.save_for_backward(initial, *inputs, *borders)
+        ctx.settings, ctx.count = (block_type, scale, layout), len(inputs)
+        return o, final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):
+        if torch.is_grad_enabled():  # only under create_graph=True, for which the saved states are constants
+            raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
+        block_type, scale, layout = ctx.settings
+        initial, *saved = ctx.saved_tensors
+        inputs, borders = saved[: ctx.count], saved[ctx.count :]
+        grads = [None if x is None else torch.empty_like(x) for x in inputs]
+        dinitial, dstate = dfinal.clone(), dfinal[:0]
+        walk = list(layout.blocks(do.shape[0], do.shape[2], do.device))
+        with torch.autocast(do.device.type, enabled=False):
+            for (rows, chunks), state in zip(reversed(walk), reversed(borders), strict=True):
+                block = block_type(inputs, scale, initial.dtype, layout, rows, chunks)
+                dob = take(do, rows, chunks, layout.chunk, initial.dtype)
+                parts, dstate = block.backward(dob, state, initial, dstate, dinitial, dfinal)
+                for out, part in zip(grads, parts, strict=True):
+                    if out is not None and part is not None:
+                        put(out, part, rows, chunks, layout.chunk)
+        return None, None, None, dinitial, *grads

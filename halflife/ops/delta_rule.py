@@ -8,8 +8,6 @@ vector-decay delta rule (Schlag et al. 2021; Yang et al. 2024, 2025).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -93,72 +91,30 @@ def chunked(
 
     so that U = X − Y S with (I + L) [X, Y] = β ⊙ [V, e^b ⊙ K], which does not depend on S.
     """
-    layout = chunking.make_layout(q.shape[1], chunk_size, cu_seqlens, q.device)
-    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    initial = recurrent.first_state(q, v, initial_state, sequences)
-    q, k, v, beta = (layout.align(x) for x in (q, k, v, beta))
-    g = None if g is None else layout.align(g)
-    o, state = _Chunked.apply(q, k, v, beta, g, initial, scale, layout)
-    return layout.restore(o), state
+    if q.shape[1] == 1 and cu_seqlens is None:  # one token is its own definition, and decoding is made of them
+        return reference(q, k, v, beta, g, scale, initial_state, cu_seqlens, chunk_size)
+    return chunking.run(_Block, (q, k, v, beta, g), scale, initial_state, cu_seqlens, chunk_size)
 
 
-class _Chunked(torch.autograd.Function):
-    """Saves its inputs and the state at each block's start; the backward pass recomputes the rest."""
+class _Block(chunking.Block):
+    """A block of chunks with the triangular system of each one solved."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, beta, g, initial, scale, layout):
-        inputs = (q, k, v, beta, g)
-        o, final, borders, state = torch.empty_like(v), initial.clone(), [], initial[:0]
-        for rows, chunks in layout.blocks(*q.shape[0:3:2], q.device):
-            borders.append(state)
-            block = _Block(inputs, scale, initial.dtype, layout, rows, chunks)
-            entering, written, state = block.states(state, initial, final)
-            inside = block.decay.scores(block.q, block.k) @ written
-            chunking.put(o, inside.add_((block.q * block.decay.rows) @ entering), rows, chunks, layout.chunk)
-        ctx.save_for_backward(*inputs, initial, *borders)
-        ctx.scale, ctx.layout = scale, layout
-        return o, final
-
-    @staticmethod
-    @chunking.by_hand
-    def backward(ctx, do, dfinal):
-        *inputs, initial = ctx.saved_tensors[:6]
-        layout, dtype = ctx.layout, initial.dtype
-        grads = [None if x is None else torch.empty_like(x) for x in inputs]
-        dinitial, unused, dstate = dfinal.clone(), initial.clone(), dfinal[:0]
-        walk = list(layout.blocks(*do.shape[0:3:2], do.device))
-        for (rows, chunks), state in zip(reversed(walk), reversed(ctx.saved_tensors[6:]), strict=True):
-            block = _Block(inputs, ctx.scale, dtype, layout, rows, chunks)
-            entering, written, _ = block.states(state, initial, unused)
-            dob = chunking.take(do, rows, chunks, layout.chunk, dtype)
-            parts = block.gradients(dob, entering, written, dstate, dinitial, dfinal)
-            dstate = parts.pop()
-            for out, part in zip(grads, parts, strict=True):
-                if out is not None:
-                    chunking.put(out, part, rows, chunks, layout.chunk)
-        return *grads, dinitial, None, None
-
-
-class _Block:
-    """A block of chunks, `[b, H, c, C, D]`, with the triangular system of each chunk solved."""
-
-    def __init__(self, inputs, scale, dtype, layout, rows, chunks):
-        self.where = (layout, rows, chunks)
-        self.scale = scale
-        *inputs, g = inputs
-        q, self.k, self.v, beta = (chunking.take(x, rows, chunks, layout.chunk, dtype) for x in inputs)
-        self.g = None if g is None else chunking.take(g, rows, chunks, layout.chunk, dtype)
-        self.q = q * scale  # out of place: a block may be a view of the input
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.k, self.v, beta = self.inputs
         self.beta = beta.unsqueeze(-1)
-        self.decay = chunking.make_decay(self.g, layout.chunk, dtype, q.device)
         self.overlap = self.decay.scores(self.k, self.k).tril_(-1)  # (k_i · k_j) e^{b_i − b_j}
-        eye = torch.eye(layout.chunk, dtype=dtype, device=q.device).expand_as(self.overlap)
         # One solve against the identity costs a third of one against [V, K] (docs/log.md).
-        self.inverse = torch.linalg.solve_triangular(self.beta * self.overlap, eye, upper=False, unitriangular=True)
+        self.inverse = chunking.unit_lower_inverse(self.beta * self.overlap)
         self.x = self.inverse @ (self.beta * self.v)
         self.y = self.inverse @ (self.beta * (self.k * self.decay.rows))
 
-    def states(self, state: Tensor, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, state, initial, final):
+        entering, written, state = self.states(state, initial, final)
+        inside = self.decay.scores(self.q, self.k) @ written
+        return inside.add_((self.q * self.decay.rows) @ entering), state
+
+    def states(self, state, initial, final=None):
         """The states entering each chunk, the values written, and the state leaving the block."""
         left = (self.k * self.decay.cols).transpose(-1, -2)
         total = self.decay.total.expand(*left.shape[:3], -1, -1)
@@ -172,9 +128,9 @@ class _Block:
         entering, state = chunking.scan(step, state, *self.where, initial, final)
         return entering, written, state
 
-    def gradients(self, do, entering, written, dstate, dinitial, dfinal) -> list[Any]:
-        """`[dq, dk, dv, dbeta, dg, gradient of the state entering the block]`."""
+    def backward(self, do, state, initial, dstate, dinitial, dfinal):
         q, k, v, beta, decay = self.q, self.k, self.v, self.beta, self.decay
+        entering, written, _ = self.states(state, initial)
         read = (q * decay.rows).transpose(-1, -2) @ do
         dwritten = decay.scores(q, k).transpose(-1, -2) @ do
         left, y = k * decay.cols, self.y.transpose(-1, -2)
@@ -187,9 +143,7 @@ class _Block:
         leaving, dstate = chunking.scan_back(step, dstate, *self.where, dinitial, dfinal)
 
         # o = scores(q, k) U + (e^b q) S
-        dscores = do @ written.transpose(-1, -2)
-        diagonal = dscores.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-1)
-        dscores.diagonal(dim1=-2, dim2=-1).zero_()
+        dscores, diagonal = chunking.split_diagonal(do @ written.transpose(-1, -2))
         dq, dk = decay.scores_grad(dscores, q, k)
         dq += (do @ entering.transpose(-1, -2)).mul_(decay.rows)
         # outgoing state: e^{b_C} S + (e^{b_C − b} k)ᵀ U
@@ -205,8 +159,7 @@ class _Block:
         dg = None
         if self.g is not None:
             reads = torch.mul(q, dq).addcmul_(k, dread - dk)
-            dg = decay.log_grad(reads, k * dleft, total * entering * leaving)
-            dg = dg.masked_fill_(self.g < chunking.FLOOR[dg.dtype], 0)
+            dg = self.log_grad(reads, k * dleft, total * entering * leaving)
         dq.addcmul_(diagonal, k).mul_(self.scale)
         dk.addcmul_(diagonal, q).add_(dleft).add_(dread)
-        return [dq, dk, r.mul_(beta), dbeta, dg, dstate]
+        return [dq, dk, r.mul_(beta), dbeta, dg], dstate

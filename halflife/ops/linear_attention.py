@@ -8,8 +8,6 @@ chunked form after Dao & Gu 2024 and Yang et al. 2024).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -82,83 +80,41 @@ def chunked(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same by matrix products inside chunks of C tokens, the state carried from chunk to chunk."""
-    layout = chunking.make_layout(q.shape[1], chunk_size, cu_seqlens, q.device)
-    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    initial = recurrent.first_state(q, v, initial_state, sequences)
-    q, k, v = (layout.align(x) for x in (q, k, v))
-    g = None if g is None else layout.align(g)
-    o, state = _Chunked.apply(q, k, v, g, initial, scale, layout)
-    return layout.restore(o), state
+    if q.shape[1] == 1 and cu_seqlens is None:  # one token is its own definition, and decoding is made of them
+        return reference(q, k, v, g, scale, initial_state, cu_seqlens, chunk_size)
+    return chunking.run(_Block, (q, k, v, g), scale, initial_state, cu_seqlens, chunk_size)
 
 
-class _Chunked(torch.autograd.Function):
-    """Saves its inputs and the state at each block's start; the backward pass recomputes the rest."""
+class _Block(chunking.Block):
+    """`o = scores(q, k) V + (e^b q) S` and `S ← e^{b_C} S + (e^{b_C − b} k)ᵀ V` in each chunk."""
 
-    @staticmethod
-    def forward(ctx, q, k, v, g, initial, scale, layout):
-        o, final, borders = torch.empty_like(v), initial.clone(), []
-        dtype, state = initial.dtype, initial[:0]
-        for rows, chunks in layout.blocks(*q.shape[0:3:2], q.device):
-            borders.append(state)
-            block = _Block(q, k, v, g, scale, dtype, layout, rows, chunks)
-            entering, state = block.states(state, initial, final)
-            inside = block.decay.scores(block.q, block.k) @ block.v
-            chunking.put(o, inside.add_((block.q * block.decay.rows) @ entering), rows, chunks, layout.chunk)
-        ctx.save_for_backward(q, k, v, g, initial, *borders)
-        ctx.scale, ctx.layout = scale, layout
-        return o, final
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.k, self.v = self.inputs
 
-    @staticmethod
-    @chunking.by_hand
-    def backward(ctx, do, dfinal):
-        q, k, v, g, initial, *borders = ctx.saved_tensors
-        layout, dtype = ctx.layout, initial.dtype
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dg = None if g is None else torch.empty_like(g)
-        dinitial, unused, dstate = dfinal.clone(), initial.clone(), dfinal[:0]
-        walk = list(layout.blocks(*q.shape[0:3:2], q.device))
-        for (rows, chunks), state in zip(reversed(walk), reversed(borders), strict=True):
-            block = _Block(q, k, v, g, ctx.scale, dtype, layout, rows, chunks)
-            entering, _ = block.states(state, initial, unused)
-            dob = chunking.take(do, rows, chunks, layout.chunk, dtype)
-            parts = block.gradients(dob, entering, dstate, dinitial, dfinal)
-            dstate = parts.pop()
-            for out, part in zip((dq, dk, dv, dg), parts, strict=True):
-                if out is not None:
-                    chunking.put(out, part, rows, chunks, layout.chunk)
-        return dq, dk, dv, dg, dinitial, None, None
+    def forward(self, state, initial, final):
+        entering, state = self.states(state, initial, final)
+        inside = self.decay.scores(self.q, self.k) @ self.v
+        return inside.add_((self.q * self.decay.rows) @ entering), state
 
-
-class _Block:
-    """A block of chunks: `q` (scaled), `k`, `v` as `[b, H, c, C, D]` and the decays inside its chunks."""
-
-    def __init__(self, q, k, v, g, scale, dtype, layout, rows, chunks):
-        self.where = (layout, rows, chunks)
-        self.scale, self.chunk = scale, layout.chunk
-        q, self.k, self.v = (chunking.take(x, rows, chunks, layout.chunk, dtype) for x in (q, k, v))
-        self.q = q * scale  # out of place: a block may be a view of the input
-        self.g = None if g is None else chunking.take(g, rows, chunks, layout.chunk, dtype)
-        self.decay = chunking.make_decay(self.g, layout.chunk, dtype, q.device)
-
-    def states(self, state: Tensor, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-        """The states entering each chunk, and the one leaving the block."""
+    def states(self, state, initial, final=None):
+        """The states entering each chunk `[b, H, c, K, V]`, and the one leaving the block."""
         update = (self.k * self.decay.cols).transpose(-1, -2) @ self.v
         total = self.decay.total.expand(*update.shape[:3], -1, -1)
         return chunking.scan(
             lambda c, s: torch.addcmul(update[:, :, c], total[:, :, c], s), state, *self.where, initial, final
         )
 
-    def gradients(self, do, entering, dstate, dinitial, dfinal) -> list[Any]:
-        """`[dq, dk, dv, dg, gradient of the state entering the block]`."""
+    def backward(self, do, state, initial, dstate, dinitial, dfinal):
         q, k, v, decay = self.q, self.k, self.v, self.decay
+        entering, _ = self.states(state, initial)
         read = (q * decay.rows).transpose(-1, -2) @ do
         total = decay.total.expand(*read.shape[:3], -1, -1)
         leaving, dstate = chunking.scan_back(
             lambda c, ds: torch.addcmul(read[:, :, c], total[:, :, c], ds), dstate, *self.where, dinitial, dfinal
         )
-        dscores = do @ v.transpose(-1, -2)
-        diagonal = dscores.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-1)
-        dscores.diagonal(dim1=-2, dim2=-1).zero_()
+        # The diagonal has weight 1 whatever the decay: left out of what the log-decays' gradient sums.
+        dscores, diagonal = chunking.split_diagonal(do @ v.transpose(-1, -2))
         dq, dk = decay.scores_grad(dscores, q, k)
         dq += (do @ entering.transpose(-1, -2)).mul_(decay.rows)
         left = (v @ leaving.transpose(-1, -2)).mul_(decay.cols)
@@ -167,8 +123,7 @@ class _Block:
         dg = None
         if self.g is not None:
             reads = torch.mul(q, dq).addcmul_(k, dk, value=-1)
-            dg = decay.log_grad(reads, k * left, total * entering * leaving)
-            dg = dg.masked_fill_(self.g < chunking.FLOOR[dg.dtype], 0)
+            dg = self.log_grad(reads, k * left, total * entering * leaving)
         dq.addcmul_(diagonal, k).mul_(self.scale)
         dk.addcmul_(diagonal, q).add_(left)
-        return [dq, dk, dv, dg, dstate]
+        return [dq, dk, dv, dg], dstate

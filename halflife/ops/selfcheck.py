@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halflife.ops.backend import available_backends
 from halflife.ops.delta_rule import delta_rule
+from halflife.ops.dplr import dplr
 from halflife.ops.linear_attention import linear_attention
 
 # Largest error relative to the largest entry: four times the worst measured on a CPU (5e-7 and 3.5e-3).
@@ -86,6 +87,9 @@ def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor]]]:
         q, k, v = randn(2, length, 2, 32), F.normalize(randn(2, length, 2, 32), dim=-1), randn(2, length, 2, 48)
         g = {} if granularity == "none" else {"g": -randn(*(q.shape if granularity == "vector" else q.shape[:3])).exp()}
         yield linear_attention, granularity, {"q": q, "k": k, "v": v, **g}
+        removed = F.normalize(randn(*k.shape), dim=-1)
+        corrected = {"a": -removed, "b": removed * randn(*k.shape).sigmoid()}
+        yield dplr, granularity, {"q": q, "k": k, "v": v, **corrected, **g}
         yield delta_rule, granularity, {"q": q, "k": k, "v": v, "beta": randn(*q.shape[:3]).sigmoid(), **g}
 
 

@@ -45,8 +45,7 @@ class Metrics(TrainerCallback):
         self._began = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
-        kept = [line for line in lines if line["step"] <= state.global_step]
+        kept = [line for line in _whole_lines(self.path) if line["step"] <= state.global_step]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
@@ -76,6 +75,17 @@ class Metrics(TrainerCallback):
             file.write(json.dumps(line) + "\n")
 
 
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a killed process may have left half of the last one, which is dropped."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
 class Bar(TrainerCallback):
     """A progress bar: steps, loss, validation accuracy, time spent and left."""
 
@@ -83,7 +93,7 @@ class Bar(TrainerCallback):
         self.name, self.metrics = name, metrics
         # Within 80 columns, which is also what a pipe has.
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[info]}"),
+            TextColumn("{task.description}"), BarColumn(6), MofNCompleteColumn(), TextColumn("{task.fields[info]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True), TextColumn("{task.fields[clock]}"),
             refresh_per_second=2,
         )  # fmt: skip
@@ -101,7 +111,7 @@ class Bar(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         accuracy = self.metrics.validation
-        shown = "" if accuracy is None else f" valid {accuracy:4.0%}"
+        shown = "" if accuracy is None else f" val {accuracy:4.0%}"
         assert self.task is not None
         self.progress.update(
             self.task,
