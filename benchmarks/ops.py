@@ -146,7 +146,7 @@ def _growth() -> list[str]:
             10,
         )
         lines.append(
-            f"| {pair[0].name}: T 8192 costs ≤ 4.4 × T 2048 forward, ≤ 5 × forward + backward (these two alone, in turn) "
+            f"| {pair[0].name}: T 8192 costs ≤ 4.4 × T 2048 forward, ≤ 5 × forward + backward (alone, in turn) "
             f"| {one['long'] / one['short']:.2f} ×, {two['long'] / two['short']:.2f} × |"
         )
     return lines

@@ -45,6 +45,10 @@ class ScalarDecay:
         """`Σ_K x_i y_j e^{b_i − b_j}` for j ≤ i, else 0: `[…, C, C]`."""
         return (x @ y.transpose(-1, -2)).mul_(self.matrix)
 
+    def read(self, x: Tensor, state: Tensor) -> Tensor:
+        """`(e^b x) S`: what rows x read from the entering state: `[…, C, V]`."""
+        return (x @ state).mul_(self.rows)
+
     def scores_grad(self, grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of `scores` for x and y, from a `grad` whose diagonal is zero (overwrites `grad`)."""
         grad = grad.mul_(self.matrix)
@@ -86,6 +90,9 @@ class VectorDecay:
             _tile(out, size).copy_(second @ first.transpose(-1, -2))
         out.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
         return out
+
+    def read(self, x: Tensor, state: Tensor) -> Tensor:
+        return (x * self.rows) @ state
 
     def scores_grad(self, grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         dx, dy = torch.zeros_like(x), torch.zeros_like(y)

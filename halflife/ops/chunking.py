@@ -187,6 +187,12 @@ def scan_back(
     return torch.stack(leaving[::-1], 2), grad
 
 
+def add_product_(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """`out += x @ y` in place and in one pass, `[b, H, c, …, …]` all."""
+    out.flatten(0, 2).baddbmm_(x.flatten(0, 2), y.flatten(0, 2))
+    return out
+
+
 def split_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The matrix with its diagonal set to 0 (in place), and the diagonal as a column: `[…, C, C]`, `[…, C, 1]`."""
     diagonal = matrix.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-1)
@@ -223,8 +229,9 @@ class Block:
         chunks: range,
     ) -> None:
         self.where, self.scale = (layout, rows, chunks), scale
-        *given, g = inputs
-        q, *self.inputs = (take(x, rows, chunks, layout.chunk, dtype) for x in given)
+        q, *given, g = inputs
+        self.inputs = [take(x, rows, chunks, layout.chunk, dtype) for x in given]
+        q = take(q, rows, chunks, layout.chunk, dtype)
         self.g = None if g is None else take(g, rows, chunks, layout.chunk, dtype)
         self.q = q * scale  # out of place: a block may be a view of the input
         self.decay = make_decay(self.g, layout.chunk, dtype, q.device)

@@ -111,8 +111,8 @@ class _Block(chunking.Block):
 
     def forward(self, state, initial, final):
         entering, written, state = self.states(state, initial, final)
-        inside = self.decay.scores(self.q, self.k) @ written
-        return inside.add_((self.q * self.decay.rows) @ entering), state
+        o = self.decay.read(self.q, entering)
+        return chunking.add_product_(o, self.decay.scores(self.q, self.k), written), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk, the values written, and the state leaving the block."""

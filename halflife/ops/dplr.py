@@ -131,9 +131,8 @@ class _Block(chunking.Block):
     def forward(self, state, initial, final):
         q, decay = self.q, self.decay
         entering, corrected, state = self.states(state, initial, final)
-        inside = decay.scores(q, self.k) @ self.v
-        inside += decay.scores(q, self.b) @ corrected
-        return inside.add_((q * decay.rows) @ entering), state
+        o = chunking.add_product_(decay.read(q, entering), decay.scores(q, self.k), self.v)
+        return chunking.add_product_(o, decay.scores(q, self.b), corrected), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk, the corrections U, and the state leaving the block."""

@@ -94,8 +94,8 @@ class _Block(chunking.Block):
 
     def forward(self, state, initial, final):
         entering, state = self.states(state, initial, final)
-        inside = self.decay.scores(self.q, self.k) @ self.v
-        return inside.add_((self.q * self.decay.rows) @ entering), state
+        o = self.decay.read(self.q, entering)
+        return chunking.add_product_(o, self.decay.scores(self.q, self.k), self.v), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk `[b, H, c, K, V]`, and the one leaving the block."""
