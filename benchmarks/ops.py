@@ -34,7 +34,7 @@ def main() -> None:
         print(_grown(arguments.memory[0], int(arguments.memory[1])))
         return
     torch.set_num_threads(2)
-    rate = timing.gemm_rate()
+    rate = max(timing.gemm_rate() for _ in range(3))  # a busy moment must not flatter the ratios
     import transformers
 
     lines = [
@@ -112,7 +112,7 @@ def _targets(results: dict, rate: float) -> list[str]:
     at = results.get(2048)
     lines = ["| target | measured |", "|---|---|"]
     if at:
-        share = at[ours][2][0] / rate / at[ours][0]
+        share = _share()
         lines.append(f"| linear_attention (scalar) forward at T 2048: ≥ 25 % of the GEMM rate | {share:.0%} |")
         if "transformers Mamba-2 scan" in at:
             ratio = at["transformers Mamba-2 scan"][1] / at[ours][1]
@@ -123,6 +123,19 @@ def _targets(results: dict, rate: float) -> list[str]:
         ratio = found[softmax][1] / found[ours][1]
         lines.append(f"| faster than SDPA forward + backward at T {length} | {ratio:.2f} × |")
     return lines + _growth()
+
+
+def _share() -> float:
+    """Forward FLOP/s at T 2048 over the GEMM's, the two in turn."""
+    case = cases.ours(cases.inputs(2048))[1]
+    a, b = torch.randn(2, 2048, 2048)
+
+    def forward() -> None:
+        with torch.no_grad():
+            case.forward()
+
+    found = timing.medians({"op": forward, "gemm": lambda: a @ b}, 6)
+    return (case.flops[0] / found["op"]) / (2 * 2048**3 / found["gemm"])
 
 
 def _growth() -> list[str]:
