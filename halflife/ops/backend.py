@@ -1,8 +1,8 @@
 """Which implementation of an op runs.
 
-`reference` is the token loop, the definition; `chunked` is plain PyTorch on any device. `auto` takes the
-fastest one that is available and known to be right where the tensors are. Nothing is swapped silently:
-a name that cannot run is an error that says why. The choice never looks at `.training`.
+`reference` is the token loop, the definition; `chunked` is plain PyTorch on any device. `auto` takes the fastest one
+that is available and known to be right where the tensors are; for a single token that is the token loop. Nothing is swapped
+silently: a name that cannot run is an error that says why. The choice never looks at `.training`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halflife.registry import Registry, unknown
 
@@ -54,3 +55,31 @@ def choose(op: str, backend: str, device: torch.device) -> Implementation:
     if backend not in names:
         raise unknown(f"backend of {op} on {device.type}", backend, ["auto", *names])
     return _OPS[op][backend]
+
+
+def dispatch(
+    op: str,
+    backend: str,
+    inputs: tuple[Any, ...],
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs an op on a state whose arguments have been checked: `(o, final state or None)`.
+
+    Args:
+        op, backend: see `choose`. With "auto", a single token goes through the token loop, which is its definition
+            and, while decoding, the fastest.
+        inputs: `q, k, v, …, g`, each `[B, T, H, …]`; g may be None.
+        scale, initial_state, output_final_state, cu_seqlens, chunk_size: as in the op's signature.
+    """
+    q = inputs[0]
+    if backend == "auto" and q.shape[1] == 1 and cu_seqlens is None:
+        backend = "reference"
+    run = choose(op, backend, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        o, state = run(*inputs, scale, initial_state, cu_seqlens, chunk_size)
+    return o, state if output_final_state else None

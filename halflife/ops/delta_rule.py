@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops import chunking, recurrent
-from halflife.ops.backend import choose, implements
+from halflife.ops.backend import dispatch, implements
 from halflife.shapes import Float, Int
 
 
@@ -53,11 +53,9 @@ def delta_rule(
     recurrent.check_inputs(q, k, v, g, initial_state, cu_seqlens)
     if beta.shape != q.shape[:3]:
         raise ValueError(f"beta must be [B, T, H] = {tuple(q.shape[:3])}; got {tuple(beta.shape)}")
-    run = choose("delta_rule", backend, q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        o, state = run(q, k, v, beta, g, scale, initial_state, cu_seqlens, chunk_size)
-    return o, state if output_final_state else None
+    return dispatch(
+        "delta_rule", backend, (q, k, v, beta, g), scale, initial_state, output_final_state, cu_seqlens, chunk_size
+    )
 
 
 @implements("delta_rule", "reference")
@@ -91,8 +89,6 @@ def chunked(
 
     so that U = X − Y S with (I + L) [X, Y] = β ⊙ [V, e^b ⊙ K], which does not depend on S.
     """
-    if q.shape[1] == 1 and cu_seqlens is None:  # one token is its own definition, and decoding is made of them
-        return reference(q, k, v, beta, g, scale, initial_state, cu_seqlens, chunk_size)
     return chunking.run(_Block, (q, k, v, beta, g), scale, initial_state, cu_seqlens, chunk_size)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops import chunking, recurrent
-from halflife.ops.backend import choose, implements
+from halflife.ops.backend import dispatch, implements
 from halflife.shapes import Float, Int
 
 
@@ -57,11 +57,9 @@ def dplr(
     for name, x in (("a", a), ("b", b)):
         if x.shape != q.shape:
             raise ValueError(f"{name} must be [B, T, H, K] = {tuple(q.shape)}; got {tuple(x.shape)}")
-    run = choose("dplr", backend, q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        o, state = run(q, k, v, a, b, g, scale, initial_state, cu_seqlens, chunk_size)
-    return o, state if output_final_state else None
+    return dispatch(
+        "dplr", backend, (q, k, v, a, b, g), scale, initial_state, output_final_state, cu_seqlens, chunk_size
+    )
 
 
 @implements("dplr", "reference")
@@ -98,8 +96,6 @@ def chunked(
 
     so that U = X + Y S with X and Y independent of S.
     """
-    if q.shape[1] == 1 and cu_seqlens is None:  # one token is its own definition, and decoding is made of them
-        return reference(q, k, v, a, b, g, scale, initial_state, cu_seqlens, chunk_size)
     return chunking.run(_Block, (q, k, v, a, b, g), scale, initial_state, cu_seqlens, chunk_size)
 
 

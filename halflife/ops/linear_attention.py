@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops import chunking, recurrent
-from halflife.ops.backend import choose, implements
+from halflife.ops.backend import dispatch, implements
 from halflife.shapes import Float, Int
 
 
@@ -50,11 +50,9 @@ def linear_attention(
         ValueError: a shape does not fit, or the backend cannot run; the message says what would.
     """
     recurrent.check_inputs(q, k, v, g, initial_state, cu_seqlens)
-    run = choose("linear_attention", backend, q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        o, state = run(q, k, v, g, scale, initial_state, cu_seqlens, chunk_size)
-    return o, state if output_final_state else None
+    return dispatch(
+        "linear_attention", backend, (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, chunk_size
+    )
 
 
 @implements("linear_attention", "reference")
@@ -80,8 +78,6 @@ def chunked(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same by matrix products inside chunks of C tokens, the state carried from chunk to chunk."""
-    if q.shape[1] == 1 and cu_seqlens is None:  # one token is its own definition, and decoding is made of them
-        return reference(q, k, v, g, scale, initial_state, cu_seqlens, chunk_size)
     return chunking.run(_Block, (q, k, v, g), scale, initial_state, cu_seqlens, chunk_size)
 
 
