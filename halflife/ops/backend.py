@@ -1,8 +1,8 @@
 """Which implementation of an op runs.
 
 `reference` is the token loop, the definition; `chunked` is plain PyTorch on any device. `auto` takes the fastest one
-that is available and known to be right where the tensors are; for a single token that is the token loop. Nothing is swapped
-silently: a name that cannot run is an error that says why. The choice never looks at `.training`.
+that is available and known to be right where the tensors are; for a single token that is the token loop. Nothing is
+swapped silently: a name that cannot run is an error that says why. The choice never looks at `.training`.
 """
 
 from __future__ import annotations
