@@ -16,6 +16,7 @@ EPILOG = """examples:
   halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
   halflife compare mamba2 simple+vector --scale small --seeds 3 --lr 1e-3 3e-3 1e-2
   halflife compare --resume runs/20260101-120000-mqar-smoke
+  halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
   halflife list
   halflife info
 """
@@ -102,6 +103,52 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Spectrum:
+    """Let trained models read a text and show how fast each of their layers forgets on it.
+
+    The decays λ of every layer, at every token, head and channel: medians and quartiles as a table, a figure
+    (decays.png, decays.svg) and data (decays.json, decays.csv).
+
+    examples:
+      halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
+      halflife spectrum my-checkpoint another --text book.txt.gz --length 4096 --output decays
+    """
+
+    folders: Positional[tuple[Path, ...]]
+    """Checkpoints (config.json, model.safetensors), or runs: all checkpoints below a folder are read."""
+    text: tuple[Path, ...]
+    """Files to read, one after the other; .gz is unpacked. Models of a vocabulary of 256 read bytes."""
+    length: int = 2048
+    """Tokens of a sequence; each is read from its start."""
+    sequences: int = 8
+    """How many, evenly spread over the text."""
+    tokenizer: str | None = None
+    """For models of tokens: name or folder of a tokenizer of transformers."""
+    output: Path | None = None
+    """The folder to write. Default: spectrum/ in the first folder."""
+    device: str | None = None
+    """Where to run; by default the GPU if there is one, else the CPU."""
+    quiet: bool = False
+    """No progress bar."""
+
+    def run(self) -> None:
+        import torch
+
+        from halflife.analysis.decay_figures import decays
+        from halflife.analysis.decay_survey import print_table, survey, write_tables
+        from halflife.analysis.figures import save
+
+        result = survey(
+            self.folders, self.text, length=self.length, sequences=self.sequences, tokenizer=self.tokenizer,
+            device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"), show=not self.quiet,
+        )  # fmt: skip
+        print_table(result)
+        output = self.output or self.folders[0] / "spectrum"
+        files = [*write_tables(result, output), *save(decays(result), output, "decays")]
+        print(f"written to {output}: {', '.join(file.name for file in files)}")
+
+
+@dataclass(frozen=True)
 class List:
     """Print the presets, modifiers, decays, layers and tasks, with a line each."""
 
@@ -152,6 +199,7 @@ class Info:
 
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Spectrum, tyro.conf.subcommand("spectrum")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )

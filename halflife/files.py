@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes `text` to a temporary neighbour and moves it into place: a reader never sees half a file."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary neighbour to write to; it is moved into place at the end, and removed after an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` through a temporary neighbour: a reader never sees half a file."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -33,3 +47,21 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is truncated or no JSON: {error}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a text file, unpacked if its name ends in `.gz`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is empty, or truncated gzip; the message names it.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or no gzip: {error}") from error
+    if not data:
+        raise ValueError(f"{path} is empty")
+    return data

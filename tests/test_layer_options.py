@@ -5,13 +5,14 @@ import torch
 
 from halflife import decay, layers
 from halflife.layers import LAYERS
+from halflife.position import lrpe
 
 
 @pytest.mark.parametrize("name", [*decay.DECAYS, None])
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
-@pytest.mark.parametrize("update", ["linear", "delta"])
+@pytest.mark.parametrize("update", ["linear", "delta", "dplr"])
 @pytest.mark.parametrize("share_keys", [False, True])
-@pytest.mark.parametrize("position", ["none", "rope"])
+@pytest.mark.parametrize("position", ["none", "rope", "lrpe"])
 @pytest.mark.parametrize("post", [None, {"train_length": 16}], ids=["", "post"])
 def test_every_combination_runs_or_says_why_not(name, granularity, update, share_keys, position, post):
     def build():
@@ -25,7 +26,7 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
     if share_keys and (strategy is None or granularity == "scalar"):
         impossible = "share_keys writes k = 1 − λ.*needs a vector decay"
     elif strategy and granularity not in strategy.granularities:
-        impossible = "is defined for granularity scalar; got 'vector'"
+        impossible = f"is defined for granularity {strategy.granularities[0]}; got {granularity!r}"
     elif post and not (strategy and strategy.spectral):
         impossible = "no base rates" if strategy else "a layer without a decay has none"
     if impossible:
@@ -51,7 +52,14 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
         ("mamba2", {"decay": "simple"}, "design-space block"),
         ("linear", {"granularity": "scalar", "share_keys": True}, "needs a vector decay"),
         ("linear", {"gate": "tanh"}, "unknown gate 'tanh'.*low_rank, swish, none"),
-        ("linear", {"update": "dplr"}, "unknown update 'dplr'.*linear, delta"),
+        ("linear", {"update": "dlpr"}, "unknown update 'dlpr'.*linear, delta, dplr"),
+        ("linear", {"position": "rope", "tie_pairs": False}, "two channels of a rotated pair decay alike"),
+        ("linear", {"position": "none", "tie_pairs": True}, "tie_pairs goes with RoPE and a vector decay"),
+        ("linear", {"decay_options": {"p": 1}}, "between 0 and 1"),
+        ("linear", {"decay_options": {"p": 0}, "post": {"train_length": 16}}, "no base rates"),
+        ("rwkv7", {"num_heads": 5}, "num_heads must divide hidden_size"),
+        ("tpe", {"state_size": 0}, "state_size ≥ 1"),
+        ("tpe", {"num_heads": 5}, "num_heads must divide hidden_size"),
         ("linear", {"position": "alibi"}, "unknown position 'alibi'.*none, rope"),
         ("linear", {"activation": "relu"}, "unknown activation"),
         ("linear", {"decay": "simpel"}, "Did you mean 'simple'"),
@@ -70,3 +78,65 @@ def test_options_without_meaning_are_errors(name, options, message):
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_says_what_it_is(name):
     assert len(LAYERS.summary(name)) > 20
+
+
+@pytest.mark.parametrize("position", ["none", "rope", "lrpe"])
+def test_dplr_without_decay_is_the_delta_rule(position):
+    """Both read the state beside the decay, or after it: without one they are the same map of x."""
+    options = {"hidden_size": 32, "decay": None, "granularity": "scalar", "position": position}
+    delta = layers.build("linear", update="delta", **options).double()
+    dplr = layers.build("linear", update="dplr", **options).double()
+    dplr.load_state_dict(delta.state_dict())
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    torch.testing.assert_close(dplr(x)[0], delta(x)[0], rtol=0, atol=1e-14)
+
+
+def test_dplr_by_the_token_loop():
+    """S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ: written with β, which a known implementation forgets."""
+    layer = layers.build("linear", hidden_size=8, num_heads=1, update="dplr", gate="none").double()
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    q, k, v = (part[0] for part in layer.qkv_proj(x).split(8, -1))
+    q, k = (torch.nn.functional.silu(part) for part in (q, k))
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    beta, decayed = layer.beta_proj(x)[0].sigmoid(), (layer.decay_proj(x)[0, :, 0] + layer.decay.delta[0]).sigmoid()
+    state, outputs = torch.zeros(8, 8, dtype=torch.float64), []
+    for t in range(5):
+        write = beta[t] * k[t].outer(v[t] - k[t] @ state)
+        state = decayed[t].unsqueeze(-1) * state + write
+        outputs.append(q[t] @ state * 8**-0.5)
+    expected = layer.out_proj(torch.nn.functional.rms_norm(torch.stack(outputs), (8,), eps=1e-5))
+    torch.testing.assert_close(layer(x)[0][0], expected, rtol=0, atol=1e-14)
+
+
+def test_lrpe_gives_cosines_of_the_distance():
+    q, k = torch.randn(2, 1, 1, 2, 3, dtype=torch.float64)
+    frequency = 10_000.0 ** (-torch.arange(6, dtype=torch.float64).unflatten(0, (2, 3)) / 6)
+    for t, s in ((7, 3), (2, 2), (1, 40)):
+        encoded = [lrpe(x, torch.tensor([position])) for x, position in ((q, t), (k, s))]
+        expected = (q * k * (frequency * (t - s)).cos()).sum(-1)
+        torch.testing.assert_close((encoded[0] * encoded[1]).sum(-1), expected, rtol=0, atol=1e-14)
+
+
+def test_lrpe_depends_on_distance_alone():
+    """With a vector decay too: the cosine and the sine of a channel share its decay."""
+    layer = layers.build("linear", hidden_size=32, position="lrpe", conv_size=4).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    _, nothing = layer(x[:, :0])
+    later = {**nothing, "position": nothing["position"] + 1000}
+    torch.testing.assert_close(layer(x, later)[0], layer(x, nothing)[0], rtol=0, atol=1e-12)
+    assert nothing["memory"].shape == (2, 4, 16, 8)
+
+
+def test_tpe_is_a_toeplitz_product():
+    """y_t = Σ_s r_{t−s} x_s with r_n = Σ_i a_i b_i λ_i^n, one kernel a head."""
+    layer = layers.build("tpe", hidden_size=6, num_heads=2, state_size=3, chunk_size=4).double()
+    x, kernel = torch.randn(1, 11, 6, dtype=torch.float64), layer.kernel
+    with torch.no_grad():
+        kernel.write.normal_()
+    distance = torch.arange(11, dtype=torch.float64)
+    powers = (-kernel.log_rate.exp().unsqueeze(-1) * distance).exp()  # [H, N, T]
+    r = (kernel.read * kernel.write).unsqueeze(-1).mul(powers).sum(1)  # [H, T]
+    lags = torch.arange(11).unsqueeze(1) - torch.arange(11)
+    matrix = torch.where(lags >= 0, r[:, lags.clamp(min=0)], 0.0)
+    expected = torch.einsum("hts,bshv->bthv", matrix, x.unflatten(-1, (2, 3))).flatten(-2)
+    torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-13)

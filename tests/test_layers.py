@@ -13,13 +13,18 @@ HIDDEN, LENGTH = 32, 11
 BFLOAT16, EXACT = 4 * 1.6e-2, 4 * 6e-14
 
 # Small options for the layers whose defaults are large; every other one is built with its defaults.
-SMALL = {"mamba2": {"state_size": 8, "num_groups": 2}, "attention": {"num_kv_heads": 2}}
+SMALL = {
+    "mamba2": {"state_size": 8, "num_groups": 2},
+    "mamba3": {"state_size": 8, "num_groups": 2},
+    "attention": {"num_kv_heads": 2},
+}
 POST = {"post": {"train_length": 16}}
 
 # Every registered layer, and what else a layer can hold that must survive cutting and packing.
 CASES = {name: (name, SMALL.get(name, {})) for name in LAYERS}
 CASES |= {
-    f"{name}+post": (name, {**SMALL.get(name, {}), **POST}) for name in ("mamba2", "gated_deltanet", "retnet", "linear")
+    f"{name}+post": (name, {**SMALL.get(name, {}), **POST})
+    for name in ("mamba2", "mamba3", "gated_deltanet", "retnet", "rwkv7", "linear")
 }
 CASES |= {
     "lightnet": ("linear", {"decay": "lightnet", "share_keys": True}),
@@ -33,7 +38,16 @@ each_layer = pytest.mark.parametrize("case", CASES)
 def build(case, **options):
     name, own = CASES[case]
     chunked = {} if name == "attention" else {"chunk_size": 4}  # several chunks in a short sequence
-    return layers.build(name, hidden_size=HIDDEN, **{**chunked, **own, **options})
+    return wake(layers.build(name, hidden_size=HIDDEN, **{**chunked, **own, **options}))
+
+
+def wake(layer):
+    """Noise in what starts at zero: a layer whose output map does would pass by saying nothing (RWKV-7)."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.1)
+    return layer
 
 
 def inputs(batch=2, length=LENGTH, dtype=torch.float64):
@@ -42,7 +56,7 @@ def inputs(batch=2, length=LENGTH, dtype=torch.float64):
 
 def slow_down(layer):
     """Makes memory last, so that what leaks from one sequence to another would show."""
-    slow = {"A_log": -9.0, "theta": -12.0, "decay.delta": 9.0}
+    slow = {"A_log": -9.0, "theta": -12.0, "decay.delta": 9.0, "decay.logit": -9.0}
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             for ending, value in slow.items():

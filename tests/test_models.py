@@ -52,7 +52,7 @@ def test_builds_runs_and_survives_json_and_the_meta_device(name):
     logits, state = model(torch.randint(SIZES["vocab_size"], (2, 9)))
     assert logits.shape == (2, 9, SIZES["vocab_size"])
     assert torch.isfinite(logits).all()
-    assert len(state) == SIZES["num_layers"]
+    assert len(state) == SIZES["num_layers"] + (config.position == "tpe")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -15,10 +15,13 @@ HEADS, CHANNELS, LENGTH = 4, 3, 512
 # In float32; four times the worst measured, relative to the largest entry.
 TOLERANCE = 4 * 6.0e-7
 
-each_spectral = pytest.mark.parametrize(
-    ("name", "granularity"),
-    [(name, granularity) for name in DECAYS if DECAYS[name].spectral for granularity in DECAYS[name].granularities],
-)
+SPECTRAL = [
+    (name, granularity) for name in DECAYS if DECAYS[name].spectral for granularity in DECAYS[name].granularities
+]
+
+each_spectral = pytest.mark.parametrize(("name", "granularity"), SPECTRAL)
+# Those whose log-rates PoST orders; RWKV-7's logits are in test_rwkv7.py.
+each_geometric = pytest.mark.parametrize(("name", "granularity"), [case for case in SPECTRAL if case[0] != "rwkv7"])
 each_reference = pytest.mark.parametrize("reference_length", [1, LENGTH])
 
 
@@ -53,7 +56,7 @@ def linear_taper(channels):
 # ----------------------------------------------------------------------------------------- at the start
 
 
-@each_spectral
+@each_geometric
 def test_starts_geometric_with_a_linear_taper(name, granularity):
     """Time-scales from T down to 1; at reference length 1 the slow end stretches to T·t, the fast one stays."""
     decay = post(name, granularity)
@@ -63,7 +66,7 @@ def test_starts_geometric_with_a_linear_taper(name, granularity):
     assert_close(decay.timescales(64).flatten()[[0, -1]], torch.tensor([64.0 * LENGTH, 1.0]), TOLERANCE)
 
 
-@each_spectral
+@each_geometric
 @pytest.mark.parametrize("position", [1, 10, LENGTH, 4 * LENGTH])
 def test_theorem_4_11(name, granularity, position):
     """With t_ref = T and a geometric base, τ_k(t) = t^{α_k} exactly; at t = T that is the static spectrum."""
@@ -72,7 +75,7 @@ def test_theorem_4_11(name, granularity, position):
     assert_close(decay.timescales(position).flatten(), position**alpha, TOLERANCE)
 
 
-@each_spectral
+@each_geometric
 def test_endpoints(name, granularity):
     decay = post(name, granularity, endpoints=(0.1, 6.0))
     rates = geometric(math.prod(decay.shape), 0.1 / LENGTH, 6)
@@ -135,7 +138,7 @@ LAWS = {  # −g without the taper, from log-rates p and activations f
 }
 
 
-@each_spectral
+@each_geometric
 @each_reference
 def test_law(name, granularity, reference_length):
     decay = post(name, granularity, reference_length=reference_length)
@@ -173,7 +176,7 @@ def test_parameters_are_the_spectrum_alone(name, granularity):
     """The strategy's own base rates are gone, and all that is left gets a gradient."""
     decay = post(name, granularity)
     own = {n for n in decay.state_dict() if n.startswith("decay.")}
-    assert own == ({"decay.dt_bias"} if name == "mamba2" else set())
+    assert own == {"mamba2": {"decay.dt_bias"}, "rwkv7": {"decay.zigzag"}}.get(name, set())
     decay(torch.randn(2, 9, *decay.shape)).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() and x.grad.any() for x in decay.parameters())
 

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 
 from halflife.analysis.results import Comparison, Training, mean, read
 from halflife.analysis.style import GOAL, INK, LEVELS, WIDTH, legend, looks, model_handles, note, plain, styled
+from halflife.files import replacing
 
 SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales beyond are drawn at these
 MAX_LAYERS = 6
@@ -215,12 +216,15 @@ def save_all(run_dir: str | Path) -> list[Path]:
         FileNotFoundError, ValueError: as `results.read`.
     """
     run = read(run_dir)
-    folder = run.path / "figures"
-    folder.mkdir(exist_ok=True)
-    files = []
-    for name, draw in FIGURES.items():
-        figure = draw(run)
-        for suffix, options in {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}.items():
-            files.append(folder / f"{name}.{suffix}")
-            figure.savefig(files[-1], **options)
+    return [file for name, draw in FIGURES.items() for file in save(draw(run), run.path / "figures", name)]
+
+
+@styled
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Writes `name.png` (150 dpi) and `name.svg` into the folder, each whole or not at all; returns the files."""
+    formats: dict[str, dict[str, Any]] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}
+    files = [folder / f"{name}.{suffix}" for suffix in formats]
+    for file, (suffix, options) in zip(files, formats.items(), strict=True):
+        with replacing(file) as temporary:
+            figure.savefig(temporary, format=suffix, **options)
     return files

@@ -43,6 +43,7 @@ class Decay(Float32Module):
     * `data_dependent`: whether `g` depends on f (if not, layers make no projection for it, and only the
       shape of f counts);
     * `spectral`: whether it has base rates, one a channel, that PoST can order;
+    * `fastest_rate`: the rate at which PoST's fastest channel starts;
     * `shares_keys`: whether the architecture it comes from writes `k = 1 − λ`;
     * `granularities`: for which it is defined.
 
@@ -58,6 +59,7 @@ class Decay(Float32Module):
 
     data_dependent = True
     spectral = False
+    fastest_rate = 1.0
     shares_keys = False
     granularities: tuple[str, ...] = GRANULARITIES
 
@@ -103,13 +105,16 @@ class Decay(Float32Module):
             position: token positions, from 1, `[T]` or `[B, T]`; only decays that depend on position use it.
             log_rate: base log-rates to use instead of the strategy's own, `[H]` or `[H, K]` (PoST).
         """
-        if f.shape[2:] != self.shape:
-            raise ValueError(f"f must be [B, T, {', '.join(map(str, self.shape))}]; got {tuple(f.shape)}")
-        return self.log_decay(f if f.dtype == torch.float64 else f.float(), log_rate)
+        return self.log_decay(self._wide(f), log_rate)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         """The law itself: `g` from float32 activations and, if given, base log-rates instead of its own."""
         raise NotImplementedError
+
+    def _wide(self, f: Tensor) -> Tensor:
+        if f.shape[2:] != self.shape:
+            raise ValueError(f"f must be [B, T, {', '.join(map(str, self.shape))}]; got {tuple(f.shape)}")
+        return f if f.dtype == torch.float64 else f.float()
 
     def scan(
         self,
@@ -138,18 +143,40 @@ class Decay(Float32Module):
         """
         return (-self.base_log_rate()).exp()
 
-    def rate_offset(self) -> float:
-        """Log of the factor between `e^{log_rate}` and the decay rate at zero activation, under PoST."""
-        return 0.0
+    def _log_rate_at_rest(self, log_rate: Tensor | None) -> Tensor:
+        return self.log_decay(self._rest(), log_rate).neg().log()[0, 0]
+
+    def _rest(self) -> Tensor:
+        """Zero activation of one token, `[1, 1, H]` or `[1, 1, H, K]`."""
+        tensors = [*self.parameters(), *self.buffers()]
+        return torch.zeros(1, 1, *self.shape, device=tensors[0].device if tensors else None)
+
+    # ---- under PoST: what it orders, and how that stretches. Log-rates, outside the law, unless a strategy says else
 
     def release_rates(self) -> None:
         """Gives up the strategy's own base rates: from now on `log_rate` is always passed (PoST)."""
         raise ValueError(f"{type(self).__name__} has no base rates, one a channel, that PoST could order")
 
-    def _log_rate_at_rest(self, log_rate: Tensor | None) -> Tensor:
-        tensors = [*self.parameters(), *self.buffers()]
-        device = tensors[0].device if tensors else None
-        return self.log_decay(torch.zeros(1, 1, *self.shape, device=device), log_rate).neg().log()[0, 0]
+    def rate_offset(self) -> float:
+        """Log of the factor between `e^{log_rate}` and the decay rate at zero activation, under PoST."""
+        return 0.0
+
+    def base_of(self, rate: float) -> float:
+        """What PoST orders, of a channel with this decay rate at zero activation: by default its log-rate."""
+        return math.log(rate) - self.rate_offset()
+
+    def log_rates_of(self, base: Tensor) -> Tensor:
+        """The log-rates of ordered quantities, up to a constant: PoST's taper compares them."""
+        return base
+
+    def activation(self, f: Tensor) -> Tensor:
+        """f and the bias, if any, that PoST leaves in it and that base rates do not count."""
+        return f
+
+    def stretched(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
+        """The law when each rate is multiplied by `e^{log_stretch}`, `[…, T, H]` or `[…, T, H, K]`."""
+        g = self.log_decay(f, base)
+        return g * log_stretch.exp().to(g.dtype)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, granularity={self.granularity}"

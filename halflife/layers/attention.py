@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers import packing
-from halflife.layers.mixer import LAYERS, Mixer, State, check_heads
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.position import check_pairs, rope
 
 
@@ -45,7 +45,9 @@ class Attention(Mixer):
         self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
         seen = None if state is None else state["position"]
         position = packing.positions(x, seen, cu_seqlens)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))

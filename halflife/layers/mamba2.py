@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay, Float32Module
 from halflife.layers import packing
-from halflife.layers.mixer import LAYERS, Mixer, State, build_decay, check_heads
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.norm import GatedRMSNorm, ShortConv
 from halflife.ops import linear_attention
 
@@ -97,7 +97,9 @@ class Mamba2(Mixer):
         self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
         state = state or {}
         position = packing.positions(x, state.get("position"), cu_seqlens)
         z, xbc, f = self.in_proj(x).split(self.splits, -1)
@@ -105,8 +107,8 @@ class Mamba2(Mixer):
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         y, memory = linear_attention(
-            self._per_head(query),
-            self._per_head(key),
+            expand_groups(query.unflatten(-1, (self.num_groups, -1)), self.num_heads),
+            expand_groups(key.unflatten(-1, (self.num_groups, -1)), self.num_heads),
             values * self.decay.step(f).unsqueeze(-1).to(values.dtype),
             self.decay(f, position=position),
             scale=1,
@@ -121,7 +123,7 @@ class Mamba2(Mixer):
         seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
         return self.out_proj(y), {"position": seen, "conv": conv, "memory": memory}
 
-    def _per_head(self, shared: Tensor) -> Tensor:
-        """`[B, T, G·K]` → `[B, T, H, K]`: each group serves H / G heads in a row."""
-        grouped = shared.unflatten(-1, (self.num_groups, 1, self.state_size))
-        return grouped.expand(-1, -1, -1, self.num_heads // self.num_groups, -1).flatten(2, 3)
+
+def expand_groups(x: Tensor, num_heads: int) -> Tensor:
+    """`[B, T, G, K]` → `[B, T, H, K]`: each group serves H / G heads in a row."""
+    return x.unsqueeze(3).expand(-1, -1, -1, num_heads // x.shape[2], -1).flatten(2, 3)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.norm import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
-from halflife.ops import delta_rule, linear_attention
+from halflife.ops import delta_rule, dplr, linear_attention
 from halflife.ops.recurrent import check_cu_seqlens
-from halflife.position import check_pairs, rope
+from halflife.position import check_pairs, lrpe, rope
 from halflife.registry import Registry, unknown
 
 State = dict[str, Tensor]
+Shared = dict[str, Tensor]
 
 LAYERS: Registry[type[Mixer]] = Registry("layer")
 
@@ -39,6 +40,7 @@ class Mixer(nn.Module):
         state: State | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        shared: Shared | None = None,
     ) -> tuple[Tensor, State]:
         """Mixes `x [B, T, D]` along T.
 
@@ -47,6 +49,8 @@ class Mixer(nn.Module):
             state: what the previous piece returned, one row a sequence; None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
             attention_mask: `[B, T]`, 0 at padding, left or right: those positions are left out (y is 0 there).
+            shared: what the layers of one forward pass hand on to later ones (RWKV-7's first values); a model gives
+                all of its layers the same dict.
 
         Returns:
             `y [B, T, D]` and the new state.
@@ -60,14 +64,16 @@ class Mixer(nn.Module):
         if state and len(state["position"]) != sequences:
             raise ValueError(f"the state is of {len(state['position'])} sequences, the input of {sequences}")
         if attention_mask is None:
-            return self.mix(x, state, cu_seqlens)
+            return self.mix(x, state, cu_seqlens, shared)
         if cu_seqlens is not None:
             raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
         packed, cu_seqlens, index = packing.unpad(x, attention_mask)
-        y, state = self.mix(packed, state, cu_seqlens)
+        y, state = self.mix(packed, state, cu_seqlens, shared)
         return packing.repad(y, index, *x.shape[:2]), state
 
-    def mix(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
         """`forward` without padding."""
         raise NotImplementedError
 
@@ -121,11 +127,14 @@ class LinearMixer(Mixer):
         granularity: "scalar" or "vector".
         post: options of `decay.PoST` to wrap the decay in, or None.
         share_keys: write `k = 1 − λ` instead of a key of its own (vector decay only).
-        update: "linear" or "delta".
-        position: "none" or "rope".
+        update: "linear", "delta", or "dplr": `S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ`, which reads the
+            state before it decays, where the delta rule reads it after; without a decay they are the same.
+        position: "none", "rope", or "lrpe", which doubles the rows of the state.
+        tie_pairs: RoPE under a vector decay: the two channels that it rotates share one decay. None means: where
+            RoPE needs it; False is refused there.
         conv_size: taps of a short convolution on q, k, v; 0 for none.
         activation: "silu" or "none", on q and k (the short convolution has its own SiLU, on q, k and v).
-        qk_norm: L2-normalise q and k; None means: for the delta rule, which needs it.
+        qk_norm: L2-normalise q and k; None means: for the delta rule and DPLR, which need it.
         gate: "low_rank" (the paper's), "swish" (norm a head, then a full SiLU gate) or "none".
         decay_rank: low rank of a vector decay's projection; None means D / H, 0 a full map.
         decay_bias: bias of that projection.
@@ -136,8 +145,8 @@ class LinearMixer(Mixer):
         ValueError: an unknown name, or a combination that has no meaning; the message says why.
     """
 
-    UPDATES = ("linear", "delta")
-    POSITIONS = ("none", "rope")
+    UPDATES = ("linear", "delta", "dplr")
+    POSITIONS = ("none", "rope", "lrpe")
     GATES = ("low_rank", "swish", "none")
     ACTIVATIONS = ("silu", "none")
 
@@ -155,6 +164,7 @@ class LinearMixer(Mixer):
         share_keys: bool = False,
         update: str = "linear",
         position: str = "none",
+        tie_pairs: bool | None = None,
         conv_size: int = 0,
         activation: str = "silu",
         qk_norm: bool | None = None,
@@ -180,16 +190,22 @@ class LinearMixer(Mixer):
         if share_keys and (decay is None or granularity != "vector"):
             raise ValueError("share_keys writes k = 1 − λ, one number a channel: it needs a vector decay")
         self.update, self.position, self.activation = update, position, activation
-        self.qk_norm = update == "delta" if qk_norm is None else qk_norm
+        self.qk_norm = update != "linear" if qk_norm is None else qk_norm
         self.share_keys, self.chunk_size, self.backend = share_keys, chunk_size, backend
 
+        rotated = position == "rope" and decay is not None and granularity == "vector"
         if position == "rope":
             check_pairs(self.head_dim)
-        # RoPE keeps its relative meaning only if the two channels of a pair decay alike (Decay, App. A.3).
-        self.tied_pairs = position == "rope" and granularity == "vector"
+        if tie_pairs is not None and tie_pairs != rotated:
+            raise ValueError(
+                "RoPE keeps its relative meaning only if the two channels of a rotated pair decay alike (Decay, App. "
+                f"A.3): tie_pairs goes with RoPE and a vector decay; got {tie_pairs} with {position} and {granularity}"
+            )
+        # The encoded keys have two channels for each decay: RoPE's pair, or LRPE's cosine and sine.
+        self.paired = rotated or (position == "lrpe" and decay is not None and granularity == "vector")
         self.decay = build_decay(
             decay, decay_options, post, num_heads=num_heads, granularity=granularity, layer_idx=layer_idx,
-            num_layers=num_layers, head_dim=self.head_dim // 2 if self.tied_pairs else self.head_dim,
+            num_layers=num_layers, head_dim=self.head_dim // 2 if rotated else self.head_dim,
         )  # fmt: skip
         self.decay_proj = None
         if self.decay is not None and self.decay.data_dependent:
@@ -200,13 +216,15 @@ class LinearMixer(Mixer):
         self.splits = [num_heads * self.head_dim] * (1 if share_keys else 2) + [num_heads * self.value_dim]
         self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
-        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if update == "delta" else None
+        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
         self.gate = {"low_rank": LowRankGate, "swish": HeadwiseGate}[gate](
             hidden_size, num_heads, self.value_dim, norm_eps
         ) if gate != "none" else nn.RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
         state = state or {}
         new = {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0)}
         position = packing.positions(x, state.get("position"), cu_seqlens)
@@ -218,13 +236,16 @@ class LinearMixer(Mixer):
             qkv, new["conv"] = self.conv(qkv, state.get("conv"), cu_seqlens)
         q, k, v = self.heads(qkv, g, position)
         options = {
-            "initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": cu_seqlens,
-            "chunk_size": self.chunk_size, "backend": self.backend,
+            "scale": self.head_dim**-0.5, "initial_state": state.get("memory"), "output_final_state": True,
+            "cu_seqlens": cu_seqlens, "chunk_size": self.chunk_size, "backend": self.backend,
         }  # fmt: skip
-        if self.beta_proj is not None:
+        if self.beta_proj is None:
+            o, memory = linear_attention(q, k, v, g, **options)
+        elif self.update == "delta":
             o, memory = delta_rule(q, k, v, self.beta_proj(x).sigmoid(), g, **options)
         else:
-            o, memory = linear_attention(q, k, v, g, **options)
+            written = k * self.beta_proj(x).sigmoid().unsqueeze(-1)
+            o, memory = dplr(q, written, v, -k, written, g, **options)
         assert memory is not None
         new["memory"] = memory
         o = o.to(x.dtype)
@@ -240,18 +261,19 @@ class LinearMixer(Mixer):
         shape = (*x.shape[:2], *self.decay.shape)
         f = x.new_zeros(()).expand(shape) if self.decay_proj is None else self.decay_proj(x)
         g, state = self.decay.scan(f, position=position, state=state, cu_seqlens=cu_seqlens)
-        return (torch.cat([g, g], -1) if self.tied_pairs else g), state
+        return (torch.cat([g, g], -1) if self.paired else g), state
 
     def heads(self, qkv: Tensor, g: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`q, k [B, T, H, K]`, activated, normalised and rotated, and `v [B, T, H, V]`."""
+        """`q, k [B, T, H, K]` (2 K under LRPE), activated, normalised and encoded, and `v [B, T, H, V]`."""
         q, *k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv.split(self.splits, -1))
         if self.activation == "silu" and self.conv is None:
             q, k = F.silu(q), [F.silu(part) for part in k]
-        key = k[0] if g is None or k else -torch.expm1(g).to(q.dtype)
+        key = k[0] if g is None or k else -torch.expm1(g[..., : self.head_dim]).to(q.dtype)
         if self.qk_norm:
             q, key = l2_normalize(q), l2_normalize(key)
-        if self.position == "rope":
-            q, key = rope(q, position), rope(key, position)
+        if self.position != "none":
+            encode = {"rope": rope, "lrpe": lrpe}[self.position]
+            q, key = encode(q, position), encode(key, position)
         return q, key, v
 
 

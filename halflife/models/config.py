@@ -10,7 +10,9 @@ from typing import Any
 from halflife.layers import LAYERS
 from halflife.registry import unknown
 
-MLPS = ("swiglu", "none")
+MLPS = ("swiglu", "rwkv7", "none")
+NORMS = ("rms", "layer")
+POSITIONS = ("none", "tpe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +24,14 @@ class ModelConfig:
         vocab_size, hidden_size, num_layers: sizes.
         mixer: sequence mixer of every block, a name of `layers.LAYERS`.
         mixer_options: its options.
-        mlp: "swiglu", or "none" for blocks that only mix along the sequence (MQAR).
+        mlp: "swiglu", "rwkv7" (squared ReLU after a token shift), or "none" for blocks that only mix along the
+            sequence (MQAR).
         intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to 64.
         tie_embeddings: whether the output head is the embedding.
-        norm_eps: of every RMS norm.
+        norm: "rms" or "layer" (with bias), before every mixer, MLP and head.
+        norm_eps: of every norm.
+        embedding_norm: a norm after the embedding as well (RWKV).
+        position: "tpe" for a Toeplitz layer after the embedding; "none" leaves positions to the mixers.
         initializer_range: standard deviation of the embeddings at the start.
 
     Raises:
@@ -41,7 +47,10 @@ class ModelConfig:
     mlp: str = "swiglu"
     intermediate_size: int | None = None
     tie_embeddings: bool = True
+    norm: str = "rms"
     norm_eps: float = 1e-5
+    embedding_norm: bool = False
+    position: str = "none"
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -49,8 +58,9 @@ class ModelConfig:
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
         LAYERS[self.mixer]
-        if self.mlp not in MLPS:
-            raise unknown("mlp", self.mlp, list(MLPS))
+        for kind, choices in (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS)):
+            if getattr(self, kind) not in choices:
+                raise unknown(kind, getattr(self, kind), list(choices))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -10,31 +10,60 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import layers
-from halflife.layers import Mixer, State, SwiGLU
+from halflife.layers import Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
 from halflife.models.config import ModelConfig
 
 ModelState = tuple[State, ...]
 
 
 class Block(nn.Module):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP."""
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP.
+
+    An MLP that looks at the token before is a mixer itself; its state stands in the block's under `mlp.…`.
+    """
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer_norm = _norm(config)
         self.mixer: Mixer = layers.build(
             config.mixer, hidden_size=config.hidden_size, layer_idx=layer_idx, num_layers=config.num_layers,
             **config.mixer_options,
         )  # fmt: skip
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size) if config.mlp == "swiglu" else None
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if self.mlp is not None else None
+        self.mlp = _mlp(config, layer_idx)
+        self.mlp_norm = None if self.mlp is None else _norm(config)
 
-    def forward(self, x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
-        y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+    def forward(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared
+    ) -> tuple[Tensor, State]:
+        y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens, shared=shared)
         x = x + y
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, new
+        if self.mlp is None or self.mlp_norm is None:
+            return x, new
+        if not isinstance(self.mlp, Mixer):
+            return x + self.mlp(self.mlp_norm(x)), new
+        before = {name[4:]: part for name, part in (state or {}).items() if name.startswith("mlp.")}
+        y, after = self.mlp(self.mlp_norm(x), before or None, cu_seqlens)
+        return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[config.norm](config.hidden_size, eps=config.norm_eps)
+
+
+def _tpe(config: ModelConfig) -> Mixer | None:
+    if config.position == "none":
+        return None
+    return layers.build("tpe", hidden_size=config.hidden_size, num_heads=config.mixer_options.get("num_heads", 1))
+
+
+def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
+    if config.mlp == "none":
+        return None
+    if config.mlp == "swiglu":
+        return SwiGLU(config.hidden_size, config.intermediate_size)
+    return RWKV7ChannelMix(
+        config.hidden_size, config.intermediate_size, layer_idx=layer_idx, num_layers=config.num_layers
+    )
 
 
 class LanguageModel(nn.Module):
@@ -48,8 +77,10 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = _norm(config) if config.embedding_norm else nn.Identity()
+        self.tpe = _tpe(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = _norm(config)
         # A tied head has no parameter of its own: one tensor, one name in a checkpoint.
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -78,7 +109,7 @@ class LanguageModel(nn.Module):
             attention_mask: `[B, T]`, 0 at padding, left or right; the logits there are 0.
 
         Returns:
-            `logits [B, T, vocab_size]` and the new state, one dict a layer.
+            `logits [B, T, vocab_size]` and the new state, one dict a layer (the Toeplitz layer's, if any, comes last).
 
         Raises:
             ValueError: a shape or dtype that does not fit, or a state of another model.
@@ -96,17 +127,22 @@ class LanguageModel(nn.Module):
         """The normalised hidden states `[B, T, D]` before the head, and the new state; arguments as `forward`."""
         if ids.ndim != 2 or ids.is_floating_point():
             raise ValueError(f"ids must be integers [B, T]; got {ids.dtype} {tuple(ids.shape)}")
-        if state is not None and len(state) != len(self.blocks):
-            raise ValueError(f"this state has {len(state)} layers; the model has {len(self.blocks)}")
+        depth = len(self.blocks) + (self.tpe is not None)
+        if state is not None and len(state) != depth:
+            raise ValueError(f"this state has {len(state)} layers; the model has {depth}")
         shape, index = ids.shape, None
         if attention_mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
             ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
-        x, new = self.embedding(ids), []
+        x, new, shared, toeplitz = self.embedding_norm(self.embedding(ids)), [], {}, []
+        if self.tpe is not None:
+            encoded, kept = self.tpe(x, None if state is None else state[-1], cu_seqlens)
+            x, toeplitz = x + encoded, [kept]
         for i, block in enumerate(self.blocks):
-            x, layer_state = block(x, None if state is None else state[i], cu_seqlens)
+            x, layer_state = block(x, None if state is None else state[i], cu_seqlens, shared)
             new.append(layer_state)
+        new += toeplitz
         x = self.norm(x)
         return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
 
@@ -126,7 +162,7 @@ class LanguageModel(nn.Module):
         """
         device = self.embedding.weight.device
         _, state = self.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
-        return sum(x.numel() for layer in state for name, x in layer.items() if name != "position")
+        return sum(x.numel() for layer in state for name, x in layer.items() if not name.endswith("position"))
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -13,8 +13,16 @@ from halflife.registry import Registry
 
 Options = dict[str, Any]
 
-PRESETS: Registry[Callable[[int, int | None], tuple[str, Options]]] = Registry("preset")
-MODIFIERS: Registry[Callable[[str, str, Options, int], Options]] = Registry("modifier")
+# A base gives fields of `ModelConfig`; a modifier changes the mixer's options, or a field.
+PRESETS: Registry[Callable[[int, int | None], Options]] = Registry("preset")
+MODIFIERS: Registry[Callable[[str, Options, int], Options]] = Registry("modifier")
+
+EXCLUSIVE = (
+    {"post", "post_norm"}, {"scalar", "vector"}, {"rope", "lrpe"}, {"rope", "tpe"}, {"lrpe", "tpe"}, {"delta", "dplr"},
+)  # fmt: skip
+
+# Layers that are the design-space block with settings of their own.
+DESIGN_SPACE = ("linear", "gla", "retnet", "gated_deltanet", "deltanet")
 
 
 def preset(
@@ -42,166 +50,226 @@ def preset(
         ValueError: an unknown name, or a combination that has no meaning; the message says why.
     """
     base, *modifiers = name.split("+")
-    mixer, options = PRESETS[base](hidden_size, num_heads)
+    model = PRESETS[base](hidden_size, num_heads)
     for i, modifier in enumerate(modifiers):
         if modifier in modifiers[:i]:
             raise ValueError(f"modifier {modifier!r} is given twice in {name!r}")
-        for clash in ({"post", "post_norm"}, {"scalar", "vector"}):
+        for clash in EXCLUSIVE:
             if clash <= set(modifiers):
                 raise ValueError(f"{' and '.join(sorted(clash))} exclude each other in {name!r}")
-        options = MODIFIERS[modifier](base, mixer, options, train_length)
-    options = {**options, **(mixer_options or {})}
-    model = ModelConfig(
-        name=name, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers,
-        mixer=mixer, mixer_options=options, **config,
-    )  # fmt: skip
+        model = MODIFIERS[modifier](base, model, train_length)
+    options = {**model["mixer_options"], **(mixer_options or {})}
+    fields = {**model, "mixer_options": options, **config}
+    resolved = ModelConfig(name=name, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, **fields)
     try:
         with torch.device("meta"):
-            layers.build(mixer, hidden_size=hidden_size, layer_idx=0, num_layers=num_layers, **options)
+            layers.build(resolved.mixer, hidden_size=hidden_size, layer_idx=0, num_layers=num_layers, **options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name!r} has no meaning: {error}") from error
-    return model
+    return resolved
 
 
 # ------------------------------------------------------------------------------------------------ bases
 
 
-@PRESETS.add("mamba2")
-def mamba2(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """Mamba-2: scalar data-dependent decay, shared B and C, short convolution."""
-    return "mamba2", {"num_heads": num_heads or max(1, 2 * hidden_size // 64)}
-
-
-@PRESETS.add("gated_deltanet")
-def gated_deltanet(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """Gated DeltaNet: the delta rule under Mamba-2's decay."""
-    return "gated_deltanet", {"num_heads": num_heads or _heads(hidden_size)}
-
-
-@PRESETS.add("deltanet")
-def deltanet(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """DeltaNet: the delta rule without decay."""
-    return "deltanet", {"num_heads": num_heads or _heads(hidden_size)}
-
-
-@PRESETS.add("gla")
-def gla(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """Gated Linear Attention: vector decay σ(f)^(1/16)."""
-    return "gla", {"num_heads": num_heads or 4}
-
-
-@PRESETS.add("retnet")
-def retnet(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """RetNet: fixed decays a head, RoPE."""
-    return "retnet", {"num_heads": num_heads or _heads(hidden_size, 128)}
-
-
-@PRESETS.add("hgrn2")
-def hgrn2(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """HGRN2's decay in the design-space block: a lower bound that grows with depth, k = 1 − λ."""
-    return _design_space(hidden_size, num_heads, "hgrn2", share_keys=True)
-
-
-@PRESETS.add("lightnet")
-def lightnet(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """LightNet's decay in the design-space block: a running softmax over the past, k = 1 − λ."""
-    return _design_space(hidden_size, num_heads, "lightnet", share_keys=True)
-
-
-@PRESETS.add("tnl")
-def tnl(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """TransNormerLLM's fixed decays in the design-space block, slower in deeper layers."""
-    return _design_space(hidden_size, num_heads, "tnl", granularity="scalar")
-
-
-@PRESETS.add("tnl_l")
-def tnl_l(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """TransNormerLLM's decays, learnable."""
-    return _design_space(hidden_size, num_heads, "tnl_l", granularity="scalar")
-
-
-@PRESETS.add("simple")
-def simple(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """Simple Decay in the design-space block: σ(f + logit 0.99)."""
-    return _design_space(hidden_size, num_heads, "simple")
-
-
-@PRESETS.add("llama")
-def llama(hidden_size: int, num_heads: int | None) -> tuple[str, Options]:
-    """Softmax attention with RoPE: the baseline whose memory grows with the context."""
-    return "attention", {"num_heads": num_heads or _heads(hidden_size)}
-
-
-def _design_space(
-    hidden_size: int, num_heads: int | None, decay: str, granularity: str = "vector", share_keys: bool = False
-) -> tuple[str, Options]:
-    options = {"decay": decay, "granularity": granularity, "share_keys": share_keys}
-    return "linear", {"num_heads": num_heads or _heads(hidden_size), **options}
+def _base(mixer: str, num_heads: int, fields: Options | None = None, **options: Any) -> Options:
+    return {"mixer": mixer, "mixer_options": {"num_heads": num_heads, **options}, **(fields or {})}
 
 
 def _heads(hidden_size: int, head_dim: int = 64) -> int:
     return max(1, hidden_size // head_dim)
 
 
+@PRESETS.add("mamba2")
+def mamba2(hidden_size: int, num_heads: int | None) -> Options:
+    """Mamba-2: scalar data-dependent decay, shared B and C, short convolution."""
+    return _base("mamba2", num_heads or _heads(2 * hidden_size))
+
+
+@PRESETS.add("mamba3")
+def mamba3(hidden_size: int, num_heads: int | None) -> Options:
+    """Mamba-3 (SISO): trapezoidal steps, rotation by a data-dependent angle, no convolution."""
+    return _base("mamba3", num_heads or _heads(2 * hidden_size))
+
+
+@PRESETS.add("rwkv7")
+def rwkv7(hidden_size: int, num_heads: int | None) -> Options:
+    """RWKV-7: vector decay and a rank-one correction of the state (DPLR), token shift, value residual."""
+    fields = {"mlp": "rwkv7", "norm": "layer", "embedding_norm": True, "tie_embeddings": False}
+    return _base("rwkv7", num_heads or _heads(hidden_size), fields)
+
+
+@PRESETS.add("gated_deltanet")
+def gated_deltanet(hidden_size: int, num_heads: int | None) -> Options:
+    """Gated DeltaNet: the delta rule under Mamba-2's decay."""
+    return _base("gated_deltanet", num_heads or _heads(hidden_size))
+
+
+@PRESETS.add("deltanet")
+def deltanet(hidden_size: int, num_heads: int | None) -> Options:
+    """DeltaNet: the delta rule without decay."""
+    return _base("deltanet", num_heads or _heads(hidden_size))
+
+
+@PRESETS.add("gla")
+def gla(hidden_size: int, num_heads: int | None) -> Options:
+    """Gated Linear Attention: vector decay σ(f)^(1/16)."""
+    return _base("gla", num_heads or 4)
+
+
+@PRESETS.add("retnet")
+def retnet(hidden_size: int, num_heads: int | None) -> Options:
+    """RetNet: fixed decays a head, RoPE."""
+    return _base("retnet", num_heads or _heads(hidden_size, 128))
+
+
+@PRESETS.add("hgrn2")
+def hgrn2(hidden_size: int, num_heads: int | None) -> Options:
+    """HGRN2's decay in the design-space block: a lower bound that grows with depth, k = 1 − λ."""
+    return _design_space(hidden_size, num_heads, "hgrn2", share_keys=True)
+
+
+@PRESETS.add("lightnet")
+def lightnet(hidden_size: int, num_heads: int | None) -> Options:
+    """LightNet's decay in the design-space block: a running softmax over the past, k = 1 − λ."""
+    return _design_space(hidden_size, num_heads, "lightnet", share_keys=True)
+
+
+@PRESETS.add("tnl")
+def tnl(hidden_size: int, num_heads: int | None) -> Options:
+    """TransNormerLLM's fixed decays in the design-space block, slower in deeper layers."""
+    return _design_space(hidden_size, num_heads, "tnl", granularity="scalar")
+
+
+@PRESETS.add("tnl_l")
+def tnl_l(hidden_size: int, num_heads: int | None) -> Options:
+    """TransNormerLLM's decays, learnable."""
+    return _design_space(hidden_size, num_heads, "tnl_l", granularity="scalar")
+
+
+@PRESETS.add("simple")
+def simple(hidden_size: int, num_heads: int | None) -> Options:
+    """Simple Decay in the design-space block: σ(f + logit 0.99)."""
+    return _design_space(hidden_size, num_heads, "simple")
+
+
+@PRESETS.add("llama")
+def llama(hidden_size: int, num_heads: int | None) -> Options:
+    """Softmax attention with RoPE: the baseline whose memory grows with the context."""
+    return _base("attention", num_heads or _heads(hidden_size))
+
+
+def _design_space(
+    hidden_size: int, num_heads: int | None, decay: str, granularity: str = "vector", share_keys: bool = False
+) -> Options:
+    options = {"decay": decay, "granularity": granularity, "share_keys": share_keys}
+    return _base("linear", num_heads or _heads(hidden_size), **options)
+
+
 # -------------------------------------------------------------------------------------------- modifiers
 
 
+def _with(model: Options, **options: Any) -> Options:
+    return {**model, "mixer_options": {**model["mixer_options"], **options}}
+
+
+def _needs_design_space(base: str, model: Options, why: str) -> None:
+    if model["mixer"] not in DESIGN_SPACE:
+        raise ValueError(f"{base} {why}; the design-space presets ({', '.join(DESIGN_SPACE[1:])}, simple, …) can")
+
+
+def _needs_decay(base: str, model: Options, modifier: str) -> None:
+    if model["mixer"] == "attention" or base == "deltanet":
+        raise ValueError(f"{modifier} is about a decay, and {base} has none")
+
+
 @MODIFIERS.add("post")
-def post(base: str, mixer: str, options: Options, train_length: int) -> Options:
+def post(base: str, model: Options, train_length: int) -> Options:
     """PoST as in its paper: an ordered, geometric spectrum that stretches with the position (t_ref = 1)."""
-    return _post(base, mixer, options, train_length, 1)
+    return _post(base, model, train_length, 1)
 
 
 @MODIFIERS.add("post_norm")
-def post_norm(base: str, mixer: str, options: Options, train_length: int) -> Options:
+def post_norm(base: str, model: Options, train_length: int) -> Options:
     """PoST as in its theorem: time-scales t^α, equal to the static spectrum at the training length."""
-    return _post(base, mixer, options, train_length, train_length)
+    return _post(base, model, train_length, train_length)
 
 
-def _post(base: str, mixer: str, options: Options, train_length: int, reference_length: int) -> Options:
-    if mixer == "attention" or base == "deltanet":
-        raise ValueError(f"post orders decay rates, and {base} has no decay")
+def _post(base: str, model: Options, train_length: int, reference_length: int) -> Options:
+    _needs_decay(base, model, "post")
     if base == "gla":
         # PoST's GLA is its RetNet: rates a head, independent of the input (PoST, App. E).
-        options = {**options, "decay": "retnet", "granularity": "scalar"}
-    return {**options, "post": {"train_length": train_length, "reference_length": reference_length}}
+        model = _with(model, decay="retnet", granularity="scalar")
+    return _with(model, post={"train_length": train_length, "reference_length": reference_length})
 
 
 @MODIFIERS.add("vector")
-def vector(base: str, mixer: str, options: Options, train_length: int) -> Options:
+def vector(base: str, model: Options, train_length: int) -> Options:
     """One decay a key channel."""
-    return _granularity(base, mixer, options, "vector")
+    return _granularity(base, model, "vector")
 
 
 @MODIFIERS.add("scalar")
-def scalar(base: str, mixer: str, options: Options, train_length: int) -> Options:
+def scalar(base: str, model: Options, train_length: int) -> Options:
     """One decay a head."""
-    return _granularity(base, mixer, options, "scalar")
+    return _granularity(base, model, "scalar")
 
 
-def _granularity(base: str, mixer: str, options: Options, granularity: str) -> Options:
-    if mixer == "attention" or base == "deltanet":
-        raise ValueError(f"{base} has no decay that could be {granularity}")
-    if mixer == "mamba2":
-        if granularity == "scalar":
-            return options
-        raise ValueError("Mamba-2's layer has one step a head, for the decay and for the input: it cannot be vector")
-    return {**options, "granularity": granularity, **({"share_keys": False} if granularity == "scalar" else {})}
+def _granularity(base: str, model: Options, granularity: str) -> Options:
+    _needs_decay(base, model, granularity)
+    if {"mamba2": "scalar", "mamba3": "scalar", "rwkv7": "vector"}.get(model["mixer"]) == granularity:
+        return model
+    if model["mixer"] in ("mamba2", "mamba3"):
+        raise ValueError(f"{base} has one step a head, for the decay and for the input: it cannot be vector")
+    if model["mixer"] == "rwkv7":
+        raise ValueError("RWKV-7's decay is one a key channel: it cannot be scalar")
+    return _with(model, granularity=granularity, **({"share_keys": False} if granularity == "scalar" else {}))
 
 
 @MODIFIERS.add("share")
-def share(base: str, mixer: str, options: Options, train_length: int) -> Options:
+def share(base: str, model: Options, train_length: int) -> Options:
     """No key of its own: k = 1 − λ."""
-    if mixer in ("attention", "mamba2") or base == "deltanet":
-        raise ValueError(f"k = 1 − λ needs a vector decay, which {base} has not")
-    return {**options, "share_keys": True}
+    _needs_decay(base, model, "share")
+    _needs_design_space(base, model, "has keys of its own and cannot write k = 1 − λ")
+    return _with(model, share_keys=True)
+
+
+@MODIFIERS.add("delta")
+def delta(base: str, model: Options, train_length: int) -> Options:
+    """The delta rule: what a key holds is replaced, after the decay."""
+    _needs_design_space(base, model, "has an update of its own")
+    return _with(model, update="delta")
+
+
+@MODIFIERS.add("dplr")
+def dplr(base: str, model: Options, train_length: int) -> Options:
+    """DPLR: what a key holds is replaced, beside the decay."""
+    _needs_design_space(base, model, "has an update of its own")
+    return _with(model, update="dplr")
 
 
 @MODIFIERS.add("rope")
-def rope(base: str, mixer: str, options: Options, train_length: int) -> Options:
+def rope(base: str, model: Options, train_length: int) -> Options:
     """Rotary position embedding on queries and keys (pairs of channels then decay alike)."""
-    if mixer == "attention":
+    return _position(base, model, "rope")
+
+
+@MODIFIERS.add("lrpe")
+def lrpe(base: str, model: Options, train_length: int) -> Options:
+    """Linearised relative positions: cosines of the distance, twice the rows of state."""
+    return _position(base, model, "lrpe")
+
+
+def _position(base: str, model: Options, position: str) -> Options:
+    if model["mixer"] == "attention":
         raise ValueError(f"{base} has RoPE already")
-    if mixer == "mamba2":
-        raise ValueError("Mamba-2's B and C carry no rotary positions; Mamba-3's do")
-    return {**options, "position": "rope"}
+    _needs_design_space(base, model, "has no keys that could carry positions besides its own")
+    return _with(model, position=position)
+
+
+@MODIFIERS.add("tpe")
+def tpe(base: str, model: Options, train_length: int) -> Options:
+    """A Toeplitz layer after the embedding, which weighs the past by distance alone."""
+    if model["mixer"] == "attention":
+        raise ValueError(f"{base} has RoPE already")
+    return {**model, "position": "tpe"}

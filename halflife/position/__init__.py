@@ -1,5 +1,6 @@
 """Where a token stands: encodings applied to queries and keys."""
 
-from halflife.position.rope import check_pairs, rope
+from halflife.position.lrpe import lrpe
+from halflife.position.rope import check_pairs, rope, rotate
 
-__all__ = ["check_pairs", "rope"]
+__all__ = ["check_pairs", "lrpe", "rope", "rotate"]

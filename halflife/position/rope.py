@@ -23,10 +23,23 @@ def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
     check_pairs(x.shape[-1])
     half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)  # [(B,) T, 1, K/2]
+    return rotate(x, (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2))
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + P) of the first 2P channels by angles of their own; the other channels stay.
+
+    Args:
+        x: `[B, T, H, K]`.
+        angle: in radians, float32 or wider, `[…, P]`, P ≤ K/2; its other axes broadcast against x's.
+
+    Returns:
+        The rotated `[B, T, H, K]`, in x's dtype (products in the wider one).
+    """
+    pairs, wide = angle.shape[-1], torch.promote_types(x.dtype, angle.dtype)
+    first, second, rest = x.to(wide).tensor_split([pairs, 2 * pairs], -1)
     cos, sin = angle.cos(), angle.sin()
-    first, second = x.to(wide).chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
 
 
 def check_pairs(head_dim: int) -> None:

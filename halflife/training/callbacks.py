@@ -34,12 +34,13 @@ class Metrics(TrainerCallback):
 
     Args:
         path: of the file. A resumed run first drops the lines after its checkpoint, so that none stands twice.
-        validate: returns the validation accuracy.
+        validate: returns the number that is written as `validation_<measure>`.
+        measure: "accuracy" or "loss".
         every: steps between validations.
     """
 
-    def __init__(self, path: Path, validate: Callable[[], float], every: int) -> None:
-        self.path, self.validate, self.every = path, validate, every
+    def __init__(self, path: Path, validate: Callable[[], float], measure: str, every: int) -> None:
+        self.path, self.validate, self.measure, self.every = path, validate, measure, every
         self.step_seconds: list[float] = []
         self.validation: float | None = None
         self._began = 0.0
@@ -55,7 +56,7 @@ class Metrics(TrainerCallback):
         self.step_seconds.append(time.perf_counter() - self._began)
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.validation = self.validate()
-            self._write({"step": state.global_step, "validation_accuracy": self.validation})
+            self._write({"step": state.global_step, f"validation_{self.measure}": self.validation})
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         logs = logs or {}
@@ -87,7 +88,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Bar(TrainerCallback):
-    """A progress bar: steps, loss, validation accuracy, time spent and left."""
+    """A progress bar: steps, loss, validation, time spent and left."""
 
     def __init__(self, name: str, metrics: Metrics) -> None:
         self.name, self.metrics = name, metrics
@@ -110,8 +111,9 @@ class Bar(TrainerCallback):
         self.loss = (logs or {}).get("loss", self.loss)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        accuracy = self.metrics.validation
-        shown = "" if accuracy is None else f" val {accuracy:4.0%}"
+        value = self.metrics.validation
+        form = {"accuracy": "4.0%", "loss": ".3f"}[self.metrics.measure]
+        shown = "" if value is None else f" val {value:{form}}"
         assert self.task is not None
         self.progress.update(
             self.task,

@@ -1,0 +1,277 @@
+"""RWKV-7's time mix and channel mix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.decay import Decay
+from halflife.decay.rwkv7 import zigzag
+from halflife.layers import packing
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
+from halflife.layers.norm import l2_normalize
+from halflife.ops import dplr
+
+# Exponents e of the start of each μ, 1 − (i/D)^{e (1 − layer/layers)} in channel i.
+_SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+
+
+def previous_token(x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The token before each one: RWKV's token shift, which restarts in each sequence.
+
+    Args:
+        x: `[B, T, D]`; last: `[N, D]`, what came before the first tokens; None means zeros.
+        cu_seqlens: boundaries `[N + 1]` of packed sequences, empty ones too.
+
+    Returns:
+        `previous [B, T, D]` and the new `last [N, D]`, the old one where a sequence has no token here.
+    """
+    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    before = x.new_zeros(sequences, x.shape[2]) if last is None else last.to(x.dtype)
+    if cu_seqlens is None:
+        rows = torch.cat([before.unsqueeze(1), x], 1)
+        return rows[:, :-1], rows[:, -1]
+    rows = torch.cat([before, x[0]])  # token t is row `sequences + t`
+    sequence = packing.sequence_of_token(x.shape[1], cu_seqlens)
+    row = torch.arange(sequences, sequences + x.shape[1], device=x.device)
+    first = row - sequences == cu_seqlens[sequence]
+    own = torch.arange(sequences, device=x.device)
+    final = torch.where(cu_seqlens.diff() > 0, sequences + cu_seqlens[1:] - 1, own)
+    return rows[torch.where(first, sequence, row - 1)].unsqueeze(0), rows[final]
+
+
+class UniformLinear(nn.Linear):
+    """`x W`, W uniform within ±`gain`/√D of D inputs; gain 0 starts it at zero."""
+
+    def __init__(self, inputs: int, outputs: int, gain: float) -> None:
+        self.bound = gain / math.sqrt(inputs)  # nn.Linear resets itself at once
+        super().__init__(inputs, outputs, bias=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        drawn = torch.empty_like(self.weight, dtype=torch.float32)
+        self.weight.copy_(drawn.uniform_(-self.bound, self.bound))
+
+
+class LoRA(nn.Module):
+    """`x W₁ W₂` through a few channels, W₁ zero and W₂ orthogonal with gain 0.1 at the start.
+
+    Args:
+        inputs, rank, outputs: widths.
+        activation: name of a function of torch between the two maps, or None.
+    """
+
+    def __init__(self, inputs: int, rank: int, outputs: int, activation: str | None = None) -> None:
+        super().__init__()
+        self.activation = activation
+        self.down = nn.Parameter(torch.empty(rank, inputs))
+        self.up = nn.Parameter(torch.empty(outputs, rank))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.down.zero_()
+        self.up.copy_(nn.init.orthogonal_(torch.empty_like(self.up, dtype=torch.float32), gain=0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[…, inputs]` → `[…, outputs]`."""
+        x = F.linear(x, self.down)
+        return F.linear(x if self.activation is None else getattr(torch, self.activation)(x), self.up)
+
+
+class HeadNorm(nn.Module):
+    """Layer norm over each head, its weights starting at `scale`; RWKV calls it a group norm."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, scale: float) -> None:
+        super().__init__()
+        self.eps, self.scale = eps, scale
+        self.weight = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.scale)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, o: Tensor) -> Tensor:
+        """`[B, T, H, V]` → `[B, T, H·V]`."""
+        return F.layer_norm(o, o.shape[-1:], eps=self.eps).flatten(-2) * self.weight + self.bias
+
+
+@LAYERS.add("rwkv7")
+class RWKV7(Mixer):
+    """RWKV-7's time mix (Peng et al. 2025): DPLR whose correction takes out what a key has written before.
+
+    With δ_t = x_{t−1} − x_t and x_i = x + δ ⊙ μ_i for i in r, w, k, v, a, g:
+
+        r, k, v = x_r W_r, x_k W_k, x_v W_v          v ← lerp(v, v of the first layer, σ(v₀ + lora_v(x_v)))
+        w = decay(lora_w(x_w)),  a = σ(a₀ + lora_a(x_a)),  g = σ(x_g G₁) G₂
+        κ̂ = normalize(k ⊙ k_k),  k ← k ⊙ (1 + (a − 1) ⊙ k_a)
+        S_t = (diag(w_t) − (κ̂_t ⊙ a_t) κ̂_tᵀ) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ r_t
+        y = ((HeadNorm(o) + (Σ_K r ⊙ k ⊙ r_k) v) ⊙ g) W_o
+
+    Initialised as its authors do: `out_proj` and the first map of each LoRA at zero. The first layer hands its values
+    on through `shared`; without one, a deeper layer keeps its own.
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K = V; None means D / H.
+        decay_rank, iclr_rank, value_rank, gate_rank: widths of the LoRAs (a is the "in-context learning rate"); None
+            means about 2.5 √D · K/64 for the first two, 1.7 √D · K/64 and 5 √D, in steps of 32.
+        post: options of `decay.PoST` to wrap the decay in, or None.
+        norm_eps: times K, the eps of the norm a head.
+        layer_idx, num_layers: where the layer stands; the initialisation depends on it.
+        chunk_size, backend: passed to the op.
+
+    Raises:
+        ValueError: heads that do not divide the hidden size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        head_dim: int | None = None,
+        decay_rank: int | None = None,
+        gate_rank: int | None = None,
+        iclr_rank: int | None = None,
+        value_rank: int | None = None,
+        post: Mapping[str, Any] | None = None,
+        norm_eps: float = 1e-5,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        chunk_size: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, head_dim or check_heads(hidden_size, num_heads)
+        self.depth = layer_idx / num_layers
+        self.chunk_size, self.backend = chunk_size, backend
+        size = num_heads * self.head_dim
+        small = math.sqrt(hidden_size) * self.head_dim / 64
+        self.mu = nn.ParameterDict({name: torch.empty(hidden_size) for name in _SHIFTS})
+        self.a0, self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(size)) for _ in range(4))
+        self.v0 = nn.Parameter(torch.empty(size)) if layer_idx else None
+        self.r_proj = UniformLinear(hidden_size, size, gain=0.5)
+        self.k_proj = UniformLinear(hidden_size, size, gain=0.05)
+        self.v_proj = UniformLinear(hidden_size, size, gain=0.5)
+        self.out_proj = UniformLinear(size, hidden_size, gain=0)
+        self.decay_lora = LoRA(hidden_size, decay_rank or _rank(2.5 * small), size, "tanh")
+        self.iclr_lora = LoRA(hidden_size, iclr_rank or _rank(2.5 * small), size)
+        self.value_lora = LoRA(hidden_size, value_rank or _rank(1.7 * small), size) if layer_idx else None
+        self.gate_lora = LoRA(hidden_size, gate_rank or _rank(5 * math.sqrt(hidden_size)), size, "sigmoid")
+        self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
+            "rwkv7", None, post, num_heads=num_heads, head_dim=self.head_dim, granularity="vector",
+            layer_idx=layer_idx, num_layers=num_layers,
+        )  # fmt: skip
+        self.norm = HeadNorm(num_heads, self.head_dim, self.head_dim * norm_eps, ((1 + layer_idx) / num_layers) ** 0.7)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws what belongs to no part of its own; the parts have laws of their own."""
+        for name, exponent in _SHIFTS.items():
+            self.mu[name].copy_(_shift_start(len(self.mu[name]), exponent * (1 - self.depth)))
+        size = len(self.a0)
+        ramp = torch.arange(size) / max(size - 1, 1) - 0.5
+        self.a0.copy_(-0.19 + 0.3 * zigzag(self.num_heads, self.head_dim).flatten() + 0.4 * ramp)
+        self.k_k.copy_(0.71 - 0.1 * ramp)
+        self.k_a.fill_(1.02)
+        self.r_k.fill_(-0.04)
+        if self.v0 is not None:
+            self.v0.copy_(0.73 - 0.4 * ramp)
+
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
+        state = state or {}
+        position = packing.positions(x, state.get("position"), cu_seqlens)
+        previous, last = previous_token(x, state.get("shift"), cu_seqlens)
+        change = previous - x
+        xs = {name: torch.addcmul(x, change, mu) for name, mu in self.mu.items()}
+        r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
+        k, a, b = self.keys(xs["k"], xs["a"])
+        g = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position)
+        o, memory = dplr(
+            r, k, v, a, b, g,
+            scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size, backend=self.backend,
+        )  # fmt: skip
+        assert memory is not None
+        bonus = (r * k * self._per_head(self.r_k)).sum(-1, keepdim=True) * v
+        y = self.out_proj((self.norm(o) + bonus.flatten(-2)) * self.gate_lora(xs["g"]))
+        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
+        return y, {"position": seen, "shift": last, "memory": memory}
+
+    def values(self, x: Tensor, shared: Shared | None) -> Tensor:
+        """`v [B, T, H·V]`, drawn towards the first layer's, which `shared` holds."""
+        v = self.v_proj(x)
+        if shared is None:
+            return v
+        if self.value_lora is None:
+            shared["value"] = v
+        elif "value" in shared:
+            return v + (shared["value"] - v) * (self.v0 + self.value_lora(x)).sigmoid()
+        return v
+
+    def keys(self, x: Tensor, x_iclr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`k [B, T, H, K]`, and what the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`."""
+        k, iclr = self.k_proj(x), (self.a0 + self.iclr_lora(x_iclr)).sigmoid()
+        removed = l2_normalize(self._per_head(k * self.k_k), eps=1e-24)  # √eps = 1e-12, that of F.normalize
+        k = k * (1 + (iclr - 1) * self.k_a)
+        return self._per_head(k), -removed, removed * self._per_head(iclr)
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim))
+
+
+class RWKV7ChannelMix(Mixer):
+    """RWKV-7's channel mix: `y = relu((x + δ ⊙ μ) W_k)² W_v`, δ_t = x_{t−1} − x_t. Its state is the last x.
+
+    W_v starts at zero.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: width inside; None means 4 D.
+        layer_idx, num_layers: where the layer stands; the initialisation depends on it.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int | None = None, layer_idx: int = 0, num_layers: int = 1
+    ) -> None:
+        super().__init__()
+        width = intermediate_size or 4 * hidden_size
+        self.depth = layer_idx / num_layers
+        self.mu = nn.Parameter(torch.empty(hidden_size))
+        self.k_proj = UniformLinear(hidden_size, width, gain=0.5)
+        self.v_proj = UniformLinear(width, hidden_size, gain=0)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
+
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
+        state = state or {}
+        previous, last = previous_token(x, state.get("shift"), cu_seqlens)
+        y = self.v_proj(self.k_proj(torch.addcmul(x, previous - x, self.mu)).relu().square())
+        return y, {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0), "shift": last}
+
+
+def _shift_start(size: int, exponent: float) -> Tensor:
+    """μ at the start: 1, the token before, falling along the channels to the token itself."""
+    return 1 - (torch.arange(size) / size) ** exponent
+
+
+def _rank(width: float) -> int:
+    """To the nearest multiple of 32, from 32."""
+    return max(32, round(width / 32) * 32)

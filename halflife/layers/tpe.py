@@ -1,0 +1,82 @@
+"""Toeplitz position encoding: one layer after the embedding that weighs the past by distance alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from halflife.decay import Float32Module
+from halflife.layers import packing
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
+from halflife.ops import linear_attention
+
+
+class ToeplitzKernel(Float32Module):
+    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel a head: N exponentials, time-scales 1 to `longest` tokens at the start."""
+
+    def __init__(self, num_heads: int, size: int, longest: float) -> None:
+        super().__init__()
+        self.longest = longest
+        self.read, self.write, self.log_rate = (nn.Parameter(torch.empty(num_heads, size)) for _ in range(3))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        size = self.read.shape[-1]
+        nn.init.normal_(self.read, std=1 / size)
+        nn.init.ones_(self.write)
+        self.log_rate.copy_(torch.linspace(0, -math.log(self.longest), size, device=self.log_rate.device))
+
+
+@LAYERS.add("tpe")
+class TPE(Mixer):
+    """Toeplitz position encoding: `y_t = Σ_{s ≤ t} r_{t−s} x_s`, head by head, `r_n = Σ_i a_i b_i λ_i^n`.
+
+    It is a linear attention whose query a, key b and decay λ are the same at every token, so it runs in linear time
+    and streams. A model adds it to its embeddings once (the added identity is the kernel's free value at distance 0).
+    Source: Decay, §2.2; Qin et al. 2025.
+
+    Args:
+        hidden_size: D.
+        num_heads: kernels H, each for D / H channels.
+        state_size: exponentials N of a kernel.
+        longest: slowest time-scale at the start, tokens.
+        chunk_size, backend: passed to the op.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        state_size: int = 16,
+        longest: float = 512.0,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        chunk_size: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if state_size < 1 or longest < 1:
+            raise ValueError(f"need state_size ≥ 1 and longest ≥ 1; got {state_size}, {longest}")
+        self.num_heads, self.head_dim = num_heads, check_heads(hidden_size, num_heads)
+        self.chunk_size, self.backend = chunk_size, backend
+        self.kernel = ToeplitzKernel(num_heads, state_size, longest)
+
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
+        state = state or {}
+        read, write, rate = (
+            p.expand(*x.shape[:2], -1, -1) for p in (self.kernel.read, self.kernel.write, self.kernel.log_rate.exp())
+        )
+        y, memory = linear_attention(
+            read.to(x.dtype), write.to(x.dtype), x.unflatten(-1, (self.num_heads, self.head_dim)), -rate, scale=1,
+            initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size, backend=self.backend,
+        )  # fmt: skip
+        assert memory is not None
+        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
+        return y.flatten(-2), {"position": seen, "memory": memory}

@@ -1,0 +1,26 @@
+"""Linearised relative position embedding (Qin et al. 2023): a cosine of the distance, split between query and key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+    """`x ↦ [x cos tθ, x sin tθ]`: products become `Σ q_i k_i cos((t_q − t_k) θ_i)`, twice the channels.
+
+    Args:
+        x: queries or keys `[B, T, H, K]`.
+        position: `[T]` or `[B, T]`.
+        base: the frequency of channel i in head j is `base^{−(j K + i) / (H K)}`: every head has a band of its own.
+
+    Returns:
+        `[B, T, H, 2 K]` in x's dtype (angles and products in float32 or wider).
+
+    Source: Decay, §2.2.
+    """
+    heads, channels = x.shape[-2:]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    exponent = torch.arange(heads * channels, device=x.device, dtype=wide) / (heads * channels)
+    angle = position.to(wide)[..., None, None] * (base**-exponent).unflatten(0, (heads, channels))
+    return torch.cat([x * angle.cos(), x * angle.sin()], -1).to(x.dtype)

@@ -1,0 +1,205 @@
+"""Mamba-3's layer against its equations, written out token by token, and what rotation and trapezoid mean."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, generator, slices, with_grads
+
+from halflife import layers
+from halflife.layers.mamba3 import running_angle
+from halflife.ops import linear_attention
+
+HIDDEN, HEADS, SIZE, VALUE = 12, 4, 8, 6
+
+# Four times the worst measured, relative to the largest entry.
+OUTPUTS = 4 * 2.9e-15
+GRADIENTS = 4 * 1.2e-14
+TURNS = 4 * 2.8e-6  # of a float32 angle, after 20,000 tokens
+
+each_variant = pytest.mark.parametrize(
+    "options",
+    [{"rope_fraction": fraction, "num_groups": groups} for fraction in (0.5, 1) for groups in (1, 2)]
+    + [{"post": {"train_length": 16}}],
+    ids=str,
+)
+
+
+def build(**options):
+    """In float64, several chunks in a short sequence, and no weight at a 0 or 1 that would hide a term."""
+    layer = layers.build(
+        "mamba3", hidden_size=HIDDEN, num_heads=HEADS, state_size=SIZE, head_dim=VALUE, chunk_size=4, **options
+    ).double()
+    draw = generator("weights")
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if not name.startswith("decay."):
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+    return layer
+
+
+def inputs(length, batch=1):
+    return torch.randn(batch, length, HIDDEN, dtype=torch.float64)
+
+
+def rotation(angle):
+    """The matrices `[…, K, K]` that turn the pair (i, i + P) by `angle [..., P]`."""
+    pairs = angle.shape[-1]
+    rotated = torch.eye(SIZE, dtype=angle.dtype).repeat(*angle.shape[:-1], 1, 1)
+    for i in range(pairs):
+        cos, sin = angle[..., i].cos(), angle[..., i].sin()
+        rotated[..., i, i], rotated[..., i, i + pairs] = cos, -sin
+        rotated[..., i + pairs, i], rotated[..., i + pairs, i + pairs] = sin, cos
+    return rotated
+
+
+def per_head(x, part):
+    """`[B, G·K]` → `[B, H, K]`: the norm of each group, a weight a channel, a bias a head."""
+    x = x.unflatten(-1, (-1, SIZE))
+    x = x / (x.square().mean(-1, keepdim=True) + part.eps).sqrt() * part.weight
+    return x.repeat_interleave(HEADS // x.shape[1], 1) + part.bias
+
+
+def token_loop(layer, x):
+    """The definition: `y [B, T, D]` and the last state of `x [B, T, D]`, from nothing."""
+    batch, length, _ = x.shape
+    memory = x.new_zeros(batch, HEADS, SIZE, VALUE)
+    angle = x.new_zeros(batch, HEADS, layer.splits[-1])
+    key, value = x.new_zeros(batch, HEADS, SIZE), x.new_zeros(batch, HEADS, VALUE)
+    outputs = []
+    for t in range(length):
+        z, v, b, c, f, trapezoid, rate = F.linear(x[:, t], layer.in_proj.weight).split(layer.splits, -1)
+        step = layer.decay.step(f)
+        alpha = layer.decay(f.unsqueeze(1), position=torch.tensor([t + 1]))[:, 0].exp()
+        end = 1 / (1 + (-trapezoid).exp())
+        angle = angle + step[..., None] * math.pi * rate.tanh()[:, None]
+        turn = rotation(angle)
+        k, v = torch.einsum("bhij,bhj->bhi", turn, per_head(b, layer.key)), v.unflatten(-1, (HEADS, VALUE))
+        q = torch.einsum("bhij,bhj->bhi", turn, per_head(c, layer.query))
+        began = torch.einsum("bh,bhk,bhv->bhkv", alpha * (1 - end) * step, key, value)
+        ended = torch.einsum("bh,bhk,bhv->bhkv", end * step, k, v)
+        memory = alpha[..., None, None] * memory + began + ended
+        key, value = k, v
+        y = torch.einsum("bhkv,bhk->bhv", memory, q) + layer.skip.D[:, None] * v
+        outputs.append(layer.out_proj(y.flatten(1) * F.silu(z)))
+    turns = angle / (2 * math.pi)
+    state = {"memory": memory, "key": key, "value": value, "angle": turns - turns.round()}
+    return torch.stack(outputs, 1), {"position": torch.full((batch,), length), **state}
+
+
+@each_variant
+def test_is_its_equations(options):
+    layer, x = build(**options), inputs(11, batch=2).requires_grad_()
+    arguments = {"x": x, **dict(layer.named_parameters())}
+    y, state = layer(x)
+    expected, last = token_loop(layer, x)
+    assert_close({"y": y, **state}, {"y": expected, **last}, OUTPUTS)
+    found = with_grads((y, state["memory"]), arguments)
+    assert_close(found, with_grads((expected, last["memory"]), arguments), GRADIENTS)
+
+
+@each_variant
+def test_packed_pieces_are_its_equations(options):
+    """Sequences that are empty, begin late, pause or end early, continued over four calls, one without tokens."""
+    layer, pieces = build(**options), ([5, 0, 1, 7], [0, 0, 0, 0], [2, 3, 0, 1], [0, 6, 1, 0])
+    state, seen, outputs = None, [[] for _ in range(4)], [[] for _ in range(4)]
+    for lengths in pieces:
+        x, bounds = inputs(sum(lengths)), torch.tensor([0, *lengths]).cumsum(0)
+        y, state = layer(x, state, cu_seqlens=bounds)
+        for row, tokens in enumerate(slices(bounds.tolist())):
+            seen[row].append(x[:, tokens])
+            outputs[row].append(y[:, tokens])
+    for row in range(4):
+        expected, last = token_loop(layer, torch.cat(seen[row], 1))
+        found = {"y": torch.cat(outputs[row], 1), **{name: part[row : row + 1] for name, part in state.items()}}
+        assert_close(found, {"y": expected, **last}, OUTPUTS)
+
+
+def steered(layer, x, *, trapezoid):
+    """The layer and inputs with every trapezoid logit as given and all angles 0."""
+    x[..., 0] = 1
+    *_, trap, rate = layer.in_proj.weight.split(layer.splits)
+    with torch.no_grad():
+        trap.zero_()
+        trap[:, 0] = trapezoid
+        rate.zero_()
+    return layer, x
+
+
+def test_ending_every_step_without_rotation_is_mamba2():
+    """λ = 1 is Euler's rule: key B, query C, value Δ x."""
+    layer, x = steered(build(), inputs(11), trapezoid=1e4)
+    y, state = layer(x)
+    z, v, b, c, f, _, _ = layer.in_proj(x).split(layer.splits, -1)
+    v = v.unflatten(-1, (HEADS, VALUE))
+    scaled = v * layer.decay.step(f).unsqueeze(-1)
+    o, memory = linear_attention(layer.query(c), layer.key(b), scaled, layer.decay(f), scale=1, output_final_state=True)
+    expected = layer.out_proj(layer.skip(o, v).flatten(-2) * F.silu(z))
+    assert_close({"y": y, "memory": state["memory"]}, {"y": expected, "memory": memory}, OUTPUTS)
+    assert state["angle"].count_nonzero() == 0
+
+
+def test_beginning_every_step_writes_a_token_later():
+    """λ = 0: no token reads what it writes, the last one is not in memory, and a first token finds nothing."""
+    layer, x = steered(build(), inputs(2), trapezoid=-1e4)
+    _, first = layer(x[:, :1])
+    assert first["memory"].count_nonzero() == 0
+    _, state = layer(x[:, 1:], first)
+    f = layer.in_proj(x[:, 1:]).split(layer.splits, -1)[4]
+    weight = layer.decay.step(f) * layer.decay(f).exp()
+    expected = weight[:, 0, :, None, None] * first["key"].unsqueeze(-1) * first["value"].unsqueeze(-2)
+    assert_close(state["memory"], expected, OUTPUTS)
+
+
+@each_variant
+def test_only_differences_of_angles_count(options):
+    """From another initial angle everything is turned, memory included, and outputs are the same."""
+    layer, x = build(**options), inputs(11)
+    _, nothing = layer(x[:, :0])
+    offset = torch.randn_like(nothing["angle"])
+    y, state = layer(x, {**nothing, "angle": nothing["angle"] + offset})
+    expected, last = layer(x, nothing)
+    turn = rotation(2 * math.pi * offset)
+    assert_close(y, expected, OUTPUTS)
+    assert_close(state["memory"], turn @ last["memory"], OUTPUTS)
+    assert_close(state["key"], (turn @ last["key"].unsqueeze(-1)).squeeze(-1), OUTPUTS)
+
+
+def test_whole_turns_do_not_count():
+    layer, x = build(), inputs(16)
+    _, state = layer(x[:, :11])
+    assert state["angle"].abs().max() <= 0.5
+    assert_close(layer(x[:, 11:], {**state, "angle": state["angle"] + 3})[0], layer(x[:, 11:], state)[0], OUTPUTS)
+
+
+def test_long_sums_of_angles_lose_nothing():
+    """A thousand turns in float32, packed, continued: one plain sum would be off by 3e-5."""
+    lengths = [1, 20_000, 0, 130]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    turns, start = 0.1 * torch.rand(1, sum(lengths), 2, 3), torch.rand(4, 2, 3) - 0.5
+    angle, last = running_angle(turns, start, bounds)
+    assert angle.dtype == torch.float32
+    for row, tokens in enumerate(slices(bounds.tolist())):
+        exact = torch.cat([start[row : row + 1], turns[0, tokens]]).double().cumsum(0)
+        found = torch.cat([angle[0, tokens], last[row : row + 1]])
+        difference = found - torch.cat([exact[1:], exact[-1:]])
+        assert (difference - difference.round()).abs().max() <= TURNS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_fraction": 0.3}, "rope_fraction must be 0.5 or 1; got 0.3"),
+        ({"state_size": 6}, "must be even; got 6 · 0.5"),
+        ({"state_size": 7, "rope_fraction": 1}, "must be even; got 7 · 1"),
+        ({"num_groups": 3}, "num_groups must divide num_heads; got 3 and 4"),
+        ({"num_groups": 0}, "num_groups must divide num_heads"),
+        ({"num_heads": 5}, "num_heads must divide"),
+        ({"decay": "simple"}, "a step size, which 'simple' has none of"),
+        ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
+    ],
+)
+def test_options_without_meaning_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        layers.build("mamba3", hidden_size=HIDDEN, **options)
