@@ -21,7 +21,7 @@ import cases  # noqa: E402
 import timing  # noqa: E402
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-QUADRATIC_UP_TO = 8192
+MARK = "<!-- table -->"
 
 
 def main() -> None:
@@ -47,8 +47,9 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if arguments.write:
-        head = arguments.write.read_text().split("<!-- table -->")[0] if arguments.write.exists() else ""
-        arguments.write.write_text(f"{head}<!-- table -->\n\n{text}\n")
+        head, _, rest = arguments.write.read_text().partition(MARK) if arguments.write.exists() else ("", "", "")
+        after = rest.partition("<!-- ")
+        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
 
 
 def _times(length: int) -> dict[str, tuple[float, float, tuple[float, float], float]]:
@@ -119,6 +120,12 @@ def _targets(results: dict, rate: float) -> list[str]:
             lines.append(f"| ≥ 100 × transformers' Mamba-2 forward + backward at T 2048 | {ratio:.1f} × |")
         ratio = at["transformers gated delta rule"][1] / at[delta][1]
         lines.append(f"| delta_rule ≥ 1.5 × transformers' forward + backward at T 2048 | {ratio:.2f} × |")
+        for first, second, most in (
+            ("linear_attention, vector", ours, 2.5), ("delta_rule, vector", delta, 2.5), ("dplr, scalar", delta, 2),
+            ("dplr, vector", "delta_rule, vector", 2),
+        ):  # fmt: skip
+            forward, both = (at[first][i] / at[second][i] for i in (0, 1))
+            lines.append(f"| {first} ≤ {most} × {second} at T 2048 | {forward:.2f} × forward, {both:.2f} × with backward |")
     for length, found in results.items():
         ratio = found[softmax][1] / found[ours][1]
         lines.append(f"| faster than SDPA forward + backward at T {length} | {ratio:.2f} × |")

@@ -112,7 +112,7 @@ def test_state_is_float32_and_of_constant_size(name):
         return
     assert all(layer["memory"].dtype == torch.float32 for layer in state)
     assert model.state_floats(1) == model.state_floats(40) == sum(
-        x.numel() for layer in state for key, x in layer.items() if key != "position"
+        x.numel() for layer in state for key, x in layer.items() if not key.endswith("position")
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_config_refuses_what_it_does_not_know():
         ModelConfig.from_dict({"vocab_size": 4, "hidden_size": 4, "num_layers": 1})
     with pytest.raises(ValueError, match="num_layers must be at least 1"):
         dataclasses.replace(preset("mamba2", **SIZES), num_layers=0)
-    with pytest.raises(ValueError, match="swiglu, none"):
+    with pytest.raises(ValueError, match="swiglu, rwkv7, none"):
         preset("mamba2", **SIZES, mlp="gelu")
     with pytest.raises(dataclasses.FrozenInstanceError):
         preset("mamba2", **SIZES).hidden_size = 3
@@ -232,7 +232,7 @@ def test_config_refuses_what_it_does_not_know():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mamba9", "Did you mean 'mamba2'"),
+        ("mamba9", "Did you mean 'mamba[23]'"),
         ("mamba2+pots", "Did you mean 'post'"),
         ("mamba2+post+post", "given twice"),
         ("mamba2+post+post_norm", "exclude each other"),

@@ -177,25 +177,27 @@ def print_table(result: dict[str, Any]) -> None:
     """Prints what `survey` gives as a table that fits 80 columns, a row a layer."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="decay λ", title_justify="left")
     for heading in ("model", "layer", "median", "quartiles", "half-life", "slowest"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for model in result["models"]:
+        label = escape(model["model"])
         for i, layer in enumerate(model["layers"]):
             table.add_row(
-                "" if i else model["model"], str(layer["layer"]), f"{layer['median']:.4f}",
+                "" if i else label, str(layer["layer"]), f"{layer['median']:.4f}",
                 f"{layer['q25']:.4f}–{layer['q75']:.4f}", _tokens(layer["half_life"]),
                 _tokens(layer["slowest_half_life"]), end_section=i + 1 == len(model["layers"]),
             )  # fmt: skip
         if not model["layers"]:
-            table.add_row(model["model"], "", "no decay", end_section=True)
+            table.add_row(label, "", "no decay", end_section=True)
     console = Console()
     # A pipe has no width of its own: there the table is as wide as it needs to be.
     console = console if console.is_terminal else Console(width=200)
     console.print(table)
-    print(f"over {result['sequences']} sequences of {result['length']} tokens. half-life: tokens, at the median.")
+    print(f"read: {result['sequences']} × {result['length']:,} tokens. half-life: tokens, at the median.")
     print("slowest: half-life of the channel that keeps longest, by its mean log-decay over time.")
 
 

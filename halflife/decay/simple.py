@@ -16,7 +16,8 @@ class SimpleDecay(Decay):
     """λ = σ(f + Δ), Δ = logit(p): p is the decay at the start; 0.99 by default.
 
     g = −softplus(−f − Δ). Range (0, 1). Initialisation: Δ = logit(p) in every channel, learnable; the paper tries
-    p = 0.8, 0.9, 0.95, 0.99, and p = 0 means no offset at all, λ = σ(f) (Decay, §5.6). Time-scale at f = 0: `1 / −log p`, 100 tokens. Under PoST the spectrum is that of Δ:
+    p = 0.8, 0.9, 0.95, 0.99, and p = 0 means no offset at all, λ = σ(f) (§5.6).
+    Time-scale at f = 0: `1 / −log p`, 100 tokens. Under PoST the spectrum is that of Δ:
     softplus(−Δ) = e^p. Source: Decay, Eq. 4.
     """
 

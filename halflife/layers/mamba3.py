@@ -153,9 +153,9 @@ class Mamba3(Mixer):
         errors of t − 1 depend on token t: outputs would look ahead.
         """
         gain = end * step
-        before, last_gain = delay(gain, None, cu_seqlens)  # a piece's memory holds its last token's first share already
-        k_before, key = delay(k, state.get("key"), cu_seqlens)
-        v_before, value = delay(v, state.get("value"), cu_seqlens)
+        before, last_gain = packing.delay(gain, None, cu_seqlens)  # a piece's memory holds its last token's first share already
+        k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
+        v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
         weight = g.exp() * (before + (1 - end) * step)
         y, memory = linear_attention(
             q.to(v.dtype),
@@ -175,25 +175,6 @@ class Mamba3(Mixer):
         return torch.addcmul(y, own.unsqueeze(-1).to(v.dtype), v), {"memory": memory, "key": key, "value": value}
 
 
-def delay(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The entry before each of `x [B, T, …]`, and each sequence's last one `[N, …]`.
-
-    `first [N, …]` stands before the first entry of each sequence, zeros if None; it is the last one of an empty one.
-    """
-    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    first = x.new_zeros(sequences, *x.shape[2:]) if first is None else first.to(x.dtype)
-    if cu_seqlens is None:
-        joined = torch.cat([first.unsqueeze(1), x], 1)
-        return joined[:, :-1], joined[:, -1]
-    length = x.shape[1]
-    token, sequence = torch.arange(length, device=x.device), packing.sequence_of_token(length, cu_seqlens)
-    row = length + torch.arange(sequences, device=x.device)  # where `first` is found below
-    before = torch.where(token == cu_seqlens[sequence], row[sequence], token - 1)
-    last = torch.where(cu_seqlens.diff() > 0, cu_seqlens[1:] - 1, row)
-    joined = torch.cat([x[0], first])
-    return joined.index_select(0, before).unsqueeze(0), joined.index_select(0, last)
-
-
 def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last one.
 
@@ -206,9 +187,9 @@ def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
     totals = inside[:, :, -1]
     if layout.num_chunks > len(layout.first):  # a sequence has several
         totals, _ = running_angle(_drop_turns(totals), start, bounds)
-    entering, _ = delay(totals, start, bounds)
+    entering, _ = packing.delay(totals, start, bounds)
     angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
-    return angle, delay(angle, start, cu_seqlens)[1]
+    return angle, packing.delay(angle, start, cu_seqlens)[1]
 
 
 def _drop_turns(angle: Tensor) -> Tensor:

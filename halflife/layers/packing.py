@@ -52,3 +52,22 @@ def lengths(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         return cu_seqlens.diff()
     return torch.full((x.shape[0],), x.shape[1], device=x.device)
+
+
+def delay(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The entry before each of `x [B, T, …]`, and each sequence's last one `[N, …]`.
+
+    `first [N, …]` stands before the first entry of each sequence, zeros if None; it is the last one of an empty one.
+    """
+    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    first = x.new_zeros(sequences, *x.shape[2:]) if first is None else first.to(x.dtype)
+    if cu_seqlens is None:
+        joined = torch.cat([first.unsqueeze(1), x], 1)
+        return joined[:, :-1], joined[:, -1]
+    length = x.shape[1]
+    token, sequence = torch.arange(length, device=x.device), sequence_of_token(length, cu_seqlens)
+    row = length + torch.arange(sequences, device=x.device)  # where `first` is found below
+    before = torch.where(token == cu_seqlens[sequence], row[sequence], token - 1)
+    last = torch.where(cu_seqlens.diff() > 0, cu_seqlens[1:] - 1, row)
+    joined = torch.cat([x[0], first])
+    return joined.index_select(0, before).unsqueeze(0), joined.index_select(0, last)

@@ -21,30 +21,6 @@ from halflife.ops import dplr
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
-def previous_token(x: Tensor, last: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The token before each one: RWKV's token shift, which restarts in each sequence.
-
-    Args:
-        x: `[B, T, D]`; last: `[N, D]`, what came before the first tokens; None means zeros.
-        cu_seqlens: boundaries `[N + 1]` of packed sequences, empty ones too.
-
-    Returns:
-        `previous [B, T, D]` and the new `last [N, D]`, the old one where a sequence has no token here.
-    """
-    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    before = x.new_zeros(sequences, x.shape[2]) if last is None else last.to(x.dtype)
-    if cu_seqlens is None:
-        rows = torch.cat([before.unsqueeze(1), x], 1)
-        return rows[:, :-1], rows[:, -1]
-    rows = torch.cat([before, x[0]])  # token t is row `sequences + t`
-    sequence = packing.sequence_of_token(x.shape[1], cu_seqlens)
-    row = torch.arange(sequences, sequences + x.shape[1], device=x.device)
-    first = row - sequences == cu_seqlens[sequence]
-    own = torch.arange(sequences, device=x.device)
-    final = torch.where(cu_seqlens.diff() > 0, sequences + cu_seqlens[1:] - 1, own)
-    return rows[torch.where(first, sequence, row - 1)].unsqueeze(0), rows[final]
-
-
 class UniformLinear(nn.Linear):
     """`x W`, W uniform within ±`gain`/√D of D inputs; gain 0 starts it at zero."""
 
@@ -193,7 +169,7 @@ class RWKV7(Mixer):
     ) -> tuple[Tensor, State]:
         state = state or {}
         position = packing.positions(x, state.get("position"), cu_seqlens)
-        previous, last = previous_token(x, state.get("shift"), cu_seqlens)
+        previous, last = packing.delay(x, state.get("shift"), cu_seqlens)
         change = previous - x
         xs = {name: torch.addcmul(x, change, mu) for name, mu in self.mu.items()}
         r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
@@ -262,7 +238,7 @@ class RWKV7ChannelMix(Mixer):
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
     ) -> tuple[Tensor, State]:
         state = state or {}
-        previous, last = previous_token(x, state.get("shift"), cu_seqlens)
+        previous, last = packing.delay(x, state.get("shift"), cu_seqlens)
         y = self.v_proj(self.k_proj(torch.addcmul(x, previous - x, self.mu)).relu().square())
         return y, {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0), "shift": last}
 

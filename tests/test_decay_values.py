@@ -1,0 +1,152 @@
+"""The decay values that a model uses: what is recorded, and its statistics."""
+
+import math
+
+import pytest
+import torch
+
+from halflife.analysis import decay_values as recorder
+from halflife.analysis.decay_values import decay_values, half_life, recording
+from halflife.analysis.spectrum import layer_decays
+from halflife.models import PRESETS, LanguageModel, preset
+
+WITHOUT = ("llama", "deltanet")
+
+
+def tiny(name, **sizes):
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "train_length": 32, **sizes}
+    return LanguageModel(preset(name, **sizes))
+
+
+def ids_of(batch, length):
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def lower(values, level):
+    """The quantile that occurs: the lower of two equally near values."""
+    values = sorted(torch.as_tensor(values).flatten().tolist())
+    return values[math.floor(level * (len(values) - 1))]
+
+
+def test_fixed_decays_are_those_of_the_formula():
+    for layer, row in enumerate(decay_values(tiny("tnl"), ids_of(3, 5))):
+        expected = [math.exp(-8 * head / 2 * (1 - layer / 2)) for head in (1, 2)]
+        assert row["layer"] == layer
+        assert row["heads"] == pytest.approx(expected)
+        assert row["median"] == row["q05"] == pytest.approx(min(expected))
+        assert row["mean"] == pytest.approx(sum(expected) / 2)
+        assert row["half_life"] == pytest.approx(math.log(0.5) / math.log(min(expected)))
+        assert row["slowest_half_life"] == pytest.approx(math.log(0.5) / math.log(max(expected)))
+        assert row["head_half_lives"] == pytest.approx([half_life(decay) for decay in expected])
+
+
+def test_simple_decay_without_input_is_its_p():
+    model = tiny("simple", mixer_options={"decay_options": {"p": 0.9}, "decay_rank": 0})
+    for _, parameter in (p for p in model.named_parameters() if "decay_proj" in p[0]):
+        torch.nn.init.zeros_(parameter)
+    for row in decay_values(model, ids_of(2, 7)):
+        assert [row[key] for key in ("q05", "q25", "median", "q75", "q95", "mean")] == pytest.approx([0.9] * 6)
+
+
+def test_position_dependent_decays_are_those_of_every_position():
+    model, length = tiny("retnet+post"), 9
+    with torch.no_grad():
+        scales = torch.stack([layer_decays(model)[0][1].timescales(t) for t in range(1, length + 1)])
+    expected = torch.exp(-1 / scales)
+    row = decay_values(model, ids_of(2, length))[0]
+    for key, level in recorder.QUANTILES.items():
+        assert row[key] == pytest.approx(lower(expected.expand(2, -1, -1), level), rel=1e-5)
+    assert row["heads"] == pytest.approx([lower(head, 0.5) for head in expected.T], rel=1e-5)
+    assert row["heads"][0] > expected[0, 0]
+    assert row["slowest_half_life"] == pytest.approx(math.log(2) / (1 / scales[1:]).mean(0).min().item(), rel=1e-5)
+
+
+def test_quantiles_are_of_what_was_recorded():
+    model, ids, found = tiny("mamba2"), ids_of(3, 40), []
+    with recording(model, lambda layer, g: found.append((layer, g))), torch.no_grad():
+        model(ids)
+    assert [layer for layer, _ in found] == [0, 1]
+    for row, (_, g) in zip(decay_values(model, ids), found, strict=True):
+        for key, level in recorder.QUANTILES.items():
+            assert row[key] == pytest.approx(lower(g.exp(), level), rel=1e-4)
+        assert row["heads"] == pytest.approx(g.exp().transpose(0, 2).flatten(1).median(1).values.tolist(), rel=1e-4)
+
+
+def test_lightnet_is_recorded_where_it_scans():
+    model, ids, found, inputs = tiny("lightnet"), ids_of(1, 6), [], []
+    mixer = model.blocks[0].mixer
+    mixer.decay_proj.register_forward_hook(lambda module, given, f: inputs.append(f))
+    with recording(model, lambda layer, g: found.append(g)), torch.no_grad():
+        model(ids)
+    f, g = inputs[0], found[0]
+    assert len(found) == 2
+    assert g[:, 0].exp().eq(0).all()
+    past = torch.stack([f[:, : t + 1].logsumexp(1) for t in range(6)], 1)
+    torch.testing.assert_close(g[:, 1:], past[:, :-1] - past[:, 1:])
+    row = decay_values(model, ids[:, :2])[0]
+    assert (row["q05"], row["median"], row["half_life"]) == (0, 0, 0)  # half of the tokens are first ones
+    assert 0 < row["q75"] < 1
+    assert row["slowest_half_life"] > 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_read(name):
+    rows = decay_values(tiny(name), ids_of(2, 5))
+    assert [row["layer"] for row in rows] == ([] if name in WITHOUT else [0, 1])
+    for row in rows:
+        levels = [row[key] for key in recorder.QUANTILES]
+        assert 0 <= levels[0] <= levels[-1] <= 1
+        assert levels == sorted(levels)
+        assert len(row["heads"]) == 2
+
+
+def test_above_the_limit_every_nth_token_counts(monkeypatch):
+    model, ids, found = tiny("retnet+post", num_layers=1), ids_of(3, 8), []
+    with recording(model, lambda layer, g: found.append(g)), torch.no_grad():
+        model(ids)
+    whole = decay_values(model, ids)[0]
+    monkeypatch.setattr(recorder, "MAX_VALUES", 3 * 8 * 2 // 4)
+    row = decay_values(model, ids)[0]
+    chosen = found[0].flatten(0, 1)[::5].exp()  # 4 would meet the same positions in each sequence
+    assert row["median"] == pytest.approx(lower(chosen, 0.5))
+    assert row["mean"] == pytest.approx(chosen.mean().item())
+    assert row["slowest_half_life"] == whole["slowest_half_life"]  # sums are of all tokens
+
+
+@pytest.mark.parametrize("name", ["lightnet", "mamba2", "mamba2+post"])
+def test_the_recorder_leaves_the_model_as_it_was(name):
+    model, ids = tiny(name), ids_of(1, 4)
+    with torch.no_grad():
+        before, _ = model(ids)
+
+    def fail(layer, g):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"), recording(model, fail):
+        model(ids)
+    decay_values(model, ids)
+    for _, decay in layer_decays(model):
+        assert "scan" not in vars(decay)
+        assert not decay._forward_hooks
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], before)
+
+
+def test_half_life():
+    assert half_life(0.5) == 1
+    assert half_life(0.5 ** (1 / 8)) == pytest.approx(8)
+    assert (half_life(0), half_life(1)) == (0, math.inf)
+    assert math.isnan(half_life(math.nan))
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(4, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)])
+def test_ids_must_be_sequences(ids):
+    with pytest.raises(ValueError, match="T ≥ 2"):
+        decay_values(tiny("tnl"), ids)
+
+
+def test_a_model_that_diverged_has_no_numbers():
+    model = tiny("mamba2")
+    torch.nn.init.constant_(model.embedding.weight, math.nan)
+    row = decay_values(model, ids_of(1, 4))[0]
+    assert all(math.isnan(row[key]) for key in ("median", "mean", "q95", "half_life", "slowest_half_life"))
