@@ -125,7 +125,9 @@ def _targets(results: dict, rate: float) -> list[str]:
             ("dplr, vector", "delta_rule, vector", 2),
         ):  # fmt: skip
             forward, both = (at[first][i] / at[second][i] for i in (0, 1))
-            lines.append(f"| {first} ≤ {most} × {second} at T 2048 | {forward:.2f} × forward, {both:.2f} × with backward |")
+            lines.append(
+                f"| {first} ≤ {most} × {second} at T 2048 | {forward:.2f} × forward, {both:.2f} × with backward |"
+            )
     for length, found in results.items():
         ratio = found[softmax][1] / found[ours][1]
         lines.append(f"| faster than SDPA forward + backward at T {length} | {ratio:.2f} × |")

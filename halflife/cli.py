@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -76,14 +79,10 @@ class Compare:
 
     def run(self) -> None:
         from halflife.experiments import compare
+        from halflife.experiments.tables import print_comparison
 
         if self.resume is not None:
-            changed = [
-                f.name for f in dataclasses.fields(self)
-                if f.name not in ("resume", "quiet") and getattr(self, f.name) != f.default
-            ]  # fmt: skip
-            if changed:
-                raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(changed)}")
+            _only(self, "resume", "quiet")
             folder = self.resume
         else:
             overrides = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
@@ -93,12 +92,9 @@ class Compare:
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         print(f"writing to {folder}")
-        try:
+        with _resumable(f"halflife compare --resume {folder}"):
             rows = compare.execute(folder, show=not self.quiet)
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; go on with: halflife compare --resume {folder}", file=sys.stderr)
-            raise SystemExit(130) from None
-        _print_comparison(rows)
+        print_comparison(rows)
         print(f"report: {folder / 'report.html'}")
 
 
@@ -146,6 +142,95 @@ class Spectrum:
         output = self.output or self.folders[0] / "spectrum"
         files = [*write_tables(result, output), *save(decays(result), output, "decays")]
         print(f"written to {output}: {', '.join(file.name for file in files)}")
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run a paper's experiment, every variant on one budget, and check its findings.
+
+    decay_design: the Decay paper's grid on bytes of text: loss table beside the paper's, findings, figure. An
+    interrupted one goes on with --resume DIR, to the same numbers.
+
+    examples:
+      halflife reproduce decay_design --scale smoke
+      halflife reproduce decay_design --text corpus/*.txt --variants vector/mamba2 simple/0.99 --seeds 3
+      halflife reproduce --resume runs/20260101-120000-decay_design-small
+    """
+
+    experiment: Positional[Literal["decay_design"]] = "decay_design"
+    """Which."""
+    scale: str = "small"
+    """smoke (a minute), small (hours on 2 cores), or paper (GPUs)."""
+    variants: tuple[str, ...] = ("core",)
+    """Names of variants; "core" is enough for every finding, "all" the whole grid."""
+    seeds: int = 2
+    """How many seeds, from 0; every one is in the table."""
+    text: tuple[Path, ...] = ()
+    """Files to train on, one after the other; .gz is unpacked. Default: Python's own standard library, 11 MB."""
+    resume: Path | None = None
+    """Go on with the experiment in this folder; beside it only --only-seeds may be given."""
+    only_seeds: tuple[int, ...] = ()
+    """Run only these seeds now, so that several processes can share the work."""
+    output: Path | None = None
+    """The folder to write. Default: runs/<time>-<experiment>-<scale>."""
+    steps: int | None = None
+    """Training steps instead of the scale's."""
+    batch_size: int | None = None
+    """Sequences a batch instead of the scale's."""
+    length: int | None = None
+    """Bytes a sequence instead of the scale's."""
+    hidden_size: int | None = None
+    """Model width instead of the scale's."""
+    num_layers: int | None = None
+    """Layers instead of the scale's."""
+    num_heads: int | None = None
+    """Heads instead of the scale's."""
+    quiet: bool = False
+    """No progress bars."""
+
+    OVERRIDES = ("steps", "batch_size", "length", "hidden_size", "num_layers", "num_heads")
+
+    def run(self) -> None:
+        from halflife.experiments import decay_design
+
+        if self.resume is not None:
+            _only(self, "resume", "only_seeds", "quiet")
+            folder = self.resume
+        else:
+            folder = decay_design.new(
+                variants=self.variants, scale=self.scale, seeds=self.seeds, text=self.text,
+                overrides={n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None},
+                output=self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.experiment}-{self.scale}",
+                command=shlex.join(["halflife", *sys.argv[1:]]),
+            )  # fmt: skip
+        print(f"writing to {folder}")
+        with _resumable(f"halflife reproduce --resume {folder}"):
+            decay_design.execute(folder, seeds=self.only_seeds or None, show=not self.quiet)
+        print((folder / "results.md").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Weights in and out: models of transformers and fla as checkpoints of halflife, and Mamba-2 for transformers.
+
+    examples:
+      halflife convert mamba2-130m-hf my-mamba2
+      halflife convert my-mamba2 for-transformers --to transformers
+      halflife convert Qwen3-Next-80B-A3B-Instruct layer-0 --layer 0
+    """
+
+    source: Positional[Path]
+    """The folder to read: mamba2, rwkv7, gla or gated_deltanet in safetensors, or a mixer of a qwen3_next."""
+    target: Positional[Path]
+    """The folder to write; it must hold no checkpoint."""
+    to: Literal["halflife", "transformers"] = "halflife"
+    layer: int | None = None
+    """Which mixer of a qwen3_next, from 0; `halflife.models.convert.load_layer` reads it."""
+
+    def run(self) -> None:
+        from halflife.models.convert import convert
+
+        print(f"written to {convert(self.source, self.target, to=self.to, layer=self.layer)}")
 
 
 @dataclass(frozen=True)
@@ -199,48 +284,32 @@ class Info:
 
 Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Spectrum, tyro.conf.subcommand("spectrum")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[List, tyro.conf.subcommand("list")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
 
 
-def _print_comparison(rows: list[dict[str, Any]]) -> None:
-    """Two tables that fit 80 columns: what was trained, and its accuracy on every test."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from halflife.experiments.compare import levels, shown, summarise
-
-    keys = levels(rows)
-    runs = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="runs", title_justify="left")
-    tests = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="accuracy, %", title_justify="left")
-    for table, headings in (
-        (runs, ("model", "lr", "seed", "parameters", "state", "tokens/s")),
-        (tests, ("model", "seed", *(_heading(test, length) for test, length in keys))),
-    ):
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
-    for row in summarise(rows):
-        mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
-        rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
-        sizes = (f"{row['parameters']:,}", f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}")
-        runs.add_row(row["model"], rate, seed, *sizes, style=style)
-        label = row["model"] if row["selected"] else f"{row['model']} {rate}"
-        tests.add_row(label, seed, *(shown(row["accuracy"][key]) for key in keys), style=style)
-    for i, level in enumerate(("chance", "ignoring the key")):
-        tests.add_row(level, "", *(f"{100 * values[i]:.1f}" for values in keys.values()), style="dim")
-    console = Console()
-    # A pipe has no width of its own: there the tables are as wide as they need to be.
-    console = console if console.is_terminal else Console(width=200)
-    console.print(runs, tests)
-    print("lr*: the best on in-distribution validation. state: numbers that a sequence's memory holds.")
-    print("in: in distribution. cap: `capacity`, K = T/4 pairs. per: `persist`, the training K. Under them: T.")
+def _only(command: Any, *allowed: str) -> None:
+    """An error if options beside the allowed ones are given: a resumed job has its own."""
+    changed = [
+        f.name for f in dataclasses.fields(command)
+        if f.name not in allowed and getattr(command, f.name) != f.default
+    ]  # fmt: skip
+    if changed:
+        raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(changed)}")
 
 
-def _heading(test: str, length: int) -> str:
-    return "in" if test == "in_distribution" else f"{test[:3]}\n{length}"
+@contextmanager
+def _resumable(command: str) -> Iterator[None]:
+    """Ctrl-C ends the job with the command that goes on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; go on with: {command}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -60,7 +60,7 @@ def read_bytes(path: Path) -> bytes:
         raise FileNotFoundError(f"there is no file {path}")
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, OSError, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is truncated or no gzip: {error}") from error
     if not data:
         raise ValueError(f"{path} is empty")

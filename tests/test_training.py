@@ -24,7 +24,8 @@ from halflife.models import LanguageModel, io
 from halflife.tasks import IGNORED
 from halflife.training import callbacks
 from halflife.training.data import TaskStream
-from halflife.training.run import Objective, RunConfig, TestSpec, run
+from halflife.training.fit import Objective
+from halflife.training.run import RunConfig, TestSpec, run
 from halflife.training.sweep import Cell
 
 TASK = {"vocab_size": 64, "length": 16, "num_pairs": 2}
@@ -245,7 +246,7 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
         ({"models": []}, "at least one model"),
         ({"models": ["mamba2", "mamba2"]}, "each once"),
         ({"models": ["mamba7"]}, "unknown preset"),
-        ({"models": ["llama+post"]}, "no decay"),
+        ({"models": ["llama+post"]}, "llama has none"),
         ({"models": ["mamba2"], "scale": "huge"}, "smoke, small, paper"),
         ({"models": ["mamba2"], "task": "mqr"}, "mqar"),
         ({"models": ["mamba2"], "seeds": 0}, "at least 1"),

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decay_values import half_life
 from halflife.analysis.figures import FASTEST, SLOWEST
-from halflife.analysis.style import GOAL, INK, WIDTH, Look, legend, looks, model_handles, styled
+from halflife.analysis.style import GOAL, INK, WIDTH, Look, legend, looks, model_handles, plain, styled
 
 FEW = 4  # models; with more, bars from quartile to quartile would cover each other
 BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
@@ -64,3 +64,31 @@ def _handles(result: dict[str, Any], bars: bool) -> list[Line2D]:
     if bars:
         handles.append(Line2D([], [], color=INK, **BAR, label="from quartile to quartile"))
     return handles
+
+
+@styled
+def against_paper(data: dict[str, Any]) -> Figure:
+    """Loss here against the paper's: a dot a variant (mean over seeds), a bar over its seeds, a colour a group.
+
+    Args:
+        data: "results", variant → results of its seeds, and "paper", variant → the paper's loss or None. A variant is
+            called "group/name".
+    """
+    shown = [
+        (name, data["paper"][name], [run["test"] for run in runs])
+        for name, runs in data["results"].items() if runs and data["paper"][name] is not None
+    ]  # fmt: skip
+    groups = list(dict.fromkeys(name.split("/")[0] for name, *_ in shown))
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, paper, losses in shown:
+        group, _, own = name.partition("/")
+        look = looks(groups)[group]
+        axes.vlines(paper, min(losses), max(losses), color=look.color, **BAR)
+        axes.plot(paper, float(np.mean(losses)), color=look.color, marker=look.marker)
+        axes.annotate(
+            plain(own or group), (paper, float(np.mean(losses))), xytext=(5, 3), textcoords="offset points", fontsize=7
+        )
+    axes.set(xlabel="paper's loss, 160M parameters (nats a token)", ylabel="test loss here (nats a byte)")
+    legend(figure, [handle for handle in model_handles(groups) if not handle.set_linestyle("none")])
+    return figure

@@ -1,4 +1,4 @@
-"""The Decay paper's grid (Tables 2–4): one block, one budget, every way to decay; its findings, checked."""
+"""The Decay paper's grid (Tables 2–4): one block, one budget, every way to decay."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from halflife.files import read_json, write_text
+from halflife.analysis.decay_figures import against_paper
+from halflife.analysis.figures import save
+from halflife.experiments.decay_findings import report
+from halflife.files import read_json, write_json, write_text
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
 from halflife.training.sweep import create
@@ -78,47 +80,6 @@ VARIANTS: dict[str, Variant] = {
     "llama": Variant(2.921, {}, "llama"),
 }
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A statement of the paper as comparisons: in each pair the first has the lower loss, or the two are equal."""
-
-    statement: str
-    pairs: tuple[tuple[str, str], ...]
-    equal: bool = False
-
-
-FINDINGS = (
-    Finding(
-        "vector decay is better than scalar",
-        tuple((f"vector/{decay}", f"scalar/{decay}") for decay in ("mamba2", "gla", "hgrn2", "lightnet")),
-    ),
-    Finding("Mamba-2 needs its Δ", (("vector/mamba2", "ablation/mamba2-no-Δ"),)),
-    Finding("Mamba-2 does not need its A", (("vector/mamba2", "ablation/mamba2-no-A"),), equal=True),
-    Finding("Simple Decay with p = 0.99 is at least as good as Mamba-2", (("simple/0.99", "vector/mamba2"),)),
-    Finding(
-        "sharing k = 1 − λ hurts GLA and LightNet",
-        (("vector/gla", "share/gla"), ("vector/lightnet", "share/lightnet")),
-    ),
-    Finding(
-        "sharing is harmless for Mamba-2 and HGRN2",
-        (("vector/mamba2", "share/mamba2"), ("vector/hgrn2", "share/hgrn2")), equal=True,
-    ),
-    Finding(
-        "RoPE and TPE are negligible",
-        (("rope/mamba2", "scalar/mamba2"), ("tpe/mamba2", "scalar/mamba2")), equal=True,
-    ),
-    Finding(
-        "DPLR: vector decay is best, then scalar, then none",
-        (("dplr/vector-0.99", "dplr/scalar-0.99"), ("dplr/scalar-0.99", "dplr/none")),
-    ),
-    Finding(
-        "vector DPLR is the best of all",
-        (("dplr/vector-0.99", "simple/0.99"), ("dplr/vector-0.99", "vector/mamba2")),
-    ),
-)  # fmt: skip
-
-EQUAL = 0.01  # nats: two losses closer than this count as equal
 
 # Enough for every finding; the rest of the grid adds more of the same.
 CORE = (
@@ -192,7 +153,7 @@ def configure(name: str, seed: int, sizes: Sizes, digest: str) -> TextConfig:
 
 def new(
     *,
-    variants: Sequence[str] = CORE,
+    variants: Sequence[str] = ("core",),
     scale: str = "small",
     seeds: int = 2,
     text: Sequence[Path] = (),
@@ -203,7 +164,7 @@ def new(
     """Sets up the experiment in `output`; give the folder to `execute`.
 
     Args:
-        variants: names of `VARIANTS`.
+        variants: names of `VARIANTS`; "core" and "all" stand for several.
         scale: a name of `SCALES`.
         seeds: how many, from 0.
         text: files to train on; none means Python's own library.
@@ -214,11 +175,12 @@ def new(
     """
     if scale not in SCALES:
         raise unknown("scale", scale, list(SCALES))
+    variants = [name for given in variants for name in {"core": CORE, "all": VARIANTS}.get(given, (given,))]
     for name in variants:
         if name not in VARIANTS:
-            raise unknown("variant", name, list(VARIANTS))
-    if seeds < 1 or not variants:
-        raise ValueError(f"need at least one variant and one seed; got {len(variants)} and {seeds}")
+            raise unknown("variant", name, ["core", "all", *VARIANTS])
+    if seeds < 1 or not variants or len(set(variants)) != len(variants):
+        raise ValueError(f"need at least one seed and one variant, each once; got {seeds} and {len(variants)}")
     sizes = dataclasses.replace(SCALES[scale], **(overrides or {}))
     files = [str(Path(file).resolve()) for file in text or standard_library()]
     digest = Text.of_files(map(Path, files)).digest
@@ -231,10 +193,8 @@ def new(
     return create(output, config)
 
 
-def execute(
-    folder: Path, *, seeds: Sequence[int] | None = None, show: bool = True
-) -> dict[str, list[dict[str, Any]]]:
-    """Runs, or goes on with, the experiment in `folder`, seed by seed; then writes `results.md`.
+def execute(folder: Path, *, seeds: Sequence[int] | None = None, show: bool = True) -> dict[str, list[dict[str, Any]]]:
+    """Runs, or goes on with, the experiment in `folder`; after each seed writes `results.md`, `.json` and `.png`.
 
     Args:
         seeds: only these, so that several processes can share the work; None means all.
@@ -247,72 +207,24 @@ def execute(
     if text.digest != config["digest"]:
         raise ValueError(f"the text in {folder}/config.json has changed since the experiment began")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in config["variants"]}
+    papers = {name: VARIANTS[name].paper for name in results}
     for seed in config["seeds"] if seeds is None else seeds:
         for name in config["variants"]:
             place = folder / name.replace("/", "-") / f"seed{seed}"
             title = f"{name} seed {seed}"
-            results[name].append(
-                run(configure(name, seed, sizes, text.digest), text, place, name=title, show=show)
-            )
-        write_text(folder / "results.md", report(results, sizes, text))
+            results[name].append(run(configure(name, seed, sizes, text.digest), text, place, name=title, show=show))
+        write_json(folder / "results.json", {"results": results, "paper": papers})
+        write_text(folder / "results.md", report(results, papers, setting(sizes, text)))
+        save(against_paper(read_json(folder / "results.json")), folder, "results")
     return results
 
 
-def report(results: Mapping[str, Sequence[Mapping[str, Any]]], sizes: Sizes, text: Text) -> str:
-    """The loss table beside the paper's, and what became of each finding, as Markdown."""
+def setting(sizes: Sizes, text: Text) -> str:
+    """The text and the budget in words."""
     tokens = sizes.steps * sizes.batch_size * sizes.length
-    lines = [
+    return (
         f"Text: {text.size:,} bytes (SHA-256 {text.digest[:12]}…). Model: {sizes.num_layers} layers, hidden size "
         f"{sizes.hidden_size}, {sizes.num_heads} heads. Training: {sizes.steps} steps of {sizes.batch_size} × "
         f"{sizes.length} bytes ({tokens / 1e6:.2f} M), learning rate {sizes.learning_rate:g}"
-        f"{', bfloat16 autocast' if sizes.bf16 else ''}.",
-        "",
-        "## Loss",
-        "",
-        "Test loss in nats a byte; the paper's is nats a token, 160M parameters (Tables 6, 8, 9).",
-        "",
-        "| variant | parameters | tokens/s | loss, by seed | mean | paper |",
-        "|---|--:|--:|---|--:|--:|",
-    ]
-    for name, runs in results.items():
-        if runs:
-            losses, speed = [run["test"] for run in runs], fmean(run["tokens_per_second"] for run in runs)
-            paper = VARIANTS[name].paper
-            lines.append(
-                f"| {name} | {runs[0]['parameters']:,} | {speed:,.0f} | {', '.join(f'{x:.4f}' for x in losses)} "
-                f"| {fmean(losses):.4f} | {'–' if paper is None else f'{paper:.3f}'} |"
-            )
-    lines += [
-        "", "## Findings", "",
-        f"Difference: loss of the second minus loss of the first, by seed. Order: the sign is right on every seed; "
-        f"equality: the mean is within ±{EQUAL} nats.", "",
-        "| finding | first, second | difference here | paper | holds here | in the paper |",
-        "|---|---|---|--:|---|---|",
-    ]  # fmt: skip
-    for finding in FINDINGS:
-        lines += [row for pair in finding.pairs if (row := _compared(finding, pair, results))]
-    return "\n".join(lines) + "\n"
-
-
-def _compared(finding: Finding, pair: tuple[str, str], results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """A row of the findings' table; nothing if one of the two was not run."""
-    first, second = (results.get(name) or () for name in pair)
-    differences = [b["test"] - a["test"] for a, b in zip(first, second, strict=False)]
-    if not differences:
-        return ""
-    papers = [VARIANTS[name].paper for name in pair]
-    paper = None if None in papers else papers[1] - papers[0]  # type: ignore[operator]
-    shown = ", ".join(f"{x:+.4f}" for x in differences)
-    cells = (
-        finding.statement, f"{pair[0]}, {pair[1]}", shown, "–" if paper is None else f"{paper:+.3f}",
-        verdict(differences, finding.equal), "–" if paper is None else verdict([paper], finding.equal),
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def verdict(differences: Sequence[float], equal: bool) -> str:
-    """Whether losses of several seeds are ordered, or equal, as a finding says: "yes", "no" or "seeds differ"."""
-    if equal:
-        return "yes" if abs(fmean(differences)) <= EQUAL else "no"
-    right = [x > 0 for x in differences]
-    return "yes" if all(right) else "seeds differ" if any(right) else "no"
+        f"{', bfloat16 autocast' if sizes.bf16 else ''}."
+    )

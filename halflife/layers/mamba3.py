@@ -153,7 +153,9 @@ class Mamba3(Mixer):
         errors of t − 1 depend on token t: outputs would look ahead.
         """
         gain = end * step
-        before, last_gain = packing.delay(gain, None, cu_seqlens)  # a piece's memory holds its last token's first share already
+        before, last_gain = packing.delay(
+            gain, None, cu_seqlens
+        )  # a piece's memory holds its last token's first share already
         k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
         v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
         weight = g.exp() * (before + (1 - end) * step)

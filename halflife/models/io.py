@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
-from halflife.files import read_json, write_json
+from halflife.files import read_json, replacing, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
 
@@ -20,9 +19,8 @@ def save(model: LanguageModel, folder: str | Path) -> Path:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".model.{os.getpid()}.tmp"
-    save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
-    os.replace(temporary, folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as temporary:
+        save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
     write_json(folder / "config.json", {"format": FORMAT, "model": model.config.to_dict()})
     return folder
 
@@ -39,6 +37,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
 
     folder = Path(folder)
     config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or "model" not in config:
+        raise ValueError(f"{folder} holds no checkpoint: its config.json describes no model")
     if config.get("format") != FORMAT:
         raise ValueError(f"{folder} holds a checkpoint of format {config.get('format')}; this version reads {FORMAT}")
     weights = folder / "model.safetensors"
@@ -50,5 +50,6 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         tensors = load_file(weights, device=str(device))
         model.load_state_dict(tensors, assign=True)
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{weights} is truncated or of another model: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{weights} is truncated or of another model: {reason}") from error
     return model

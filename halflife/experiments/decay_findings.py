@@ -1,0 +1,109 @@
+"""What the Decay paper found, as comparisons of losses, and whether they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+EQUAL = 0.01  # nats: two losses closer than this count as equal
+
+Results = Mapping[str, Sequence[Mapping[str, Any]]]  # variant → one result a seed
+Papers = Mapping[str, float | None]  # variant → loss in the paper
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statement of the paper as comparisons: in each pair the first has the lower loss, or the two are equal."""
+
+    statement: str
+    pairs: tuple[tuple[str, str], ...]
+    equal: bool = False
+
+
+FINDINGS = (
+    Finding(
+        "vector decay is better than scalar",
+        tuple((f"vector/{decay}", f"scalar/{decay}") for decay in ("mamba2", "gla", "hgrn2", "lightnet")),
+    ),
+    Finding("Mamba-2 needs its Δ", (("vector/mamba2", "ablation/mamba2-no-Δ"),)),
+    Finding("Mamba-2 does not need its A", (("vector/mamba2", "ablation/mamba2-no-A"),), equal=True),
+    Finding("Simple Decay with p = 0.99 is at least as good as Mamba-2", (("simple/0.99", "vector/mamba2"),)),
+    Finding(
+        "sharing k = 1 − λ hurts GLA and LightNet",
+        (("vector/gla", "share/gla"), ("vector/lightnet", "share/lightnet")),
+    ),
+    Finding(
+        "sharing is harmless for Mamba-2 and HGRN2",
+        (("vector/mamba2", "share/mamba2"), ("vector/hgrn2", "share/hgrn2")), equal=True,
+    ),
+    Finding(
+        "RoPE and TPE are negligible",
+        (("rope/mamba2", "scalar/mamba2"), ("tpe/mamba2", "scalar/mamba2")), equal=True,
+    ),
+    Finding(
+        "DPLR: vector decay is best, then scalar, then none",
+        (("dplr/vector-0.99", "dplr/scalar-0.99"), ("dplr/scalar-0.99", "dplr/none")),
+    ),
+    Finding(
+        "vector DPLR is the best of all",
+        (("dplr/vector-0.99", "simple/0.99"), ("dplr/vector-0.99", "vector/mamba2")),
+    ),
+)  # fmt: skip
+
+
+def report(results: Results, papers: Papers, setting: str) -> str:
+    """The loss table beside the paper's, and what became of each finding, as Markdown below `setting`."""
+    lines = [
+        setting,
+        "",
+        "## Loss",
+        "",
+        "Test loss in nats a byte; the paper's is nats a token, 160M parameters (Tables 6, 8, 9).",
+        "",
+        "| variant | parameters | tokens/s | loss, by seed | mean | paper |",
+        "|---|--:|--:|---|--:|--:|",
+    ]
+    for name, runs in results.items():
+        if runs:
+            losses, speed = [run["test"] for run in runs], fmean(run["tokens_per_second"] for run in runs)
+            paper = papers[name]
+            lines.append(
+                f"| {name} | {runs[0]['parameters']:,} | {speed:,.0f} | {', '.join(f'{x:.4f}' for x in losses)} "
+                f"| {fmean(losses):.4f} | {'–' if paper is None else f'{paper:.3f}'} |"
+            )
+    lines += [
+        "", "## Findings", "",
+        f"Difference: loss of the second minus loss of the first, by seed. Order: the sign is right on every seed; "
+        f"equality: the mean is within ±{EQUAL} nats.", "",
+        "| finding | first, second | difference here | paper | holds here | in the paper |",
+        "|---|---|---|--:|---|---|",
+    ]  # fmt: skip
+    for finding in FINDINGS:
+        lines += [row for pair in finding.pairs if (row := _compared(finding, pair, results, papers))]
+    return "\n".join(lines) + "\n"
+
+
+def _compared(finding: Finding, pair: tuple[str, str], results: Results, papers: Papers) -> str:
+    """A row of the findings' table; nothing if one of the two was not run."""
+    first, second = (results.get(name) or () for name in pair)
+    differences = [b["test"] - a["test"] for a, b in zip(first, second, strict=False)]
+    if not differences:
+        return ""
+    before, after = (papers[name] for name in pair)
+    paper = None if before is None or after is None else after - before
+    shown = ", ".join(f"{x:+.4f}" for x in differences)
+    cells = (
+        finding.statement, f"{pair[0]}, {pair[1]}", shown, "–" if paper is None else f"{paper:+.3f}",
+        verdict(differences, finding.equal), "–" if paper is None else verdict([paper], finding.equal),
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def verdict(differences: Sequence[float], equal: bool) -> str:
+    """Whether losses of several seeds are ordered, or equal, as a finding says: "yes", "no" or "seeds differ"."""
+    if equal:
+        return "yes" if abs(fmean(differences)) <= EQUAL else "no"
+    right = [x > 0 for x in differences]
+    return "yes" if all(right) else "seeds differ" if any(right) else "no"

@@ -1,0 +1,70 @@
+"""Weights in and out: models of transformers and fla as halflife's, and Mamba-2 back.
+
+| `model_type` | of | way | what halflife makes of it |
+|---|---|---|---|
+| mamba2 | transformers | in, out | mixer "mamba2", no MLP |
+| gla | fla | in | mixer "gla", SwiGLU |
+| gated_deltanet | fla | in | mixer "gated_deltanet", SwiGLU |
+| rwkv7 | fla | in | mixer "rwkv7" and its channel mix |
+| qwen3_next | transformers | in, one mixer | layer "gated_deltanet" |
+
+Strict: a setting that would change the function, or a tensor that is missing, of another shape or unknown, is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halflife.models import io
+from halflife.models.convert import fla_linear, fla_rwkv7, mamba2, qwen3_next  # noqa: F401 (each registers itself)
+from halflife.models.convert.files import Checkpoint, load_layer, read_object, save_layer, write_model
+from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
+from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
+from halflife.models.convert.mamba2 import from_transformers_mamba2, to_transformers_mamba2
+from halflife.models.convert.qwen3_next import qwen3_next_mixer
+from halflife.models.convert.source import SOURCES, assemble
+from halflife.registry import unknown
+
+__all__ = [
+    "SOURCES", "assemble", "convert", "from_fla_gated_deltanet", "from_fla_gla", "from_fla_rwkv7",
+    "from_transformers_mamba2", "load_layer", "qwen3_next_mixer", "to_transformers_mamba2",
+]  # fmt: skip
+
+FORMATS = ("halflife", "transformers")
+
+
+def convert(source: str | Path, target: str | Path, *, to: str = "halflife", layer: int | None = None) -> Path:
+    """Writes the model in `source` into `target`, in another format; returns `target`.
+
+    Args:
+        source: a Hugging Face folder (`config.json`, safetensors, sharded or not), or a halflife checkpoint.
+        target: a folder without a checkpoint.
+        to: "halflife", or "transformers" for a halflife checkpoint of Mamba-2.
+        layer: one mixer of a Qwen3-Next, from 0, to be read by `load_layer`.
+
+    Raises:
+        FileNotFoundError, FileExistsError: a file is missing, or the target holds a checkpoint.
+        ValueError: anything that cannot be converted; the message says what. Nothing is written then.
+    """
+    source, target = Path(source), Path(target)
+    if to not in FORMATS:
+        raise unknown("format", to, list(FORMATS))
+    for name in ("config.json", "model.safetensors", "layer.json", "layer.safetensors"):
+        if (target / name).exists():
+            raise FileExistsError(f"{target} holds {name} already; give another folder")
+    config = read_object(source / "config.json")
+    ours, kind = "format" in config, config.get("model_type")
+    if to == "transformers":
+        if not ours or layer is not None:
+            raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is another")
+        return write_model(target, *to_transformers_mamba2(io.load(source)))
+    if ours:
+        raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
+    converter = SOURCES[str(kind)]
+    tensors = Checkpoint(source)
+    if layer is None:
+        return io.save(assemble(*converter(config, tensors)), target)
+    if kind != "qwen3_next":
+        raise ValueError(f"--layer takes one mixer of a qwen3_next; a {kind} converts as a whole")
+    options, weights = qwen3_next_mixer(config, tensors, layer)
+    return save_layer(target, "gated_deltanet", options, weights)
