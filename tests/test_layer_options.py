@@ -140,3 +140,20 @@ def test_tpe_is_a_toeplitz_product():
     matrix = torch.where(lags >= 0, r[:, lags.clamp(min=0)], 0.0)
     expected = torch.einsum("hts,bshv->bthv", matrix, x.unflatten(-1, (2, 3))).flatten(-2)
     torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["gla", "hgrn2", "lightnet", "mamba2", "simple"])
+def test_a_shared_key_is_one_minus_the_decay_of_its_own_token(name):
+    """By the token loop; a known implementation of LightNet takes the decay of the token before."""
+    layer = layers.build(
+        "linear", hidden_size=8, num_heads=1, decay=name, share_keys=True, gate="none", layer_idx=1, num_layers=3
+    ).double()
+    x = torch.randn(1, 5, 8, dtype=torch.float64)
+    q, v = layer.qkv_proj(x)[0].split(8, -1)
+    decayed = layer.decay.scan(layer.decay_proj(x))[0][0, :, 0].exp()
+    state, outputs = torch.zeros(8, 8, dtype=torch.float64), []
+    for t in range(5):
+        state = decayed[t].unsqueeze(-1) * state + (1 - decayed[t]).outer(v[t])
+        outputs.append(torch.nn.functional.silu(q[t]) @ state * 8**-0.5)
+    expected = layer.out_proj(torch.nn.functional.rms_norm(torch.stack(outputs), (8,), eps=1e-5))
+    torch.testing.assert_close(layer(x)[0][0], expected, rtol=0, atol=1e-14)

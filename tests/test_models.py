@@ -1,6 +1,7 @@
 """Configurations, presets and the language model: JSON both ways, grammar, state, initialisation, checkpoints."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -261,3 +262,9 @@ def test_model_errors():
 def test_modifiers_and_presets_are_described():
     assert all(registry.summary(name).endswith((".", ")")) for registry in (PRESETS, MODIFIERS) for name in registry)
     assert halflife.__version__
+
+
+def test_the_docs_list_every_pair_that_is_refused():
+    text = (Path(__file__).parent.parent / "docs" / "design-space.md").read_text()
+    listed = set(re.findall(r"`(\w+\+\w+)`", text.split("and is refused")[1])) - {"gla+post"}
+    assert listed == {name for name in MEANINGLESS if name.count("+") == 1}

@@ -3,5 +3,6 @@
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel, ModelState, param_groups
 from halflife.models.presets import MODIFIERS, PRESETS, preset
+from halflife.models.sizes import SIZES
 
-__all__ = ["MODIFIERS", "PRESETS", "LanguageModel", "ModelConfig", "ModelState", "param_groups", "preset"]
+__all__ = ["MODIFIERS", "PRESETS", "SIZES", "LanguageModel", "ModelConfig", "ModelState", "param_groups", "preset"]

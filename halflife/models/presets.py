@@ -175,7 +175,7 @@ def _with(model: Options, **options: Any) -> Options:
 
 def _needs_design_space(base: str, model: Options, why: str) -> None:
     if model["mixer"] not in DESIGN_SPACE:
-        raise ValueError(f"{base} {why}; the design-space presets ({', '.join(DESIGN_SPACE[1:])}, simple, …) can")
+        raise ValueError(f"{base} {why}; take a preset of the design-space block, such as simple or gla")
 
 
 def _needs_decay(base: str, model: Options, modifier: str) -> None:
@@ -270,6 +270,6 @@ def _position(base: str, model: Options, position: str) -> Options:
 @MODIFIERS.add("tpe")
 def tpe(base: str, model: Options, train_length: int) -> Options:
     """A Toeplitz layer after the embedding, which weighs the past by distance alone."""
-    if model["mixer"] == "attention":
+    if model["mixer"] in ("attention", "retnet"):
         raise ValueError(f"{base} has RoPE already")
     return {**model, "position": "tpe"}

@@ -102,7 +102,7 @@ def from_fla_gated_deltanet(config: Config, tensors: Tensors) -> Converted:
     """
     s = settings(config, GATED_DELTANET, GATED_DELTANET_FIXED, NULLABLE)
     heads, key = s.num_v_heads or s.num_heads, s.head_dim
-    value = divide(key * s.expand_v, 1, "head_dim · expand_v")
+    value = int(key * s.expand_v)
     model = _model("gated_deltanet", s, {
         "num_heads": heads, "head_dim": key, "value_dim": value, "conv_size": s.conv_size,
         "gate": "swish" if s.use_gate else "none",
