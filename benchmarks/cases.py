@@ -45,6 +45,12 @@ def inputs(length: int, heads: int = H, key: int = K, value: int = V, device: st
     }  # fmt: skip
 
 
+def dplr(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+    """DPLR as the design space writes it: what key k holds is replaced, beside the decay."""
+    written = k * beta.unsqueeze(-1)
+    return ops.dplr(q, written, v, -k, written, g, **options)
+
+
 def ours(x: dict, backend: str = "auto") -> list[Case]:
     """Our ops. A chunk's products, in C·C·64 units: linear attention 4 forward and 10 backward (two of them
     recomputed), the delta rule 7 (one is the triangular solve) and 20, DPLR 14 and 35 (four
@@ -52,12 +58,7 @@ def ours(x: dict, backend: str = "auto") -> list[Case]:
     q, k, v, beta, g, gv = (x[name] for name in ("q", "k", "v", "beta", "g", "gv"))
     length, heads = q.shape[1], q.shape[2]
     unit = 2 * length * heads * C * 64 * (q.shape[3] / 64)
-    linear, delta, dplr = (4 * unit, 14 * unit), (7 * unit, 27 * unit), (14 * unit, 49 * unit)
-
-    def diagonal_plus_low_rank(g: Tensor) -> Tensor:
-        written = k * beta.unsqueeze(-1)
-        return ops.dplr(q, written, v, -k, written, g, **option)[0]
-
+    linear, delta, rank_one = (4 * unit, 14 * unit), (7 * unit, 27 * unit), (14 * unit, 49 * unit)
     option = {"backend": backend}
     return [
         Case("linear_attention, no decay", lambda: ops.linear_attention(q, k, v, **option)[0], linear),
@@ -65,8 +66,8 @@ def ours(x: dict, backend: str = "auto") -> list[Case]:
         Case("linear_attention, vector", lambda: ops.linear_attention(q, k, v, gv, **option)[0], linear),
         Case("delta_rule, scalar", lambda: ops.delta_rule(q, k, v, beta, g, **option)[0], delta),
         Case("delta_rule, vector", lambda: ops.delta_rule(q, k, v, beta, gv, **option)[0], delta),
-        Case("dplr, scalar", lambda: diagonal_plus_low_rank(g), dplr),
-        Case("dplr, vector", lambda: diagonal_plus_low_rank(gv), dplr),
+        Case("dplr, scalar", lambda: dplr(q, k, v, beta, g, **option)[0], rank_one),
+        Case("dplr, vector", lambda: dplr(q, k, v, beta, gv, **option)[0], rank_one),
     ]
 
 

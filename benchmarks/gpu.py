@@ -101,7 +101,7 @@ def _long_parity(device: str) -> tuple[list[str], bool]:
     length = 131_072 if device == "cuda" else 300
     rows, right = ["| op | T | dtype | worst relative error: o, state, gradients | |", "|---|---:|---|---:|---|"], True
     bounds = torch.tensor([0, 1, length // 3, length // 3, length - 5, length], device=device)
-    for index in range(5):
+    for index in range(len(_OPS)):
         for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
             results = []
             for precise in (torch.float64, dtype):
@@ -127,6 +127,8 @@ _OPS: list[tuple[Callable, tuple[str, ...]]] = [
     (ops.linear_attention, ("q", "k", "v", "gv")),
     (ops.delta_rule, ("q", "k", "v", "beta", "g")),
     (ops.delta_rule, ("q", "k", "v", "beta", "gv")),
+    (cases.dplr, ("q", "k", "v", "beta", "g")),
+    (cases.dplr, ("q", "k", "v", "beta", "gv")),
 ]
 
 

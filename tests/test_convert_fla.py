@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same, relative_error
+from helpers import assert_close, assert_same
 from test_parity import fla, heads_first, on_linux
 
 from halflife.models.convert import assemble, from_fla_gated_deltanet, from_fla_gla, from_fla_rwkv7
 
 LENGTH, VOCABULARY, HIDDEN = 21, 19, 32
 
-# Four times the worst measured, relative to the largest logit: float64, and float32 with fla's own recurrences.
-EXACT, SINGLE = 4 * 2e-15, 4 * 1e-6
+# Four times the worst measured over four seeds, relative to the largest logit: float64, and float32 with fla's loops.
+EXACT, SINGLE = 4 * 3.9e-15, 4 * 2.8e-6
 
 
 # ------------------------------------------------------------------------------ what is published: names and shapes
@@ -263,17 +263,6 @@ def test_logits_equal_flas_recurrences(model_type, changes):
     convert_and_compare(*published(model_type, torch.float32, **changes), FLAS[model_type], SINGLE)
 
 
-@pytest.mark.parametrize("model_type", FROM)
-def test_every_weight_counts(model_type):
-    """No tensor of the source could be another one without the logits telling."""
-    config, weights = published(model_type)
-    ids = torch.randint(VOCABULARY, (1, LENGTH))
-    before = assemble(*FROM[model_type](config, weights))(ids)[0]
-    for name, x in weights.items():
-        after = assemble(*FROM[model_type](config, {**weights, name: 1.1 * x + 0.01}))(ids)[0]
-        assert relative_error(after, before) > 1e-7, name
-
-
 def test_dtypes_are_kept_but_for_the_decay():
     config, weights = published("rwkv7", torch.bfloat16)
     _, tensors = from_fla_rwkv7(config, weights)
@@ -292,7 +281,9 @@ def test_rwkv7s_first_version():
         for end in ("0.weight", "2.weight"):
             name = f"{at}.w_lora.lora.{end}"
             shape = (32, HIDDEN) if end == "0.weight" else (HIDDEN, 32)
-            weights[name] = F.pad(weights[name], [0, shape[1] - weights[name].shape[1], 0, shape[0] - len(weights[name])])
+            weights[name] = F.pad(
+                weights[name], [0, shape[1] - weights[name].shape[1], 0, shape[0] - len(weights[name])]
+            )
     got = from_fla_rwkv7(config, weights)[1]
     same = [name for name in expected if "decay_lora" not in name]
     assert_same({name: got[name] for name in same}, {name: expected[name] for name in same})

@@ -75,10 +75,11 @@ def mqar_model(name: str, settings: Settings) -> ModelConfig:
     """The preset with a state of d²/h numbers a layer, no MLP and no positional encoding (PoST, App. C)."""
     head = settings.hidden_size // settings.num_heads
     base = name.split("+")[0]
-    # Mamba-2's inner width is 2d, so that half the rows give the same state.
-    equal_state: dict[str, Any] = {"state_size": max(1, head // 2)} if base == "mamba2" else {
-        "head_dim": head, "value_dim": head,
-    }  # fmt: skip
+    # The inner width of Mamba-2 and 3 is 2d, so that half the rows give the same state.
+    half: dict[str, Any] = {"state_size": max(1, head // 2)}
+    equal_state = {"mamba2": half, "mamba3": half, "rwkv7": {"head_dim": head}}.get(
+        base, {"head_dim": head, "value_dim": head}
+    )
     if base in ("gla", "retnet"):
         # Both have no local memory of their own, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4

@@ -1,0 +1,327 @@
+"""Weights of transformers in and out, with transformers run for real; folders, refusals and the command line."""
+
+import json
+
+import pytest
+import torch
+from helpers import assert_close, assert_same, unchecked
+from safetensors.torch import load_file, save_file
+from test_convert_fla import published
+from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from halflife import LanguageModel, layers, preset
+from halflife.cli import main
+from halflife.models import io
+from halflife.models.convert import SOURCES, convert, load_layer, qwen3_next_mixer
+
+LENGTH, VOCABULARY = 33, 50
+
+# Both sides compute in float32; four times the worst measured over four seeds, relative to the largest entry.
+TOLERANCE = 4 * 9.3e-7
+
+
+def randomise(module):
+    """Weights without the 1s and 0s that would hide a term."""
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module.eval()
+
+
+def mamba2(folder, dtype=torch.float32, shards="1GB", **options):
+    """A small one of transformers, saved by transformers."""
+    options = {"n_groups": 2, "tie_word_embeddings": False, **options}
+    model = Mamba2ForCausalLM(Mamba2Config(
+        vocab_size=VOCABULARY, hidden_size=32, num_heads=8, head_dim=8, state_size=16, num_hidden_layers=2,
+        layer_norm_epsilon=1e-4, **options,
+    ))  # fmt: skip
+    model = randomise(model).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model
+
+
+def ids():
+    return torch.randint(VOCABULARY, (2, LENGTH))
+
+
+def edit(file, **changes):
+    """Changes keys of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+# ---------------------------------------------------------------------------------------------------- Mamba-2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_mamba2_equals_transformers(num_groups, tied, tmp_path):
+    theirs = mamba2(tmp_path / "in", n_groups=num_groups, tie_word_embeddings=tied)
+    ours = io.load(convert(tmp_path / "in", tmp_path / "out"))
+    tokens = ids()
+    expected = theirs(tokens).logits
+    assert_close(ours(tokens)[0], expected, TOLERANCE)
+    state, decoded = None, []
+    for token in tokens.split(1, 1):
+        step, state = ours(token, state)
+        decoded.append(step)
+    assert_close(torch.cat(decoded, 1), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_mamba2_there_and_back(tied, dtype, tmp_path):
+    """Every weight to the bit, every setting; transformers loads it and computes the same logits."""
+    theirs = mamba2(tmp_path / "in", dtype, tie_word_embeddings=tied)
+    convert(tmp_path / "in", tmp_path / "ours")
+    folder = convert(tmp_path / "ours", tmp_path / "back", to="transformers")
+    before, after = load_file(tmp_path / "in" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert {name for name in after if after[name].dtype == torch.float32 != before[name].dtype} == (
+        {name for name in after if name.endswith(("A_log", "dt_bias", ".D"))} if dtype == torch.bfloat16 else set()
+    )
+    assert_same({name: x.to(dtype) for name, x in after.items()}, before)
+    back = AutoModelForCausalLM.from_pretrained(folder)
+    left_out = {"bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
+    expected = {**theirs.config.to_dict(), "_name_or_path": None, "dtype": str(dtype).removeprefix("torch.")}
+    got = {**back.config.to_dict(), "dtype": str(back.dtype).removeprefix("torch.")}
+    assert {n: x for n, x in got.items() if n not in left_out} == {
+        n: x for n, x in expected.items() if n not in left_out
+    }
+    tokens = ids()
+    assert_same(back(tokens).logits, theirs(tokens).logits)
+
+
+def test_shards_are_read_like_one_file(tmp_path):
+    mamba2(tmp_path / "in", shards="20KB")
+    assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 2
+    torch.manual_seed(0)
+    mamba2(tmp_path / "whole")
+    sharded, whole = (convert(tmp_path / name, tmp_path / f"{name}-out") for name in ("in", "whole"))
+    assert_same(load_file(sharded / "model.safetensors"), load_file(whole / "model.safetensors"))
+
+
+def test_what_transformers_does_not_read_does_not_matter(tmp_path):
+    """Mamba-Codestral sets norm_before_gate, to no effect; a tied head may be written out."""
+    theirs, source = mamba2(tmp_path / "in", tie_word_embeddings=True), tmp_path / "in"
+    edit(source / "config.json", norm_before_gate=True, time_step_limit=[0.0, float("inf")])
+    weights = load_file(source / "model.safetensors")
+    save_file(
+        {**weights, "lm_head.weight": weights["backbone.embeddings.weight"].clone()}, source / "model.safetensors"
+    )
+    tokens = ids()
+    assert_close(io.load(convert(source, tmp_path / "out"))(tokens)[0], theirs(tokens).logits, TOLERANCE)
+    save_file({**weights, "lm_head.weight": weights["backbone.embeddings.weight"] + 1}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"ties the embeddings, but lm_head\.weight"):
+        convert(source, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("use_bias", True),
+        ("use_conv_bias", False),
+        ("time_step_limit", [0.0, 0.5]),
+        ("hidden_act", "gelu"),
+        ("rms_norm", False),
+        ("expand", 4),
+    ],
+)
+def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
+    mamba2(tmp_path / "in")
+    edit(tmp_path / "in" / "config.json", **{setting: value})
+    with pytest.raises(ValueError, match=setting):
+        convert(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mamba2", {"mlp": "swiglu"}, "mlp 'none'"),
+        ("mamba2", {"norm": "layer"}, "norm 'rms'"),
+        ("mamba2", {"embedding_norm": True}, "embedding_norm False"),
+        ("mamba2+tpe", {}, "position 'none'"),
+        ("mamba2", {"norm_eps": 1e-6}, "one eps"),
+        ("mamba2", {"mixer_options": {"decay": "mamba2_no_a"}}, "own decay"),
+        ("mamba2", {"mixer_options": {"head_dim": 5}}, "expand"),
+        ("mamba2+post", {}, "own decay"),
+        ("gla", {}, "mixer 'mamba2' only"),
+    ],
+)
+def test_models_that_transformers_does_not_have_are_refused(name, options, message, tmp_path):
+    config = preset(name, **{"hidden_size": 16, "num_layers": 1, "mlp": "none", **options})
+    io.save(LanguageModel(config), tmp_path / "ours")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "ours", tmp_path / "out", to="transformers")
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------- Qwen3-Next
+
+
+def qwen(folder, key_heads=2, value_heads=4):
+    """A small one of transformers: three Gated DeltaNets, attention, and experts after each."""
+    model = randomise(Qwen3NextForCausalLM(Qwen3NextConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, linear_num_key_heads=key_heads, linear_num_value_heads=value_heads, linear_key_head_dim=8,
+        linear_value_head_dim=6, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8, intermediate_size=16, rms_norm_eps=1e-4,
+    )))  # fmt: skip
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 4), (4, 4), (1, 2)])
+def test_qwen3_nexts_mixer_equals_transformers(key_heads, value_heads, tmp_path, monkeypatch):
+    plain = unchecked(qwen3_next.torch_chunk_gated_delta_rule)  # else transformers takes fla's Triton kernel
+    monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", plain)
+    theirs = qwen(tmp_path / "in", key_heads, value_heads)
+    ours = load_layer(convert(tmp_path / "in", tmp_path / "out", layer=1))
+    x = torch.randn(2, LENGTH, 32)
+    expected = theirs.model.layers[1].linear_attn(x)
+    assert_close(ours(x)[0], expected, TOLERANCE)
+    options, weights = qwen3_next_mixer(theirs.config.to_dict(), theirs.state_dict(), 1)
+    direct = layers.build("gated_deltanet", **options)
+    direct.load_state_dict(weights)
+    assert_same(direct(x)[0], ours(x)[0])
+
+
+def test_qwen3_nexts_other_parts_are_refused(tmp_path):
+    qwen(tmp_path / "in")
+    with pytest.raises(ValueError, match=r"attention and experts.*--layer N.*0, 1, 2$"):
+        convert(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(ValueError, match="layer 3 is no Gated DeltaNet; those are 0, 1, 2"):
+        convert(tmp_path / "in", tmp_path / "out", layer=3)
+    edit(tmp_path / "in" / "config.json", linear_num_value_heads=3)
+    with pytest.raises(ValueError, match="linear_num_value_heads"):
+        convert(tmp_path / "in", tmp_path / "out", layer=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layers_folder_that_is_broken(tmp_path):
+    qwen(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", layer=0)
+    with pytest.raises(FileExistsError, match=r"layer\.json"):
+        convert(tmp_path / "in", tmp_path / "out", layer=0)
+    data = json.loads((tmp_path / "out" / "layer.json").read_text())
+    edit(tmp_path / "out" / "layer.json", options={**data["options"], "head_dim": 5})
+    with pytest.raises(ValueError, match="of another layer"):
+        load_layer(tmp_path / "out")
+    edit(tmp_path / "out" / "layer.json", format=9)
+    with pytest.raises(ValueError, match="format 9"):
+        load_layer(tmp_path / "out")
+    (tmp_path / "out" / "layer.safetensors").unlink()
+    edit(tmp_path / "out" / "layer.json", format=1)
+    with pytest.raises(FileNotFoundError, match=r"layer\.safetensors"):
+        load_layer(tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------- folders that do not fit, and the CLI
+
+
+def gla(folder, weights=lambda weights: weights, **changes):
+    """A folder with fla's names."""
+    config, tensors = published("gla", torch.float32)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    save_file(weights(tensors), folder / "model.safetensors")
+    return folder
+
+
+LAST = "model.layers.1.attn.o_proj.weight"
+BROKEN = [
+    (lambda x: {n: y for n, y in x.items() if n != LAST}, rf"{LAST} is missing"),
+    (lambda x: {**x, "model.layers.1.attn.D": torch.ones(4)}, r"model\.layers\.1\.attn\.D is unknown"),
+    (lambda x: {**x, LAST: x[LAST][:5].clone()}, rf"{LAST} is \[5, 32\] instead of \[32, 32\]"),
+    (lambda x: {**x, LAST: x[LAST].char()}, rf"{LAST} is torch\.int8 instead of a float"),
+    (lambda x: {"a": x[LAST]}, r"is missing; .* more$"),
+]
+
+
+@pytest.mark.parametrize(("weights", "message"), BROKEN)
+def test_weights_that_do_not_fit_are_named(weights, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        convert(gla(tmp_path / "in", weights), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def truncated(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+
+
+def index(weight_map):
+    def write(folder):
+        (folder / "model.safetensors").rename(folder / "shard.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+WRONG = [
+    (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, r"config\.json"),
+    (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "no JSON object"),
+    (lambda folder: (folder / "config.json").write_text("{"), ValueError, "truncated or no JSON"),
+    (
+        lambda folder: edit(folder / "config.json", model_type="gpt2"),
+        ValueError,
+        "gla, gated_deltanet, rwkv7, mamba2, qwen3_next",
+    ),
+    (lambda folder: edit(folder / "config.json", format=1), ValueError, "already"),
+    (no_weights, FileNotFoundError, r"model\.safetensors is missing"),
+    (pickle, ValueError, r"pytorch_model\.bin, a pickle"),
+    (truncated, ValueError, "truncated or no safetensors"),
+    (index({LAST: "shard.safetensors"}), ValueError, "do not agree"),
+    (index({LAST: "absent.safetensors"}), FileNotFoundError, r"absent\.safetensors is missing"),
+    (index(None), ValueError, "no weight_map"),
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), WRONG)
+def test_folders_that_are_wrong(damage, error, message, tmp_path):
+    damage(gla(tmp_path / "in"))
+    with pytest.raises(error, match=message):
+        convert(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_asked_for_makes_no_sense(tmp_path):
+    source = gla(tmp_path / "in")
+    with pytest.raises(ValueError, match="a gla converts as a whole"):
+        convert(source, tmp_path / "out", layer=0)
+    with pytest.raises(ValueError, match="Choose from: halflife, transformers"):
+        convert(source, tmp_path / "out", to="jax")
+    with pytest.raises(ValueError, match="only a whole halflife checkpoint"):
+        convert(source, tmp_path / "out", to="transformers")
+    with pytest.raises(FileExistsError, match=r"config\.json already"):
+        convert(source, source)
+
+
+def test_command(tmp_path, capsys):
+    source, out = gla(tmp_path / "in"), tmp_path / "out"
+    main(["convert", str(source), str(out)])
+    assert str(out) in capsys.readouterr().out
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
+    model = io.load(out)
+    direct, weights = SOURCES["gla"](
+        json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    )
+    assert model.config == direct
+    assert_same(model.state_dict(), weights)
+    with pytest.raises(SystemExit) as stop:
+        main(["convert", str(source), str(out)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("halflife: ")
+    assert len(error.strip().splitlines()) == 1
+    with pytest.raises(SystemExit) as stop:
+        main(["convert", "--help"])
+    assert stop.value.code == 0
+    assert "examples:" in capsys.readouterr().out

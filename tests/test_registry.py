@@ -1,0 +1,237 @@
+"""Every preset, and every decay in the design-space block, keeps what the library promises of all models.
+
+It learns, streams, packs, pads, starts from the meta device, survives a file, keeps its decays in float32, compiles.
+A new preset or decay is tested by being registered.
+"""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from combinations import SIZES
+from helpers import assert_close, assert_same, relative_error, slices
+from safetensors.torch import load_file
+
+from halflife import LanguageModel, param_groups, preset
+from halflife.decay import DECAYS, Float32Module
+from halflife.models import PRESETS, io
+
+# Modifiers that change what a model computes, on a base each.
+MODIFIED = (
+    "mamba2+post", "mamba3+post", "rwkv7+post", "gated_deltanet+post", "simple+post", "retnet+post_norm", "gla+post",
+    "simple+rope", "simple+lrpe", "simple+scalar+tpe", "simple+delta", "simple+dplr", "hgrn2+vector+share",
+)  # fmt: skip
+
+# What a preset's sizes shrink to: several chunks in a short sequence, and a small state.
+SMALL = {"attention": {}, "mamba2": {"state_size": 16}, "mamba3": {"state_size": 16}}
+
+LENGTH, VOCABULARY = 11, SIZES["vocab_size"]
+
+# Four times the worst measured, relative to the largest entry, in float64.
+EXACT = 1
+
+
+def small(name, **options):
+    """The configuration of a test: the preset, narrow, with short chunks."""
+    config = preset(name, **SIZES, mixer_options=options)
+    chunk = {} if config.mixer == "attention" else {"chunk_size": 4}
+    options = {**config.mixer_options, **chunk, **SMALL.get(config.mixer, {})}
+    return dataclasses.replace(config, mixer_options=options)
+
+
+def configurations():
+    """By name: presets, modified ones, and the design-space block with every decay that no preset has there."""
+    found = {name: small(name) for name in (*PRESETS, *MODIFIED)}
+    for decay in DECAYS:
+        for granularity in DECAYS[decay].granularities:
+            config = small("simple", decay=decay, granularity=granularity)
+            if all(dataclasses.replace(config, name=name) != other for name, other in found.items()):
+                found[f"{decay}-{granularity}"] = config
+    return found
+
+
+CONFIGURATIONS = configurations()
+each_model = pytest.mark.parametrize("name", CONFIGURATIONS)
+
+
+def build(name):
+    return LanguageModel(CONFIGURATIONS[name])
+
+
+def trained(name):
+    """The model with noise in every parameter, in float64: what starts at zero says nothing (RWKV-7's output maps)."""
+    model = build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.double()
+
+
+def tokens(*shape):
+    return torch.randint(VOCABULARY, shape)
+
+
+def everything(model):
+    """Parameters and buffers, the ones that no checkpoint holds included."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def kept(model):
+    """The parameters and buffers of the modules that stay in float32, by identity."""
+    modules = [module for module in model.modules() if isinstance(module, Float32Module)]
+    return {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
+
+
+def assert_states(got, expected):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, EXACT)
+
+
+# --------------------------------------------------------------------------------------------- learning
+
+
+@each_model
+def test_learns_sixteen_sequences_by_heart(name):
+    """To a thirtieth of the loss of knowing nothing; knowing only the token before would give 2 nats.
+
+    First tokens differ, so that everything can be known; and nothing is left as it started.
+    """
+    model = build(name)
+    ids = torch.cat([torch.randperm(VOCABULARY)[:16].unsqueeze(1), tokens(16, 16)], 1)
+    before = {key: x.detach().clone() for key, x in model.named_parameters()}
+    optimizer, losses = torch.optim.AdamW(param_groups(model, 0.0), lr=1e-2), [math.inf]
+    while losses[-1] > 0.1 and len(losses) < 200:
+        logits, _ = model(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(math.log(VOCABULARY), abs=0.3)
+    assert losses[-1] < 0.1
+    print(name, len(losses))
+    assert not [key for key, x in model.named_parameters() if torch.equal(x, before[key])]
+
+
+# ------------------------------------------------------------------------ streaming, packing and padding
+
+
+@each_model
+def test_streams_like_the_full_pass(name):
+    """At every cut, empty pieces included, and token by token: logits, and the state of every layer at every cut."""
+    model, ids = trained(name), tokens(2, LENGTH)
+    whole, last = model(ids)
+    stepped = None
+    for cut in range(LENGTH + 1):
+        first, state = model(ids[:, :cut])
+        second, final = model(ids[:, cut:], state)
+        assert_close(torch.cat([first, second], 1), whole, EXACT)
+        assert_states(final, last)
+        if cut:
+            logits, stepped = model(ids[:, cut - 1 : cut], stepped)
+            assert_close(logits, whole[:, cut - 1 : cut], EXACT)
+            assert_states(stepped, state)
+
+
+@each_model
+def test_packed_equals_separate(name):
+    """An empty sequence too; twice in a row, so that states of different lengths are tested as well."""
+    model = trained(name)
+    state, alone = None, [None] * 4
+    for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        ids = tokens(1, sum(lengths))
+        logits, state = model(ids, state, cu_seqlens=bounds)
+        for row, piece in enumerate(slices(bounds.tolist())):
+            expected, alone[row] = model(ids[:, piece], alone[row])
+            assert_close(logits[:, piece], expected, EXACT)
+
+
+@each_model
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(name, side):
+    """Logits are those of the unpadded rows, 0 at pads, whatever the pads are; and decoding goes on from there."""
+    model, lengths = trained(name), torch.tensor([4, 0, LENGTH])
+    mask = torch.arange(LENGTH) < lengths.unsqueeze(1)
+    mask = mask.flip(1) if side == "left" else mask
+    ids, steps = tokens(3, LENGTH), tokens(3, 2)
+    logits, state = model(ids, attention_mask=mask.long())
+    assert logits[~mask].count_nonzero() == 0
+    assert_same(model(ids.where(mask, 0), attention_mask=mask)[0], logits)
+    continued, _ = model(steps, state)
+    for row in range(3):
+        expected, own = model(ids[row : row + 1, mask[row]])
+        assert_close(logits[row, mask[row]], expected[0], EXACT)
+        assert_close(continued[row], model(steps[row : row + 1], own)[0][0], EXACT)
+
+
+# --------------------------------------------------------------------------------- initialisation and files
+
+
+@each_model
+def test_starts_from_the_meta_device(name):
+    """Whatever lies in the memory given, `reset_parameters` leaves what construction gives."""
+    with torch.device("meta"):
+        model = LanguageModel(CONFIGURATIONS[name])
+    assert all(x.is_meta for x in everything(model).values())
+    model.to_empty(device="cpu")
+    direct = build(name)
+    for x in everything(model).values():
+        x.data.fill_(1e30)
+    for each in (model, direct):
+        torch.manual_seed(3)
+        each.reset_parameters()
+    assert everything(model).keys() == everything(direct).keys()
+    assert_same(everything(model), everything(direct))
+    assert all((x.abs() < 100).all() for x in everything(model).values())
+    ids = tokens(2, LENGTH)
+    assert_same(model(ids)[0], direct(ids)[0])
+
+
+@each_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_files_round_trip(name, dtype, tmp_path):
+    """To the bit, with the decays in float32 in the file as well."""
+    model, ids = build(name).to(dtype), tokens(2, LENGTH)
+    loaded = io.load(io.save(model, tmp_path))
+    assert loaded.config == model.config
+    assert everything(loaded).keys() == everything(model).keys()
+    assert_same(everything(loaded), everything(model))
+    assert_same(loaded(ids)[0], model(ids)[0])
+    dtypes = {key: x.dtype for key, x in everything(model).items()}
+    assert {key: x.dtype for key, x in everything(loaded).items()} == dtypes
+    stored, wide = load_file(tmp_path / "model.safetensors"), kept(model)
+    assert {key: x.dtype for key, x in stored.items()} == {key: dtypes[key] for key in stored}
+    assert all(stored[key].dtype == torch.float32 for key, x in model.named_parameters() if id(x) in wide)
+
+
+# ---------------------------------------------------------------------------------------------- precision
+
+
+@each_model
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
+def test_decays_stay_float32(name, cast):
+    """And get no weight decay; everything else is cast; the model runs and trains."""
+    model = build(name)
+    exact, _ = model(ids := tokens(2, LENGTH))
+    model.to(torch.bfloat16) if cast == "to" else getattr(model, cast)()
+    narrow, wide = torch.float16 if cast == "half" else torch.bfloat16, kept(model)
+    for key, x in everything(model).items():
+        assert x.dtype == (torch.float32 if id(x) in wide else narrow), key
+    assert all(id(x) in wide for key, x in everything(model).items() if ".decay." in key)
+    logits, state = model(ids)
+    assert logits.dtype == narrow
+    print(name, cast, "err", relative_error(logits, exact))
+    assert all(layer["memory"].dtype == torch.float32 for layer in state if "memory" in layer)
+    logits.float().logsumexp(-1).sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
+    decayed, spared = param_groups(model, 0.1)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0)
+    assert all(id(x) not in wide for x in decayed["params"])
+    assert {id(x) for x in (*decayed["params"], *spared["params"])} == {id(x) for x in model.parameters()}
