@@ -1,6 +1,6 @@
 """Recall tasks: configuration and seed → inputs, labels, slices."""
 
-from halflife.tasks import mqar  # noqa: F401 (registers itself)
+from halflife.tasks import ascii, economy, mqar, recall  # noqa: F401 (register themselves)
 from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, build, stream_seed
 
 __all__ = ["IGNORED", "TASKS", "Task", "TaskBatch", "build", "stream_seed"]

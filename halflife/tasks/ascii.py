@@ -1,0 +1,177 @@
+"""Recall in text: tool calls, variables of a system prompt.
+
+Tasks of the Echo paper's Appendix G.4, which gives their sizes and few of their formats; formats from tasks.md.
+`halflife/tasks/text.py` says what a token is and which positions are scored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from string import ascii_uppercase, digits
+
+import torch
+from torch import Tensor
+
+from halflife.registry import unknown
+from halflife.tasks.base import TASKS, TaskBatch
+from halflife.tasks.layout import pick
+from halflife.tasks.mqar import distinct
+from halflife.tasks.text import TextTask, among, check_range, render, table
+
+HEXADECIMAL = "0123456789abcdef"  # names of agents and tools
+BLANK = "."  # fills what is left of a gap
+KINDS = ("cot", "recall")
+
+
+@TASKS.add("toolcalling")
+@dataclass(frozen=True, kw_only=True)
+class ToolCalling(TextTask):
+    """Tool calls: `A3:T7>42;` × 10–30 (hard: 60–120), `?A3:T7=` → the result's two digits.
+
+    Agents A0–Af and tools T0–Tf have hexadecimal digits as names, so that up to 256 calls can be those of different
+    pairs (with decimal ones there are 100): each (agent, tool) is called at most once, any call can be asked. The first
+    100 results are all different, and so are the next 100, and so on.
+
+    Args:
+        length: T_max; see `TextTask`.
+        min_calls, max_calls: their number is uniform between these.
+
+    Levels are those of the whole answer, both digits right: chance is 1/100, and naming the result of any call (that
+    of a later one beyond the 100th, which has a double) scores the mean of ⌈n/100⌉/n over the numbers of calls n.
+    Slices: `length`; `num_calls`; `depth`, the calls before the one that is asked; `gap`, the characters between its
+    result and the query. Source: Echo paper, Appendix G.4; tasks.md.
+    """
+
+    min_calls: int = 10
+    max_calls: int = 30
+
+    name = "toolcalling"
+    tiers = {
+        "easy": {"length": 400, "min_calls": 10, "max_calls": 30},
+        "hard": {"length": 1500, "min_calls": 60, "max_calls": 120},
+    }
+
+    def __post_init__(self) -> None:
+        check_range("calls", self.min_calls, self.max_calls, 1, len(HEXADECIMAL) ** 2)
+        super().__post_init__()
+
+    @property
+    def shortest(self) -> int:
+        return len("A3:T7>42;") * self.max_calls + len("?A3:T7=4")
+
+    @property
+    def chance(self) -> float:
+        return 1 / 100
+
+    @property
+    def guess(self) -> float:
+        numbers = range(self.min_calls, self.max_calls + 1)
+        return sum(math.ceil(n / 100) / n for n in numbers) / len(numbers)
+
+    def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
+        most = self.max_calls
+        number = self.min_calls + pick(num_examples, most - self.min_calls + 1, draw)
+        pairs = distinct(num_examples, most, 0, len(HEXADECIMAL) ** 2, draw)
+        rounds = [distinct(num_examples, 100, 0, 100, draw) for _ in range(math.ceil(most / 100))]
+        results = torch.cat(rounds, 1)[:, :most]
+        names = [f"A{agent}:T{tool}" for agent, tool in product(HEXADECIMAL, HEXADECIMAL)]
+        numerals = [f"{result:02}" for result in range(100)]
+        heads, tails = table(*(f"{name}>" for name in names)), table(*(f"{result};" for result in numerals))
+        calls = torch.cat([heads[pairs], tails[results]], 2) * among(most, number).unsqueeze(2)
+        asked = pick(num_examples, number, draw)
+        query = table(*(f"?{name}=" for name in names))[pairs.gather(1, asked)]
+        answer = table(*numerals)[results.gather(1, asked)].squeeze(1)
+        gap = calls.shape[2] * (number - 1 - asked) + len(";")
+        return render([calls, query], answer, self.length, num_calls=number, depth=asked, gap=gap)
+
+
+@TASKS.add("amnesia")
+@dataclass(frozen=True, kw_only=True)
+class Amnesia(TextTask):
+    """System prompt amnesia: `X=7;` × 4 (or 6), a gap full of digits, `?X=` → its digit.
+
+    Variables are distinct capital letters with distinct digits. The gap is made of whole statements that bind nothing,
+    and dots behind them up to its length:
+
+        kind "cot"     scratch steps, sums without the carry: `4+8=2;`
+        kind "recall"  decoys `~X=3;`: the name of any of the variables, and any digit but its own
+
+    Args:
+        length: T_max; see `TextTask`.
+        kind: "cot" or "recall".
+        num_variables: n, 1 to 10.
+        min_gap, max_gap: the characters of the gap are uniform between these.
+
+    Chance is 1/10; naming any variable's digit scores 1/n. Slices: `length`; `num_variables`; `depth`, the variables
+    before the one that is asked; `gap`; `decoys`, how many of them have its name. Source: Echo paper, Appendix G.4;
+    tasks.md. The paper gives gaps in tokens there and in steps in H.2; here they are tokens, and a step has 6.
+    """
+
+    kind: str = "cot"
+    num_variables: int = 4
+    min_gap: int = 10
+    max_gap: int = 30
+
+    name = "amnesia"
+    tiers = {
+        "cot_easy": {"length": 400, "kind": "cot", "num_variables": 4, "min_gap": 10, "max_gap": 30},
+        "cot_hard": {"length": 3000, "kind": "cot", "num_variables": 4, "min_gap": 150, "max_gap": 300},
+        "recall_easy": {"length": 500, "kind": "recall", "num_variables": 6, "min_gap": 10, "max_gap": 30},
+        "recall_hard": {"length": 2500, "kind": "recall", "num_variables": 6, "min_gap": 80, "max_gap": 200},
+    }
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise unknown("kind", self.kind, list(KINDS))
+        if not 1 <= self.num_variables <= len(digits):
+            raise ValueError(f"num_variables must lie between 1 and {len(digits)}; got {self.num_variables}")
+        check_range("gaps", self.min_gap, self.max_gap, 0)
+        super().__post_init__()
+
+    @property
+    def shortest(self) -> int:
+        return len("X=7;") * self.num_variables + self.max_gap + len("?X=")
+
+    @property
+    def chance(self) -> float:
+        return 1 / len(digits)
+
+    @property
+    def guess(self) -> float:
+        return 1 / self.num_variables
+
+    def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
+        names = distinct(num_examples, self.num_variables, 0, len(ascii_uppercase), draw)
+        values = distinct(num_examples, self.num_variables, 0, len(digits), draw)
+        bindings = table(*(f"{x}={d};" for x, d in product(ascii_uppercase, digits)))[names * len(digits) + values]
+        asked = pick(num_examples, self.num_variables, draw)
+        gap = self.min_gap + pick(num_examples, self.max_gap - self.min_gap + 1, draw)
+        steps, of = (self._scratch if self.kind == "cot" else self._decoys)(values, names, draw)
+        most, width = steps.shape[1:]
+        taken = among(most, gap // width)
+        rest = table(BLANK) * among(width, gap % width)
+        query = table(*(f"?{x}=" for x in ascii_uppercase))[names.gather(1, asked)]
+        return render(
+            [bindings, steps * taken.unsqueeze(2), rest, query],
+            values.gather(1, asked) + ord("0"),
+            self.length,
+            num_variables=torch.full_like(gap, self.num_variables),
+            depth=asked,
+            gap=gap,
+            decoys=((of == asked) & taken).sum(1),
+        )
+
+    def _scratch(self, values: Tensor, names: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Sums for the longest gap `[N, steps, 6]`, and the variable that each of them names: none."""
+        sums = table(*(f"{a}+{b}={(int(a) + int(b)) % 10};" for a, b in product(digits, digits)))
+        steps = torch.randint(len(sums), (len(values), self.max_gap // sums.shape[1]), generator=draw)
+        return sums[steps], torch.full_like(steps, -1)
+
+    def _decoys(self, values: Tensor, names: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Decoys for the longest gap `[N, steps, 5]`, and the variable that each of them names, by its index."""
+        lies = table(*(f"~{x}={d};" for x, d in product(ascii_uppercase, digits)))
+        of = torch.randint(self.num_variables, (len(values), self.max_gap // lies.shape[1]), generator=draw)
+        other = (values.gather(1, of) + torch.randint(1, len(digits), of.shape, generator=draw)) % len(digits)
+        return lies[names.gather(1, of) * len(digits) + other], of

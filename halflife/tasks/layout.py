@@ -1,0 +1,113 @@
+"""How tasks over 128 token ids are laid out: what the ids mean, blocks among fillers, a query at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halflife.tasks.base import IGNORED, Task, TaskBatch
+from halflife.tasks.mqar import distinct
+
+VOCABULARY = 128
+BOS, SYS, SEP, QUERY, CALL, RESULT = range(1, 7)  # 0 pads, in the tasks that do
+KEYS, VALUES, FILLERS = (16, 48), (48, 80), (80, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallTask(Task):
+    """What these tasks share: KV bindings, fillers, one query at the end.
+
+    Args:
+        vocab_size: always 128.
+        length: T, tokens of a sequence with its query. The paper's grids go from 16 to 4096.
+        num_pairs: KV.
+
+    Slices: `num_pairs`, `length`, and `gap`, the tokens between the answer in the context and the query.
+    """
+
+    vocab_size: int = VOCABULARY
+    length: int = 64
+    num_pairs: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_pairs <= self.most_pairs:
+            raise ValueError(f"num_pairs must lie between 1 and {self.most_pairs}; got {self.num_pairs}")
+        check_sizes(self, self.shortest)
+
+    @property
+    def most_pairs(self) -> int:
+        """The largest KV for which keys and values suffice."""
+        return VALUES[1] - VALUES[0]
+
+    @property
+    def shortest(self) -> int:
+        """The least length that holds the context and the query."""
+        raise NotImplementedError
+
+    @property
+    def chance(self) -> float:
+        return 1 / (VALUES[1] - VALUES[0])
+
+    @property
+    def guess(self) -> float:
+        return 1 / self.num_pairs
+
+    def asking(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:
+        """The batch whose context is complete, with `Q names…` written at its end.
+
+        Args:
+            inputs: `[N, T]`, changed in place.
+            names: what stands behind Q, `[N, any number]`.
+            at: where in the context the answer stands, `[N, 1]`.
+            slices: further ones.
+        """
+        start = self.length - 1 - names.shape[1]
+        inputs[:, start] = QUERY
+        inputs[:, start + 1 :] = names
+        labels = torch.full_like(inputs, IGNORED)
+        labels[:, -1:] = inputs.gather(1, at)
+        same = {"num_pairs": self.num_pairs, "length": self.length}
+        shared = {name: torch.full((len(inputs),), size) for name, size in same.items()}
+        return TaskBatch(inputs, labels, {**shared, "gap": start - 1 - at.squeeze(1), **slices})
+
+
+def check_sizes(task: Task, shortest: int) -> None:
+    """
+    Raises:
+        ValueError: a vocabulary that is not the one these tasks are made of, or a length below `shortest`.
+    """
+    if task.vocab_size != VOCABULARY:
+        raise ValueError(f"task {task.name} is made of {VOCABULARY} token ids; got vocab_size {task.vocab_size}")
+    if task.length < shortest:
+        raise ValueError(f"task {task.name} needs a length of at least {shortest} for these sizes; got {task.length}")
+
+
+def pick(rows: int, count: int | Tensor, draw: torch.Generator) -> Tensor:
+    """A number from 0 to `count` − 1 a row, uniformly: `[rows, 1]`; `count` may differ by row, `[rows, 1]`."""
+    return (torch.rand(rows, 1, generator=draw, dtype=torch.float64) * count).long()
+
+
+def fillers(rows: int, length: int, draw: torch.Generator) -> Tensor:
+    """Tokens `[rows, length]` that mean nothing."""
+    return torch.randint(*FILLERS, (rows, length), generator=draw)
+
+
+def scatter(inputs: Tensor, blocks: Tensor, span: int, draw: torch.Generator) -> Tensor:
+    """Writes blocks into the first `span` positions: all orders and all placements without overlap alike.
+
+    Args:
+        inputs: `[N, T]`, changed in place.
+        blocks: M blocks of W tokens, `[N, M, W]`.
+
+    Returns:
+        Where each block starts, `[N, M]`.
+    """
+    rows, count, width = blocks.shape
+    # A placement is a row of items, blocks and single tokens, and a choice of which of them are the blocks.
+    items = distinct(rows, count, 0, span - count * (width - 1), draw)
+    starts = items + (width - 1) * items.argsort(1).argsort(1)
+    at = starts.unsqueeze(2) + torch.arange(width)
+    inputs.scatter_(1, at.flatten(1), blocks.flatten(1))
+    return starts
