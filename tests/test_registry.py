@@ -27,17 +27,18 @@ MODIFIED = (
     "simple+rope", "simple+lrpe", "simple+scalar+tpe", "simple+delta", "simple+dplr", "hgrn2+vector+share",
 )  # fmt: skip
 
-# What a preset's sizes shrink to: several chunks in a short sequence, and a small state.
-SMALL = {"attention": {}, "mamba2": {"state_size": 16}, "mamba3": {"state_size": 16}}
+# A state that is large by default.
+SMALL = {"mamba2": {"state_size": 16}, "mamba3": {"state_size": 16}}
 
 LENGTH, VOCABULARY = 11, SIZES["vocab_size"]
 
-# Four times the worst measured, relative to the largest entry: float64 (LightNet; all others 2e-14), and compiled.
-EXACT, COMPILED = 4 * 1e-13, 4 * 4e-6
+# Four times the worst measured, relative to the largest entry: in float64 (LightNet), and compiled in float32 (the
+# gradient of Mamba-3's A_log, a sum that cancels; all others 6e-6).
+EXACT, COMPILED = 4 * 1e-13, 4 * 9e-5
 
 
 def small(name, **options):
-    """The configuration of a test: the preset, narrow, with short chunks."""
+    """The preset, narrow, with several chunks in a short sequence."""
     config = preset(name, **SIZES, mixer_options=options)
     chunk = {} if config.mixer == "attention" else {"chunk_size": 4}
     options = {**config.mixer_options, **chunk, **SMALL.get(config.mixer, {})}
@@ -199,6 +200,7 @@ def test_files_round_trip(name, dtype, tmp_path):
     """To the bit, with the decays in float32 in the file as well."""
     model, ids = build(name).to(dtype), tokens(2, LENGTH)
     loaded = io.load(io.save(model, tmp_path))
+    assert not list(tmp_path.glob(".*"))
     assert loaded.config == model.config
     assert everything(loaded).keys() == everything(model).keys()
     assert_same(everything(loaded), everything(model))
@@ -222,15 +224,17 @@ def test_decays_stay_float32(name, cast):
     narrow, wide = torch.float16 if cast == "half" else torch.bfloat16, kept(model)
     for key, x in everything(model).items():
         assert x.dtype == (torch.float32 if id(x) in wide else narrow), key
-    assert all(id(x) in wide for key, x in everything(model).items() if ".decay." in key)
+    assert all(id(x) in wide for key, x in everything(model).items() if ".decay." in key or ".skip." in key)
     logits, state = model(tokens(2, LENGTH))
     assert logits.dtype == narrow
-    assert all(layer["memory"].dtype == torch.float32 for layer in state if "memory" in layer)
+    if model.config.mixer != "attention":
+        assert all(layer["memory"].dtype == torch.float32 for layer in state)
     logits.float().logsumexp(-1).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
     decayed, spared = param_groups(model, 0.1)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0)
-    assert all(id(x) not in wide for x in decayed["params"])
+    assert all(x.ndim >= 2 and id(x) not in wide for x in decayed["params"])
+    assert any(x is model.embedding.weight for x in decayed["params"])
     assert {id(x) for x in (*decayed["params"], *spared["params"])} == {id(x) for x in model.parameters()}
 
 

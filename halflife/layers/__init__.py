@@ -9,8 +9,10 @@ from halflife.layers import (  # noqa: F401 (each registers itself)
     mamba3,
     retnet,
     rwkv7,
+    ska,
     tpe,
 )
+from halflife.layers.koopman_mlp import KoopmanMLP
 from halflife.layers.mixer import LAYERS, LinearMixer, Mixer, Shared, State, build
 from halflife.layers.mlp import SwiGLU
 from halflife.layers.norm import ShortConv
@@ -18,6 +20,6 @@ from halflife.layers.packing import repad, unpad
 from halflife.layers.rwkv7 import RWKV7ChannelMix
 
 __all__ = [
-    "LAYERS", "Float32Module", "LinearMixer", "Mixer", "RWKV7ChannelMix", "Shared", "ShortConv", "State", "SwiGLU",
-    "build", "repad", "unpad",
+    "LAYERS", "Float32Module", "KoopmanMLP", "LinearMixer", "Mixer", "RWKV7ChannelMix", "Shared", "ShortConv", "State",
+    "SwiGLU", "build", "repad", "unpad",
 ]  # fmt: skip

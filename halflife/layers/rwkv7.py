@@ -13,25 +13,13 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers import packing
+from halflife.layers.linear import UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.norm import l2_normalize
 from halflife.ops import dplr
 
 # Exponents e of the start of each μ, 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
-
-
-class UniformLinear(nn.Linear):
-    """`x W`, W uniform within ±`gain`/√D of D inputs; gain 0 starts it at zero."""
-
-    def __init__(self, inputs: int, outputs: int, gain: float) -> None:
-        self.bound = gain / math.sqrt(inputs)  # nn.Linear resets itself at once
-        super().__init__(inputs, outputs, bias=False)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        drawn = torch.empty_like(self.weight, dtype=torch.float32)
-        self.weight.copy_(drawn.uniform_(-self.bound, self.bound))
 
 
 class LoRA(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 from halflife.layers import LAYERS
 from halflife.registry import unknown
 
-MLPS = ("swiglu", "rwkv7", "none")
+MLPS = ("swiglu", "koopman", "koopman_gated", "rwkv7", "none")
 NORMS = ("rms", "layer")
 POSITIONS = ("none", "tpe")
 
@@ -24,8 +24,9 @@ class ModelConfig:
         vocab_size, hidden_size, num_layers: sizes.
         mixer: sequence mixer of every block, a name of `layers.LAYERS`.
         mixer_options: its options.
-        mlp: "swiglu", "rwkv7" (squared ReLU after a token shift), or "none" for blocks that only mix along the
-            sequence (MQAR).
+        hybrid: another mixer for some layers: `{"mixer": …, "options": {…}, "layers": [from 0]}`; empty for none.
+        mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "rwkv7" (squared ReLU after a token shift), or "none" for
+            blocks that only mix along the sequence (MQAR).
         intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to 64.
         tie_embeddings: whether the output head is the embedding.
         norm: "rms" or "layer" (with bias), before every mixer, MLP and head.
@@ -44,6 +45,7 @@ class ModelConfig:
     num_layers: int
     mixer: str
     mixer_options: dict[str, Any] = field(default_factory=dict)
+    hybrid: dict[str, Any] = field(default_factory=dict)
     mlp: str = "swiglu"
     intermediate_size: int | None = None
     tie_embeddings: bool = True
@@ -58,9 +60,25 @@ class ModelConfig:
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
         LAYERS[self.mixer]
+        if self.hybrid:
+            self._check_hybrid()
         for kind, choices in (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS)):
             if getattr(self, kind) not in choices:
                 raise unknown(kind, getattr(self, kind), list(choices))
+
+    def _check_hybrid(self) -> None:
+        if set(self.hybrid) != {"mixer", "options", "layers"}:
+            raise ValueError(f"hybrid has the keys mixer, options and layers; got {', '.join(self.hybrid)}")
+        LAYERS[self.hybrid["mixer"]]
+        for layer in self.hybrid["layers"]:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(f"hybrid layers lie from 0 to {self.num_layers - 1}; got {layer}")
+
+    def mixer_of(self, layer: int) -> tuple[str, dict[str, Any]]:
+        """The mixer of a layer and its options."""
+        if self.hybrid and layer in self.hybrid["layers"]:
+            return self.hybrid["mixer"], self.hybrid["options"]
+        return self.mixer, self.mixer_options
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

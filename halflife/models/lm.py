@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import layers
-from halflife.layers import Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
+from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
 from halflife.models.config import ModelConfig
 
 ModelState = tuple[State, ...]
@@ -25,10 +25,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         self.mixer_norm = _norm(config)
+        name, options = config.mixer_of(layer_idx)
         self.mixer: Mixer = layers.build(
-            config.mixer, hidden_size=config.hidden_size, layer_idx=layer_idx, num_layers=config.num_layers,
-            **config.mixer_options,
-        )  # fmt: skip
+            name, hidden_size=config.hidden_size, layer_idx=layer_idx, num_layers=config.num_layers, **options
+        )
         self.mlp = _mlp(config, layer_idx)
         self.mlp_norm = None if self.mlp is None else _norm(config)
 
@@ -61,6 +61,8 @@ def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
         return None
     if config.mlp == "swiglu":
         return SwiGLU(config.hidden_size, config.intermediate_size)
+    if config.mlp.startswith("koopman"):
+        return KoopmanMLP(config.hidden_size, config.intermediate_size, gated=config.mlp == "koopman_gated")
     return RWKV7ChannelMix(
         config.hidden_size, config.intermediate_size, layer_idx=layer_idx, num_layers=config.num_layers
     )

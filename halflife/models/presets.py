@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +13,18 @@ from halflife.registry import Registry
 
 Options = dict[str, Any]
 
+
+class Sizes(NamedTuple):
+    """What a modifier may need to know."""
+
+    hidden_size: int
+    num_layers: int
+    train_length: int
+
+
 # A base gives fields of `ModelConfig`; a modifier changes the mixer's options, or a field.
 PRESETS: Registry[Callable[[int, int | None], Options]] = Registry("preset")
-MODIFIERS: Registry[Callable[[str, Options, int], Options]] = Registry("modifier")
+MODIFIERS: Registry[Callable[[str, Options, Sizes], Options]] = Registry("modifier")
 
 EXCLUSIVE = (
     {"post", "post_norm"}, {"scalar", "vector"}, {"rope", "lrpe"}, {"rope", "tpe"}, {"lrpe", "tpe"}, {"delta", "dplr"},
@@ -57,13 +66,15 @@ def preset(
         for clash in EXCLUSIVE:
             if clash <= set(modifiers):
                 raise ValueError(f"{' and '.join(sorted(clash))} exclude each other in {name!r}")
-        model = MODIFIERS[modifier](base, model, train_length)
+        model = MODIFIERS[modifier](base, model, Sizes(hidden_size, num_layers, train_length))
     options = {**model["mixer_options"], **(mixer_options or {})}
     fields = {**model, "mixer_options": options, **config}
     resolved = ModelConfig(name=name, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, **fields)
     try:
         with torch.device("meta"):
-            layers.build(resolved.mixer, hidden_size=hidden_size, layer_idx=0, num_layers=num_layers, **options)
+            for layer in {0, *resolved.hybrid.get("layers", ())}:
+                mixer, own = resolved.mixer_of(layer)
+                layers.build(mixer, hidden_size=hidden_size, layer_idx=layer, num_layers=num_layers, **own)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name!r} has no meaning: {error}") from error
     return resolved
@@ -184,15 +195,15 @@ def _needs_decay(base: str, model: Options, modifier: str) -> None:
 
 
 @MODIFIERS.add("post")
-def post(base: str, model: Options, train_length: int) -> Options:
+def post(base: str, model: Options, sizes: Sizes) -> Options:
     """PoST as in its paper: an ordered, geometric spectrum that stretches with the position (t_ref = 1)."""
-    return _post(base, model, train_length, 1)
+    return _post(base, model, sizes.train_length, 1)
 
 
 @MODIFIERS.add("post_norm")
-def post_norm(base: str, model: Options, train_length: int) -> Options:
+def post_norm(base: str, model: Options, sizes: Sizes) -> Options:
     """PoST as in its theorem: time-scales t^α, equal to the static spectrum at the training length."""
-    return _post(base, model, train_length, train_length)
+    return _post(base, model, sizes.train_length, sizes.train_length)
 
 
 def _post(base: str, model: Options, train_length: int, reference_length: int) -> Options:
@@ -204,13 +215,13 @@ def _post(base: str, model: Options, train_length: int, reference_length: int) -
 
 
 @MODIFIERS.add("vector")
-def vector(base: str, model: Options, train_length: int) -> Options:
+def vector(base: str, model: Options, sizes: Sizes) -> Options:
     """One decay a key channel."""
     return _granularity(base, model, "vector")
 
 
 @MODIFIERS.add("scalar")
-def scalar(base: str, model: Options, train_length: int) -> Options:
+def scalar(base: str, model: Options, sizes: Sizes) -> Options:
     """One decay a head."""
     return _granularity(base, model, "scalar")
 
@@ -227,7 +238,7 @@ def _granularity(base: str, model: Options, granularity: str) -> Options:
 
 
 @MODIFIERS.add("share")
-def share(base: str, model: Options, train_length: int) -> Options:
+def share(base: str, model: Options, sizes: Sizes) -> Options:
     """No key of its own: k = 1 − λ."""
     _needs_decay(base, model, "share")
     _needs_design_space(base, model, "has keys of its own and cannot write k = 1 − λ")
@@ -235,27 +246,27 @@ def share(base: str, model: Options, train_length: int) -> Options:
 
 
 @MODIFIERS.add("delta")
-def delta(base: str, model: Options, train_length: int) -> Options:
+def delta(base: str, model: Options, sizes: Sizes) -> Options:
     """The delta rule: what a key holds is replaced, after the decay."""
     _needs_design_space(base, model, "has an update of its own")
     return _with(model, update="delta")
 
 
 @MODIFIERS.add("dplr")
-def dplr(base: str, model: Options, train_length: int) -> Options:
+def dplr(base: str, model: Options, sizes: Sizes) -> Options:
     """DPLR: what a key holds is replaced, beside the decay."""
     _needs_design_space(base, model, "has an update of its own")
     return _with(model, update="dplr")
 
 
 @MODIFIERS.add("rope")
-def rope(base: str, model: Options, train_length: int) -> Options:
+def rope(base: str, model: Options, sizes: Sizes) -> Options:
     """Rotary position embedding on queries and keys (pairs of channels then decay alike)."""
     return _position(base, model, "rope")
 
 
 @MODIFIERS.add("lrpe")
-def lrpe(base: str, model: Options, train_length: int) -> Options:
+def lrpe(base: str, model: Options, sizes: Sizes) -> Options:
     """Linearised relative positions: cosines of the distance, twice the rows of state."""
     return _position(base, model, "lrpe")
 
@@ -268,8 +279,30 @@ def _position(base: str, model: Options, position: str) -> Options:
 
 
 @MODIFIERS.add("tpe")
-def tpe(base: str, model: Options, train_length: int) -> Options:
+def tpe(base: str, model: Options, sizes: Sizes) -> Options:
     """A Toeplitz layer after the embedding, which weighs the past by distance alone."""
     if model["mixer"] in ("attention", "retnet"):
         raise ValueError(f"{base} has RoPE already")
     return {**model, "position": "tpe"}
+
+
+@MODIFIERS.add("ska")
+def ska(base: str, model: Options, sizes: Sizes) -> Options:
+    """Spectral Koopman attention in some layers: one in twelve, at least one, evenly spaced."""
+    if model["mixer"] == "rwkv7":
+        raise ValueError("RWKV-7's layers share the values of the first one: none of them can be another layer")
+    count = max(1, sizes.num_layers // 12)
+    where = [round((i + 1) * sizes.num_layers / (count + 1)) for i in range(count)]
+    options = {"num_heads": _heads(sizes.hidden_size), "rank": 48}
+    return {
+        **model,
+        "hybrid": {"mixer": "ska", "options": options, "layers": [min(i, sizes.num_layers - 1) for i in where]},
+    }
+
+
+@MODIFIERS.add("koopman_mlp")
+def koopman_mlp(base: str, model: Options, sizes: Sizes) -> Options:
+    """Echo's channel mixer in place of the MLP."""
+    if model.get("mlp") == "rwkv7":
+        raise ValueError("RWKV-7 has a channel mix of its own")
+    return {**model, "mlp": "koopman"}

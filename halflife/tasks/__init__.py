@@ -1,4 +1,4 @@
-"""Recall tasks: configuration and seed → inputs, labels, slices."""
+"""Tasks of recall and state tracking: configuration and seed → inputs, labels, slices."""
 
 from halflife.tasks import ascii, economy, mqar, recall  # noqa: F401 (register themselves)
 from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, build, stream_seed

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 from string import ascii_uppercase, digits
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ class ToolCalling(TextTask):
         length: T_max; see `TextTask`.
         min_calls, max_calls: their number is uniform between these.
 
-    Levels are those of the whole answer, both digits right: chance is 1/100, and naming the result of any call (that
-    of a later one beyond the 100th, which has a double) scores the mean of ⌈n/100⌉/n over the numbers of calls n.
+    Levels are those of the whole answer, both digits right: chance is 1/100; the result of the last call, which stands
+    there ⌈n/100⌉ times among n, is right with the mean of ⌈n/100⌉/n over the numbers of calls.
     Slices: `length`; `num_calls`; `depth`, the calls before the one that is asked; `gap`, the characters between its
     result and the query. Source: Echo paper, Appendix G.4; tasks.md.
     """
@@ -48,7 +49,7 @@ class ToolCalling(TextTask):
     max_calls: int = 30
 
     name = "toolcalling"
-    tiers = {
+    tiers: ClassVar = {
         "easy": {"length": 400, "min_calls": 10, "max_calls": 30},
         "hard": {"length": 1500, "min_calls": 60, "max_calls": 120},
     }
@@ -115,7 +116,7 @@ class Amnesia(TextTask):
     max_gap: int = 30
 
     name = "amnesia"
-    tiers = {
+    tiers: ClassVar = {
         "cot_easy": {"length": 400, "kind": "cot", "num_variables": 4, "min_gap": 10, "max_gap": 30},
         "cot_hard": {"length": 3000, "kind": "cot", "num_variables": 4, "min_gap": 150, "max_gap": 300},
         "recall_easy": {"length": 500, "kind": "recall", "num_variables": 6, "min_gap": 10, "max_gap": 30},

@@ -11,7 +11,6 @@ zeros where one is shorter or absent; `render` closes the gaps.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -48,13 +47,14 @@ class TextTask(Task):
         raise NotImplementedError
 
 
-def check_range(what: str, low: int, high: int, least: int, most: float = math.inf) -> None:
+def check_range(what: str, low: int, high: int, least: int, most: int | None = None) -> None:
     """
     Raises:
-        ValueError: not least ≤ low ≤ high ≤ most.
+        ValueError: not least ≤ low ≤ high (≤ most).
     """
-    if not least <= low <= high <= most:
-        raise ValueError(f"{what} need {least} ≤ min ≤ max ≤ {most}; got min {low}, max {high}")
+    if not least <= low <= high or (most is not None and high > most):
+        end = "" if most is None else f" ≤ {most}"
+        raise ValueError(f"{what} need {least} ≤ min ≤ max{end}; got min {low}, max {high}")
 
 
 @cache

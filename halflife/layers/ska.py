@@ -1,0 +1,109 @@
+"""Spectral Koopman attention as a layer: Echo's recall in constant memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halflife.decay import Float32Module
+from halflife.layers import packing
+from halflife.layers.linear import OrthogonalLinear, UniformLinear
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
+from halflife.ops import koopman_attention
+from halflife.registry import unknown
+
+
+class Readout(Float32Module):
+    """γ in [1, 1.5], μ in [0, 1] and η of each head: `γ = 1 + σ(·)/2`, `μ = σ(·)` or fixed; η starts at 1.5."""
+
+    def __init__(self, num_heads: int, mix: float | None) -> None:
+        super().__init__()
+        self.fixed = mix
+        self.gamma_logit, self.eta = nn.Parameter(torch.empty(num_heads)), nn.Parameter(torch.empty(num_heads))
+        self.mix_logit = nn.Parameter(torch.empty(num_heads)) if mix is None else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.gamma_logit)
+        nn.init.constant_(self.eta, 1.5)
+        if self.mix_logit is not None:
+            nn.init.zeros_(self.mix_logit)
+
+    def settings(self) -> dict[str, float | Tensor]:
+        """What `koopman_attention` takes."""
+        mix = self.fixed if self.mix_logit is None else self.mix_logit.sigmoid()
+        return {"gamma": 1 + self.gamma_logit.sigmoid() / 2, "mix": 1.0 if mix is None else mix}
+
+
+@LAYERS.add("ska")
+class SKA(Mixer):
+    """Spectral Koopman attention (Echo, §3.2): keys and queries of rank r, ridge regression on all chunks before.
+
+    `y = W_o (η ⊙ koopman_attention(x W_q, x W_k, x W_v))`; W_q and W_k start orthogonal, W_o at zero.
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        rank: r.
+        value_dim: P; None means D / H.
+        power: K of the power filter; 0 is ridge regression.
+        mix: "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "learned", one μ a head.
+        ridge: ε.
+        chunk_size: tokens an operator serves; a query reads the chunks before its own.
+        refresh: "token" fits an operator a token instead.
+        normalization: "causal", or "sequence", the paper's, which lets the future in.
+        layer_idx, num_layers: where the layer stands.
+        backend: passed to the op.
+
+    Raises:
+        ValueError: an unknown name, or heads that do not divide.
+    """
+
+    MIXES = ("koopman", "ridge", "learned")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        rank: int = 48,
+        value_dim: int | None = None,
+        power: int = 2,
+        mix: str = "koopman",
+        ridge: float = 1e-3,
+        chunk_size: int = 64,
+        refresh: str = "chunk",
+        normalization: str = "causal",
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if mix not in self.MIXES:
+            raise unknown("mix", mix, list(self.MIXES))
+        if rank < 1:
+            raise ValueError(f"rank must be at least 1; got {rank}")
+        self.num_heads, width = num_heads, value_dim or check_heads(hidden_size, num_heads)
+        self.options = {
+            "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
+            "normalization": normalization, "backend": backend,
+        }  # fmt: skip
+        self.q_proj = OrthogonalLinear(hidden_size, num_heads * rank)
+        self.k_proj = OrthogonalLinear(hidden_size, num_heads * rank)
+        self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
+        self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix])
+        self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
+
+    def mix(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    ) -> tuple[Tensor, State]:
+        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        before = None if state is None else {name: part for name, part in state.items() if name != "position"}
+        y, new = koopman_attention(
+            q, k, v, **self.readout.settings(), **self.options, initial_state=before, output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        assert new is not None
+        y = y * self.readout.eta.unsqueeze(-1).to(y.dtype)
+        seen = packing.lengths(x, cu_seqlens) + (0 if state is None else state["position"])
+        return self.out_proj(y.flatten(-2)), {"position": seen, **new}

@@ -1,0 +1,333 @@
+"""Recall over 128 token ids: solvers from the definitions, levels of real guessers, layouts, sizes, seeds."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from halflife import tasks
+from halflife.tasks import IGNORED, stream_seed
+from halflife.tasks.layout import BOS, CALL, FILLERS, KEYS, QUERY, RESULT, SEP, SYS, VALUES, pick, scatter
+
+NAMES = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")
+
+# Smallest sizes, fully packed ones, usual ones.
+SIZES = {
+    "sysprompt": [(7, 1), (16, 5), (21, 8), (64, 4), (69, 32)],
+    "tooltrace": [(8, 1), (16, 2), (18, 3), (28, 5), (43, 8), (64, 4), (163, 32)],
+    "niah": [(4, 1), (18, 8), (64, 4), (66, 32)],
+    "multihop": [(6, 1), (16, 3), (34, 8), (64, 4), (66, 16)],
+    "commonword": [(7, 1), (11, 3), (21, 8), (64, 4), (67, 31)],
+}
+CASES = [(name, {"length": t, "num_pairs": kv}) for name, sizes in SIZES.items() for t, kv in sizes] + [
+    ("niah", {"length": t, "num_pairs": kv, "hard": True}) for t, kv in [(8, 1), (50, 8), (64, 4), (98, 16)]
+]
+CASES += [("commonword", {"length": t, "num_pairs": 3, "repeats": f}) for t, f in [(6, 1), (16, 3), (51, 10)]]
+each_case = pytest.mark.parametrize(("name", "config"), CASES, ids=lambda x: str(x).replace(" ", ""))
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+def within(ids, bounds):
+    return (ids >= bounds[0]) & (ids < bounds[1])
+
+
+def is_value(token):
+    return VALUES[0] <= token < VALUES[1]
+
+
+def pairs_of(tokens, first):
+    """Every (position, token behind) at which `first` stands right before a value."""
+    return [(i, tokens[i + 1]) for i in range(len(tokens) - 1) if tokens[i] == first and is_value(tokens[i + 1])]
+
+
+def calls_of(tokens):
+    """Every (position, agent, tool, value) of `CALL agent tool RES v`."""
+    starts = [i for i in range(len(tokens) - 4) if tokens[i] == CALL]
+    assert all(tokens[i + 3] == RESULT for i in starts)
+    return [(i, tokens[i + 1], tokens[i + 2], tokens[i + 4]) for i in starts]
+
+
+def solve_sysprompt(tokens):
+    prompt = tokens[2 : tokens.index(SEP)]
+    (answer,) = [value for key, value in zip(prompt[::2], prompt[1::2], strict=True) if key == tokens[-1]]
+    return answer
+
+
+def solve_tooltrace(tokens):
+    (answer,) = [value for _, agent, tool, value in calls_of(tokens) if [agent, tool] == tokens[-2:]]
+    return answer
+
+
+def solve_niah(tokens):
+    ((_, answer),) = pairs_of(tokens[:-2], tokens[-1])
+    return answer
+
+
+def solve_multihop(tokens):
+    context, key = tokens[:-2], tokens[-1]
+    (between,) = [context[i + 1] for i in range(len(context) - 1) if context[i] == key]
+    ((_, answer),) = pairs_of(context, between)
+    return answer
+
+
+def solve_commonword(tokens):
+    (first, most), *others = Counter(token for token in tokens if is_value(token)).most_common()
+    assert all(count * 2 == most for _, count in others)  # the mode is the only one
+    return first
+
+
+def guess_sysprompt(tokens):
+    return tokens[3]
+
+
+def guess_tooltrace(tokens):
+    """The first result, of a call that shares both its names where there is one."""
+    calls = calls_of(tokens)
+    agents, tools = Counter(call[1] for call in calls), Counter(call[2] for call in calls)
+    both = [call for call in calls if agents[call[1]] > 1 and tools[call[2]] > 1]
+    return (both if len(calls) > 3 else calls)[0][3]
+
+
+def guess_niah(tokens):
+    return next(tokens[i + 1] for i, key in enumerate(tokens) if KEYS[0] <= key < KEYS[1] and is_value(tokens[i + 1]))
+
+
+def guess_multihop(tokens):
+    return next(token for token in tokens if is_value(token))
+
+
+def guess_commonword(tokens):
+    return [token for token in tokens if is_value(token)][-1]
+
+
+def rows(batch):
+    return zip(batch.inputs.tolist(), batch.labels[:, -1].tolist(), strict=True)
+
+
+def close(measured, level, count):
+    return abs(measured - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
+
+
+@each_case
+def test_a_solver_from_the_definition_is_always_right(name, config):
+    batch = tasks.build(name, **config).generate(300, seed=0)
+    assert batch.inputs.shape == (300, config["length"])
+    assert all(globals()[f"solve_{name}"](tokens) == answer for tokens, answer in rows(batch))
+    assert (batch.labels[:, :-1] == IGNORED).all()
+    assert within(batch.labels[:, -1], VALUES).all()
+
+
+@each_name
+def test_the_longest_are_solved_too(name):
+    batch = tasks.build(name, length=4096, num_pairs=8).generate(20, seed=0)
+    assert all(globals()[f"solve_{name}"](tokens) == answer for tokens, answer in rows(batch))
+
+
+@each_case
+def test_levels_are_those_of_real_guessers(name, config):
+    task, count = tasks.build(name, **config), 4000
+    batch = task.generate(count, seed=1)
+    guessed = sum(globals()[f"guess_{name}"](tokens) == answer for tokens, answer in rows(batch)) / count
+    assert close(guessed, task.guess, count)
+    assert task.chance == (1 / (config["num_pairs"] + 1) if name == "commonword" else 1 / 32)
+    uniform = torch.randint(*VALUES, (count,)).tolist()
+    if name == "commonword":  # among the words that stand there
+        seen = [sorted({token for token in tokens if is_value(token)}) for tokens in batch.inputs.tolist()]
+        which = torch.randint(config["num_pairs"] + 1, (count,)).tolist()
+        uniform = [words[i] for words, i in zip(seen, which, strict=True)]
+    right = sum(u == answer for u, answer in zip(uniform, batch.labels[:, -1].tolist(), strict=True)) / count
+    assert close(right, task.chance, count)
+
+
+@pytest.mark.parametrize("pairs", range(1, 9))
+def test_guesses_by_number_of_pairs(pairs):
+    levels = {name: tasks.build(name, length=256, num_pairs=pairs).guess for name in NAMES}
+    assert levels.pop("commonword") == 2 / (pairs + 2)
+    assert levels.pop("tooltrace") == (1 / 4 if pairs == 5 else 1 / pairs)
+    assert set(levels.values()) == {1 / pairs}
+
+
+@each_case
+def test_fillers_are_no_keys_and_no_values(name, config):
+    task = tasks.build(name, **config)
+    inputs, pairs = task.generate(200, seed=0).inputs, config["num_pairs"]
+    hard, f = config.get("hard", False), config.get("repeats", 2)
+    keys, values, special = {
+        "sysprompt": (pairs + 1, pairs, 4),
+        "tooltrace": (2 * pairs + 2, pairs, 2 * pairs + 1),
+        "niah": (pairs * (1 + hard) + 1, pairs * (1 + hard), 1),
+        "multihop": (3 * pairs + 1, pairs, 1),
+        "commonword": (0, f * (pairs + 2), 1),
+    }[name]
+    assert (within(inputs, KEYS).sum(1) == keys).all()
+    assert (within(inputs, VALUES).sum(1) == values).all()
+    assert ((inputs < KEYS[0]).sum(1) == special).all()
+    assert (within(inputs, FILLERS).sum(1) == config["length"] - keys - values - special).all()
+
+
+@each_name
+def test_all_fillers_occur_and_differ_by_row_and_seed(name):
+    task = tasks.build(name, length=256)
+    one, other = task.generate(50, seed=0).inputs, task.generate(50, seed=1).inputs
+    assert one[within(one, FILLERS)].unique().tolist() == list(range(*FILLERS))
+    assert (one != other).any(1).all()
+    assert len(one.unique(dim=0)) == 50
+
+
+@each_name
+def test_splits_share_no_example(name):
+    task = tasks.build(name)
+    batches = [task.generate(200, stream_seed(split, 0)).inputs for split in tasks.base.SPLITS]
+    assert len(torch.cat(batches).unique(dim=0)) == 600
+
+
+@each_case
+def test_slices_say_where_the_answer_stands(name, config):
+    task = tasks.build(name, **config)
+    batch = task.generate(200, seed=0)
+    found = {key: numbers.tolist() for key, numbers in batch.slices.items()}
+    assert found["num_pairs"] == [config["num_pairs"]] * 200
+    assert found["length"] == [config["length"]] * 200
+    for i, (tokens, answer) in enumerate(rows(batch)):
+        query = len(tokens) - 1 - tokens[::-1].index(QUERY)
+        at = query - 1 - found["gap"][i]
+        assert tokens[at] == answer
+        assert answer not in tokens[at + 1 :]
+        if name == "sysprompt":
+            assert found["depth"][i] == tokens[2::2].index(tokens[-1])
+        elif name == "tooltrace":
+            assert found["depth"][i] == [call[0] for call in calls_of(tokens)].index(at - 4)
+        elif name == "niah":
+            bound = [j for j in range(1, query) if is_value(tokens[j]) and KEYS[0] <= tokens[j - 1] < KEYS[1]]
+            assert found["depth"][i] == bound.index(at)
+        elif name == "multihop":
+            assert found["forward"][i] == (tokens.index(tokens[-1]) < at)
+
+
+@pytest.mark.parametrize("name", ["sysprompt", "tooltrace", "niah"])
+def test_every_depth_is_asked_alike(name):
+    depth = tasks.build(name, length=64, num_pairs=8).generate(8000, seed=0).slices["depth"]
+    assert all(close(n / 8000, 1 / 8, 8000) for n in torch.bincount(depth, minlength=8).tolist())
+
+
+def test_multihop_links_stand_in_either_order():
+    forward = tasks.build("multihop", length=64).generate(8000, seed=0).slices["forward"].float().mean().item()
+    assert close(forward, 1 / 2, 8000)
+
+
+def test_sysprompt_layout():
+    inputs = tasks.build("sysprompt", length=20, num_pairs=3).generate(100, seed=0).inputs
+    assert (inputs[:, :2] == torch.tensor([BOS, SYS])).all()
+    assert within(inputs[:, 2:8:2], KEYS).all()
+    assert within(inputs[:, 3:9:2], VALUES).all()
+    assert (inputs[:, 8] == SEP).all()
+    assert within(inputs[:, 9:18], FILLERS).all()
+    assert (inputs[:, 18] == QUERY).all()
+
+
+@pytest.mark.parametrize("pairs", [*range(1, 10), 13, 21, 31, 32])
+def test_tooltrace_neither_name_alone_decides(pairs):
+    task = tasks.build("tooltrace", length=200, num_pairs=pairs)
+    shared = []
+    for tokens, answer in rows(task.generate(300, seed=0)):
+        calls = [call[1:3] for call in calls_of(tokens)]
+        assert len(set(calls)) == len(calls) == pairs
+        assert len({call[3] for call in calls_of(tokens)}) == pairs
+        assert all(16 <= agent < 32 <= tool < 48 for agent, tool in calls)
+        agent, tool = tokens[-2:]
+        shared.append((sum(a == agent for a, _ in calls) > 1, sum(t == tool for _, t in calls) > 1))
+        assert answer in tokens
+    if pairs >= 4:
+        assert set(shared) == {(True, True)}
+    elif pairs == 3:  # a path of three: its ends have one name to themselves, either one
+        assert set(shared) == {(True, True), (True, False), (False, True)}
+    elif pairs == 2:  # the two share one name, either one
+        assert set(shared) == {(True, False), (False, True)}
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 5, 8])
+def test_tooltrace_who_reads_one_name_falls_short(pairs):
+    batch = tasks.build("tooltrace", length=64, num_pairs=pairs).generate(2000, seed=0)
+    for name in (0, 1):
+        right = 0
+        for tokens, answer in rows(batch):
+            right += next(call[3] for call in calls_of(tokens) if call[1 + name] == tokens[-2 + name]) == answer
+        assert right / 2000 < (0.8 if pairs < 4 else 0.6)
+
+
+def test_niah_decoys_are_there_and_bind_nothing():
+    pairs = 4
+    inputs = tasks.build("niah", length=64, num_pairs=pairs, hard=True).generate(2000, seed=0).inputs
+    context, asked = inputs[:, :-2], inputs[:, -1:]
+    key, value = within(context, KEYS), within(context, VALUES)
+    bound = key[:, :-1] & value[:, 1:]
+    assert (bound.sum(1) == pairs).all()
+    assert ((key.sum(1) == 2 * pairs) & (value.sum(1) == 2 * pairs)).all()
+    for where in (key, value):  # all different: no decoy is a bound key or value
+        ids = context[where].view(2000, 2 * pairs).sort(1).values
+        assert (ids.diff(dim=1) > 0).all()
+    assert ((context[:, :-1] == asked) & bound).any(1).all()
+    before = key & (torch.arange(62) < 31)  # decoys stand everywhere among the pairs
+    decoys = key[:, :-1] & ~bound
+    assert close((decoys & before[:, :-1]).sum().item() / decoys.sum().item(), 1 / 2, 2000)
+
+
+@pytest.mark.parametrize("guesser", ["after", "last", "first"])
+def test_multihop_has_no_shortcut(guesser):
+    count, right = 8000, 0
+    for tokens, answer in rows(tasks.build("multihop", length=40, num_pairs=4).generate(count, seed=0)):
+        values = [token for token in tokens if is_value(token)]
+        behind = [token for token in tokens[tokens.index(tokens[-1]) : -2] if is_value(token)]
+        right += {"after": (behind or values)[0], "last": values[-1], "first": values[0]}[guesser] == answer
+    assert close(right / count, 1 / 4, count)
+
+
+def test_multihop_links_are_two_disjoint_sets():
+    for tokens, _ in rows(tasks.build("multihop", length=40, num_pairs=4).generate(200, seed=0)):
+        count = Counter(token for token in tokens[:-2] if KEYS[0] <= token < KEYS[1])
+        assert sorted(count.values()) == [1] * 4 + [2] * 4
+        assert count[tokens[-1]] == 1
+
+
+def test_scatter_places_all_ways_alike():
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.zeros(24_000, 7, dtype=torch.int64)
+    blocks = torch.tensor([[[1, 2], [3, 4]]]).expand(24_000, 2, 2)
+    starts = scatter(inputs, blocks, 6, draw)
+    ways = Counter(map(tuple, inputs.tolist()))
+    assert len(ways) == 12  # 4 items, of which two are the blocks, in either order
+    assert all(close(n / 24_000, 1 / 12, 24_000) for n in ways.values())
+    assert (inputs[:, 6] == 0).all()
+    assert (inputs.gather(1, starts) == torch.tensor([1, 3])).all()
+    assert (inputs.gather(1, starts + 1) == torch.tensor([2, 4])).all()
+
+
+def test_pick_is_uniform_with_a_count_a_row():
+    counts = torch.tensor([[1], [3]]).repeat(6000, 1)
+    picked = pick(12_000, counts, torch.Generator().manual_seed(0)).view(-1, 2)
+    assert (picked[:, 0] == 0).all()
+    assert all(close(n / 6000, 1 / 3, 6000) for n in torch.bincount(picked[:, 1], minlength=3).tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("sysprompt", {"length": 16, "num_pairs": 6}, "length of at least 17"),
+        ("sysprompt", {"num_pairs": 33, "length": 512}, "between 1 and 32; got 33"),
+        ("sysprompt", {"num_pairs": 0}, "between 1 and 32"),
+        ("sysprompt", {"vocab_size": 256}, "128 token ids"),
+        ("sysprompt", {"pairs": 3}, "num_pairs"),
+        ("tooltrace", {"length": 42, "num_pairs": 8}, "length of at least 43"),
+        ("niah", {"length": 17, "num_pairs": 8}, "length of at least 18"),
+        ("niah", {"length": 49, "num_pairs": 8, "hard": True}, "length of at least 50"),
+        ("niah", {"length": 512, "num_pairs": 17, "hard": True}, "between 1 and 16"),
+        ("multihop", {"length": 17, "num_pairs": 4}, "length of at least 18"),
+        ("multihop", {"length": 512, "num_pairs": 17}, "between 1 and 16"),
+        ("commonword", {"length": 20, "num_pairs": 8}, "length of at least 21"),
+        ("commonword", {"length": 512, "num_pairs": 32}, "between 1 and 31"),
+        ("commonword", {"repeats": 0}, "repeats must be 1 or more"),
+    ],
+)
+def test_bad_settings_say_what_would_fit(name, config, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.build(name, **config)
