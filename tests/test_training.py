@@ -180,6 +180,18 @@ def test_accuracy_is_that_of_a_token_loop():
     assert measured == pytest.approx(sum(right).item() / len(right))
 
 
+def test_an_answer_of_several_characters_counts_as_a_whole():
+    """A model that always says "4": right in about one of ten digits, and in one of 100 answers."""
+    task = tasks.build("toolcalling", length=400, min_calls=10, max_calls=30)
+    model = LanguageModel(dataclasses.replace(tiny().model, vocab_size=128))
+    model.logits = lambda hidden: torch.nn.functional.one_hot(torch.full(hidden.shape[:-1], ord("4")), 128)
+    batch = task.generate(2000, tasks.stream_seed("test", 0))
+    answers = torch.stack([row[row != IGNORED] for row in batch.labels])
+    expected = (answers == ord("4")).all(1).double().mean().item()
+    assert 0 < expected < 0.05 < (answers == ord("4")).double().mean().item()
+    assert accuracy(model, task, split="test", seed=0, num_examples=2000) == pytest.approx(expected)
+
+
 # ------------------------------------------------------------------------------------------------ sweeps
 
 SMALL = {

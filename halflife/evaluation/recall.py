@@ -14,7 +14,8 @@ def accuracy(
 ) -> float:
     """The fraction of scored positions at which the model's first choice is the label.
 
-    All positions count alike; in MQAR every example has the same number of them.
+    All positions count alike; in MQAR every example has the same number of them. Where an answer has several characters
+    (`task.whole_answers`) it is the fraction of examples with all of them right.
 
     Args:
         model: put into evaluation mode for the call (it changes nothing that the model computes).
@@ -33,6 +34,8 @@ def accuracy(
         mask = labels != IGNORED
         hidden, _ = model.hidden(inputs.to(device))
         answers = model.logits(hidden[mask.to(device)]).argmax(-1).cpu()
-        right += (answers == labels[mask]).sum().item()
-        scored += mask.sum().item()
+        correct = torch.ones_like(mask)
+        correct[mask] = answers == labels[mask]
+        right += (correct.all(1) if task.whole_answers else correct[mask]).sum().item()
+        scored += len(labels) if task.whole_answers else mask.sum().item()
     return right / scored

@@ -49,6 +49,7 @@ class ToolCalling(TextTask):
     max_calls: int = 30
 
     name = "toolcalling"
+    whole_answers = True
     tiers: ClassVar = {
         "easy": {"length": 400, "min_calls": 10, "max_calls": 30},
         "hard": {"length": 1500, "min_calls": 60, "max_calls": 120},

@@ -49,6 +49,7 @@ class Task:
     length: int
 
     name: ClassVar[str]
+    whole_answers: ClassVar[bool] = False  # an example counts as a whole, not each scored position
 
     def generate(self, num_examples: int, seed: int) -> TaskBatch:
         """`num_examples` examples, a pure function of the settings and the seed.
