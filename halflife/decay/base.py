@@ -18,20 +18,32 @@ GRANULARITIES = ("scalar", "vector")
 class Float32Module(nn.Module):
     """A module whose own parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.
 
-    Decay parameters in bfloat16 lose the spectrum: neighbouring rates become equal, and `A` near 0 becomes 0.
-    Children that are not `Float32Module`s are cast as usual.
+    They are made so too, whatever torch's default dtype is at the time. Decay parameters in bfloat16 lose the spectrum:
+    neighbouring rates become equal, and `A` near 0 becomes 0. Children that are not `Float32Module`s are cast as usual.
     """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and _is_narrow(param):
+            param = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        narrow = tensor is not None and _is_narrow(tensor)
+        super().register_buffer(name, tensor.float() if narrow else tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def keep(x: Tensor) -> Tensor:
             moved = fn(x)
-            narrower = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return x.to(moved.device) if narrower else moved
+            return x.to(moved.device) if _is_narrow(moved) else moved
 
         if recurse:
             for child in self.children():
                 child._apply(fn)
         return super()._apply(keep, recurse=False)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype.itemsize < 4
 
 
 class Decay(Float32Module):

@@ -57,8 +57,6 @@ def _running(f: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         state = f.new_full((f.shape[0], *f.shape[2:]), -torch.inf)
     if f.shape[1] == 0:
         return f, state
-    seen = f.logcumsumexp(1)
-    if torch.isfinite(state).any():
-        seen = torch.logaddexp(seen, state.unsqueeze(1))
+    seen = torch.logaddexp(f.logcumsumexp(1), state.unsqueeze(1))
     before = torch.cat([state.unsqueeze(1), seen[:, :-1]], 1)
     return -F.softplus(f - before), seen[:, -1]

@@ -16,7 +16,7 @@ FASTEST = math.exp(-0.5)  # the limit of all rates
 def zigzag(num_heads: int, head_dim: int) -> Tensor:
     """`u|u|` with u from −1 to 1 along each head, `[H, K]`: what tells the channels of a head apart."""
     half = (head_dim - 1) / 2
-    u = (torch.arange(head_dim) - half) / (half or 1)
+    u = (torch.arange(head_dim, dtype=torch.float32) - half) / (half or 1)
     return (u * u.abs()).expand(num_heads, -1)
 
 
@@ -49,7 +49,7 @@ class RWKV7Decay(Decay):
         if self.logit is not None:
             depth = self.layer_idx / max(self.num_layers - 1, 1)
             channels = math.prod(self.shape)
-            rise = (torch.arange(channels) / max(channels - 1, 1)) ** (1 + depth**0.3)
+            rise = (torch.arange(channels, dtype=torch.float32) / max(channels - 1, 1)) ** (1 + depth**0.3)
             self.logit.copy_(6 * rise.view(self.shape) - 5.5 + 2.5 * zigzag(*self.shape))
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:

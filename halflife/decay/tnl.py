@@ -32,7 +32,7 @@ class TNLDecay(Decay):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.log_rate is not None:
-            head = torch.arange(1, self.num_heads + 1) / self.num_heads
+            head = torch.arange(1, self.num_heads + 1, dtype=torch.float32) / self.num_heads
             self.log_rate.copy_((8 * head * (1 - self.layer_idx / self.num_layers)).log())
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:

@@ -245,7 +245,8 @@ class LinearMixer(Mixer):
             o, memory = delta_rule(q, k, v, self.beta_proj(x).sigmoid(), g, **options)
         else:
             written = k * self.beta_proj(x).sigmoid().unsqueeze(-1)
-            o, memory = dplr(q, written, v, -k, written, g, **options)
+            # A view: torch.compile refuses an autograd function that gets one tensor twice.
+            o, memory = dplr(q, written, v, -k, written.view_as(written), g, **options)
         assert memory is not None
         new["memory"] = memory
         o = o.to(x.dtype)
