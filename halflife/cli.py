@@ -148,11 +148,9 @@ class Spectrum:
 class Reproduce:
     """Run a paper's experiment, every variant on one budget, and check its findings.
 
-    decay_design: the Decay paper's grid on bytes of text: loss table beside the paper's, findings, figure. An
-    interrupted one goes on with --resume DIR, to the same numbers.
+    decay_design: the Decay paper's grid on bytes of text: losses beside the paper's, findings, figure.
 
     examples:
-      halflife reproduce decay_design --scale smoke
       halflife reproduce decay_design --text corpus/*.txt --variants vector/mamba2 simple/0.99 --seeds 3
       halflife reproduce --resume runs/20260101-120000-decay_design-small
     """
@@ -168,9 +166,11 @@ class Reproduce:
     text: tuple[Path, ...] = ()
     """Files to train on, one after the other; .gz is unpacked. Default: Python's own standard library, 11 MB."""
     resume: Path | None = None
-    """Go on with the experiment in this folder; beside it only --only-seeds may be given."""
+    """Go on with the experiment in this folder; of the others only --only-seeds and --tables-only may be given."""
     only_seeds: tuple[int, ...] = ()
     """Run only these seeds now, so that several processes can share the work."""
+    tables_only: bool = False
+    """With --resume: run nothing, write the tables of what is finished."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<experiment>-<scale>."""
     steps: int | None = None
@@ -194,7 +194,7 @@ class Reproduce:
         from halflife.experiments import decay_design
 
         if self.resume is not None:
-            _only(self, "resume", "only_seeds", "quiet")
+            _only(self, "resume", "only_seeds", "tables_only", "quiet")
             folder = self.resume
         else:
             folder = decay_design.new(
@@ -205,8 +205,9 @@ class Reproduce:
             )  # fmt: skip
         print(f"writing to {folder}")
         with _resumable(f"halflife reproduce --resume {folder}"):
-            decay_design.execute(folder, seeds=self.only_seeds or None, show=not self.quiet)
-        print((folder / "results.md").read_text(encoding="utf-8"))
+            if not self.tables_only:
+                decay_design.execute(folder, seeds=self.only_seeds or None, show=not self.quiet)
+        print(decay_design.tabulate(folder).read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def test_tpe_is_a_toeplitz_product():
     x, kernel = torch.randn(1, 11, 6, dtype=torch.float64), layer.kernel
     with torch.no_grad():
         kernel.write.normal_()
+        kernel.read.normal_()
     distance = torch.arange(11, dtype=torch.float64)
     powers = (-kernel.log_rate.exp().unsqueeze(-1) * distance).exp()  # [H, N, T]
     r = (kernel.read * kernel.write).unsqueeze(-1).mul(powers).sum(1)  # [H, T]
@@ -157,3 +158,8 @@ def test_a_shared_key_is_one_minus_the_decay_of_its_own_token(name):
         outputs.append(torch.nn.functional.silu(q[t]) @ state * 8**-0.5)
     expected = layer.out_proj(torch.nn.functional.rms_norm(torch.stack(outputs), (8,), eps=1e-5))
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=0, atol=4 * 2e-13)
+
+
+def test_tpe_starts_as_the_identity_of_its_model():
+    layer = layers.build("tpe", hidden_size=6, num_heads=2)
+    assert layer(torch.randn(1, 11, 6))[0].count_nonzero() == 0

@@ -130,6 +130,22 @@ def test_a_run_learns_writes_and_is_not_run_twice(text, tmp_path):
         run(config(text, seed=1), text, tmp_path, name="x", show=False)
 
 
+def test_a_run_killed_after_its_last_step_needs_no_more(text, tmp_path, monkeypatch):
+    """Nothing is trained again, and the result is that of the whole run; only its speed is not known."""
+    whole = run(config(text), text, tmp_path / "whole", name="x", show=False)
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(io, "save", kill)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(text), text, tmp_path / "killed", name="x", show=False)
+    monkeypatch.undo()
+    result = run(config(text), text, tmp_path / "killed", name="x", show=False)
+    assert math.isnan(result.pop("tokens_per_second"))
+    assert result == {name: value for name, value in whole.items() if name != "tokens_per_second"}
+
+
 def test_another_text_is_refused(text, tmp_path):
     other = Text(b"x" * BLOCK * PERIOD)
     with pytest.raises(ValueError, match="not the text of the run"):
@@ -213,8 +229,14 @@ def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(corpus, t
     assert (tmp_path / "whole/results.png").stat().st_size > 10_000
     main(arguments(corpus, tmp_path / "parts", *variants, "--only-seeds", "1"))
     assert not list((tmp_path / "parts").rglob("seed0"))
+    assert {tuple(runs) for runs in _losses(tmp_path / "parts").values()} == {("1",)}
+    main(["reproduce", "--resume", str(tmp_path / "parts"), "--tables-only"])
+    assert not list((tmp_path / "parts").rglob("seed0"))
     main(["reproduce", "--resume", str(tmp_path / "parts"), "--quiet"])
     assert _losses(tmp_path / "parts") == _losses(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--resume", str(tmp_path / "nothing")])
+    assert "holds no experiment" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["reproduce", "--resume", str(tmp_path / "parts"), "--steps", "3"])
     assert "leave out steps" in capsys.readouterr().err
@@ -222,7 +244,7 @@ def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(corpus, t
 
 def _losses(folder):
     found = json.loads((folder / "results.json").read_text())["results"]
-    return {name: [run["test"] for run in runs] for name, runs in found.items()}
+    return {name: {seed: run["test"] for seed, run in runs.items()} for name, runs in found.items()}
 
 
 @pytest.mark.parametrize(

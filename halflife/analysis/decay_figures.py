@@ -71,11 +71,11 @@ def against_paper(data: dict[str, Any]) -> Figure:
     """Loss here against the paper's: a dot a variant (mean over seeds), a bar over its seeds, a colour a group.
 
     Args:
-        data: "results", variant → results of its seeds, and "paper", variant → the paper's loss or None. A variant is
+        data: "results", variant → seed → result, and "paper", variant → the paper's loss or None. A variant is
             called "group/name".
     """
     shown = [
-        (name, data["paper"][name], [run["test"] for run in runs])
+        (name, data["paper"][name], [run["test"] for run in runs.values()])
         for name, runs in data["results"].items() if runs and data["paper"][name] is not None
     ]  # fmt: skip
     groups = list(dict.fromkeys(name.split("/")[0] for name, *_ in shown))

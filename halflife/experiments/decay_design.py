@@ -193,30 +193,55 @@ def new(
     return create(output, config)
 
 
-def execute(folder: Path, *, seeds: Sequence[int] | None = None, show: bool = True) -> dict[str, list[dict[str, Any]]]:
-    """Runs, or goes on with, the experiment in `folder`; after each seed writes `results.md`, `.json` and `.png`.
+def execute(folder: Path, *, seeds: Sequence[int] | None = None, show: bool = True) -> None:
+    """Runs, or goes on with, the experiment in `folder`, seed by seed, and tabulates after each.
 
     Args:
         seeds: only these, so that several processes can share the work; None means all.
+        show: whether to draw progress bars.
 
-    Returns:
-        Each variant's results, one a seed.
+    Raises:
+        FileNotFoundError, ValueError: no experiment in the folder, or the text is not what it was.
     """
-    config = read_json(folder / "config.json")
-    sizes, text = Sizes(**config["sizes"]), Text.of_files(map(Path, config["text"]))
-    if text.digest != config["digest"]:
-        raise ValueError(f"the text in {folder}/config.json has changed since the experiment began")
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in config["variants"]}
-    papers = {name: VARIANTS[name].paper for name in results}
+    config, sizes, text = _read(folder)
     for seed in config["seeds"] if seeds is None else seeds:
         for name in config["variants"]:
-            place = folder / name.replace("/", "-") / f"seed{seed}"
-            title = f"{name} seed {seed}"
-            results[name].append(run(configure(name, seed, sizes, text.digest), text, place, name=title, show=show))
-        write_json(folder / "results.json", {"results": results, "paper": papers})
-        write_text(folder / "results.md", report(results, papers, setting(sizes, text)))
-        save(against_paper(read_json(folder / "results.json")), folder, "results")
-    return results
+            settings = configure(name, seed, sizes, text.digest)
+            run(settings, text, _place(folder, name, seed), name=f"{name} seed {seed}", show=show)
+        tabulate(folder)
+
+
+def tabulate(folder: Path) -> Path:
+    """Writes `results.md`, `.json`, `.png` and `.svg` of the runs that are finished; returns the first."""
+    config, sizes, text = _read(folder)
+    results = {
+        name: {
+            str(seed): read_json(found) for seed in config["seeds"]
+            if (found := _place(folder, name, seed) / "result.json").exists()
+        }
+        for name in config["variants"]
+    }  # fmt: skip
+    papers = {name: VARIANTS[name].paper for name in results}
+    write_json(folder / "results.json", {"results": results, "paper": papers})
+    write_text(folder / "results.md", report(results, papers, setting(sizes, text)))
+    save(against_paper(read_json(folder / "results.json")), folder, "results")
+    return folder / "results.md"
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Sizes, Text]:
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} holds no experiment (no config.json)")
+    config = read_json(folder / "config.json")
+    if config.get("experiment") != "decay_design":
+        raise ValueError(f"{folder} holds another kind of run")
+    text = Text.of_files(map(Path, config["text"]))
+    if text.digest != config["digest"]:
+        raise ValueError(f"the text in {folder}/config.json has changed since the experiment began")
+    return config, Sizes(**config["sizes"]), text
+
+
+def _place(folder: Path, name: str, seed: int) -> Path:
+    return folder / name.replace("/", "-") / f"seed{seed}"
 
 
 def setting(sizes: Sizes, text: Text) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 EQUAL = 0.01  # nats: two losses closer than this count as equal
 
-Results = Mapping[str, Sequence[Mapping[str, Any]]]  # variant → one result a seed
+Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # variant → seed → result
 Papers = Mapping[str, float | None]  # variant → loss in the paper
 
 
@@ -65,8 +65,8 @@ def report(results: Results, papers: Papers, setting: str) -> str:
         "| variant | parameters | tokens/s | loss, by seed | mean | paper |",
         "|---|--:|--:|---|--:|--:|",
     ]
-    for name, runs in results.items():
-        if runs:
+    for name, found in results.items():
+        if runs := list(found.values()):
             losses, speed = [run["test"] for run in runs], fmean(run["tokens_per_second"] for run in runs)
             paper = papers[name]
             lines.append(
@@ -87,8 +87,8 @@ def report(results: Results, papers: Papers, setting: str) -> str:
 
 def _compared(finding: Finding, pair: tuple[str, str], results: Results, papers: Papers) -> str:
     """A row of the findings' table; nothing if one of the two was not run."""
-    first, second = (results.get(name) or () for name in pair)
-    differences = [b["test"] - a["test"] for a, b in zip(first, second, strict=False)]
+    first, second = (results.get(name, {}) for name in pair)
+    differences = [second[seed]["test"] - first[seed]["test"] for seed in first if seed in second]
     if not differences:
         return ""
     before, after = (papers[name] for name in pair)

@@ -14,7 +14,11 @@ from halflife.ops import linear_attention
 
 
 class ToeplitzKernel(Float32Module):
-    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel a head: N exponentials, time-scales 1 to `longest` tokens at the start."""
+    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel a head: N exponentials of time-scales 1 to `longest` tokens at the start.
+
+    a starts at 0, b at 1: nothing of the past at first. (With a of std 1/N the past's sum is as large as the token
+    itself and costs 0.25 nats, docs/log.md.)
+    """
 
     def __init__(self, num_heads: int, size: int, longest: float) -> None:
         super().__init__()
@@ -25,9 +29,9 @@ class ToeplitzKernel(Float32Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         size = self.read.shape[-1]
-        nn.init.normal_(self.read, std=1 / size)
+        nn.init.zeros_(self.read)
         nn.init.ones_(self.write)
-        self.log_rate.copy_(torch.linspace(0, -math.log(self.longest), size, device=self.log_rate.device))
+        self.log_rate.copy_(torch.linspace(0, -math.log(self.longest), size, dtype=torch.float32))
 
 
 @LAYERS.add("tpe")

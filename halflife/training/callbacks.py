@@ -48,6 +48,9 @@ class Metrics(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         kept = [line for line in _whole_lines(self.path) if line["step"] <= state.global_step]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        # A run that was killed after its last step has nothing left to validate.
+        measured = [line[key] for line in kept if (key := f"validation_{self.measure}") in line]
+        self.validation = measured[-1] if measured else None
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._began = time.perf_counter()
@@ -68,8 +71,8 @@ class Metrics(TrainerCallback):
             raise Diverged(f"the loss is {logs['loss']} at step {state.global_step}")
 
     def seconds_per_step(self) -> float:
-        """The median over the steps of this process."""
-        return median(self.step_seconds)
+        """The median over the steps of this process; NaN if all were done before it began."""
+        return median(self.step_seconds) if self.step_seconds else math.nan
 
     def _write(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
