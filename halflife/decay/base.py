@@ -28,8 +28,9 @@ class Float32Module(nn.Module):
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        narrow = tensor is not None and _is_narrow(tensor)
-        super().register_buffer(name, tensor.float() if narrow else tensor, persistent)
+        if tensor is not None and _is_narrow(tensor):
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def keep(x: Tensor) -> Tensor:

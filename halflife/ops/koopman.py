@@ -83,7 +83,7 @@ def koopman_attention(
     dtype = compute_dtype(k)
     chunk_size = 1 if refresh == "token" else chunk_size
     with torch.autocast(k.device.type, enabled=False):
-        tokens = tuple(x.to(dtype) for x in (q, k, v))
+        tokens = q.to(dtype), k.to(dtype), v.to(dtype)
         filter_ = Filter(gamma, mix, ridge, power, k)
         state = koopman_state.checked(initial_state, tokens, cu_seqlens, chunk_size)
         if mode != "chunk":
