@@ -91,8 +91,13 @@ def test_bad_checkpoints_are_clear_errors(tmp_path):
     with pytest.raises(ValueError, match="truncated or no JSON"):
         io.load(tmp_path)
     config.write_text(text.replace('"num_layers": 2', '"num_layers": 3'))
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="another model") as caught:
         io.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    for other, message in (("[]", "no checkpoint of halflife"), ('{"format": 1}', "describes no model")):
+        config.write_text(other)
+        with pytest.raises(ValueError, match=message):
+            io.load(tmp_path)
 
 
 def test_config_refuses_what_it_does_not_know():

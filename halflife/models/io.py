@@ -37,10 +37,12 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
 
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or "model" not in config:
-        raise ValueError(f"{folder} holds no checkpoint: its config.json describes no model")
-    if config.get("format") != FORMAT:
-        raise ValueError(f"{folder} holds a checkpoint of format {config.get('format')}; this version reads {FORMAT}")
+    if not isinstance(config, dict) or "format" not in config:
+        raise ValueError(f"{folder} holds no checkpoint of halflife: its config.json names no format")
+    if config["format"] != FORMAT:
+        raise ValueError(f"{folder} holds a checkpoint of format {config['format']}; this version reads {FORMAT}")
+    if "model" not in config:
+        raise ValueError(f"{folder} holds a damaged checkpoint: its config.json describes no model")
     weights = folder / "model.safetensors"
     if not weights.exists():
         raise FileNotFoundError(f"{weights} is missing")
