@@ -146,6 +146,19 @@ def test_a_run_killed_after_its_last_step_needs_no_more(text, tmp_path, monkeypa
     assert result == {name: value for name, value in whole.items() if name != "tokens_per_second"}
 
 
+def test_a_run_of_an_older_version_goes_on(text, tmp_path):
+    """Fields that came to the configuration since then have their defaults; any other difference is refused."""
+    result = run(config(text), text, tmp_path, name="x", show=False)
+    saved = json.loads((tmp_path / "run.json").read_text())
+    older = {key: value for key, value in saved.items() if key not in ("clip", "test_windows")}
+    older["model"] = {key: value for key, value in saved["model"].items() if key not in ("hybrid", "norm")}
+    (tmp_path / "run.json").write_text(json.dumps({**older, "test_windows": saved["test_windows"]}))
+    assert run(config(text), text, tmp_path, name="x", show=False) == result
+    (tmp_path / "run.json").write_text(json.dumps({**saved, "model": {**saved["model"], "norm": "layer"}}))
+    with pytest.raises(ValueError, match="another configuration"):
+        run(config(text), text, tmp_path, name="x", show=False)
+
+
 def test_another_text_is_refused(text, tmp_path):
     other = Text(b"x" * BLOCK * PERIOD)
     with pytest.raises(ValueError, match="not the text of the run"):

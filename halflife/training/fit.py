@@ -80,13 +80,29 @@ def begin(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: the folder belongs to a run with another configuration.
     """
-    plain = json.loads(json.dumps(config.to_dict()))  # as JSON gives it back: lists for tuples
-    if (folder / "run.json").exists() and read_json(folder / "run.json") != plain:
+    plain = _plain(config.to_dict())
+    if (folder / "run.json").exists() and _completed(read_json(folder / "run.json"), config) != plain:
         raise ValueError(f"{folder} belongs to a run with another configuration; choose another folder")
     if (folder / "result.json").exists():
         return read_json(folder / "result.json")
     write_json(folder / "run.json", plain)
     return None
+
+
+def _plain(data: dict[str, Any]) -> dict[str, Any]:
+    """Data as JSON gives them back: lists for tuples."""
+    return json.loads(json.dumps(data))
+
+
+def _completed(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """What a run wrote, with the defaults of the fields that have come to the configuration since."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    model_defaults = {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(config.model)
+        if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+    }
+    return _plain({"schedule_options": {}, **defaults, **saved, "model": {**model_defaults, **saved.get("model", {})}})
 
 
 def fit(
