@@ -16,6 +16,7 @@ from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.ops import linear_attention
 from halflife.ops.chunking import make_layout
+from halflife.ops.recurrent import compute_dtype
 from halflife.position import rotate
 
 
@@ -36,7 +37,7 @@ class NormBias(Float32Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, G·K]` → `[B, T, H, K]`, in float32 (float64 for float64)."""
         heads, size = self.bias.shape
-        normed = F.rms_norm(_wide(x).unflatten(-1, (-1, size)), (size,), eps=self.eps) * self.weight
+        normed = F.rms_norm(x.to(compute_dtype(x)).unflatten(-1, (-1, size)), (size,), eps=self.eps) * self.weight
         return expand_groups(normed, heads) + self.bias
 
 
@@ -131,10 +132,12 @@ class Mamba3(Mixer):
         z, v, b, c, f, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         step, g = self.decay.step(f), self.decay(f, position=position)
-        turns = step.unsqueeze(-1) * _wide(rate).tanh().unsqueeze(-2) / 2
+        turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
         q, k = (rotate(part, 2 * math.pi * angle) for part in (self.query(c), self.key(b)))
-        y, written = self.integrate(q, k, v, g, step, _wide(trapezoid).sigmoid(), state, cu_seqlens)
+        y, written = self.integrate(
+            q, k, v, g, step, trapezoid.to(compute_dtype(trapezoid)).sigmoid(), state, cu_seqlens
+        )
         y = self.skip(y, v).flatten(-2) * F.silu(z)
         seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
         return self.out_proj(y), {"position": seen, "angle": last, **written}
@@ -196,7 +199,3 @@ def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
 
 def _drop_turns(angle: Tensor) -> Tensor:
     return angle - angle.round()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

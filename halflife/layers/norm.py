@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.ops import causal_conv1d
+from halflife.ops.recurrent import compute_dtype
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / √(‖x‖² + eps)` over the last axis, in float32; zero vectors stay zero, with finite gradients."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 

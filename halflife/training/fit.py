@@ -96,13 +96,14 @@ def _plain(data: dict[str, Any]) -> dict[str, Any]:
 
 def _completed(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     """What a run wrote, with the defaults of the fields that have come to the configuration since."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
-    model_defaults = {
-        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        for f in dataclasses.fields(config.model)
-        if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-    }
-    return _plain({"schedule_options": {}, **defaults, **saved, "model": {**model_defaults, **saved.get("model", {})}})
+    model = {**_defaults(config.model), **saved.get("model", {})}
+    return _plain({**_defaults(config), **saved, "model": model})
+
+
+def _defaults(config: TrainConfig | ModelConfig) -> dict[str, Any]:
+    missing = dataclasses.MISSING
+    given = {f.name: f.default for f in dataclasses.fields(config) if f.default is not missing}
+    return given | {f.name: f.default_factory() for f in dataclasses.fields(config) if f.default_factory is not missing}
 
 
 def fit(
