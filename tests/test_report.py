@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from halflife.analysis import results
-from halflife.analysis.figures import FIGURES, save_all
+from halflife.analysis.figures import save_all
 from halflife.analysis.report import write_report
 from halflife.analysis.style import looks
 
@@ -127,7 +127,8 @@ def html(run_dir) -> str:
 
 def test_save_all_writes_every_figure_twice(run_dir):
     files = save_all(run_dir)
-    assert {path.name for path in files} == {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    names = ("accuracy", "spectrum", "training")
+    assert {path.name for path in files} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     assert all(path.parent == run_dir / "figures" and path.stat().st_size > 2000 for path in files)
 
 
@@ -160,7 +161,7 @@ def test_page_says_everything(run_dir, html):
 def test_page_is_accessible(html):
     tags = Page(html).tags
     assert all(attrs.get("aria-label") and attrs["role"] == "img" for tag, attrs in tags if tag == "svg")
-    assert sum(tag == "svg" for tag, _ in tags) == sum(tag == "figcaption" for tag, _ in tags) == len(FIGURES)
+    assert sum(tag == "svg" for tag, _ in tags) == sum(tag == "figcaption" for tag, _ in tags) == 3
     assert all(attrs.get("scope") for tag, attrs in tags if tag == "th")
     assert sum(tag == "caption" for tag, _ in tags) == sum(tag == "table" for tag, _ in tags)
     assert ("html", {"lang": "en"}) in tags

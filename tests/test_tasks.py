@@ -5,7 +5,7 @@ import torch
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
-from halflife.tasks.mqar import distinct
+from halflife.tasks.base import distinct
 
 SMALL = {"vocab_size": 64, "length": 40, "num_pairs": 6}
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
+from halflife.analysis.recall_grid import is_grid, recall_grid
 from halflife.analysis.results import Comparison, Training, mean, read
 from halflife.analysis.style import GOAL, INK, LEVELS, WIDTH, legend, looks, model_handles, note, plain, styled
 from halflife.files import replacing
@@ -29,11 +30,17 @@ CROWDED = 48  # channels of a panel beyond which lines between dots would hide t
 def accuracy(run: Comparison) -> Figure:
     """Accuracy (fraction) against length (tokens, log2), one panel a test; a thin line a seed, the mean thick."""
     tests = run.tests or ["capacity", "persist"]
-    figure = Figure(figsize=(max(WIDTH, 3.6 * len(tests)), 3.1), layout="constrained")
-    panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]
-    for axes, test in zip(panels, tests, strict=True):
+    rows, columns = -(-len(tests) // 3), min(3, len(tests))
+    figure = Figure(figsize=(max(WIDTH, 3.6 * columns), 3.1 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    panels = list(grid.flat)
+    for axes, test in zip(panels, tests, strict=False):
         _accuracy_panel(axes, run, test)
-    panels[0].set(ylabel="accuracy", ylim=(-0.03, 1.03))
+    for axes in panels[len(tests) :]:
+        axes.set_axis_off()
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accuracy")
+    panels[0].set_ylim(-0.03, 1.03)
     panels[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     legend(figure, [*model_handles(run.models), *(Line2D([], [], **look) for look in LEVELS.values())])
     return figure
@@ -205,7 +212,14 @@ def _curves(axes: Axes, run: Comparison, key: str) -> None:
 
 # ------------------------------------------------------------------------------------------ all of them
 
-FIGURES: dict[str, Callable[[Comparison], Figure]] = {"accuracy": accuracy, "spectrum": spectrum, "training": training}
+FIGURES: dict[str, Callable[[Comparison], Figure]] = {
+    "accuracy": accuracy, "recall": recall_grid, "spectrum": spectrum, "training": training,
+}  # fmt: skip
+
+
+def figures_of(run: Comparison) -> list[str]:
+    """The names of the figures that a run has something for: recall grids only where there are grids."""
+    return [name for name in FIGURES if name != "recall" or is_grid(run)]
 
 
 @styled
@@ -216,7 +230,7 @@ def save_all(run_dir: str | Path) -> list[Path]:
         FileNotFoundError, ValueError: as `results.read`.
     """
     run = read(run_dir)
-    return [file for name, draw in FIGURES.items() for file in save(draw(run), run.path / "figures", name)]
+    return [file for name in figures_of(run) for file in save(FIGURES[name](run), run.path / "figures", name)]
 
 
 @styled

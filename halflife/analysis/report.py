@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from halflife.analysis.figures import FASTEST, FIGURES, MAX_LAYERS, SLOWEST, save_all, spectrum_of
+from halflife.analysis.figures import FASTEST, MAX_LAYERS, SLOWEST, figures_of, save_all, spectrum_of
 from halflife.analysis.results import IN_DISTRIBUTION, Comparison, Score, flatten, mean, read
 from halflife.analysis.style import INK, PAPER
 from halflife.files import write_text
@@ -67,7 +67,7 @@ def page(run: Comparison) -> dict[str, Any]:
         "tests": tests,
         "groups": _groups(run),
         "levels": _levels(run),
-        "figures": [_figure(run, name) for name in FIGURES],
+        "figures": [_figure(run, name) for name in figures_of(run)],
         "settings": {key: _plain(value) for key, value in flatten(_settings(run)).items()},
         "versions": {key: _plain(value) for key, value in flatten(run.versions).items()},
         "commands": _commands(run),
@@ -193,9 +193,20 @@ def _figure(run: Comparison, name: str) -> dict[str, Any]:
             "Accuracy against length",
             f"Line charts of accuracy against sequence length for {models}; the numbers are in the table above.",
             "Thick lines are means over seeds, thin lines single seeds. The vertical line marks the training length T: "
-            "to its right the models read longer sequences than they were trained on. With capacity the pairs to be "
-            "remembered grow with the length; with persist their number stays and only the time between grows. Dotted "
-            "lines: the best answer that ignores the key (guess), and chance.",
+            "to its right the models read longer sequences than they were trained on. "
+            + (
+                "With capacity the pairs to be remembered grow with the length; with persist their number stays and "
+                "only the time between grows. "
+                if "capacity" in run.tests
+                else "Means over the numbers of pairs. "
+            )
+            + "Dotted lines: the best answer that ignores the key (guess), and chance.",
+        ),
+        "recall": (
+            "Recall by length and pairs",
+            f"Heat maps of accuracy by sequence length and number of pairs for {models}, with every percentage.",
+            "A row of maps a model, a column a test; means over seeds, in percent. To the right sequences get longer, "
+            "downwards there are more pairs to tell apart. Cells for which a task has no room are empty.",
         ),
         "spectrum": (
             "Decay spectrum",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from halflife.registry import Registry
+from halflife.registry import Registry, unknown
 from halflife.training.run import RunConfig
 from halflife.training.sweep import Cell
 
@@ -14,15 +16,14 @@ SCALES = ("smoke", "small", "paper")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The sizes of a recall experiment; `halflife compare` can override each by its name.
+    """The sizes of an experiment; `halflife compare` can override each by its name. An experiment may add its own.
 
     Attributes:
         hidden_size, num_layers, num_heads: of every model.
-        vocab_size, train_length: V and T of the task.
-        pairs: curriculum: pairs K a stage; the steps are shared equally among the stages.
+        train_length: T of training.
+        pairs: numbers of pairs K to train on: one a stage of the curriculum, or all at once.
         steps, batch_size: of training.
         weight_decay, warmup, schedule, bf16: see `RunConfig`.
-        length_factors: tests are at T times these.
         validation_examples, test_examples: examples of each.
         validate_every, save_every: steps.
         chunk_size: tokens a chunk of the chunked ops.
@@ -31,7 +32,6 @@ class Settings:
     hidden_size: int
     num_layers: int
     num_heads: int
-    vocab_size: int
     train_length: int
     pairs: tuple[int, ...]
     steps: int
@@ -40,26 +40,56 @@ class Settings:
     warmup: float = 0.1
     schedule: str = "linear"
     bf16: bool = False
-    length_factors: tuple[int, ...] = (1, 2, 4, 8)
     validation_examples: int = 256
     test_examples: int = 256
     validate_every: int = 100
     save_every: int = 200
     chunk_size: int = 64
 
+    def training(self) -> dict[str, Any]:
+        """What of it a `RunConfig` takes as it is."""
+        names = {field.name for field in dataclasses.fields(RunConfig)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
+
 
 class Experiment:
-    """A task at its scales; a subclass names its paper in the docstring and is registered under its task."""
+    """What is trained and tested, at its scales; a subclass names its paper in the docstring.
 
-    scales: ClassVar[dict[str, Settings]]
+    Attributes:
+        scales: scale → settings.
+        settings: the class of the settings.
+        models: what is compared when the user names no models.
+    """
+
+    scales: ClassVar[dict[str, Any]]
+    settings: ClassVar[type[Settings]] = Settings
+    models: ClassVar[tuple[str, ...]] = ()
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        """The learning rates tried for a preset when the user names none."""
+        """The learning rates tried for a model when the user names none."""
         raise NotImplementedError
 
-    def configure(self, settings: Settings, cell: Cell) -> RunConfig:
-        """The run of one model, learning rate and seed."""
+    def configure(self, settings: Any, cell: Cell) -> RunConfig:
+        """The run of one model, learning rate and seed; `settings` is an instance of the class's `settings`."""
         raise NotImplementedError
 
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """What a paper's experiment says of the rows of `results.csv`, in Markdown; nothing by default."""
+        return ""
 
-EXPERIMENTS: Registry[type[Experiment]] = Registry("task")
+    def resolve(self, scale: str, overrides: Mapping[str, Any]) -> Settings:
+        """The settings of a scale with some of them replaced.
+
+        Raises:
+            ValueError: an unknown scale, or a setting that this experiment does not have.
+        """
+        if scale not in self.scales:
+            raise unknown("scale", scale, list(self.scales))
+        known = [field.name for field in dataclasses.fields(self.settings)]
+        for name in overrides:
+            if name not in known:
+                raise unknown("setting of this experiment", name, known)
+        return dataclasses.replace(self.scales[scale], **overrides)
+
+
+EXPERIMENTS: Registry[type[Experiment]] = Registry("experiment")

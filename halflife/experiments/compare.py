@@ -11,16 +11,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from halflife.experiments.base import EXPERIMENTS, SCALES, Settings
-from halflife.files import read_json
-from halflife.registry import unknown
+from halflife.experiments.base import EXPERIMENTS
+from halflife.files import read_json, write_text
 from halflife.training.sweep import Cell, create, sweep
 
 
 def new(
     models: Sequence[str],
     *,
-    task: str = "mqar",
+    tasks: Sequence[str] = ("mqar",),
     scale: str = "smoke",
     seeds: int = 1,
     learning_rates: Sequence[float] | None = None,
@@ -32,11 +31,12 @@ def new(
     """Sets up a comparison: checks every choice at once and writes the resolved configuration.
 
     Args:
-        models: preset names.
-        task, scale: which experiment.
+        models: preset names; none means the experiment's own.
+        tasks: one name of `EXPERIMENTS`, or the mixture of tasks, `name` or `name:tier`, that "recall" trains on.
+        scale: smoke, small or paper.
         seeds: how many, from 0.
         learning_rates: tried for every model; None means the experiment's own.
-        overrides: fields of `Settings` that replace the scale's.
+        overrides: settings of the experiment that replace the scale's.
         output: the folder; None means `runs/<time>-<name>`.
         name: of that folder; None means the task and scale.
         command: what the user typed, for the report.
@@ -48,28 +48,35 @@ def new(
         ValueError: an unknown name, a combination without meaning, sizes that do not fit.
         FileExistsError: `output` holds a comparison already.
     """
-    experiment = EXPERIMENTS[task]()
-    if scale not in SCALES:
-        raise unknown("scale", scale, list(SCALES))
+    kind = tasks[0] if len(tasks) == 1 and tasks[0] in set(EXPERIMENTS) - {"recall"} else "recall"
+    chosen = EXPERIMENTS[kind]()
+    own = {"tasks": tuple(tasks)} if kind == "recall" else {}
+    settings = chosen.resolve(scale, {**own, **(overrides or {})})
+    models = tuple(models) or chosen.models
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
     if seeds < 1:
         raise ValueError(f"seeds is how many to run, at least 1; got {seeds}")
-    settings = dataclasses.replace(experiment.scales[scale], **(overrides or {}))
-    rates = {model: list(learning_rates or experiment.learning_rates(model, scale)) for model in models}
+    rates = {model: list(learning_rates or chosen.learning_rates(model, scale)) for model in models}
+    task = "+".join(tasks)
     config = {
-        "command": command, "models": list(models), "task": task, "scale": scale, "seeds": list(range(seeds)),
+        "command": command, "models": list(models), "experiment": kind, "task": task, "scale": scale,
+        "seeds": list(range(seeds)),
         "learning_rates": rates, "settings": dataclasses.asdict(settings),
     }  # fmt: skip
     for model in models:
         for rate in rates[model]:
-            experiment.configure(settings, Cell(model, rate, 0))
+            chosen.configure(settings, Cell(model, rate, 0))
     label = re.sub(r"[^\w.+-]", "-", name or f"{task}-{scale}")
     return create(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
 
 
-def execute(folder: Path, *, show: bool = True) -> list[dict[str, Any]]:
+def execute(folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True) -> list[dict[str, Any]]:
     """Runs, or goes on with, the comparison in `folder`; then writes its table, figures and report.
+
+    Args:
+        only_seeds: run only these now, so that several processes can share the work; the table has what is finished.
+        show: whether to draw progress bars.
 
     Returns:
         The rows of `results.csv`.
@@ -82,25 +89,32 @@ def execute(folder: Path, *, show: bool = True) -> list[dict[str, Any]]:
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no comparison (no config.json)")
     config = read_json(folder / "config.json")
-    experiment = EXPERIMENTS[config["task"]]()
+    if "experiment" not in config:
+        raise ValueError(f"{folder} was written by a version whose comparisons this one does not continue")
+    experiment = EXPERIMENTS[config["experiment"]]()
     saved: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["settings"].items()}
-    settings = Settings(**saved)
-    rows = sweep(folder, lambda cell: experiment.configure(settings, cell), show=show)
+    settings = experiment.settings(**saved)
+    rows = sweep(folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show)
     write_report(folder)
+    if summary := experiment.summary(rows):
+        write_text(folder / "summary.md", summary)
     return rows
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row a run for a table: the run's own numbers and `accuracy[(test, length)]`; means of the selected runs.
 
-    Means stand after their model's runs, their seed is "mean"; seeds that diverged are left out, and it says so.
+    The cells of a grid that differ in the number of pairs alone count as one test, by their mean. Means stand after
+    their model's runs, their seed is "mean"; seeds that diverged are left out, and it says so.
     """
     table: list[dict[str, Any]] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         runs: dict[tuple[float, int], dict[str, Any]] = {}
         for row in (r for r in rows if r["model"] == model):
             entry = runs.setdefault((row["learning_rate"], row["seed"]), {**row, "accuracy": {}})
-            entry["accuracy"][row["test"], row["length"]] = row["accuracy"]
+            entry["accuracy"].setdefault((row["test"], row["length"]), []).append(row["accuracy"])
+        for entry in runs.values():
+            entry["accuracy"] = {key: fmean(cells) for key, cells in entry["accuracy"].items()}
         table.extend(runs.values())
         chosen = [entry for entry in runs.values() if entry["selected"]]
         whole = [entry for entry in chosen if not any(map(math.isnan, entry["accuracy"].values()))]
@@ -113,8 +127,13 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[float, float]]:
-    """(test, length) → (chance, accuracy of the best answer that ignores the key)."""
-    return {(row["test"], row["length"]): (row["chance"], row["guess"]) for row in rows}
+    """(test, length) → (chance, accuracy of the best answer that ignores the key), means over the numbers of pairs."""
+    cells: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["test"], row["length"]), []).append(row)
+    return {
+        key: (fmean(row["chance"] for row in own), fmean(row["guess"] for row in own)) for key, own in cells.items()
+    }
 
 
 def shown(accuracy: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
@@ -9,18 +10,27 @@ from halflife.models import ModelConfig, preset
 from halflife.training.run import RunConfig, TestSpec
 from halflife.training.sweep import Cell
 
+
+@dataclass(frozen=True, kw_only=True)
+class MQARSettings(Settings):
+    """What MQAR has besides: `vocab_size`, V of the task; `length_factors`: tests are at T times these."""
+
+    vocab_size: int
+    length_factors: tuple[int, ...] = (1, 2, 4, 8)
+
+
 # Half of the steps on fewer pairs, half on K = T/4: without the easy start the delta rule often never begins to recall,
 # with an even curriculum Mamba-2 has too little time at the end (docs/log.md).
-SMOKE = Settings(
+SMOKE = MQARSettings(
     hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=32, pairs=(2, 4, 8, 8), steps=1400,
     batch_size=128, test_examples=512, chunk_size=16,
 )  # fmt: skip
-SMALL = Settings(
+SMALL = MQARSettings(
     hidden_size=128, num_layers=2, num_heads=4, vocab_size=1024, train_length=128, pairs=(8, 16, 32, 32), steps=3000,
     batch_size=64, test_examples=512, chunk_size=32, save_every=500,
 )  # fmt: skip
 # 2^18 tokens a batch, 2^18 examples a stage seen twice: 8 epochs over the four stages.
-PAPER = Settings(
+PAPER = MQARSettings(
     hidden_size=512, num_layers=2, num_heads=4, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
     batch_size=512, bf16=True, test_examples=3000, validation_examples=1024, save_every=512,
 )  # fmt: skip
@@ -31,6 +41,7 @@ class MQARExperiment(Experiment):
     """MQAR (PoST, §6.1 and App. C): two layers, no MLP, equal states; tests `capacity` and `persist` at T … 8T."""
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
+    settings = MQARSettings
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         if scale != "paper":
@@ -39,39 +50,33 @@ class MQARExperiment(Experiment):
             return (10**-3.5, 1e-3, 10**-2.5)
         return (1e-3, 10**-2.5, 1e-2)
 
-    def configure(self, settings: Settings, cell: Cell) -> RunConfig:
+    def configure(self, settings: MQARSettings, cell: Cell) -> RunConfig:
         length, largest = settings.train_length, settings.train_length // 4
 
         def task(length: int, pairs: int) -> dict[str, Any]:
-            return {"vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
+            return {"name": "mqar", "vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
 
         lengths = [length * factor for factor in settings.length_factors]
         return RunConfig(
-            model=mqar_model(cell.model, settings),
-            task="mqar",
-            stages=tuple(task(length, pairs) for pairs in settings.pairs),
-            validation=task(length, largest),
+            model=self.model(cell.model, settings),
+            stages=tuple((task(length, pairs),) for pairs in settings.pairs),
+            validation=(task(length, largest),),
             tests=(
                 TestSpec(name="in_distribution", task=task(length, settings.pairs[-1])),
                 *(TestSpec(name="capacity", task=task(t, t // 4)) for t in lengths),
                 *(TestSpec(name="persist", task=task(t, largest)) for t in lengths),
             ),
-            steps=settings.steps,
-            batch_size=settings.batch_size,
             learning_rate=cell.learning_rate,
-            weight_decay=settings.weight_decay,
-            warmup=settings.warmup,
-            schedule=settings.schedule,
-            bf16=settings.bf16,
             seed=cell.seed,
-            validation_examples=settings.validation_examples,
-            test_examples=settings.test_examples,
-            validate_every=settings.validate_every,
-            save_every=settings.save_every,
+            **settings.training(),
         )
 
+    def model(self, name: str, settings: MQARSettings) -> ModelConfig:
+        """What a model's name stands for."""
+        return mqar_model(name, settings)
 
-def mqar_model(name: str, settings: Settings) -> ModelConfig:
+
+def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     """The preset with a state of d²/h numbers a layer, no MLP and no positional encoding (PoST, App. C)."""
     head = settings.hidden_size // settings.num_heads
     base = name.split("+")[0]

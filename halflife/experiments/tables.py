@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,10 +11,14 @@ from rich.table import Table
 
 from halflife.experiments.compare import levels, shown, summarise
 
+MOST = 12  # columns of tests that a terminal has room for
+
 
 def print_comparison(rows: list[dict[str, Any]]) -> None:
     """Two tables that fit 80 columns: what was trained, and its accuracy on every test."""
-    keys = levels(rows)
+    keys, summary = levels(rows), summarise(rows)
+    if len(keys) > MOST:  # a grid: one column a test, the mean of its cells
+        keys, summary = _over_lengths(keys), [{**row, "accuracy": _over_lengths(row["accuracy"])} for row in summary]
     runs = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="runs", title_justify="left")
     tests = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="accuracy, %", title_justify="left")
     for table, headings in (
@@ -22,7 +27,7 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
     ):
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
-    for row in summarise(rows):
+    for row in summary:
         mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
         rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
         sizes = (f"{row['parameters']:,}", f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}")
@@ -36,8 +41,24 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
     console = console if console.is_terminal else Console(width=200)
     console.print(runs, tests)
     print("lr*: the best on in-distribution validation. state: numbers that a sequence's memory holds.")
-    print("in: in distribution. cap: `capacity`, K = T/4 pairs. per: `persist`, the training K. Under them: T.")
+    if any(test == "capacity" for test, _ in keys):
+        print("in: in distribution. cap: `capacity`, K = T/4 pairs. per: `persist`, the training K. Under them: T.")
+    elif any(length is None for _, length in keys):
+        print("in: in distribution; other tests: means over the lengths and numbers of pairs of their grids.")
 
 
-def _heading(test: str, length: int) -> str:
-    return "in" if test == "in_distribution" else f"{test[:3]}\n{length}"
+def _over_lengths(cells: dict[tuple[str, int], Any]) -> dict[tuple[str, None], Any]:
+    """The mean over lengths of each test's numbers."""
+    tests: dict[tuple[str, None], list[Any]] = {}
+    for (test, _), value in cells.items():
+        tests.setdefault((test, None), []).append(value)
+    return {
+        key: tuple(map(fmean, zip(*own, strict=True))) if isinstance(own[0], tuple) else fmean(own)
+        for key, own in tests.items()
+    }
+
+
+def _heading(test: str, length: int | None) -> str:
+    if test == "in_distribution":
+        return "in"
+    return test if length is None else f"{test[:3]}\n{length}"

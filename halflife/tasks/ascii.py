@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from halflife.registry import unknown
-from halflife.tasks.base import TASKS, TaskBatch
+from halflife.tasks.base import TASKS, TaskBatch, distinct
 from halflife.tasks.layout import pick
-from halflife.tasks.mqar import distinct
 from halflife.tasks.text import TextTask, among, check_range, render, table
 
 HEXADECIMAL = "0123456789abcdef"  # names of agents and tools

@@ -104,3 +104,24 @@ def stream_seed(split: str, seed: int, index: int = 0) -> int:
         raise unknown("split", split, list(SPLITS))
     digest = hashlib.sha256(f"{split}/{seed}/{index}".encode()).digest()
     return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)
+
+
+def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
+    """`count` distinct ids of [low, high) a row, uniform over all orders: `[rows, count]`.
+
+    Draws with replacement and draws the later of two equal ids again until there are none. That treats all ids
+    alike, so that every tuple of distinct ids is equally likely; it costs a sort of what was drawn, where a
+    permutation of the whole range would cost a sort of that.
+    """
+    if count * 4 > high - low:  # so many collisions that a permutation is cheaper
+        return torch.rand(rows, high - low, generator=draw).argsort(1)[:, :count] + low
+    ids = torch.randint(low, high, (rows, count), generator=draw)
+    pending = torch.arange(rows)
+    while len(pending):
+        ordered, order = ids[pending].sort(dim=1, stable=True)
+        repeated = torch.zeros_like(ordered, dtype=torch.bool)
+        repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        row, column = repeated.nonzero(as_tuple=True)
+        ids[pending[row], order[row, column]] = torch.randint(low, high, (len(row),), generator=draw)
+        pending = pending[repeated.any(1)]
+    return ids

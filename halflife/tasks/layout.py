@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halflife.tasks.base import IGNORED, Task, TaskBatch
-from halflife.tasks.mqar import distinct
+from halflife.tasks.base import IGNORED, Task, TaskBatch, distinct
 
 VOCABULARY = 128
 BOS, SYS, SEP, QUERY, CALL, RESULT = range(1, 7)  # 0 pads, in the tasks that do

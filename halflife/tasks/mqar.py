@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from halflife.registry import unknown
-from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch
+from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, distinct
+from halflife.tasks.layout import FILLERS as FILLER_IDS
+from halflife.tasks.layout import KEYS, VALUES, VOCABULARY
 
-FILLERS = ("disjoint", "zoology")
+FILLERS = ("disjoint", "zoology", "recall")
 
 
 @TASKS.add("mqar")
@@ -26,13 +28,15 @@ class MQAR(Task):
     Args:
         vocab_size: V. Values are the upper half of the ids; with `filler="disjoint"` fillers are the lowest eighth
             and keys the rest; with "zoology" keys are the lower half (without 0) and fillers any id at all, as in
-            the published generator: there a filler can repeat a bound key.
+            the published generator: there a filler can repeat a bound key. With "recall" the ids are those of the
+            recall tasks (`layout`): keys 16–47, values 48–79, fillers 80–127.
         length: T, tokens of a sequence.
         num_pairs: K.
         power: a in the law of the slots.
-        filler: "disjoint" or "zoology".
+        filler: "disjoint", "zoology" or "recall" (V = 128).
 
-    Chance is 2/V; naming any bound value scores 1/K. Source: Arora et al. 2023; tasks.md.
+    Chance is one in the values (2/V; 1/32 with "recall"); naming any bound value scores 1/K. Source: Arora et al.
+    2023; tasks.md.
     """
 
     vocab_size: int = 8192
@@ -48,6 +52,8 @@ class MQAR(Task):
             raise unknown("filler", self.filler, list(FILLERS))
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
             raise ValueError(f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K; got length {self.length}")
+        if self.filler == "recall" and self.vocab_size != VOCABULARY:
+            raise ValueError(f'filler "recall" is made of {VOCABULARY} token ids; got vocab_size {self.vocab_size}')
         low, high = self.key_range
         if high - low < self.num_pairs:
             raise ValueError(f"{self.num_pairs} pairs need as many keys; vocab_size {self.vocab_size} has {high - low}")
@@ -59,23 +65,36 @@ class MQAR(Task):
 
     @property
     def key_range(self) -> tuple[int, int]:
-        """First key id, and the one after the last (where the values begin)."""
+        """First key id, and the one after the last."""
+        if self.filler == "recall":
+            return KEYS
         return (self.vocab_size // 8 if self.filler == "disjoint" else 1), self.vocab_size // 2
 
     @property
+    def value_range(self) -> tuple[int, int]:
+        """First value id, and the one after the last."""
+        return VALUES if self.filler == "recall" else (self.vocab_size // 2, self.vocab_size)
+
+    @property
+    def filler_range(self) -> tuple[int, int]:
+        """First filler id, and the one after the last."""
+        if self.filler == "recall":
+            return FILLER_IDS
+        return 0, self.key_range[0] if self.filler == "disjoint" else self.vocab_size
+
+    @property
     def chance(self) -> float:
-        return 1 / (self.vocab_size - self.vocab_size // 2)
+        low, high = self.value_range
+        return 1 / (high - low)
 
     @property
     def guess(self) -> float:
         return 1 / self.num_pairs
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
-        low, high = self.key_range
-        keys = distinct(num_examples, self.num_pairs, low, high, draw)
-        values = distinct(num_examples, self.num_pairs, high, self.vocab_size, draw)
-        fillers = low if self.filler == "disjoint" else self.vocab_size
-        inputs = torch.randint(fillers, (num_examples, self.length), generator=draw)
+        keys = distinct(num_examples, self.num_pairs, *self.key_range, draw)
+        values = distinct(num_examples, self.num_pairs, *self.value_range, draw)
+        inputs = torch.randint(*self.filler_range, (num_examples, self.length), generator=draw)
         inputs[:, 0 : 2 * self.num_pairs : 2] = keys
         inputs[:, 1 : 2 * self.num_pairs : 2] = values
         at = 2 * self.num_pairs + 2 * self._slots(num_examples, draw)
@@ -90,24 +109,3 @@ class MQAR(Task):
         if self.num_slots == self.num_pairs:
             return race.argsort(1)
         return race.topk(self.num_pairs, dim=1, largest=False).indices
-
-
-def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
-    """`count` distinct ids of [low, high) a row, uniform over all orders: `[rows, count]`.
-
-    Draws with replacement and draws the later of two equal ids again until there are none. That treats all ids
-    alike, so that every tuple of distinct ids is equally likely; it costs a sort of what was drawn, where a
-    permutation of the whole range would cost a sort of that.
-    """
-    if count * 4 > high - low:  # so many collisions that a permutation is cheaper
-        return torch.rand(rows, high - low, generator=draw).argsort(1)[:, :count] + low
-    ids = torch.randint(low, high, (rows, count), generator=draw)
-    pending = torch.arange(rows)
-    while len(pending):
-        ordered, order = ids[pending].sort(dim=1, stable=True)
-        repeated = torch.zeros_like(ordered, dtype=torch.bool)
-        repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-        row, column = repeated.nonzero(as_tuple=True)
-        ids[pending[row], order[row, column]] = torch.randint(low, high, (len(row),), generator=draw)
-        pending = pending[repeated.any(1)]
-    return ids

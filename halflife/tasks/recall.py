@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from halflife.tasks.base import TASKS, TaskBatch
+from halflife.tasks.base import TASKS, TaskBatch, distinct
 from halflife.tasks.layout import BOS, CALL, KEYS, RESULT, SEP, SYS, VALUES, RecallTask, fillers, pick, scatter
-from halflife.tasks.mqar import distinct
 
 AGENTS, TOOLS = (16, 32), (32, 48)  # the keys' two halves
 
@@ -127,6 +127,7 @@ class NIAH(RecallTask):
     hard: bool = False
 
     name = "niah"
+    tiers: ClassVar = {"plain": {}, "hard": {"hard": True}}
 
     @property
     def most_pairs(self) -> int:

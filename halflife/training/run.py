@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,29 +21,30 @@ from halflife.training.fit import TrainConfig, begin, fit
 
 @dataclass(frozen=True, kw_only=True)
 class TestSpec:
-    """One test: a name and the settings of its task."""
+    """One test: a name, its task (see `RunConfig`) and how many examples it has (None: the run's `test_examples`)."""
 
     __test__ = False  # no test case, whatever pytest makes of the name
 
     name: str
     task: dict[str, Any]
+    examples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(TrainConfig):
     """Everything that determines a run's numbers.
 
+    A task is written as what `tasks.build` takes: its name and its settings, `{"name": "mqar", "length": 64, …}`.
+
     Attributes:
-        task: name of the task.
-        stages: the curriculum, settings of the task for each stage; steps are shared equally.
-        validation: settings of the task on which the learning rate is chosen.
+        stages: the curriculum: a mixture of tasks a stage; steps are shared equally.
+        validation: the mixture on which the learning rate is chosen, by the mean of its tasks' accuracies.
         tests: what is measured after training.
-        validation_examples, test_examples: examples of a validation and of a test.
+        validation_examples, test_examples: examples of each task of the validation, and of a test.
     """
 
-    task: str
-    stages: tuple[dict[str, Any], ...]
-    validation: dict[str, Any]
+    stages: tuple[tuple[dict[str, Any], ...], ...]
+    validation: tuple[dict[str, Any], ...]
     tests: tuple[TestSpec, ...]
     validation_examples: int = 256
     test_examples: int = 256
@@ -51,8 +54,10 @@ class RunConfig(TrainConfig):
         for name in ("validation_examples", "test_examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        for settings in (*self.stages, self.validation, *(test.task for test in self.tests)):
-            build_task(self.task, **settings)  # sizes that do not fit are errors now, not after training
+        if not self.stages or not self.validation or not all(self.stages):
+            raise ValueError("a run needs a task in every stage of its training, and one to validate on")
+        for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
+            build_task(**task)  # sizes that do not fit are errors now, not after training
 
 
 def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dict[str, Any]:
@@ -82,13 +87,12 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     model = LanguageModel(config.model)
     positions = sorted({1, *(test.task["length"] for test in config.tests)})
     before = timescales(model, positions)
-    validation = build_task(config.task, **config.validation)
-    stages = [build_task(config.task, **stage) for stage in config.stages]
+    stages = [[build_task(**task) for task in stage] for stage in config.stages]
+    validation = [build_task(**task) for task in config.validation]
 
     def validate() -> float:
-        return accuracy(
-            model, validation, split="validation", seed=config.seed, num_examples=config.validation_examples
-        )
+        count = config.validation_examples
+        return fmean(accuracy(model, t, split="validation", seed=config.seed, num_examples=count) for t in validation)
 
     diverged, metrics = fit(
         model, config, TaskStream(stages, config.steps, config.batch_size, config.seed), folder,
@@ -98,7 +102,7 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     after = timescales(model, positions)
     spectrum = [{"layer": b["layer"], "init": b, "trained": a} for b, a in zip(before, after, strict=True)]
     write_json(folder / "spectrum.json", {"channels": granularity(model), "layers": spectrum})
-    length = config.validation["length"]
+    length = max(task.length for task in validation)
     result = {
         "parameters": model.num_parameters(),
         "state_floats": model.state_floats(length),
@@ -114,9 +118,9 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
 
 
 def _test(model: LanguageModel, config: RunConfig, test: TestSpec, diverged: bool) -> dict[str, Any]:
-    task = build_task(config.task, **test.task)
+    task = build_task(**test.task)
     measured = float("nan") if diverged else accuracy(
-        model, task, split="test", seed=config.seed, num_examples=config.test_examples
+        model, task, split="test", seed=config.seed, num_examples=test.examples or config.test_examples
     )  # fmt: skip
     settings = {"length": task.length, "num_pairs": test.task.get("num_pairs")}
     return {"test": test.name, **settings, "accuracy": measured, "chance": task.chance, "guess": task.guess}

@@ -49,7 +49,9 @@ def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -
                 yield Cell(model, rate, seed)
 
 
-def sweep(folder: Path, configure: Callable[[Cell], RunConfig], *, show: bool = True) -> list[dict[str, Any]]:
+def sweep(
+    folder: Path, configure: Callable[[Cell], RunConfig], *, seeds: Sequence[int] | None = None, show: bool = True
+) -> list[dict[str, Any]]:
     """Runs every cell of the sweep described by `folder/config.json`, and writes `results.csv`.
 
     Cells that have a result are not run again and interrupted ones go on from their last checkpoint, so that calling
@@ -58,6 +60,7 @@ def sweep(folder: Path, configure: Callable[[Cell], RunConfig], *, show: bool = 
     Args:
         folder: of the sweep; its `config.json` has "learning_rates" (model → list) and "seeds".
         configure: the run of a cell.
+        seeds: run only these now; of the others, what has a result is in the table.
         show: whether to draw progress bars.
 
     Returns:
@@ -67,8 +70,11 @@ def sweep(folder: Path, configure: Callable[[Cell], RunConfig], *, show: bool = 
     config = read_json(folder / "config.json")
     results = {}
     for cell in cells(config["learning_rates"], config["seeds"]):
-        results[cell] = run(configure(cell), folder / cell.folder, name=cell.title, show=show)
-    best = {model: _best_rate(model, results) for model in config["learning_rates"]}
+        if seeds is None or cell.seed in seeds or (folder / cell.folder / "result.json").exists():
+            results[cell] = run(configure(cell), folder / cell.folder, name=cell.title, show=show)
+    if not results:
+        raise ValueError(f"nothing to run: the seeds are {', '.join(map(str, config['seeds']))}")
+    best = {model: _best_rate(model, results) for model in dict.fromkeys(cell.model for cell in results)}
     rows = [
         {
             "model": cell.model, "learning_rate": cell.learning_rate, "seed": cell.seed,

@@ -1,0 +1,48 @@
+"""The command line: parse, call, print; one file a group of commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import tyro
+
+from halflife.cli.about import Info, List
+from halflife.cli.compare import Compare
+from halflife.cli.convert import Convert
+from halflife.cli.memory import Memory
+from halflife.cli.reproduce import Reproduce
+from halflife.cli.spectrum import Spectrum
+
+EPILOG = """examples:
+  halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
+  halflife compare mamba2 simple+vector --scale small --seeds 3 --lr 1e-3 3e-3 1e-2
+  halflife compare --resume runs/20260101-120000-mqar-smoke
+  halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
+  halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
+  halflife list
+  halflife info
+"""
+
+Command = (
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Spectrum, tyro.conf.subcommand("spectrum")]
+    | Annotated[Memory, tyro.conf.subcommand("memory")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[List, tyro.conf.subcommand("list")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point: wrong input ends with one line on stderr and exit code 2, not with a traceback."""
+    command = tyro.cli(
+        Command, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,),
+        description="How linear recurrent sequence models remember and forget.\n\n" + EPILOG,
+    )  # fmt: skip
+    try:
+        command.run()
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        print(f"halflife: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

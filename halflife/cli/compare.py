@@ -1,0 +1,95 @@
+"""`halflife compare`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from halflife.cli.resume import only, resumable
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train models on a task, test them in and beyond distribution, and write a table, figures and a report.
+
+    Results go to runs/<time>-<name>/: results.csv, report.html, figures/, and a folder a run with its configuration,
+    metrics and weights. An interrupted comparison goes on with --resume DIR, to the same numbers.
+    """
+
+    models: Positional[tuple[str, ...]] = ()
+    """Presets, base[+modifier…]; `halflife list` shows them."""
+    task: tuple[str, ...] = ("mqar",)
+    """What to train on: a task, or several as a mixture; `name` or `name:tier` (niah:hard). `halflife list` shows them.
+    All but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs.
+    Or a paper's experiment, which brings its models: echo-transfer, echo-mqar, echo-ablations."""
+    scale: str = "smoke"
+    """smoke (minutes on 2 cores), small (an hour), or paper (a GPU)."""
+    seeds: int = 1
+    """How many seeds, from 0; every one is in the table."""
+    lr: tuple[float, ...] = ()
+    """Learning rates to try; the best on in-distribution validation is marked. Default: the scale's own."""
+    resume: Path | None = None
+    """Go on with the comparison in this folder; nothing else may be given."""
+    output: Path | None = None
+    """The folder to write. Default: runs/<time>-<name>."""
+    name: str | None = None
+    """Name of that folder, after the time. Default: <task>-<scale>."""
+    steps: int | None = None
+    """Training steps instead of the scale's."""
+    batch_size: int | None = None
+    """Examples a batch instead of the scale's."""
+    hidden_size: int | None = None
+    """Model width instead of the scale's."""
+    num_layers: int | None = None
+    """Layers instead of the scale's."""
+    num_heads: int | None = None
+    """Heads instead of the scale's."""
+    vocab_size: int | None = None
+    """Vocabulary of the task instead of the scale's."""
+    train_length: int | None = None
+    """Training length T instead of the scale's."""
+    pairs: tuple[int, ...] | None = None
+    """Pairs to train on instead of the scale's: a number a stage of the curriculum (mqar), all at once (mixtures)."""
+    test_tasks: tuple[str, ...] | None = None
+    """Tasks to test on instead of the scale's (mixtures)."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths to test at instead of the scale's (mixtures)."""
+    test_pairs: tuple[int, ...] | None = None
+    """Numbers of pairs to test with instead of the scale's (mixtures)."""
+    test_examples: int | None = None
+    """Examples a test instead of the scale's."""
+    save_every: int | None = None
+    """Steps between checkpoints instead of the scale's."""
+    only_seeds: tuple[int, ...] = ()
+    """Run only these seeds now, so that several processes can share the work."""
+    quiet: bool = False
+    """No progress bars."""
+
+    OVERRIDES = (
+        "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
+        "test_examples", "save_every", "test_tasks", "lengths", "test_pairs",
+    )  # fmt: skip
+
+    def run(self) -> None:
+        from halflife.experiments import compare
+        from halflife.experiments.tables import print_comparison
+
+        if self.resume is not None:
+            only(self, "resume", "only_seeds", "quiet")
+            folder = self.resume
+        else:
+            overrides = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
+            folder = compare.new(
+                self.models, tasks=self.task, scale=self.scale, seeds=self.seeds, learning_rates=self.lr or None,
+                overrides=overrides, output=self.output, name=self.name,
+                command=shlex.join(["halflife", *sys.argv[1:]]),
+            )  # fmt: skip
+        print(f"writing to {folder}")
+        with resumable(f"halflife compare --resume {folder}"):
+            rows = compare.execute(folder, only_seeds=self.only_seeds or None, show=not self.quiet)
+        print_comparison(rows)
+        print(f"report: {folder / 'report.html'}")

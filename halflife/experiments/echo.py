@@ -1,0 +1,144 @@
+"""Echo's experiments: transfer between recall tasks, MQAR, and what spectral Koopman attention is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+from halflife.experiments import echo_tables
+from halflife.experiments.base import EXPERIMENTS
+from halflife.experiments.post import MQARExperiment, MQARSettings, mqar_model
+from halflife.experiments.recall import SMOKE as RECALL_SMOKE
+from halflife.experiments.recall import RecallExperiment, RecallSettings, recall_model
+from halflife.models import LanguageModel, ModelConfig
+from halflife.registry import unknown
+
+# Options of the SKA layers, by what stands behind the colon of a model's name.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "K0": {"power": 0, "mix": "koopman"},
+    "K1": {"power": 1, "mix": "koopman"},
+    "K2": {"power": 2, "mix": "koopman"},  # the paper's
+    "K4": {"power": 4, "mix": "koopman"},
+    "K1-mixed": {"power": 1, "mix": "learned"},
+    "K2-mixed": {"power": 2, "mix": "learned"},
+    "K4-mixed": {"power": 4, "mix": "learned"},
+    "K2-mixed-sequence": {"power": 2, "mix": "learned", "normalization": "sequence"},
+    "K2-mixed-S1": {"power": 2, "mix": "learned", "chunk_size": 1},
+    "K2-mixed-S4": {"power": 2, "mix": "learned", "chunk_size": 4},
+    "K2-mixed-S16": {"power": 2, "mix": "learned", "chunk_size": 16},
+}
+
+
+def variant(name: str) -> tuple[str, dict[str, Any]]:
+    """`preset:variant` → the preset, and the options of its SKA layers.
+
+    Raises:
+        ValueError: an unknown variant (the message lists them), or one of a preset without SKA.
+    """
+    base, _, chosen = name.partition(":")
+    if not chosen:
+        return base, {}
+    if chosen not in VARIANTS:
+        raise unknown("variant of SKA", chosen, list(VARIANTS))
+    if "ska" not in base.split("+"):
+        raise ValueError(f"{base} has no SKA layers, of which {chosen!r} could be a variant")
+    return base, VARIANTS[chosen]
+
+
+# The paper: 6,000 steps of 16 at 3e-4. At that rate nothing is recalled after a quarter of them, and a step costs
+# 0.15 s here; short sequences first, 32 a step and a higher rate let recall appear within 3,000 (docs/log.md).
+SMALL = RecallSettings(
+    hidden_size=128, num_layers=4, num_heads=4, train_length=64, pairs=tuple(range(1, 9)), warm_length=24,
+    warm_pairs=(1, 2, 3, 4), steps=3000, batch_size=32, weight_decay=0.01, warmup=0.05, schedule="cosine", bf16=True,
+    chunk_size=32, test_tasks=("mqar", "sysprompt", "tooltrace", "niah", "multihop", "commonword"),
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096), test_pairs=(1, 3, 4, 8), validation_examples=32, test_examples=128,
+    validate_every=500, save_every=500,
+)  # fmt: skip
+PAPER = dataclasses.replace(SMALL, warm_length=0, steps=6000, batch_size=16, test_examples=512, test_tokens=1 << 22)
+
+
+@EXPERIMENTS.add("echo-transfer")
+class EchoTransfer(RecallExperiment):
+    """Echo's Tables 2 and 3: trained on two tasks at T 64, tested on six to 64 T."""
+
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(RECALL_SMOKE, num_layers=4, tasks=("sysprompt", "tooltrace")),
+        "small": SMALL,
+        "paper": PAPER,
+    }
+    models: ClassVar = ("mamba2", "mamba2+attention", "mamba2+ska:K2", "mamba2+ska:K2-mixed")
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (3e-4,) if scale == "paper" else (2e-3,)
+
+    def model(self, name: str, settings: RecallSettings) -> ModelConfig:
+        base, options = variant(name)
+        return recall_model(base, settings, **options)
+
+    def summary(self, rows: echo_tables.Rows) -> str:
+        return echo_tables.transfer(rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EchoMQARSettings(MQARSettings):
+    """What MQAR with SKA has besides: `rank` and `ska_chunk` of its SKA layers."""
+
+    rank: int = 24
+    ska_chunk: int = 1
+
+
+MQAR = EchoMQARSettings(
+    hidden_size=64, num_layers=2, num_heads=4, vocab_size=512, train_length=64, pairs=(4, 8, 16, 16), steps=1600,
+    batch_size=64, test_examples=512, chunk_size=16,
+)  # fmt: skip
+
+
+@EXPERIMENTS.add("echo-mqar")
+class EchoMQAR(MQARExperiment):
+    """MQAR: Mamba-2 then SKA, against two layers of Mamba-2 whose state is as large (`mamba2:equal-state`)."""
+
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(MQAR, train_length=32, pairs=(2, 4, 8, 8), steps=400),
+        "small": MQAR,
+        "paper": dataclasses.replace(
+            MQAR, hidden_size=512, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
+            batch_size=512, rank=56, bf16=True, test_examples=3000, validation_examples=1024, chunk_size=64,
+        ),
+    }  # fmt: skip
+    settings = EchoMQARSettings
+    models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2", "mamba2+ska:K2-mixed")
+
+    def summary(self, rows: echo_tables.Rows) -> str:
+        return echo_tables.in_distribution(rows)
+
+    def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
+        if name == "mamba2:equal-state":
+            return self._equal(settings)
+        base, options = variant(name)
+        config = mqar_model(base, settings)
+        if config.hybrid.get("mixer") != "ska":
+            return config
+        own = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk, **options}
+        return dataclasses.replace(config, name=name, hybrid={**config.hybrid, "options": own})
+
+    def _equal(self, settings: EchoMQARSettings) -> ModelConfig:
+        """Mamba-2 with the least d_state at which its state is no smaller than that of the model with SKA."""
+        goal = _state_floats(self.model("mamba2+ska", settings))
+        plain = self.model("mamba2", settings)
+        row = settings.num_layers * 2 * settings.hidden_size  # numbers that one more row of all states takes
+        size = plain.mixer_options["state_size"] + math.ceil((goal - _state_floats(plain)) / row)
+        return dataclasses.replace(
+            plain, name="mamba2:equal-state", mixer_options={**plain.mixer_options, "state_size": size}
+        )
+
+
+def _state_floats(config: ModelConfig) -> int:
+    return LanguageModel(config).state_floats()
+
+
+@EXPERIMENTS.add("echo-ablations")
+class EchoAblations(EchoMQAR):
+    """What each part of SKA is worth, on MQAR: powers K, the mixture μ, normalisation, the chunk."""
+
+    models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)

@@ -1,0 +1,85 @@
+"""Echo's tables beside our measurements, in Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+# The paper's columns, by the modifier of ours.
+COLUMNS = {"": "SSM", "attention": "SSM+Attn", "ska": "SSM+SKA"}
+# Table 3: means over lengths and KV, percent.
+TABLE_3 = {
+    "mqar": (55.1, 76.0, 82.2), "sysprompt": (64.2, 81.3, 85.3), "tooltrace": (56.5, 76.2, 80.5),
+    "niah": (52.0, 81.1, 84.2), "multihop": (39.3, 71.1, 76.7), "commonword": (52.9, 68.2, 74.1),
+}  # fmt: skip
+# Table 2: needle in a haystack, KV 1, trained at 64, percent.
+TABLE_2 = {
+    64: (88.6, 88.5, 94.5), 128: (82.1, 97.4, 89.4), 256: (75.8, 92.9, 93.3), 512: (66.9, 78.1, 95.6),
+    1024: (37.3, 64.8, 86.4), 2048: (2.0, 42.5, 81.2), 4096: (2.0, 5.0, 65.1),
+}  # fmt: skip
+
+
+def transfer(rows: Rows) -> str:
+    """Tables 3 and 2: the paper's numbers and ours, mean over seeds and, in brackets, every seed."""
+    by_task = [
+        (name, TABLE_3[name], [r for r in rows if r["test"] == name])
+        for name in TABLE_3
+        if any(r["test"] == name for r in rows)
+    ]
+    niah = [r for r in rows if r["test"] == "niah" and r["num_pairs"] == 1]
+    by_length = [(f"{n:,}", TABLE_2[n], [r for r in niah if r["length"] == n]) for n in TABLE_2]
+    return "\n\n".join(
+        [
+            "### Table 3: mean accuracy over all lengths and numbers of pairs, percent",
+            _beside("task", by_task, models(rows)),
+            "### Table 2: needle in a haystack, one pair, percent",
+            _beside("length", [row for row in by_length if row[2]], models(rows)),
+        ]
+    )
+
+
+def in_distribution(rows: Rows) -> str:
+    """A row a model: state, parameters, and the accuracy of every test, mean and seeds."""
+    tests = list(dict.fromkeys((r["test"], r["length"]) for r in rows))
+    heading = ["model", "parameters", "state", *(f"{test} {length}" for test, length in tests)]
+    table = []
+    for model in models(rows):
+        own = [r for r in rows if r["model"] == model]
+        sizes = [f"{own[0]['parameters']:,}", f"{own[0]['state_floats']:,}"]
+        cells = [percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests]
+        table.append([model, *sizes, *cells])
+    return markdown(heading, table)
+
+
+def models(rows: Rows) -> list[str]:
+    """The models, in order, at their selected learning rates."""
+    return list(dict.fromkeys(r["model"] for r in rows if r["selected"]))
+
+
+def percent(rows: Rows) -> str:
+    """Mean over seeds, and every seed: "87.5 (86.1, 88.9)"."""
+    rows = [r for r in rows if r["selected"]]
+    seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
+    if not seeds or any(map(math.isnan, seeds)):
+        return "diverged" if seeds else "–"
+    every = f" ({', '.join(f'{100 * x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
+    return f"{100 * fmean(seeds):.1f}{every}"
+
+
+def markdown(heading: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    """A table, numbers to the right."""
+    lines = ["| " + " | ".join(heading) + " |", "|---" + "|---:" * (len(heading) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in table])
+
+
+def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], names: list[str]) -> str:
+    heading = [first, *(f"paper: {column}" for column in COLUMNS.values()), *names]
+    body = [
+        [name, *(f"{x:.1f}" for x in paper), *(percent([r for r in own if r["model"] == m]) for m in names)]
+        for name, paper, own in table
+    ]
+    return markdown(heading, body)

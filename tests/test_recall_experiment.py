@@ -1,0 +1,154 @@
+"""Mixtures of tasks: what is trained and tested, the models of the Echo paper, grids in tables and pictures."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from halflife.analysis.figures import save_all
+from halflife.analysis.recall_grid import recall_grid
+from halflife.analysis.results import read
+from halflife.experiments import EXPERIMENTS, compare
+from halflife.experiments.echo import VARIANTS, variant
+from halflife.experiments.recall import grid, recall_model
+from halflife.experiments.tables import print_comparison
+from halflife.models import LanguageModel
+from halflife.tasks import build
+from halflife.training.sweep import Cell
+
+ECHO = EXPERIMENTS["echo-transfer"]()
+SMALL = ECHO.scales["small"]
+
+TINY = {
+    "hidden_size": 16, "num_layers": 2, "num_heads": 2, "steps": 4, "batch_size": 4, "pairs": (1, 2),
+    "lengths": (16, 24), "test_pairs": (1, 2, 4), "test_tasks": ("niah:hard", "commonword"), "test_examples": 8,
+    "validation_examples": 8, "save_every": 2, "validate_every": 2, "train_length": 24,
+}  # fmt: skip
+
+
+def test_a_grid_holds_every_cell_that_has_room():
+    cells = list(grid(("tooltrace",), (16, 32), (1, 4, 8)))
+    assert [(c["length"], c["num_pairs"]) for c in cells] == [(16, 1), (32, 1), (32, 4)]  # T ≥ 5 KV + 3
+    assert all(build(**cell).length == cell["length"] for cell in cells)
+    hard, plain = (next(grid((name,), (64,), (4,))) for name in ("niah:hard", "niah"))
+    assert hard["hard"]
+    assert "hard" not in plain
+    (text,) = grid(("economy:easy",), (64,), (4,))
+    assert build(**text).length == text["length"] != 64
+
+
+def test_mqar_in_a_mixture_has_the_ids_of_the_others():
+    (cell,) = grid(("mqar",), (64,), (8,))
+    batch = build(**cell).generate(32, 0)
+    keys, values = batch.inputs[:, 0:16:2], batch.inputs[:, 1:16:2]
+    assert keys.min() >= 16
+    assert keys.max() < 48 <= values.min()
+    assert values.max() < 80
+    rest = batch.inputs[:, 17::2]  # queries stand at even positions
+    assert rest.min() >= 80
+    assert rest.max() < 128
+
+
+def test_the_training_mixture_is_validated_and_tested_in_distribution():
+    config = ECHO.configure(SMALL, Cell("mamba2", 1e-3, 0))
+    (mixture,) = config.stages[-1:]
+    names = {(task["name"], task["num_pairs"]) for task in mixture}
+    assert names == {(name, k) for name in ("sysprompt", "tooltrace") for k in range(1, 9)}
+    assert config.validation == mixture
+    assert tuple(test.task for test in config.tests if test.name == "in_distribution") == mixture
+    assert {test.name for test in config.tests} - {"in_distribution"} == set(SMALL.test_tasks)
+    assert max(test.task["length"] for test in config.tests) == 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("model", "published", "ours"),
+    [("mamba2", 1.11e6, 1_093_296), ("mamba2+attention", 998e3, 989_592), ("mamba2+ska", 982e3, 973_224)],
+)
+def test_baselines_of_the_echo_paper_have_its_sizes(model, published, ours):
+    """Within 1.5 %; the paper's are those of the Mamba-3 block of its Appendix G (see `recall_model`)."""
+    with torch.device("meta"):
+        parameters = LanguageModel(recall_model(model, SMALL, mix="koopman") if "ska" in model
+                                   else recall_model(model, SMALL)).num_parameters()  # fmt: skip
+    assert parameters == ours
+    assert abs(parameters / published - 1) < 0.016
+
+
+def test_hybrid_layers_are_the_last_half():
+    config = recall_model("mamba2+ska", SMALL, power=1)
+    assert config.hybrid["layers"] == [2, 3]
+    assert config.hybrid["options"] == {"num_heads": 4, "rank": 24, "chunk_size": SMALL.ska_chunk, "power": 1}
+
+
+def test_variants_change_the_ska_layers_and_nothing_else():
+    for name in VARIANTS:
+        _, options = variant(f"mamba2+ska:{name}")
+        config = ECHO.model(f"mamba2+ska:{name}", SMALL)
+        assert options.items() <= config.hybrid["options"].items()
+        plain = ECHO.model("mamba2+ska", SMALL)
+        assert dataclasses.replace(config, hybrid={}, name="") == dataclasses.replace(plain, hybrid={}, name="")
+    models = [json.dumps(ECHO.model(f"mamba2+ska:{name}", SMALL).hybrid) for name in VARIANTS]
+    assert len(set(models)) == len(models)
+
+
+def test_the_baseline_of_equal_state_has_no_smaller_state():
+    experiment = EXPERIMENTS["echo-mqar"]()
+    settings = experiment.scales["smoke"]
+    floats = {
+        name: LanguageModel(experiment.model(name, settings)).state_floats()
+        for name in ("mamba2", "mamba2:equal-state", "mamba2+ska")
+    }
+    assert floats["mamba2"] < floats["mamba2+ska"] <= floats["mamba2:equal-state"] < 1.1 * floats["mamba2+ska"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = compare.new(
+        ("mamba2", "mamba2+ska"), tasks=("sysprompt", "tooltrace"), overrides=TINY, seeds=2,
+        output=tmp_path_factory.mktemp("runs") / "mixture",
+    )  # fmt: skip
+    partly = compare.execute(folder, only_seeds=(1,), show=False)
+    assert {row["seed"] for row in partly} == {1}
+    return folder, compare.execute(folder, show=False)
+
+
+def test_a_mixture_is_compared_on_a_grid(finished):
+    folder, rows = finished
+    cells = {(row["test"], row["length"], row["num_pairs"]) for row in rows if row["test"] != "in_distribution"}
+    hard = {("niah:hard", 16, 1), ("niah:hard", 16, 2), ("niah:hard", 24, 1), ("niah:hard", 24, 2)}
+    common = {("commonword", length, k) for length in (16, 24) for k in (1, 2, 4)}
+    assert cells == hard | common
+    assert {row["seed"] for row in rows} == {0, 1}
+    assert all(0 <= row["accuracy"] <= 1 for row in rows)
+    assert (folder / "report.html").exists()
+    assert {"recall.png", "recall.svg"} <= {path.name for path in save_all(folder)}
+
+
+def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
+    _, rows = finished
+    table = compare.summarise(rows)
+    first = next(row for row in table if row["seed"] == 0 and row["model"] == "mamba2")
+    own = [
+        r["accuracy"] for r in rows
+        if (r["model"], r["seed"], r["test"], r["length"]) == ("mamba2", 0, "commonword", 24)
+    ]  # fmt: skip
+    assert len(own) == 3
+    assert first["accuracy"]["commonword", 24] == pytest.approx(sum(own) / 3)
+    chance, guess = compare.levels(rows)["commonword", 24]
+    assert chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 5) / 3)
+    assert guess == pytest.approx((2 / 3 + 2 / 4 + 2 / 6) / 3)
+    print_comparison(rows)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("mamba2+ska", "com", "nia", "ignoring the key"))
+
+
+def test_a_heat_map_prints_every_cell_of_every_model(finished):
+    folder, _rows = finished
+    run = read(folder)
+    figure = recall_grid(run)
+    panels = figure.axes
+    assert len(panels) == 2 * 2
+    printed = [text.get_text() for panel in panels for text in panel.texts]
+    assert len(printed) == 2 * (4 + 6)
+    value = run.mean("mamba2", "accuracy", test="commonword", length=24, num_pairs=4)
+    assert f"{100 * value:.0f}" in [text.get_text() for text in panels[1].texts]
