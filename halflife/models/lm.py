@@ -158,13 +158,13 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def state_floats(self, length: int = 1) -> int:
-        """Numbers that the state of one sequence holds after `length` tokens, positions not counted.
+        """Numbers that the state of one sequence holds after `length` tokens, counters of tokens not counted.
 
         It is the same for every length, but for softmax attention, whose cache grows.
         """
         device = self.embedding.weight.device
         _, state = self.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
-        return sum(x.numel() for layer in state for name, x in layer.items() if not name.endswith("position"))
+        return sum(x.numel() for layer in state for x in layer.values() if x.is_floating_point())
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,279 @@
+"""The bytes in which a model remembers one sequence, at any length, and from which length on a KV cache needs more.
+
+Sizes are taken from the states of a real model that reads a few tokens one by one, as in decoding. Every tensor of a
+state is either constant or grows by as much with every token; that is checked, and then every length is known.
+Counters (integers, such as the position) are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from halflife.layers import State
+from halflife.models import LanguageModel, ModelConfig, preset
+from halflife.registry import unknown
+
+PROBES = (1, 2, 4)  # tokens; three lengths, because two points always lie on a line
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float8": 1}  # bytes a number; scales of float8 are not counted
+SKA_COMMITTED = ("gram", "transition", "values", "last", "norm")
+SKA_PENDING = ("pending_keys", "pending_values")
+
+
+@dataclass(frozen=True)
+class Size:
+    """`constant + per_token · T`, in numbers or in bytes, after T tokens."""
+
+    constant: int = 0
+    per_token: int = 0
+
+    def at(self, length: int) -> int:
+        """The size after `length` tokens."""
+        return self.constant + self.per_token * length
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.constant + other.constant, self.per_token + other.per_token)
+
+    def __mul__(self, times: int) -> Size:
+        return Size(self.constant * times, self.per_token * times)
+
+    def smaller_from(self, other: Size) -> int | None:
+        """The first length (1 or more) from which on this is smaller than `other`; None if that never happens."""
+        gained, owed = other.per_token - self.per_token, self.constant - other.constant
+        if gained <= 0:
+            return 1 if gained == 0 and owed < 0 else None
+        return max(1, owed // gained + 1)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a layer's state: its shape after the first token, how many numbers it holds, bytes a number."""
+
+    shape: tuple[int, ...]
+    numbers: Size
+    item: int
+
+    @property
+    def bytes(self) -> Size:
+        return self.numbers * self.item
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state of one layer of a kind.
+
+    Attributes:
+        mixer: name of the layer.
+        layers: where such layers stand, from 0; "embedding" for the Toeplitz layer after it.
+        tensors: name → what is stored, counters left out.
+    """
+
+    mixer: str
+    layers: tuple[int | str, ...]
+    tensors: dict[str, Stored]
+
+    @property
+    def bytes(self) -> Size:
+        """Of one layer."""
+        return sum((stored.bytes for stored in self.tensors.values()), Size())
+
+
+# ------------------------------------------------------------------------------------------ measurement
+
+
+@torch.no_grad()
+def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str | None = None) -> list[LayerState]:
+    """What each kind of layer of a model keeps of one sequence, measured.
+
+    Args:
+        config: of the model; a small one with one layer of each kind is built for it.
+        dtype: what the model runs in, "float32" or "bfloat16"; recurrent states are float32 in either.
+        cache_dtype: how what grows with the length is stored, "float32", "bfloat16" or "float8"; None means as `dtype`.
+
+    Raises:
+        ValueError: an unknown dtype, or a state that is neither constant nor grows evenly.
+    """
+    _check_dtypes(dtype, cache_dtype)
+    small, layers = one_of_each(config)
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        model = LanguageModel(small).to(DTYPES[dtype])
+    after: dict[int, tuple[State, ...]] = {}
+    state = None
+    for length in range(1, max(PROBES) + 1):
+        _, state = model.hidden(torch.zeros(1, 1, dtype=torch.long), state)
+        after[length] = state
+    names = [small.mixer_of(i)[0] for i in range(small.num_layers)] + ["tpe"] * (config.position == "tpe")
+    return [
+        LayerState(name, where, _stored(name, [after[length][i] for length in PROBES], cache_dtype))
+        for i, (name, where) in enumerate(zip(names, layers, strict=True))
+    ]
+
+
+def one_of_each(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
+    """A model with one layer of each kind, and where these kinds stand in the whole one.
+
+    Vocabulary and MLP width do not enter any state, and are made small.
+    """
+    special = sorted(set(config.hybrid.get("layers", ())))
+    base = [i for i in range(config.num_layers) if i not in special]
+    kinds: list[tuple[int | str, ...]] = [tuple(layers) for layers in (base, special) if layers]
+    hybrid = {**config.hybrid, "layers": [len(kinds) - 1]} if special else {}
+    small = dataclasses.replace(config, vocab_size=1, num_layers=len(kinds), hybrid=hybrid, intermediate_size=64)
+    return small, kinds + [("embedding",)] * (config.position == "tpe")
+
+
+def _stored(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, Stored]:
+    """The tensors of a layer's states after `PROBES` tokens, of one sequence."""
+    found = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        tensors = [state[name] for state in states if name in state]
+        if not tensors[0].is_floating_point():
+            continue
+        counts = [x.numel() for x in tensors]
+        per_token = (counts[-1] - counts[0]) // (PROBES[-1] - PROBES[0])
+        numbers = Size(counts[0] - per_token * PROBES[0], per_token)
+        if counts != [numbers.at(length) for length in PROBES]:
+            raise ValueError(
+                f"{name!r} of {mixer} holds {counts} numbers after {list(PROBES)} tokens: that is neither constant nor "
+                "as much with every token, so longer sequences cannot be told from it"
+            )
+        item = CACHE_DTYPES[cache_dtype] if per_token and cache_dtype else tensors[0].element_size()
+        found[name] = Stored(tuple(tensors[0].shape), numbers, item)
+    return found
+
+
+def model_size(states: Sequence[LayerState]) -> Size:
+    """Bytes of the state of a whole model."""
+    return sum((state.bytes * len(state.layers) for state in states), Size())
+
+
+def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> Size:
+    """Bytes of the softmax cache of a llama with as many key and value heads as queries: 2 · D · layers · T numbers."""
+    _check_dtypes("float32", cache_dtype)
+    return Size(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
+
+
+def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, list(DTYPES))
+    if cache_dtype is not None and cache_dtype not in CACHE_DTYPES:
+        raise unknown("cache dtype", cache_dtype, list(CACHE_DTYPES))
+
+
+# ---------------------------------------------------------------------------- spectral Koopman attention
+
+
+def ska_threshold(rank: int, value_dim: int) -> Fraction:
+    """The T beyond which SKA's sums are fewer numbers than its keys and values: `(2r² + Pr + r + 1)/(r + P)`.
+
+    Source: Echo, Proposition I.14.
+
+    Args:
+        rank: r, of keys; value_dim: P, of values; a head's.
+    """
+    return Fraction(2 * rank**2 + value_dim * rank + rank + 1, rank + value_dim)
+
+
+def ska_sizes(state: LayerState) -> dict[str, Any]:
+    """What an SKA layer holds, in numbers, against a cache of its own keys and values, `H (r + P)` numbers a token.
+
+    Returns:
+        "heads", "rank", "value_dim"; "committed" and "pending" numbers of a layer; the first length at which it is
+        smaller than its cache: "theory" (Prop. I.14), "measured" (the committed numbers) and "with_pending" (all).
+    """
+    heads, rank = state.tensors["gram"].shape[1:3]
+    value_dim = state.tensors["values"].shape[2]
+    committed, pending = (
+        sum((state.tensors[name].numbers for name in names), Size()) for names in (SKA_COMMITTED, SKA_PENDING)
+    )
+    cache = Size(per_token=heads * (rank + value_dim))
+    return {
+        "layers": list(state.layers), "heads": heads, "rank": rank, "value_dim": value_dim,
+        "committed": committed.constant, "pending": pending.constant,
+        "theory": math.floor(ska_threshold(rank, value_dim)) + 1, "measured": committed.smaller_from(cache),
+        "with_pending": (committed + pending).smaller_from(cache),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------- many models
+
+
+def survey(
+    models: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    hidden_size: int = 256,
+    num_layers: int = 4,
+    num_heads: int | None = None,
+    vocab_size: int = 256,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+) -> dict[str, Any]:
+    """Bytes of the state of presets at lengths, against the KV cache of a llama of the same sizes.
+
+    Args:
+        models: presets, `base[+modifier…]`.
+        lengths: tokens, in any order.
+        hidden_size, num_layers, num_heads, vocab_size: as in `preset`; the vocabulary counts among the parameters only.
+        dtype, cache_dtype: see `layer_states`.
+
+    Returns:
+        The settings; "cache": `{"per_token", "bytes": [a length]}`; "models": `[{"model", "parameters", "constant",
+        "per_token", "bytes": [a length], "smaller_from", "layers", "ska"}]`, sizes in bytes; "smaller_from" is the
+        first length at which the state is smaller than the cache, None for never.
+
+    Raises:
+        ValueError: no model or length, one twice, a length below 1, an unknown name, or sizes that do not fit.
+    """
+    if not models or len(set(models)) != len(models):
+        raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
+    if not lengths:
+        raise ValueError("name at least one length in tokens: --lengths 1024 4096 16384")
+    if (shortest := min(lengths)) < 1:
+        raise ValueError(f"a length is a number of tokens, at least 1; got {shortest}")
+    if num_heads is not None and num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1; got {num_heads}")
+    _check_dtypes(dtype, cache_dtype)
+    sizes: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size}
+    configs = [preset(name, num_heads=num_heads, **sizes) for name in models]
+    lengths = sorted(set(lengths))
+    cache = kv_cache(hidden_size, num_layers, cache_dtype or dtype)
+    return {
+        **sizes, "num_heads": num_heads, "dtype": dtype, "cache_dtype": cache_dtype or dtype, "lengths": lengths,
+        "cache": {"per_token": cache.per_token, "bytes": [cache.at(length) for length in lengths]},
+        "models": [_row(config, layer_states(config, dtype, cache_dtype), lengths, cache) for config in configs],
+    }  # fmt: skip
+
+
+def _row(config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: Size) -> dict[str, Any]:
+    with torch.device("meta"):
+        parameters = LanguageModel(config).num_parameters()
+    size = model_size(states)
+    return {
+        "model": config.name, "parameters": parameters, **dataclasses.asdict(size),
+        "bytes": [size.at(length) for length in lengths], "smaller_from": size.smaller_from(cache),
+        "layers": [
+            {
+                "mixer": state.mixer, "layers": list(state.layers), **dataclasses.asdict(state.bytes),
+                "tensors": {name: dataclasses.asdict(stored.bytes) for name, stored in state.tensors.items()},
+            }
+            for state in states
+        ],
+        "ska": [ska_sizes(state) for state in states if state.mixer == "ska"],
+    }  # fmt: skip
+
+
+def readable(size: float) -> str:
+    """Bytes with a binary unit and three digits, two below 1: "1.5 MiB", "0.98 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 999.5:  # what would be rounded to 1000 is of the next unit
+            return f"{size:.{3 if size >= 1 else 2}g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB" if size < 999.5 else f"{size:,.0f} TiB"

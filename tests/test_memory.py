@@ -1,0 +1,326 @@
+"""The bytes of states: closed forms, real states, where a KV cache becomes larger; the command and its figure."""
+
+import csv
+import dataclasses
+import json
+from itertools import pairwise
+from typing import Any
+
+import matplotlib.colors
+import pytest
+import torch
+from combinations import SIZES, combinations
+
+from halflife import LanguageModel, preset
+from halflife.analysis.memory_figure import apart, memory, write_tables
+from halflife.cli import main
+from halflife.evaluation.memory import (
+    LayerState,
+    Size,
+    kv_cache,
+    layer_states,
+    model_size,
+    one_of_each,
+    readable,
+    ska_sizes,
+    ska_threshold,
+    survey,
+)
+
+D, LAYERS, HEADS = 64, 3, 2
+WIDTHS: dict[str, Any] = {"hidden_size": D, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": 31}
+
+
+def config(name, **options):
+    return preset(name, **WIDTHS, **options)
+
+
+def attention_at(*layers, **options):
+    """Mamba-2 with softmax attention in some layers."""
+    other = {"mixer": "attention", "options": {"num_heads": HEADS, **options}, "layers": list(layers)}
+    return dataclasses.replace(config("mamba2"), hybrid=other)
+
+
+def real_bytes(model_config, length, dtype):
+    """Bytes of the whole model's state after one pass over `length` tokens."""
+    model = LanguageModel(model_config).to(dtype)
+    with torch.no_grad():
+        _, state = model.hidden(torch.arange(length).remainder(31).unsqueeze(0))
+    return sum(x.numel() * x.element_size() for layer in state for x in layer.values() if x.is_floating_point())
+
+
+# ---------------------------------------------------------------------------------------- measurements
+
+
+@pytest.mark.parametrize("name", combinations()[0])
+def test_every_model_has_the_state_that_was_foretold(name):
+    """At lengths that were not probed, within a chunk of SKA and across it."""
+    model_config = preset(name, **SIZES)
+    for dtype in (torch.float32, torch.bfloat16):
+        size = model_size(layer_states(model_config, str(dtype).removeprefix("torch.")))
+        for length in (3, 70):
+            assert size.at(length) == real_bytes(model_config, length, dtype)
+
+
+@pytest.mark.parametrize(
+    "model_config",
+    [attention_at(1), attention_at(0, 2), attention_at(0, 1, 2), attention_at(1, num_kv_heads=1)],
+    ids=["middle", "ends", "everywhere", "one kv head"],
+)
+def test_hybrids_with_attention(model_config):
+    assert model_size(layer_states(model_config, "float32")).at(9) == real_bytes(model_config, 9, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_closed_forms(dtype, item):
+    """Memory is float32 in any model; short convolutions and caches are in the model's own dtype."""
+    inner, state = 2 * D, 128
+    value = D // HEADS
+    expected = {
+        "mamba2": Size(4 * inner * state + item * 3 * (inner + 2 * state)),
+        "gated_deltanet": Size(4 * HEADS * value**2 + item * 3 * 3 * D),
+        "simple": Size(4 * HEADS * value**2),
+        "simple+lrpe": Size(4 * HEADS * 2 * value**2),
+        "llama": Size(0, item * 2 * D),
+    }
+    for name, size in expected.items():
+        assert model_size(layer_states(config(name), dtype)) == size * LAYERS
+
+
+def test_llama_is_the_cache():
+    for dtype in ("float32", "bfloat16"):
+        for cache_dtype in (None, "float32", "bfloat16", "float8"):
+            size = model_size(layer_states(config("llama"), dtype, cache_dtype))
+            assert size == kv_cache(D, LAYERS, cache_dtype or dtype)
+            assert size.smaller_from(size) is None
+
+
+def test_cache_dtype_is_for_what_grows():
+    fixed, growing = (model_size(layer_states(attention_at(1), "float32", kind)) for kind in (None, "float8"))
+    assert (growing.constant, growing.per_token) == (fixed.constant, fixed.per_token // 4)
+
+
+def test_where_layers_stand():
+    kinds = {state.mixer: state.layers for state in layer_states(attention_at(0, 2))}
+    assert kinds == {"mamba2": (1,), "attention": (0, 2)}
+    kinds = {state.mixer: state.layers for state in layer_states(config("mamba2+tpe"))}
+    assert kinds == {"mamba2": (0, 1, 2), "tpe": ("embedding",)}
+    small, _ = one_of_each(attention_at(0, 1, 2))
+    assert (small.num_layers, small.mixer_of(0)[0]) == (1, "attention")
+
+
+def test_the_random_numbers_of_the_caller_stay():
+    before = torch.get_rng_state()
+    layer_states(config("mamba2+ska"))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_state_that_grows_unevenly_is_an_error(monkeypatch):
+    def hidden(self, ids, state=None, cu_seqlens=None, attention_mask=None):
+        seen = 1 if state is None else len(state[0]["memory"]) + 1
+        return ids, tuple({"memory": torch.zeros(seen if seen < 4 else 9)} for _ in self.blocks)
+
+    monkeypatch.setattr(LanguageModel, "hidden", hidden)
+    with pytest.raises(ValueError, match=r"'memory' of mamba2 holds \[1, 2, 9\] numbers after \[1, 2, 4\] tokens"):
+        layer_states(config("mamba2"))
+
+
+# ---------------------------------------------------------------------------- spectral Koopman attention
+
+
+@pytest.mark.parametrize(("rank", "value_dim", "chunk"), [(48, None, 64), (7, 5, 8), (1, 1, 1), (3, 40, 2)])
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+def test_ska_is_as_small_as_its_proposition(rank, value_dim, chunk, refresh):
+    options = {"num_heads": HEADS, "rank": rank, "value_dim": value_dim, "chunk_size": chunk, "refresh": refresh}
+    model_config = dataclasses.replace(
+        config("mamba2"), hybrid={"mixer": "ska", "options": options, "layers": [1]}
+    )  # fmt: skip
+    found = ska_sizes(next(state for state in layer_states(model_config) if state.mixer == "ska"))
+    r, p = rank, value_dim or D // HEADS
+    committed, waiting = 2 * r**2 + p * r + r + 1, (chunk - 1 if refresh == "chunk" else 0) * (r + p)
+    assert (found["committed"], found["pending"]) == (HEADS * committed, HEADS * waiting)
+    first = next(t for t in range(1, 10**6) if t * (r + p) > committed)
+    assert found["theory"] == found["measured"] == first
+    assert first - 1 <= ska_threshold(r, p) < first
+    assert found["with_pending"] == next(t for t in range(1, 10**6) if t * (r + p) > committed + waiting)
+
+
+# --------------------------------------------------------------------------------------------- crossover
+
+
+@pytest.mark.parametrize("constant", [0, 1, 5, 12, 13])
+@pytest.mark.parametrize("per_token", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("other", [Size(0, 4), Size(6, 4), Size(12, 0)])
+def test_smaller_from_is_the_first_length_of_all_that_follow(constant, per_token, other):
+    size = Size(constant, per_token)
+    smaller = [size.at(t) < other.at(t) for t in range(1, 100)]
+    expected = next((t for t in range(1, 99) if all(smaller[t - 1 :])), None)
+    assert size.smaller_from(other) == expected
+
+
+def test_crossovers_of_models():
+    rows = {row["model"]: row for row in survey(["mamba2", "llama"], [8], **WIDTHS, dtype="float32")["models"]}
+    assert rows["llama"]["smaller_from"] is None
+    assert rows["mamba2"]["smaller_from"] == rows["mamba2"]["constant"] // (4 * 2 * D * LAYERS) + 1
+    cache = kv_cache(D, LAYERS, "float32")
+    some, all_, shared = (
+        model_size(layer_states(model, "float32")).smaller_from(cache)
+        for model in (attention_at(1), attention_at(0, 1, 2), attention_at(0, 1, 2, num_kv_heads=1))
+    )
+    assert some == rows["mamba2"]["smaller_from"]  # the other layers save what they saved, a layer
+    assert (all_, shared) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1 KiB"), (1023.9 * 1024, "1 MiB"),
+     (1.5 * 2**30, "1.5 GiB"), (2**40, "1 TiB"), (2**51, "2,048 TiB")],
+)  # fmt: skip
+def test_readable(size, text):
+    assert readable(size) == text
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mamba22", "--lengths", "8"], "Did you mean 'mamba2'"),
+        (["mamba2+pots", "--lengths", "8"], "Did you mean 'post'"),
+        (["llama+post", "--lengths", "8"], "llama has none"),
+        (["mamba2", "--lengths", "0"], "at least 1; got 0"),
+        (["mamba2", "--lengths", "8", "-3"], "at least 1; got -3"),
+        (["mamba2", "--lengths"], "at least one length"),
+        (["mamba2"], "at least one length"),
+        (["--lengths", "8"], "at least one model"),
+        (["mamba2", "mamba2", "--lengths", "8"], "each once"),
+        (["mamba2", "--lengths", "8", "--num-heads", "0"], "num_heads must be at least 1"),
+        (["simple", "--lengths", "8", "--num-heads", "3"], "'simple' has no meaning"),
+        (["mamba2", "--lengths", "8", "--hidden-size", "0"], "at least 1"),
+        (["mamba2", "--lengths", "8", "--num-layers", "0"], "at least 1"),
+        (["mamba2", "--lengths", "8", "--vocab-size", "0"], "vocab_size must be at least 1"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["memory", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+    assert error.startswith("halflife: ")
+    assert len(error.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_dtypes():
+    with pytest.raises(ValueError, match="Did you mean 'float32'"):
+        layer_states(config("mamba2"), "float23")
+    with pytest.raises(ValueError, match=r"unknown cache dtype 'int8'.*float8"):
+        survey(["mamba2"], [8], cache_dtype="int8")
+
+
+# ------------------------------------------------------------------------------------------ command line
+
+COMMAND = ["memory", "mamba2", "mamba2+ska", "llama", "--lengths", "4096", "16", "256"]
+
+
+def test_end_to_end(tmp_path, capsys):
+    folder = tmp_path / "out"
+    arguments = [*COMMAND, "--hidden-size", "64", "--num-layers", "3", "--output", str(folder)]
+    main(arguments)
+    out = capsys.readouterr().out
+    for expected in ("state of one sequence", "smaller from", "KV cache", "never", "committed", "4,096", "bfloat16"):
+        assert expected in out
+    names = ["memory.csv", "memory.json", "memory.png", "memory.svg"]
+    files = {name: (folder / name).read_bytes() for name in names}
+    data = json.loads(files["memory.json"], parse_constant=pytest.fail)
+    assert data["lengths"] == [16, 256, 4096]
+    assert data["cache"]["bytes"] == [2 * 64 * 3 * 2 * length for length in data["lengths"]]
+    assert [row["smaller_from"] is None for row in data["models"]] == [False, False, True]
+    rows = list(csv.DictReader(files["memory.csv"].decode().splitlines()))
+    assert [int(row["bytes"]) for row in rows] == [size for model in data["models"] for size in model["bytes"]]
+    assert rows[-1]["smaller_from"] == "never"
+    assert files["memory.png"].startswith(b"\x89PNG")
+    main(arguments)
+    assert sorted(path.name for path in folder.iterdir()) == names  # nothing else, no temporary file
+    assert {name: (folder / name).read_bytes() for name in names} == files
+
+
+def test_files_go_to_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["memory", "simple", "--lengths", "8", "--hidden-size", "16"])
+    assert len(list(tmp_path.glob("runs/*-memory/memory.png"))) == 1
+    assert "Koopman" not in capsys.readouterr().out
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["memory", "--help"])
+    assert "halflife memory mamba2 mamba2+ska" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ figure
+
+
+def made_up(sizes, lengths, per_token=1024):
+    """What `survey` gives, for models of given (constant, per_token) bytes."""
+    cache = Size(per_token=per_token)
+    models = [
+        {"model": f"model ${i}", "constant": a, "per_token": b, "bytes": [Size(a, b).at(n) for n in lengths],
+         "smaller_from": Size(a, b).smaller_from(cache)} for i, (a, b) in enumerate(sizes)
+    ]  # fmt: skip
+    return {"lengths": lengths, "cache_dtype": "bfloat16", "models": models,
+            "cache": {"per_token": per_token, "bytes": [cache.at(n) for n in lengths]}}  # fmt: skip
+
+
+def rings(figure):
+    return [
+        (float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in figure.axes[0].lines
+        if matplotlib.colors.to_rgba(line.get_markerfacecolor())[3] == 0
+    ]  # fmt: skip
+
+
+def test_rings_mark_crossings_that_are_shown():
+    figure = memory(made_up([(100 * 1024, 0), (10**9, 0), (0, 1024), (50 * 1024, 512)], [16, 4096]))
+    figure.draw_without_rendering()
+    assert rings(figure) == [(101, 100 * 1024), (101, 50 * 1024 + 101 * 512)]
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert len(texts) == 5
+    assert sum("never smaller" in text for text in texts) == 1
+    assert texts[0] == "KV cache of llama, bfloat16"
+
+
+@pytest.mark.parametrize("models", [1, 4, 30])
+@pytest.mark.parametrize("lengths", [[1], [64], [1, 2**20], [1000, 1001, 1002, 8000], list(range(1, 200))])
+def test_names_stand_in_the_figure_one_below_the_other(models, lengths):
+    figure = memory(made_up([(2**20, 0)] * models, lengths))
+    figure.draw_without_rendering()
+    boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.y0)
+    assert all(lower.y1 <= upper.y0 + 1 for lower, upper in pairwise(boxes))
+    assert all(box.y0 >= 0 and box.y1 <= figure.bbox.height and box.x1 <= figure.bbox.width for box in boxes)
+    ticks = sorted((text.get_window_extent() for text in figure.axes[0].get_xticklabels()), key=lambda box: box.x0)
+    assert all(left.x1 < right.x0 for left, right in pairwise(ticks))
+
+
+def test_apart():
+    assert apart([0.2, 0.8], 0.1) == [0.2, 0.8]
+    assert apart([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.6, 0.5, 0.4])
+    assert apart([0.0, 0.01, 0.1], 0.1) == pytest.approx([0.0, 0.1, 0.2])
+    assert apart([0.9, 1.0, 1.0], 0.1) == pytest.approx([0.8, 1.0, 0.9])
+
+
+def test_tables_of_nothing_that_grows(tmp_path):
+    files = write_tables(made_up([(5, 0)], [1, 2]), tmp_path)
+    assert (
+        files[1].read_text()
+        == "model,length,bytes,cache_bytes,smaller_from\nmodel $0,1,5,1024,1\nmodel $0,2,5,2048,1\n"
+    )
+
+
+def test_a_layer_holds_the_sum_of_its_tensors():
+    for state in layer_states(config("mamba2+ska")):
+        assert isinstance(state, LayerState)
+        assert state.bytes.constant == sum(stored.bytes.constant for stored in state.tensors.values())
+        assert "position" not in state.tensors
