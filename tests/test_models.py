@@ -5,6 +5,7 @@ What every model promises (streaming, packing, learning, files, float32, …) is
 
 import dataclasses
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -124,12 +125,48 @@ def test_config_refuses_what_it_does_not_know():
         ("mamba2+post+post", "given twice"),
         ("mamba2+post+post_norm", "exclude each other"),
         ("simple+scalar+vector", "exclude each other"),
+        ("mamba2+ska+attention", "attention and ska exclude each other .* one other mixer"),
+        ("echo+ska", "echo has ska in some layers already"),
+        ("echo+attention", "echo has ska in some layers already"),
+        ("echo+koopman_mlp", "MLPs of echo are Koopman's already"),
+        ("llama+attention", "every layer of llama is softmax attention"),
         ("", "unknown preset"),
     ],
 )
 def test_grammar_errors(name, message):
     with pytest.raises(ValueError, match=message):
         preset(name, **SIZES)
+
+
+@pytest.mark.parametrize("name", ["echo", "mamba2+ska", "rwkv7+ska", "simple+attention"])
+def test_layers_of_a_hybrid(name):
+    """One in twelve, at least one, evenly spaced; never the first (RWKV-7's holds the values), last only of two."""
+    for depth in (2, 3, 4, 11, 12, 23, 24, 25, 40, 60):
+        where = preset(name, **{**SIZES, "num_layers": depth}).hybrid["layers"]
+        gaps = {b - a for a, b in pairwise([0, *where, depth])}
+        assert len(where) == max(1, depth // 12)
+        assert max(gaps) - min(gaps) <= 1
+        assert (where[0] > 0, where[-1] < depth - 1) == (True, depth > 2)
+    with pytest.raises(ValueError, match="at least two"):
+        preset(name, **{**SIZES, "num_layers": 1})
+
+
+def test_heads_of_a_hybrid():
+    """Those asked for, in every mixer; else of 64 channels, two of Mamba-2's for one of SKA's."""
+    for heads, expected in ((4, (4, 4)), (None, (8, 4))):
+        model = LanguageModel(preset("mamba2+ska", **{**SIZES, "hidden_size": 256, "num_heads": heads}))
+        assert tuple(block.mixer.num_heads for block in model.blocks) == expected
+
+
+def test_rwkv7_keeps_its_value_residual_around_other_layers():
+    """The values of the first layer reach the one behind SKA."""
+    model = build("rwkv7+ska", num_layers=3)
+    assert [type(block.mixer).__name__ for block in model.blocks] == ["RWKV7", "SKA", "RWKV7"]
+    given, values = [], []
+    model.blocks[0].mixer.v_proj.register_forward_hook(lambda _, inputs, v: values.append(v))
+    model.blocks[2].mixer.register_forward_pre_hook(lambda _, x, named: given.append(named["shared"]), with_kwargs=True)
+    model(torch.randint(SIZES["vocab_size"], (1, 5)))
+    assert given[0]["value"] is values[0]
 
 
 def test_model_errors():

@@ -280,7 +280,7 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
         ({"models": ["mamba2"], "tasks": ["mqar:hard"]}, "no tiers"),
         ({"models": ["mamba2"], "tasks": ["niah"], "overrides": {"vocab_size": 64}}, "setting"),
         ({"models": ["mamba2:K0"], "tasks": ["echo-transfer"]}, "no SKA layers"),
-        ({"models": ["mamba2+ska:K9"], "tasks": ["echo-transfer"]}, "K4-mixed"),
+        ({"models": ["mamba2+ska:K9"], "tasks": ["echo-transfer"]}, "K4-full"),
         ({"models": ["mamba2"], "tasks": ["tooltrace"], "overrides": {"lengths": (4,)}}, "length of at least"),
         ({"models": ["mamba2"], "seeds": 0}, "at least 1"),
         ({"models": ["mamba2"], "learning_rates": [-1.0]}, "learning_rate"),

@@ -48,6 +48,9 @@ class SKA(Mixer):
         value_dim: P; None means D / H.
         power: K of the power filter; 0 is ridge regression.
         mix: "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "learned", one μ a head.
+        query_init: "key": queries are the keys plus `x W_q`, and W_q starts at zero; "own": `x W_q` alone, W_q starts
+            orthogonal (the paper's). A query that is the key of its own token is mapped by one power of the operator
+            to the key that followed it, so that at K = 1 the layer recalls before it has learned anything.
         ridge: ε.
         chunk_size: tokens an operator serves; a query reads the chunks before its own.
         refresh: "token" fits an operator a token instead.
@@ -60,6 +63,7 @@ class SKA(Mixer):
     """
 
     MIXES = ("koopman", "ridge", "learned")
+    QUERY_INITS = ("key", "own")
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class SKA(Mixer):
         value_dim: int | None = None,
         power: int = 2,
         mix: str = "koopman",
+        query_init: str = "own",
         ridge: float = 1e-3,
         chunk_size: int = 64,
         refresh: str = "chunk",
@@ -81,6 +86,8 @@ class SKA(Mixer):
         super().__init__()
         if mix not in self.MIXES:
             raise unknown("mix", mix, list(self.MIXES))
+        if query_init not in self.QUERY_INITS:
+            raise unknown("query_init", query_init, list(self.QUERY_INITS))
         if rank < 1:
             raise ValueError(f"rank must be at least 1; got {rank}")
         self.num_heads, width = num_heads, value_dim or check_heads(hidden_size, num_heads)
@@ -88,7 +95,11 @@ class SKA(Mixer):
             "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
             "normalization": normalization, "backend": backend,
         }  # fmt: skip
-        self.q_proj = OrthogonalLinear(hidden_size, num_heads * rank)
+        self.query_init = query_init
+        if query_init == "key":
+            self.q_proj: nn.Linear = UniformLinear(hidden_size, num_heads * rank, gain=0)
+        else:
+            self.q_proj = OrthogonalLinear(hidden_size, num_heads * rank)
         self.k_proj = OrthogonalLinear(hidden_size, num_heads * rank)
         self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
         self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix])
@@ -98,6 +109,7 @@ class SKA(Mixer):
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
     ) -> tuple[Tensor, State]:
         q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q = q + k if self.query_init == "key" else q
         before = None if state is None else {name: part for name, part in state.items() if name != "position"}
         y, new = koopman_attention(
             q, k, v, **self.readout.settings(), **self.options, initial_state=before, output_final_state=True,

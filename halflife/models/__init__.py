@@ -2,7 +2,8 @@
 
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel, ModelState, param_groups
-from halflife.models.presets import MODIFIERS, PRESETS, preset
+from halflife.models.modifiers import MODIFIERS
+from halflife.models.presets import PRESETS, preset
 from halflife.models.sizes import SIZES
 
 __all__ = ["MODIFIERS", "PRESETS", "SIZES", "LanguageModel", "ModelConfig", "ModelState", "param_groups", "preset"]
