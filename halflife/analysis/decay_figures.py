@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decay_values import half_life
 from halflife.analysis.figures import FASTEST, SLOWEST
-from halflife.analysis.style import GOAL, INK, WIDTH, Look, legend, looks, model_handles, plain, styled
+from halflife.analysis.style import GOAL, INK, WIDTH, Look, legend, looks, model_handles, note, plain, styled
 
 FEW = 4  # models; with more, bars from quartile to quartile would cover each other
 BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
@@ -40,6 +40,8 @@ def decays(result: dict[str, Any]) -> Figure:
     for axes in (values, lives):
         axes.set(xlabel="layer", xlim=(-0.6, deepest + 0.6))
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        if not models:
+            note(axes, "no layer with a decay")
     legend(figure, [*model_handles(list(models)), *_handles(result, bars=len(models) <= FEW)])
     return figure
 

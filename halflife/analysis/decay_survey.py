@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.decay_values import QUANTILES, decay_values
+from halflife.analysis.koopman_survey import ska_layers
 from halflife.analysis.spectrum import granularity, layer_decays
 from halflife.files import read_bytes, read_json, write_json, write_text
 from halflife.models import ModelConfig, io
@@ -47,24 +48,25 @@ def survey(
 
     Raises:
         FileNotFoundError: no checkpoint in a folder, or no such file.
-        ValueError: a damaged checkpoint or text, a vocabulary that does not fit, or no model with a decay.
+        ValueError: a damaged checkpoint or text, a vocabulary that does not fit, or no model with a decay or with
+            operators, which `koopman_report` shows.
     """
     from rich.console import Console
     from rich.progress import track
 
     found = checkpoints(folders)
     ids = pieces(read_ids(text, tokenizer), length, sequences)
-    models = []
+    models, operators = [], False
     console = Console(stderr=True)
     hidden = not (show and console.is_terminal)
     for label, folder in track(found.items(), "reading", console=console, transient=True, disable=hidden):
         model = io.load(folder, device)
-        layers = []
+        layers, operators = [], operators or bool(ska_layers(model))
         if layer_decays(model):
             check_vocabulary(model.config, ids, tokenizer)
             layers = decay_values(model, ids)
         models.append({"model": label, "checkpoint": str(folder), "channels": granularity(model), "layers": layers})
-    if not any(model["layers"] for model in models):
+    if not operators and not any(model["layers"] for model in models):
         raise ValueError(f"there is no decay to show: {', '.join(found)} without one")
     return {
         "text": [str(file) for file in text], "tokenizer": tokenizer, "length": ids.shape[1], "sequences": len(ids),
@@ -176,7 +178,6 @@ def check_vocabulary(config: ModelConfig, ids: Tensor, tokenizer: str | None) ->
 def print_table(result: dict[str, Any]) -> None:
     """Prints what `survey` gives as a table that fits 80 columns, a row a layer."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -193,12 +194,17 @@ def print_table(result: dict[str, Any]) -> None:
             )  # fmt: skip
         if not model["layers"]:
             table.add_row(label, "", "no decay", end_section=True)
-    console = Console()
-    # A pipe has no width of its own: there the table is as wide as it needs to be.
-    console = console if console.is_terminal else Console(width=200)
-    console.print(table)
+    print_wide(table)
     print(f"read: {result['sequences']} × {result['length']:,} tokens. half-life: tokens, at the median.")
     print("slowest: half-life of the channel that keeps longest, by its mean log-decay over time.")
+
+
+def print_wide(table: Any) -> None:
+    """Prints a table of rich; a pipe has no width of its own: there it is as wide as it needs to be."""
+    from rich.console import Console
+
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
 
 
 def _tokens(number: float) -> str:
@@ -214,15 +220,15 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     writer.writeheader()
     writer.writerows({"model": model["model"], **layer} for model in result["models"] for layer in model["layers"])
     files = [folder / "decays.json", folder / "decays.csv"]
-    write_json(files[0], _finite(result))
+    write_json(files[0], finite(result))
     write_text(files[1], table.getvalue())
     return files
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
     """The same data with None for numbers that JSON has no word for."""
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list):
-        return [_finite(value) for value in data]
+        return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tyro.conf import Positional
 
@@ -13,7 +14,8 @@ class Spectrum:
     """Let trained models read a text and show how fast each of their layers forgets on it.
 
     The decays λ of every layer, at every token, head and channel: medians and quartiles as a table, a figure
-    (decays.png, decays.svg) and data (decays.json, decays.csv).
+    (decays.png, decays.svg) and data (decays.json, decays.csv). For layers of spectral Koopman attention besides: the
+    eigenvalues of their operators, conditioning, what the power filter keeps, γ, μ and η (koopman.*).
 
     examples:
       halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
@@ -43,12 +45,15 @@ class Spectrum:
         from halflife.analysis.decay_figures import decays
         from halflife.analysis.decay_survey import print_table, survey, write_tables
         from halflife.analysis.figures import save
+        from halflife.analysis.koopman_report import report
 
-        result = survey(
-            self.folders, self.text, length=self.length, sequences=self.sequences, tokenizer=self.tokenizer,
-            device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"), show=not self.quiet,
-        )  # fmt: skip
+        reading: dict[str, Any] = {
+            "length": self.length, "sequences": self.sequences, "tokenizer": self.tokenizer, "show": not self.quiet,
+            "device": self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        }  # fmt: skip
+        result = survey(self.folders, self.text, **reading)
         print_table(result)
         output = self.output or self.folders[0] / "spectrum"
         files = [*write_tables(result, output), *save(decays(result), output, "decays")]
+        files += report(self.folders, self.text, output, **reading)
         print(f"written to {output}: {', '.join(file.name for file in files)}")

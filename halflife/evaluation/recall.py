@@ -10,7 +10,14 @@ from halflife.tasks import IGNORED, Task, stream_seed
 
 @torch.no_grad()
 def accuracy(
-    model: LanguageModel, task: Task, *, split: str, seed: int, num_examples: int, batch_tokens: int = 1 << 15
+    model: LanguageModel,
+    task: Task,
+    *,
+    split: str,
+    seed: int,
+    num_examples: int,
+    batch_tokens: int = 1 << 15,
+    bf16: bool = False,
 ) -> float:
     """The fraction of scored positions at which the model's first choice is the label.
 
@@ -22,6 +29,7 @@ def accuracy(
         split, seed: which examples, see `stream_seed`.
         num_examples: at least 1.
         batch_tokens: tokens of a forward pass, which bounds the memory.
+        bf16: mixed precision, for a model that was trained in it.
     """
     device = next(model.parameters()).device
     examples = task.generate(num_examples, stream_seed(split, seed))
@@ -32,8 +40,9 @@ def accuracy(
         strict=True,
     ):
         mask = labels != IGNORED
-        hidden, _ = model.hidden(inputs.to(device))
-        answers = model.logits(hidden[mask.to(device)]).argmax(-1).cpu()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            hidden, _ = model.hidden(inputs.to(device))
+            answers = model.logits(hidden[mask.to(device)]).argmax(-1).cpu()
         correct = torch.ones_like(mask)
         correct[mask] = answers == labels[mask]
         right += (correct.all(1) if task.whole_answers else correct[mask]).sum().item()

@@ -14,6 +14,7 @@ from halflife.experiments.recall import RecallExperiment, RecallSettings, recall
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import unknown
 
+
 def _ska(power: int, mix: str = "learned", **options: Any) -> dict[str, Any]:
     return {"power": power, "mix": mix, "query_init": "key", **options}
 
@@ -64,10 +65,12 @@ SMALL = RecallSettings(
     hidden_size=128, num_layers=4, num_heads=4, train_length=64, pairs=tuple(range(1, 9)), warm_length=24,
     warm_pairs=(1, 2, 3, 4), steps=2000, batch_size=32, weight_decay=0.01, warmup=0.05, schedule="cosine", bf16=True,
     chunk_size=32, test_tasks=("mqar", "sysprompt", "tooltrace", "niah", "multihop", "commonword"),
-    lengths=(64, 128, 256, 512, 1024, 2048, 4096), test_pairs=(1, 3, 4, 8), validation_examples=32, test_examples=128,
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096), test_pairs=(1, 4, 8), validation_examples=32, test_examples=128,
     validate_every=500, save_every=500,
 )  # fmt: skip
-PAPER = dataclasses.replace(SMALL, warm_length=0, steps=6000, batch_size=16, test_examples=512, test_tokens=1 << 22)
+PAPER = dataclasses.replace(
+    SMALL, warm_length=0, steps=6000, batch_size=16, test_pairs=(1, 3, 4, 8), test_examples=512, test_tokens=1 << 22
+)
 
 
 @EXPERIMENTS.add("echo-transfer")

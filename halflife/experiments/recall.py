@@ -25,7 +25,7 @@ class RecallSettings(Settings):
         test_tasks: tested on.
         lengths, test_pairs: the grid of each test; cells that a task has no room for are left out.
         warm_length, warm_pairs: the first half of the steps is on sequences this short and this many pairs; 0: none.
-        test_tokens: a test of long sequences has only so many tokens, and 32 examples at least.
+        test_tokens: a test of long sequences has only so many tokens, and 16 examples at least.
         ska_chunk: tokens a chunk of spectral Koopman attention.
     """
 
@@ -35,7 +35,7 @@ class RecallSettings(Settings):
     test_pairs: tuple[int, ...] = (1, 4, 8)
     warm_length: int = 0
     warm_pairs: tuple[int, ...] = ()
-    test_tokens: int = 1 << 16
+    test_tokens: int = 1 << 15
     ska_chunk: int = 4
 
 
@@ -94,7 +94,7 @@ class RecallExperiment(Experiment):
 
 
 def _examples(task: dict[str, Any], settings: RecallSettings) -> int:
-    return min(settings.test_examples, max(32, settings.test_tokens // build(**task).length))
+    return min(settings.test_examples, max(16, settings.test_tokens // build(**task).length))
 
 
 def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -91,8 +91,8 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     validation = [build_task(**task) for task in config.validation]
 
     def validate() -> float:
-        count = config.validation_examples
-        return fmean(accuracy(model, t, split="validation", seed=config.seed, num_examples=count) for t in validation)
+        settings = {"seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16}
+        return fmean(accuracy(model, task, split="validation", **settings) for task in validation)
 
     diverged, metrics = fit(
         model, config, TaskStream(stages, config.steps, config.batch_size, config.seed), folder,
@@ -120,7 +120,8 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
 def _test(model: LanguageModel, config: RunConfig, test: TestSpec, diverged: bool) -> dict[str, Any]:
     task = build_task(**test.task)
     measured = float("nan") if diverged else accuracy(
-        model, task, split="test", seed=config.seed, num_examples=test.examples or config.test_examples
+        model, task, split="test", seed=config.seed, num_examples=test.examples or config.test_examples,
+        bf16=config.bf16,
     )  # fmt: skip
     settings = {"length": task.length, "num_pairs": test.task.get("num_pairs")}
     return {"test": test.name, **settings, "accuracy": measured, "chance": task.chance, "guess": task.guess}

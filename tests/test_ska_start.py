@@ -1,0 +1,54 @@
+"""What an untrained SKA layer recalls: with queries that start as keys, one power of the operator follows a token."""
+
+import pytest
+import torch
+
+from halflife.layers import build
+
+
+def read_out(power, query_init, mix="koopman"):
+    """Similarity `[tokens, tokens]`: what token i, asked again at the end, brings back, against the values of all."""
+    torch.manual_seed(0)
+    size = 24
+    layer = build(
+        "ska", hidden_size=size, num_heads=1, rank=size, power=power, mix=mix, query_init=query_init, chunk_size=1
+    )
+    tokens = torch.linalg.qr(torch.randn(size, size)).Q[:16]  # orthonormal, so that values tell tokens apart
+    with torch.no_grad():
+        layer.v_proj.weight.copy_(torch.eye(size))
+        layer.out_proj.weight.copy_(torch.eye(size))
+    asked = torch.stack([torch.cat([tokens, token[None]]) for token in tokens])
+    return layer(asked)[0][:, -1].detach() @ tokens.T
+
+
+def test_one_power_brings_back_what_followed():
+    found = read_out(1, "key")
+    assert (found[:-1].argmax(1) == torch.arange(1, 16)).all()  # nothing has followed the last one
+    best = found.topk(2).values[:-1]
+    assert (best[:, 0] > 50 * best[:, 1].abs()).all()
+
+
+def test_no_power_brings_back_the_token_itself():
+    assert (read_out(0, "key").argmax(1) == torch.arange(16)).all()
+
+
+def test_two_powers_bring_back_the_token_after_the_next():
+    assert (read_out(2, "key")[:-2].argmax(1) == torch.arange(2, 16)).all()
+
+
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_queries_of_their_own_bring_back_nothing_in_particular(power):
+    """The paper's start: the hits of 16 tokens are those of chance."""
+    found = read_out(power, "own")
+    hits = [(found.argmax(1) == (torch.arange(16) + shift)).sum() for shift in (0, 1, 2)]
+    assert max(hits) <= 4
+
+
+def test_learned_mixture_starts_half_way():
+    mixed, plain, full = (read_out(1, "key", mix) for mix in ("learned", "ridge", "koopman"))
+    torch.testing.assert_close(mixed, (plain + full) / 2)
+
+
+def test_queries_that_start_as_keys_have_the_parameters_of_the_others():
+    sizes = [sum(p.numel() for p in build("ska", hidden_size=32, query_init=i).parameters()) for i in ("key", "own")]
+    assert sizes[0] == sizes[1]
