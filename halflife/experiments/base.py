@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.registry import Registry, unknown
@@ -73,8 +74,8 @@ class Experiment:
         """The run of one model, learning rate and seed; `settings` is an instance of the class's `settings`."""
         raise NotImplementedError
 
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """What a paper's experiment says of the rows of `results.csv`, in Markdown; nothing by default."""
+    def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+        """What a paper's experiment says of its folder and the rows of `results.csv`, in Markdown; else nothing."""
         return ""
 
     def resolve(self, scale: str, overrides: Mapping[str, Any]) -> Settings:

@@ -96,7 +96,7 @@ def execute(folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool
     settings = experiment.settings(**saved)
     rows = sweep(folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show)
     write_report(folder)
-    if summary := experiment.summary(rows):
+    if summary := experiment.summary(folder, rows):
         write_text(folder / "summary.md", summary)
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.experiments import echo_tables
@@ -91,7 +92,7 @@ class EchoTransfer(RecallExperiment):
         base, options = variant(name)
         return recall_model(base, settings, **options)
 
-    def summary(self, rows: echo_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: echo_tables.Rows) -> str:
         return echo_tables.transfer(rows)
 
 
@@ -124,7 +125,7 @@ class EchoMQAR(MQARExperiment):
     settings = EchoMQARSettings
     models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
 
-    def summary(self, rows: echo_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: echo_tables.Rows) -> str:
         return echo_tables.in_distribution(rows)
 
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
@@ -154,6 +155,9 @@ def _state_floats(config: ModelConfig) -> int:
 
 @EXPERIMENTS.add("echo-ablations")
 class EchoAblations(EchoMQAR):
-    """What each part of SKA is worth, on MQAR: powers K, the mixture μ, normalisation, the chunk."""
+    """What each part of SKA is worth, on MQAR: powers K, the mixture μ, where queries start, normalisation, chunk."""
 
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
+
+    def summary(self, folder: Path, rows: echo_tables.Rows) -> str:
+        return echo_tables.learning(folder, rows)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from halflife.training.sweep import Cell
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -53,6 +58,27 @@ def in_distribution(rows: Rows) -> str:
         cells = [percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests]
         table.append([model, *sizes, *cells])
     return markdown(heading, table)
+
+
+def learning(folder: Path, rows: Rows) -> str:
+    """A row a model: validation accuracy while it learned, and the tests at the end, percent."""
+    steps = [100, 200, 300, 400, 600]
+    tests = [key for key in dict.fromkeys((r["test"], r["length"]) for r in rows) if key[0] != "persist"]
+    heading = ["model", *(f"step {step}" for step in steps), *(f"{test} {length}" for test, length in tests)]
+    table = []
+    for model in models(rows):
+        own = [r for r in rows if r["model"] == model and r["selected"]]
+        runs = {Cell(model, r["learning_rate"], r["seed"]) for r in own}
+        curves = [_validation(folder / cell.folder / "metrics.jsonl") for cell in runs]
+        early = [f"{100 * fmean(curve[step] for curve in curves):.1f}" for step in steps]
+        table.append([model, *early, *(percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests)])
+    return markdown(heading, table)
+
+
+def _validation(path: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {line["step"]: line["validation_accuracy"] for line in lines if "validation_accuracy" in line}
+    return defaultdict(lambda: math.nan, found)
 
 
 def models(rows: Rows) -> list[str]:
