@@ -48,7 +48,7 @@ def test_learning_reads_the_validation_on_the_way(tmp_path):
     lines = [{"step": 100, "loss": 2.0}, *({"step": s, "validation_accuracy": s / 1000} for s in (100, 200, 600))]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     table = echo_tables.learning(tmp_path, [row(test="capacity"), row(test="persist")])
-    assert [cells(line) for line in table.splitlines()][0] == [
+    assert cells(table.splitlines()[0]) == [
         "model", *(f"step {s}" for s in (100, 200, 300, 400, 600)), "capacity 64",
     ]  # fmt: skip
     assert cells(table.splitlines()[-1]) == ["mamba2", "10.0", "20.0", "nan", "nan", "60.0", "50.0"]

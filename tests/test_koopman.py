@@ -7,7 +7,7 @@ from helpers import assert_close, assert_same, generator, slices, unchecked
 
 from halflife.ops import koopman
 from halflife.ops.koopman import koopman_attention
-from halflife.ops.koopman_state import rank_one
+from halflife.ops.koopman_state import COMMITTED, rank_one
 
 HEADS, RANK, WIDTH = 2, 5, 3
 
@@ -15,6 +15,7 @@ HEADS, RANK, WIDTH = 2, 5, 3
 EXACT = 4 * 1.4e-11  # float64: an operator of a few keys has the condition 1/ε
 INVERTED = 4 * 2e-9  # against forms that multiply by explicit inverses, gradients included
 SINGLE = 4 * 3e-5  # float32 against float64, relative to what K = 0 reads: the power filter may leave next to nothing
+STEPPED = 4 * 7e-4  # the same for 20 keys of one direction, whose condition is 20/ε; 1e-5 for others
 
 
 def inputs(length, batch=2, dtype=torch.float64, grad=False):
@@ -22,6 +23,11 @@ def inputs(length, batch=2, dtype=torch.float64, grad=False):
     q, k = torch.randn(2, batch, length, HEADS, RANK, generator=draw, dtype=torch.float64)
     v = torch.randn(batch, length, HEADS, WIDTH, generator=draw, dtype=torch.float64)
     return [x.to(dtype).requires_grad_(grad) for x in (q, k, v)]
+
+
+def remembered(state):
+    """A state without what can be computed from the rest of it, which single tokens leave there for the next."""
+    return {name: x for name, x in state.items() if name != "inverse"}
 
 
 def long_form(keys, values, query, gamma, mix, ridge, power):
@@ -44,7 +50,7 @@ def loop(q, k, v, chunk_size, gamma=1.0, mix=1.0, ridge=1e-3, power=2):
         stop = t // chunk_size * chunk_size
         rows = [
             long_form(k[b, :stop, h], v[b, :stop, h], q[b, t, h], gamma, mix, ridge, power)
-            if stop else q.new_zeros(WIDTH)
+            if stop else 0 * v[b, t, h]
             for b in range(q.shape[0]) for h in range(HEADS)
         ]  # fmt: skip
         y.append(torch.stack(rows).view(q.shape[0], HEADS, WIDTH))
@@ -73,15 +79,33 @@ def test_four_lines_are_the_papers_long_form(power, gamma, mix, backend):
         assert_close(got, wanted, INVERTED)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+def test_every_prefix_solved_directly(chunk_size, refresh):
+    x = inputs(23, grad=True)
+    expected = loop(*x, 1 if refresh == "token" else chunk_size)
+    y, _ = koopman_attention(*x, chunk_size=chunk_size, refresh=refresh)
+    assert_close(y, expected, INVERTED)
+    for got, wanted in zip(grads(y, x), grads(expected, x), strict=True):
+        assert_close(got, wanted, INVERTED)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9])
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8, 64])
 @pytest.mark.parametrize("normalization", ["causal", "sequence"])
 def test_chunked_is_the_reference(length, chunk_size, normalization):
-    options = {"chunk_size": chunk_size, "normalization": normalization, "output_final_state": True}
-    y, state = koopman_attention(*inputs(length), **options)
-    expected, last = koopman_attention(*inputs(length), backend="reference", **options)
-    assert_close(y, expected, EXACT)
-    assert_close(state, last, EXACT)
+    """Outputs, states, and the gradients of both."""
+    found = {}
+    for backend in ("chunked", "reference"):
+        x = inputs(length, grad=True)
+        y, state = koopman_attention(
+            *x, chunk_size=chunk_size, normalization=normalization, output_final_state=True, backend=backend
+        )
+        state = remembered(state)
+        kept = [state[name].flatten() for name in sorted(state) if name != "pending"]
+        given = grads(torch.cat([y.flatten(), *kept]), x)
+        found[backend] = {"y": y, **state, **dict(zip(("dq", "dk", "dv"), given, strict=True))}
+    assert_close(found["chunked"], found["reference"], EXACT)
 
 
 def test_settings_of_each_head():
@@ -94,17 +118,21 @@ def test_settings_of_each_head():
         assert_close(y[:, :, h : h + 1], alone, 1e-6)  # the settings are float32
 
 
-def test_without_power_it_is_ridge_regression():
+@pytest.mark.parametrize("mode", ["prefix", "chunk"])
+def test_without_power_it_is_ridge_regression(mode):
     """K = 0 is the least-squares solution of the system augmented by the ridge, by numpy (Proposition I.2)."""
-    q, k, v = inputs(7, batch=1)
-    y, _ = koopman_attention(q, k, v, power=0, mode="prefix")
+    q, k, v = inputs(14, batch=1)
+    if mode == "prefix":
+        y, _ = koopman_attention(q[:, 7:], k[:, :7], v[:, :7], power=0, mode="prefix")
+    else:
+        y = koopman_attention(q, k, v, power=0, chunk_size=7)[0][:, 7:]
     for h in range(HEADS):
-        keys, values = k[0, :, h].numpy(), v[0, :, h].numpy()
+        keys, values = k[0, :7, h].numpy(), v[0, :7, h].numpy()
         ridge = np.sqrt(1e-3) * np.linalg.norm(keys, axis=1).max()
         weights = np.linalg.lstsq(
             np.concatenate([keys, ridge * np.eye(RANK)]), np.concatenate([values, np.zeros((RANK, WIDTH))]), rcond=None
         )[0]
-        assert_close(y[0, :, h], q[0, :, h] @ torch.from_numpy(weights), EXACT)
+        assert_close(y[0, :, h], q[0, 7:, h] @ torch.from_numpy(weights), EXACT)
 
 
 def test_normalising_by_the_sequence_is_a_ridge():
@@ -150,10 +178,30 @@ def test_streams_like_the_full_pass_at_every_cut(chunk_size):
         second, state = koopman_attention(*(t[:, cut:] for t in x), initial_state=state, **options)
         y = torch.cat([first, second], 1)
         assert_close(y, whole, EXACT)
-        assert_close(state, last, EXACT)
+        assert_close(remembered(state), last, EXACT)
         if cut in (4, 5):
             for got, wanted in zip(grads(y, x), grads(whole, x), strict=True):
                 assert_close(got, wanted, EXACT)
+
+
+@pytest.mark.parametrize("power", [0, 2])
+def test_gradients_flow_through_rank_one_updates(power):
+    """Token by token, to every input and setting, with the state's factor from the token before."""
+    x = inputs(9, grad=True)
+    settings = {name: torch.tensor([a, b], dtype=torch.float64, requires_grad=True) for name, a, b in
+                (("gamma", 1.1, 1.4), ("mix", 0.3, 0.9))}  # fmt: skip
+    options = {"refresh": "token", "output_final_state": True, "power": power, **settings}
+    whole, last = koopman_attention(*x, **options)
+    state, outputs = None, []
+    for t in range(9):
+        y, state = koopman_attention(*(part[:, t : t + 1] for part in x), initial_state=state, **options)
+        outputs.append(y)
+    leaves = [*x, *settings.values()]
+    for got, wanted in zip(grads(torch.cat(outputs, 1), leaves), grads(whole, leaves), strict=True):
+        assert_close(got, wanted, EXACT)
+    for name in COMMITTED:
+        for got, wanted in zip(grads(state[name], x), grads(last[name], x), strict=True):
+            assert_close(got, wanted, EXACT)
 
 
 @pytest.mark.parametrize("growing", [False, True])
@@ -172,13 +220,68 @@ def test_an_operator_a_token_by_rank_one_updates(growing):
     assert_close(koopman_attention(q, k, v, refresh="token")[0], loop(q, k, v, 1), EXACT)
 
 
+@torch.no_grad()
+def test_rank_one_updates_do_not_drift():
+    """2,000 tokens in float32, read by what followed from update to update, and by a factorisation of the end."""
+    x, state = inputs(2001, batch=1, dtype=torch.float32), None
+    options = {"refresh": "token", "output_final_state": True}
+    for t in range(2000):
+        _, state = koopman_attention(*(part[:, t : t + 1] for part in x), initial_state=state, **options)
+    last = [part[:, 2000:] for part in x]
+    followed, anew = (koopman_attention(*last, initial_state=s, **options)[0] for s in (state, remembered(state)))
+    exact, _ = koopman_attention(*(part.double() for part in x), refresh="token")
+    ridge, _ = koopman_attention(*(part.double() for part in x), refresh="token", power=0)
+    for y in (followed, anew):
+        assert (y - exact[:, 2000:]).abs().max() <= SINGLE * ridge[:, 2000:].abs().max()
+
+
+@torch.no_grad()
+def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
+    """A step is O(r²) with an operator a chunk too: one factorisation where a chunk ends, and one for the next."""
+    x, whole = inputs(21), koopman_attention(*inputs(21), chunk_size=5)[0]
+    first, state = koopman_attention(*(part[:, :6] for part in x), chunk_size=5, output_final_state=True)
+    calls, cholesky, outputs = [], koopman.cholesky, [first]
+    monkeypatch.setattr(koopman, "cholesky", lambda gram: calls.append(t) or cholesky(gram))
+    for t in range(6, 21):
+        one = [part[:, t : t + 1] for part in x]
+        y, state = koopman_attention(*one, chunk_size=5, initial_state=state, output_final_state=True)
+        outputs.append(y)
+    assert calls == [6, 9, 10, 14, 15, 19, 20]
+    assert_close(torch.cat(outputs, 1), whole, EXACT)
+
+
+@torch.no_grad()
+def test_a_factorisation_is_kept_for_the_sums_that_it_is_of():
+    """Not for others: changed in place, of another ridge, with another norm, or where gradients flow."""
+    x = inputs(6)
+    _, state = koopman_attention(*(part[:, :5] for part in x), chunk_size=4, output_final_state=True)
+    one = [part[:, 5:] for part in x]
+
+    def read(state, **options):
+        fresh = {name: part.clone() for name, part in state.items()}
+        y, expected = (koopman_attention(*one, chunk_size=4, initial_state=s, **options)[0] for s in (state, fresh))
+        assert_same(y, expected)
+        return y
+
+    found = [read(state), read(state, ridge=0.1), read({**state, "norm": 2 * state["norm"]})]
+    with torch.inference_mode():
+        assert_same(read(state), found[0])
+    with torch.enable_grad():
+        leaf = {**state, "gram": state["gram"].requires_grad_()}
+        (grad,) = torch.autograd.grad(read(leaf).sum(), leaf["gram"])
+        assert grad.any()
+    state["gram"].requires_grad_(False).mul_(2)
+    found.append(read(state))
+    assert all((a - b).abs().max() > 1e-6 for i, a in enumerate(found) for b in found[:i])
+
+
 @pytest.mark.parametrize("rank", [1, 2, 8, 64])
 def test_rank_one_update(rank):
     a = torch.randn(3, rank, rank, generator=generator("rank one", rank), dtype=torch.float64)
     z = torch.randn(3, rank, generator=generator("rank one z", rank), dtype=torch.float64)
     gram = a @ a.mT + 0.1 * torch.eye(rank, dtype=torch.float64)
-    expected = torch.linalg.cholesky(gram + z.unsqueeze(-1) * z.unsqueeze(-2))
-    assert_close(rank_one(torch.linalg.cholesky(gram), z), expected, 4 * 1e-13)
+    before, expected = (torch.linalg.inv(torch.linalg.cholesky(a)).mT for a in (gram, gram + z[..., None] * z[:, None]))
+    assert_close(rank_one(before, z), expected, 4 * 1e-13)
 
 
 def test_a_prefix_is_the_next_chunk():
@@ -199,15 +302,16 @@ def test_a_prefix_is_the_next_chunk():
 
 def test_a_state_has_as_many_numbers_as_the_paper_says():
     _, state = koopman_attention(*inputs(130), chunk_size=64, output_final_state=True)
-    committed = sum(state[name][0].numel() for name in ("gram", "transition", "values", "last", "norm"))
-    assert committed == HEADS * (2 * RANK**2 + WIDTH * RANK + RANK + 1)
+    committed = {name for name in state if not name.startswith("pending")}
+    assert committed == set(COMMITTED)
+    assert sum(state[name][0].numel() for name in committed) == HEADS * (2 * RANK**2 + WIDTH * RANK + RANK + 1)
     assert state["pending"].tolist() == [2, 2]
 
 
 # ------------------------------------------------------------------------------------- packing and masks
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 5])
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 7, 64])
 def test_packed_equals_separate(chunk_size):
     """Twice in a row, so that states with unequal pending chunks are tested."""
     options = {"chunk_size": chunk_size, "output_final_state": True}
@@ -219,21 +323,23 @@ def test_packed_equals_separate(chunk_size):
         for row, tokens in enumerate(slices(bounds.tolist())):
             expected, alone[row] = koopman_attention(*(t[:, tokens] for t in x), initial_state=alone[row], **options)
             assert_close(y[:, tokens], expected, EXACT)
-            assert_close({name: part[row : row + 1] for name, part in state.items()}, alone[row], EXACT)
+            assert_close({name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT)
     reference, _ = koopman_attention(*x, cu_seqlens=bounds, backend="reference", **options)
     assert_close(koopman_attention(*x, cu_seqlens=bounds, **options)[0], reference, EXACT)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4])
-def test_later_tokens_move_nothing_and_other_documents_neither(chunk_size):
-    """To the bit, and the gradient across is exactly 0."""
-    q, k, v = inputs(17, batch=1, dtype=torch.float32)
-    changed = [torch.cat([x[:, :9], x[:, 9:] + 1], 1).requires_grad_() for x in (q, k, v)]
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_later_tokens_move_nothing_and_other_documents_neither(chunk_size, dtype):
+    """To the bit, wherever they begin, and the gradient across is exactly 0."""
+    q, k, v = inputs(17, batch=1, dtype=dtype)
     before, _ = koopman_attention(q, k, v, chunk_size=chunk_size)
-    after, _ = koopman_attention(*changed, chunk_size=chunk_size)
-    assert_same(after[:, :9], before[:, :9])
-    assert all(g[:, 9:].count_nonzero() == 0 for g in grads(after[:, :9], changed))
-    bounds = torch.tensor([0, 9, 17])
+    for cut in range(17):
+        changed = [torch.cat([x[:, :cut], x[:, cut:] + 1], 1).requires_grad_() for x in (q, k, v)]
+        after, _ = koopman_attention(*changed, chunk_size=chunk_size)
+        assert_same(after[:, :cut], before[:, :cut])
+        assert all(g[:, cut:].count_nonzero() == 0 for g in grads(after[:, :cut], changed))
+    changed, bounds = [x.clone().requires_grad_() for x in (q, k, v)], torch.tensor([0, 9, 17])
     packed, _ = koopman_attention(*changed, chunk_size=chunk_size, cu_seqlens=bounds)
     assert all(g[:, :9].count_nonzero() == 0 for g in grads(packed[:, 9:], changed))
 
@@ -263,26 +369,89 @@ def test_a_mask_leaves_tokens_out_of_the_sums(mode):
     assert_same(state, last)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_a_mask_of_packed_sequences(chunk_size):
+    """In pieces, so that masked tokens wait, and are last ones; any number but 0 means that a token is in."""
+    bounds, state, alone = torch.tensor([0, 4, 4, 11]), None, [None] * 3
+    for seed in range(2):
+        x = inputs(11, batch=1)
+        mask = torch.rand(1, 11, generator=generator("packed mask", seed)) < 0.5
+        options = {"chunk_size": chunk_size, "output_final_state": True}
+        y, state = koopman_attention(*x, mask=2.0 * mask, cu_seqlens=bounds, initial_state=state, **options)
+        for row, tokens in enumerate(slices(bounds.tolist())):
+            own = [part[:, tokens] for part in x]
+            expected, alone[row] = koopman_attention(
+                *own, mask=mask[:, tokens], initial_state=alone[row], backend="reference", **options
+            )
+            assert_close(y[:, tokens], expected, EXACT)
+            assert_close({name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT)
+
+
+def test_what_a_mask_leaves_out_may_be_anything():
+    q, k, v = inputs(10)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[:, 4] = False
+    wrong = k.clone()
+    wrong[:, 4] = torch.inf
+    assert_same(koopman_attention(q, wrong, v, mask=mask, chunk_size=2)[0],
+                koopman_attention(q, k, v, mask=mask, chunk_size=2)[0])  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------- numerics
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6, 1e12])
-@pytest.mark.parametrize("kind", ["random", "zero", "one direction", "mixed"])
-def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind):
-    q, k, v = inputs(20, dtype=torch.float32)
+def extreme(kind, scale, length):
+    """float32 queries, keys and values that want gradients; keys as `kind` says, times `scale`, as the queries."""
+    q, k, v = inputs(length, dtype=torch.float32)
     if kind == "zero":
         k = k * 0
     elif kind == "one direction":
         k = k[:, :1].expand_as(k)
-    elif kind == "mixed":
-        exponents = torch.linspace(-6, 6, 20) - np.clip(np.log10(scale), -6, 6)
+    elif kind == "mixed":  # within one sequence, from one end of the scale to the other
+        exponents = torch.linspace(-6, 6, length) - np.clip(np.log10(scale), -6, 6)
         k = k * 10.0 ** exponents[:, None, None]
-    x = [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.clone().requires_grad_()]
-    y, _ = koopman_attention(*x, chunk_size=3, gamma=1.5)
+    elif kind == "mixed, falling":
+        k = k * 10.0 ** -torch.linspace(0, 12, length)[:, None, None]
+    return [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.clone().requires_grad_()]
+
+
+each_scale = pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6, 1e12])
+each_kind = pytest.mark.parametrize("kind", ["random", "zero", "one direction", "mixed", "mixed, falling"])
+
+
+@each_scale
+@each_kind
+@pytest.mark.parametrize("length", [0, 1, 4, 20])
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chunk_size):
+    """Also fewer keys than the rank."""
+    x = extreme(kind, scale, length)
+    y, state = koopman_attention(*x, chunk_size=chunk_size, gamma=1.5, output_final_state=True)
     assert y.isfinite().all()
+    assert all(part.isfinite().all() for part in state.values())
     assert all(g.isfinite().all() for g in grads(y, x))
     if kind == "random":  # the scale of keys and queries drops out
-        assert_close(y, koopman_attention(q, k, v, chunk_size=3, gamma=1.5)[0], 10 * SINGLE)
+        assert_close(y, koopman_attention(*extreme(kind, 1, length), chunk_size=chunk_size, gamma=1.5)[0], 10 * SINGLE)
+
+
+@each_scale
+@each_kind
+def test_extreme_keys_one_at_a_time(scale, kind):
+    """Rank-one updates, and factorisations anew where norms grow; the float64 loop says what they should give."""
+    x = extreme(kind, scale, 20)
+    state, outputs = None, []
+    for t in range(20):
+        y, state = koopman_attention(
+            *(part[:, t : t + 1] for part in x), initial_state=state, refresh="token", output_final_state=True
+        )
+        outputs.append(y)
+    y = torch.cat(outputs, 1)
+    assert y.isfinite().all()
+    assert all(g.isfinite().all() for g in grads(y, x))
+    exact = [part.detach().double() for part in x]
+    expected, _ = koopman_attention(*exact, refresh="token")
+    ridge, _ = koopman_attention(*exact, refresh="token", power=0)
+    assert (y - expected).abs().max() <= STEPPED * ridge.abs().max()
 
 
 @pytest.mark.parametrize("length", [3, 40])
@@ -293,9 +462,13 @@ def test_float32_and_autocast(length):
     assert (single - exact).abs().max() <= SINGLE * ridge.abs().max()
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(koopman_attention(*inputs(length, dtype=torch.float32), chunk_size=2)[0], single)
-    narrow, state = koopman_attention(*inputs(length, dtype=torch.bfloat16), chunk_size=2, output_final_state=True)
+    rounded = inputs(length, dtype=torch.bfloat16)
+    narrow, state = koopman_attention(*rounded, chunk_size=2, output_final_state=True)
     assert narrow.dtype == torch.bfloat16
     assert all(x.dtype == torch.float32 for x in state.values() if x.is_floating_point())
+    # It computes in float32, so that all that is lost is the rounding of the output: 2^−9.
+    wide, _ = koopman_attention(*(x.float() for x in rounded), chunk_size=2)
+    assert ((narrow - wide).abs() <= 2**-8 * wide.abs()).all()
 
 
 def test_a_factorisation_that_fails_is_repeated_and_counted():
@@ -311,13 +484,15 @@ def test_a_factorisation_that_fails_is_repeated_and_counted():
         koopman_attention(q, k, v, chunk_size=50)
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("normalization", ["causal", "sequence"])
+def test_gradcheck(normalization):
     x = inputs(6, batch=1, grad=True)
     settings = [torch.tensor([1.1, 1.4], dtype=torch.float64, requires_grad=True),
                 torch.tensor([0.3, 0.9], dtype=torch.float64, requires_grad=True)]  # fmt: skip
 
     def run(q, k, v, gamma, mix):
-        return koopman_attention(q, k, v, gamma=gamma, mix=mix, chunk_size=2, ridge=0.1)[0]
+        options = {"gamma": gamma, "mix": mix, "chunk_size": 2, "ridge": 0.1, "normalization": normalization}
+        return koopman_attention(q, k, v, **options)[0]
 
     assert torch.autograd.gradcheck(run, [*x, *settings])
 

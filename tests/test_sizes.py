@@ -58,7 +58,7 @@ def of_the_paper(d, layers, ska_layers, r, heads):
     inner, mixed = 2 * d, 2 * d + 2 * 64
     mamba_heads = inner // 64
     mamba = d * (inner + mixed + mamba_heads) + 5 * mixed + 3 * mamba_heads + inner + inner * d  # A, Δ, D; norm; W_out
-    ska = 2 * d * heads * r + 2 * d * d + 2 * heads  # γ and η
+    ska = 2 * d * heads * r + 2 * d * d + 3 * heads  # γ, η, and μ, which is learned here
     width = -(-8 * d // 3 // 64) * 64
     mlp = 2 * d * width + width  # a modulus and an angle for each pair
     blocks = (layers - len(ska_layers)) * mamba + len(ska_layers) * ska + layers * mlp

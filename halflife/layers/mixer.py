@@ -34,6 +34,8 @@ class Mixer(nn.Module):
     `position [N]`, the tokens seen.
     """
 
+    reads_action_mask = False  # whether it heeds `shared["action_mask"]`
+
     def forward(
         self,
         x: Tensor,
@@ -49,8 +51,8 @@ class Mixer(nn.Module):
             state: what the previous piece returned, one row a sequence; None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
             attention_mask: `[B, T]`, 0 at padding, left or right: those positions are left out (y is 0 there).
-            shared: what the layers of one forward pass hand on to later ones (RWKV-7's first values); a model gives
-                all of its layers the same dict.
+            shared: what the layers of one forward pass hand on to later ones (RWKV-7's first values), and what is
+                given to all of them (SKA's action mask); a model gives all of its layers the same dict.
 
         Returns:
             `y [B, T, D]` and the new state.

@@ -10,6 +10,8 @@ from halflife.layers import packing
 from halflife.layers.linear import OrthogonalLinear, UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.ops import koopman_attention
+from halflife.ops.koopman import check_settings
+from halflife.ops.recurrent import compute_dtype
 from halflife.registry import unknown
 
 
@@ -35,19 +37,34 @@ class Readout(Float32Module):
         return {"gamma": 1 + self.gamma_logit.sigmoid() / 2, "mix": 1.0 if mix is None else mix}
 
 
+def clebsch_gordan(x: Tensor) -> Tensor:
+    """`[…, 2 n]`, n pairs as complex numbers z, → `[|z|², Re z², Im z²]`, `[…, 3 n]` (Echo, Appendix B).
+
+    Turning a pair by θ, as a rotary position does, leaves the first third and turns the other two by 2θ.
+    """
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = real.square(), imaginary.square()
+    return torch.cat([a + b, a - b, 2 * real * imaginary], -1)
+
+
 @LAYERS.add("ska")
 class SKA(Mixer):
     """Spectral Koopman attention (Echo, §3.2): keys and queries of rank r, ridge regression on all chunks before.
 
-    `y = W_o (η ⊙ koopman_attention(x W_q, x W_k, x W_v))`; W_q and W_k start orthogonal, W_o at zero.
+    `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))`, `q = x W_k + x W_q` or `x W_q`; W_k starts orthogonal, W_o at zero.
+    The defaults are those that recall (docs/results/echo.md), not the paper's.
+
+    `shared["action_mask"]`, `[B, T]`, says which tokens enter the sums (1), as in the paper's tasks, where those that
+    bear no fact are left out; without it all do. Every token reads.
 
     Args:
         hidden_size: D.
         num_heads: H.
         rank: r.
+        lift: ψ: "none", or "cg", `clebsch_gordan` of 2 r / 3 numbers.
         value_dim: P; None means D / H.
-        power: K of the power filter; 0 is ridge regression.
-        mix: "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "learned", one μ a head.
+        power: K of the power filter; 0 is ridge regression, 2 the paper's.
+        mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), or "ridge" (μ = 0).
         query_init: "key": queries are the keys plus `x W_q`, and W_q starts at zero; "own": `x W_q` alone, W_q starts
             orthogonal (the paper's). A query that is the key of its own token is mapped by one power of the operator
             to the key that followed it, so that at K = 1 the layer recalls before it has learned anything.
@@ -59,11 +76,13 @@ class SKA(Mixer):
         backend: passed to the op.
 
     Raises:
-        ValueError: an unknown name, or heads that do not divide.
+        ValueError: an unknown name, heads that do not divide, or a size that does not fit.
     """
 
     MIXES = ("koopman", "ridge", "learned")
     QUERY_INITS = ("key", "own")
+    LIFTS = ("none", "cg")
+    reads_action_mask = True
 
     def __init__(
         self,
@@ -71,10 +90,11 @@ class SKA(Mixer):
         num_heads: int = 4,
         *,
         rank: int = 48,
+        lift: str = "none",
         value_dim: int | None = None,
-        power: int = 2,
-        mix: str = "koopman",
-        query_init: str = "own",
+        power: int = 1,
+        mix: str = "learned",
+        query_init: str = "key",
         ridge: float = 1e-3,
         chunk_size: int = 64,
         refresh: str = "chunk",
@@ -84,36 +104,57 @@ class SKA(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if mix not in self.MIXES:
-            raise unknown("mix", mix, list(self.MIXES))
-        if query_init not in self.QUERY_INITS:
-            raise unknown("query_init", query_init, list(self.QUERY_INITS))
-        if rank < 1:
-            raise ValueError(f"rank must be at least 1; got {rank}")
+        for kind, name, choices in (
+            ("mix", mix, self.MIXES), ("query_init", query_init, self.QUERY_INITS), ("lift", lift, self.LIFTS),
+        ):  # fmt: skip
+            if name not in choices:
+                raise unknown(kind, name, list(choices))
+        if rank < 1 or (lift == "cg" and rank % 3):
+            raise ValueError(f"rank must be at least 1, and for lift 'cg' a multiple of 3; got {rank}")
+        check_settings(ridge, power, chunk_size, refresh, normalization)
         self.num_heads, width = num_heads, value_dim or check_heads(hidden_size, num_heads)
+        self.lift, features = lift, num_heads * (rank if lift == "none" else 2 * rank // 3)
         self.options = {
             "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
             "normalization": normalization, "backend": backend,
         }  # fmt: skip
         self.query_init = query_init
         if query_init == "key":
-            self.q_proj: nn.Linear = UniformLinear(hidden_size, num_heads * rank, gain=0)
+            self.q_proj: nn.Linear = UniformLinear(hidden_size, features, gain=0)
         else:
-            self.q_proj = OrthogonalLinear(hidden_size, num_heads * rank)
-        self.k_proj = OrthogonalLinear(hidden_size, num_heads * rank)
+            self.q_proj = OrthogonalLinear(hidden_size, features)
+        self.k_proj = OrthogonalLinear(hidden_size, features)
         self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
         self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix])
         self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        shared: Shared | None = None,
+    ) -> tuple[Tensor, State]:
+        """See `Mixer`; with an `attention_mask`, `shared["action_mask"]` is padded as x is."""
+        mask = None if shared is None else shared.get("action_mask")
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"action_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
+        if mask is not None and attention_mask is not None:
+            shared = {"action_mask": packing.unpad(mask, attention_mask)[0]}
+        return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
     def mix(
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
     ) -> tuple[Tensor, State]:
         q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q = q + k if self.query_init == "key" else q
+        if self.lift == "cg":
+            q, k = (clebsch_gordan(part.to(compute_dtype(part))) for part in (q, k))
         before = None if state is None else {name: part for name, part in state.items() if name != "position"}
         y, new = koopman_attention(
-            q, k, v, **self.readout.settings(), **self.options, initial_state=before, output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            q, k, v, **self.readout.settings(), **self.options, mask=(shared or {}).get("action_mask"),
+            initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         assert new is not None
         y = y * self.readout.eta.unsqueeze(-1).to(y.dtype)

@@ -101,6 +101,7 @@ class LanguageModel(nn.Module):
         state: Sequence[State] | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        action_mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Logits for the token after each of `ids [B, T]`.
 
@@ -109,14 +110,16 @@ class LanguageModel(nn.Module):
             state: what the call on the piece before returned; None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
             attention_mask: `[B, T]`, 0 at padding, left or right; the logits there are 0.
+            action_mask: `[B, T]`, 0 at tokens that layers of Koopman attention leave out of their sums.
 
         Returns:
             `logits [B, T, vocab_size]` and the new state, one dict a layer (the Toeplitz layer's, if any, comes last).
 
         Raises:
-            ValueError: a shape or dtype that does not fit, or a state of another model.
+            ValueError: a shape or dtype that does not fit, a state of another model, or an action mask that no layer
+                would read.
         """
-        hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask)
+        hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask, action_mask)
         return self.logits(hidden), state
 
     def hidden(
@@ -125,6 +128,7 @@ class LanguageModel(nn.Module):
         state: Sequence[State] | None = None,
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        action_mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
         """The normalised hidden states `[B, T, D]` before the head, and the new state; arguments as `forward`."""
         if ids.ndim != 2 or ids.is_floating_point():
@@ -132,12 +136,13 @@ class LanguageModel(nn.Module):
         depth = len(self.blocks) + (self.tpe is not None)
         if state is not None and len(state) != depth:
             raise ValueError(f"this state has {len(state)} layers; the model has {depth}")
-        shape, index = ids.shape, None
+        shape, index, shared = ids.shape, None, self._shared(ids, action_mask)
         if attention_mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
+            shared = {name: layers.unpad(x, attention_mask)[0] for name, x in shared.items()}
             ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
-        x, new, shared, toeplitz = self.embedding_norm(self.embedding(ids)), [], {}, []
+        x, new, toeplitz = self.embedding_norm(self.embedding(ids)), [], []
         if self.tpe is not None:
             encoded, kept = self.tpe(x, None if state is None else state[-1], cu_seqlens)
             x, toeplitz = x + encoded, [kept]
@@ -147,6 +152,16 @@ class LanguageModel(nn.Module):
         new += toeplitz
         x = self.norm(x)
         return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
+
+    def _shared(self, ids: Tensor, action_mask: Tensor | None) -> Shared:
+        """What all layers of a forward pass are given."""
+        if action_mask is None:
+            return {}
+        if action_mask.shape != ids.shape:
+            raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape)}; got {tuple(action_mask.shape)}")
+        if not any(block.mixer.reads_action_mask for block in self.blocks):
+            raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
+        return {"action_mask": action_mask}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: `[…, D]` → `[…, vocab_size]`."""

@@ -12,13 +12,16 @@ Source: Echo, §3.2, Appendices A, F, I.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from halflife.ops import koopman_state
-from halflife.ops.koopman_state import KoopmanState, Layout, Sums, blank
+from halflife.ops import koopman_reference, koopman_state  # noqa: F401 (the reference registers itself)
+from halflife.ops.backend import choose, implements
+from halflife.ops.koopman_layout import Layout
+from halflife.ops.koopman_state import KoopmanState, Sums, unit_of
 from halflife.ops.recurrent import check_cu_seqlens, compute_dtype
 from halflife.registry import unknown
 from halflife.shapes import Float, Int
@@ -26,7 +29,7 @@ from halflife.shapes import Float, Int
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
 NORMALIZATIONS = ("causal", "sequence")
-BACKENDS = ("auto", "chunked", "reference")
+OP = "koopman_attention"
 
 
 def koopman_attention(
@@ -63,24 +66,17 @@ def koopman_attention(
         normalization: "causal", or "sequence": m over the whole sequence, the future included, as the paper trains.
         initial_state, output_final_state: see `koopman_state`; a sequence cut anywhere gives what the uncut one gives.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), mode "chunk" only.
-        backend: "chunked", "reference" (the definition, token by token), or "auto".
+        backend: "auto", or one of `available_backends("koopman_attention")`; modes "prefix" and "masked" have one form.
 
     Returns:
         `y [B, T, H, P]` in v's dtype (0 where an operator has seen nothing), and the state or None.
 
     Raises:
-        ValueError: a shape, name or size that does not fit.
+        ValueError: a shape, name or size that does not fit, or a backend that cannot run.
     """
     _check(q, k, v, mode, mask, cu_seqlens)
-    for kind, name, choices in (
-        ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
-        ("backend of koopman_attention", backend, BACKENDS),
-    ):  # fmt: skip
-        if name not in choices:
-            raise unknown(kind, name, list(choices))
-    if chunk_size < 1 or power < 0 or ridge <= 0:
-        raise ValueError(f"need chunk_size ≥ 1, power ≥ 0 and ridge > 0; got {chunk_size}, {power}, {ridge}")
-    dtype = compute_dtype(k)
+    check_settings(ridge, power, chunk_size, refresh, normalization, mode)
+    implementation, dtype = choose(OP, backend, k.device), compute_dtype(k)
     chunk_size = 1 if refresh == "token" else chunk_size
     with torch.autocast(k.device.type, enabled=False):
         tokens = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -88,13 +84,24 @@ def koopman_attention(
         state = koopman_state.checked(initial_state, tokens, cu_seqlens, chunk_size)
         if mode != "chunk":
             y, state = _prefix(*tokens, mask, state, filter_)
-        elif backend == "reference":
-            y, state = reference(*tokens, mask, state, filter_, chunk_size, normalization, cu_seqlens)
-        elif refresh == "token" and k.shape[1] == 1 and cu_seqlens is None and mask is None:
-            y, state = _step(*tokens, state, filter_)
+        elif backend != "reference" and normalization == "causal" and _is_step(state, k, cu_seqlens):
+            y, state = _step(*tokens, mask, state, filter_)
         else:
-            y, state = _chunked(*tokens, mask, state, filter_, chunk_size, normalization, cu_seqlens)
+            y, state = implementation(*tokens, mask, state, filter_, chunk_size, normalization, cu_seqlens)
     return y.to(v.dtype), state if output_final_state else None
+
+
+def check_settings(
+    ridge: float, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk"
+) -> None:
+    """A ValueError for a name or a size that `koopman_attention` does not take."""
+    for kind, name, choices in (
+        ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
+    ):  # fmt: skip
+        if name not in choices:
+            raise unknown(kind, name, list(choices))
+    if chunk_size < 1 or power < 0 or ridge <= 0:
+        raise ValueError(f"need chunk_size ≥ 1, power ≥ 0 and ridge > 0; got {chunk_size}, {power}, {ridge}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mode: str, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
@@ -121,39 +128,76 @@ class Filter:
         self.gamma, self.mix = (
             torch.as_tensor(x, dtype=dtype, device=like.device).expand(heads)[:, None, None] for x in (gamma, mix)
         )
-        self.ridge, self.power = ridge, power
+        # μ = 0 as a number reads ridge regression: the powers would be multiplied by 0.
+        self.ridge, self.power = ridge, 0 if isinstance(mix, (int, float)) and mix == 0 else power
 
     def read(self, sums: Sums, q: Tensor, limit: Tensor | None = None) -> Tensor:
-        """`sums` of `[n, H, …]`, `q [n, H, R, S]` → `[n, H, P, S]`; `limit [n, H]` replaces the keys' own m²."""
-        norm = sums.norm if limit is None else limit
-        # In units of m² everything is of order one, whatever the size of the keys; no keys at all read as 0.
-        unit = torch.where(norm > 0, norm, 1.0)[..., None, None]
-        gram = sums.gram / unit + self.ridge * torch.eye(q.shape[-2], dtype=q.dtype, device=q.device)
-        factor = cholesky(gram.detach())
-        return self.through(lambda x: _Solve.apply(gram, factor, x), sums.transition / unit, sums.values, q / unit)
+        """`sums` of `[n, H, …]`, `q [n, H, S, R]` → `[n, H, S, P]`; `limit [n, H]` replaces the keys' own m²."""
+        unit = unit_of(sums.norm if limit is None else limit)[..., None, None]
+        settings = self.gamma, self.mix, self.ridge, self.power
+        return _Read.apply(sums.gram, sums.transition, sums.values, unit, q, *settings)
 
-    def through(self, solve, transition: Tensor, values: Tensor, q: Tensor) -> Tensor:
-        """`values ((1 − μ) x + μ (γ G̃⁻¹ M)^K x)` with `x = solve(q)`."""
-        x = first = solve(q)
-        for _ in range(self.power):
-            x = solve(self.gamma * (transition @ x))
-        return values @ torch.lerp(first, x, self.mix)
+    def read_by(self, inverse: Tensor, state: KoopmanState, q: Tensor) -> Tensor:
+        """What `q [N, H, S, R]` read from the state by its inverse factor, through which the gradient goes."""
+        unit = unit_of(state["norm"])[..., None, None].detach()  # see `invert`
+        xs = _powers(lambda b: b @ inverse @ inverse.mT, state["transition"], unit, q, self.gamma, self.power)
+        return torch.lerp(xs[0], xs[-1], self.mix) @ state["values"].mT
 
 
-class _Solve(torch.autograd.Function):
-    """`G⁻¹ b` for symmetric G with Cholesky factor L: one factor serves all solves, and no gradient goes through it."""
+def _powers(
+    solve: Callable[[Tensor], Tensor], transition: Tensor, unit: Tensor, q: Tensor, gamma: Tensor, power: int
+) -> list[Tensor]:
+    """`[x_0, …, x_K]`: `x_0 = G̃⁻¹ q`, `x_i = γ G̃⁻¹ M x_{i−1}`; `solve` is by `G̃ / m²`.
+
+    Vectors are rows here and below: of one vector a matrix, torch's batched products are up to ten times faster so.
+    """
+    xs, step = [solve(q / unit)], gamma / unit
+    for _ in range(power):
+        xs.append(solve(step * (xs[-1] @ transition.mT)))
+    return xs
+
+
+class _Read(torch.autograd.Function):
+    """`y = C ((1 − μ) x_0 + μ x_K)`: one factor for all solves, forward and backward, and none through the factor.
+
+    With `b_i` the gradient of what solve i is given (in raw units, `b_i = G̃⁻¹ dx_i`), `dG̃ = −Σ b_i x_iᵀ`,
+    `dM = γ Σ b_i x_{i−1}ᵀ`, `dC = dy xᵀ`. m² occurs in `G̃ = G + ε m² I` alone, so that `dm² = ε tr dG̃`.
+    """
 
     @staticmethod
-    def forward(ctx, gram: Tensor, factor: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
-        x = torch.cholesky_solve(b, factor)
-        ctx.save_for_backward(factor, x)
-        return x
+    def forward(ctx, gram, transition, values, unit, q, gamma, mix, ridge: float, power: int) -> Tensor:  # type: ignore[override]
+        scaled = gram / unit
+        scaled.diagonal(dim1=-2, dim2=-1).add_(ridge)
+        factor = cholesky(scaled)
+        xs = _powers(lambda b: _solve(factor, b), transition, unit, q, gamma, power)
+        ctx.save_for_backward(factor, transition, values, unit, gamma, mix, *xs)
+        ctx.ridge = ridge
+        return torch.lerp(xs[0], xs[-1], mix) @ values.mT
 
     @staticmethod
-    def backward(ctx, dx: Tensor):  # type: ignore[override]
-        factor, x = ctx.saved_tensors
-        db = torch.cholesky_solve(dx, factor)
-        return -db @ x.transpose(-1, -2), None, db
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # type: ignore[override]
+        factor, transition, values, unit, gamma, mix, *xs = ctx.saved_tensors
+        mixed = dy @ values
+        dmix = (mixed * (xs[-1] - xs[0])).sum((0, -2, -1))
+        dx, dgamma = mix * mixed, torch.zeros_like(dmix)
+        bs = []
+        for x in reversed(xs[:-1]):
+            bs.append(_solve(factor, dx) / unit)
+            dx = bs[-1] @ transition
+            dgamma = dgamma + (dx * x).sum((0, -2, -1))
+            dx = gamma * dx
+        bs.append(_solve(factor, dx + (1 - mix) * mixed) / unit)
+        dgram = -torch.cat(bs, -2).mT @ torch.cat(xs[::-1], -2)
+        dtransition = gamma * (torch.cat(bs[:-1], -2).mT @ torch.cat(xs[-2::-1], -2)) if len(xs) > 1 else None
+        dvalues = dy.mT @ torch.lerp(xs[0], xs[-1], mix)
+        dunit = ctx.ridge * dgram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        return dgram, dtransition, dvalues, dunit, bs[-1], dgamma[:, None, None], dmix[:, None, None], None, None
+
+
+def _solve(factor: Tensor, b: Tensor) -> Tensor:
+    """`(L Lᵀ)⁻¹` of the rows `b [..., S, R]`; columns are what LAPACK reads, so that nothing is copied."""
+    return torch.cholesky_solve(b.mT, factor).mT
 
 
 JITTER = 1e-4  # of m²
@@ -189,76 +233,44 @@ def _prefix(
     """One operator for all tokens, those of the state included; all queries read it."""
     k, v = koopman_state.with_pending(k, v, mask, state)
     sums = koopman_state.sums(k, v, koopman_state.previous(k, state["last"])).after(state)
-    y = filter_.read(sums, q.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    y = filter_.read(sums, q.transpose(1, 2)).transpose(1, 2)
     return y, sums.state(k[:, -1] if k.shape[1] else state["last"], state, commit=True)
 
 
-def _chunked(
+@implements(OP, "chunked")
+def chunked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: Filter, chunk_size: int,
     normalization: str, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, KoopmanState]:  # fmt: skip
     """An operator a chunk, all in one batch: sums of each chunk, running sums, one factorisation, K + 1 solves."""
     layout = Layout(k, state, chunk_size, cu_seqlens)
-    seen = k if mask is None else k * mask[..., None, None].to(k.dtype)
-    keys, values = layout.place(seen, state["pending_keys"]), layout.place(v, state["pending_values"])
-    before = layout.before(keys, state["last"])
-    entering, leaving = layout.run(koopman_state.sums(keys, values, before), state)
-    limit = None if normalization == "causal" else layout.longest(keys, state)
-    y = filter_.read(entering, layout.place(q).permute(0, 2, 3, 1), limit).permute(0, 3, 1, 2)
+    keys = layout.place(koopman_state.masked(k, mask), state["pending_keys"])
+    values = layout.place(v, state["pending_values"])
+    before = layout.split(layout.before(keys, state["last"]))
+    chunks = layout.split(keys)
+    entering, leaving = layout.run(chunks, before, layout.split(values), state)
+    limit = None if normalization == "causal" else layout.longest(chunks, state)
+    queries = layout.split(layout.place(q))
+    y = filter_.read(entering, queries.flatten(0, 1), limit).unflatten(0, queries.shape[:2])
     return layout.take(y), layout.final(leaving, keys, values, state)
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, state: KoopmanState, filter_: Filter) -> tuple[Tensor, KoopmanState]:
-    """One token with an operator a token: the factor of G̃ follows by a rank-one update, O(K r²)."""
-    unit = torch.where(state["norm"] > 0, state["norm"], 1.0)[..., None, None]
-    factor = state.get("factor")
-    if factor is None:
-        factor = koopman_state.factorise(state, filter_.ridge, cholesky)
-    query = q[:, 0].unsqueeze(-1) / unit
-    y = filter_.through(lambda x: torch.cholesky_solve(x, factor), state["transition"] / unit, state["values"], query)
-    return y.squeeze(-1).unsqueeze(1), koopman_state.add_token(k[:, 0], v[:, 0], state, factor, filter_.ridge, cholesky)
+def _is_step(state: KoopmanState, k: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether this is a single token that leaves no chunk of more than one token full."""
+    room = state["pending_keys"].shape[1]
+    return k.shape[1] == 1 and cu_seqlens is None and (room == 0 or bool((state["pending"] < room).all()))
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: Filter, chunk_size: int,
-    normalization: str, cu_seqlens: Tensor | None,
-) -> tuple[Tensor, KoopmanState]:  # fmt: skip
-    """The definition: a loop over sequences and tokens, each with its operator summed up and solved anew."""
-    bounds = [0, k.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, states = [], []
-    for i, (start, stop) in enumerate(pairwise(bounds)):
-        own = state if cu_seqlens is None else {name: x[i : i + 1] for name, x in state.items()}
-        visible = None if mask is None else mask[:, start:stop]
-        y, last = _loop(
-            q[:, start:stop], k[:, start:stop], v[:, start:stop], visible, own, filter_, chunk_size, normalization
-        )
-        outputs.append(y)
-        states.append(last)
-    whole = {name: torch.cat([s[name] for s in states]) for name in blank(k, v, 0, chunk_size)}
-    return (torch.cat(outputs, 1) if outputs else torch.zeros_like(v)), whole
-
-
-def _loop(q, k, v, mask, state, filter_: Filter, chunk_size: int, normalization: str):
-    """One row of sequences of equal length whose states hold equally many pending tokens."""
-    pending = int(state["pending"].max()) if len(state["pending"]) else 0
-    k = k if mask is None else k * mask[..., None, None].to(k.dtype)
-    k = torch.cat([state["pending_keys"][:, :pending], k], 1)
-    v = torch.cat([state["pending_values"][:, :pending], v], 1)
-    before = koopman_state.previous(k, state["last"])
-    limit = torch.cat([state["norm"].unsqueeze(1), k.square().sum(-1)], 1).amax(1)
-
-    def upto(stop: int) -> Sums:
-        return koopman_state.sums(k[:, :stop], v[:, :stop], before[:, :stop]).after(state)
-
-    rows = []
-    for t in range(q.shape[1]):
-        sums = upto((pending + t) // chunk_size * chunk_size)
-        rows.append(filter_.read(sums, q[:, t].unsqueeze(-1), None if normalization == "causal" else limit).squeeze(-1))
-    whole = k.shape[1] // chunk_size * chunk_size
-    last = k[:, whole - 1] if whole else state["last"]
-    final = upto(whole).state(last, state)
-    left = k.shape[1] - whole
-    for name, x in (("pending_keys", k), ("pending_values", v)):
-        final[name] = torch.cat([x[:, whole:], torch.zeros_like(state[name][:, left:])], 1)
-    final["pending"] = torch.full_like(state["pending"], left)
-    return (torch.stack(rows, 1) if rows else torch.zeros_like(v[:, :0])), final
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: Filter
+) -> tuple[Tensor, KoopmanState]:
+    """One token, O(K r²): it reads by the inverse factor of the state, and then waits or is added at once."""
+    waits = state["pending_keys"].shape[1] > 0
+    inverse = state.get("inverse")
+    if waits or inverse is None:
+        inverse = koopman_state.inverse_of(state, filter_.ridge, cholesky)
+    y = filter_.read_by(inverse, state, q.transpose(1, 2)).transpose(1, 2)
+    key, value = koopman_state.masked(k, mask)[:, 0], v[:, 0]
+    if waits:
+        return y, koopman_state.wait(key, value, state)
+    return y, koopman_state.add_token(key, value, state, inverse, filter_.ridge, cholesky)

@@ -1,19 +1,20 @@
-"""What spectral Koopman attention remembers: its sums, the chunk that is not full yet, and how chunks are laid out.
+"""What spectral Koopman attention remembers: its sums, and the chunk that is not full yet.
 
 A state is a dict of tensors, one row a sequence: `gram [N, H, R, R]`, `transition [N, H, R, R]`,
 `values [N, H, P, R]`, `last [N, H, R]` (the last key) and `norm [N, H]` (the largest squared norm of a key): the
 2r² + Pr + r + 1 numbers a head that are committed; and the tokens since the last full chunk, `pending_keys
-[N, S − 1, H, R]`, `pending_values [N, S − 1, H, P]`, of which `pending [N]` are set.
+[N, S − 1, H, R]`, `pending_values [N, S − 1, H, P]`, of which `pending [N]` are set. After a single token of
+its own operator a state also has `inverse [N, H, R, R]`, which the next token would have to compute again from these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from halflife.ops.recurrent import compute_dtype
 
@@ -45,16 +46,25 @@ class Sums(NamedTuple):
         return {**new, **({name: torch.zeros_like(x) for name, x in kept.items()} if commit else kept)}
 
 
+COMMITTED = (*Sums._fields, "last")  # of a state: what an operator is made of, besides the tokens that wait
+
+
 def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> KoopmanState:
     """The state before the first token."""
+    shapes, dtype = _shapes(k, v, sequences, chunk_size), compute_dtype(k)
+    return {
+        name: k.new_zeros(shape, dtype=torch.long if name == "pending" else dtype) for name, shape in shapes.items()
+    }
+
+
+def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> dict[str, tuple[int, ...]]:
     heads, rank, width = k.shape[2], k.shape[3], v.shape[3]
     shapes = {
         "gram": (heads, rank, rank), "transition": (heads, rank, rank), "values": (heads, width, rank),
         "last": (heads, rank), "norm": (heads,), "pending_keys": (chunk_size - 1, heads, rank),
-        "pending_values": (chunk_size - 1, heads, width),
+        "pending_values": (chunk_size - 1, heads, width), "pending": (),
     }  # fmt: skip
-    state = {name: k.new_zeros(sequences, *shape, dtype=compute_dtype(k)) for name, shape in shapes.items()}
-    return {**state, "pending": torch.zeros(sequences, dtype=torch.long, device=k.device)}
+    return {name: (sequences, *shape) for name, shape in shapes.items()}
 
 
 def checked(
@@ -67,13 +77,12 @@ def checked(
     """
     _, k, v = tokens
     sequences = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    expected = blank(k, v, sequences, chunk_size)
     if state is None:
-        return expected
-    for name, x in expected.items():
-        if name not in state or state[name].shape != x.shape:
+        return blank(k, v, sequences, chunk_size)
+    for name, shape in _shapes(k, v, sequences, chunk_size).items():
+        if name not in state or state[name].shape != shape:
             found = tuple(state[name].shape) if name in state else "nothing"
-            raise ValueError(f"initial_state[{name!r}] must be {tuple(x.shape)}; got {found}")
+            raise ValueError(f"initial_state[{name!r}] must be {shape}; got {found}")
     dtype = compute_dtype(k)
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
 
@@ -94,11 +103,14 @@ def previous(k: Tensor, last: Tensor) -> Tensor:
     return torch.cat([last.unsqueeze(1), k], 1)[:, :-1]
 
 
+def masked(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Keys `[B, T, H, R]` with zeros where `mask [B, T]` is not set: such tokens leave every sum as it is."""
+    return k if mask is None else torch.where(mask.bool()[..., None, None], k, 0.0)
+
+
 def with_pending(k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState) -> tuple[Tensor, Tensor]:
     """All tokens that are not committed, those pending first; rows must have equally many pending."""
-    if mask is not None:
-        k = k * mask[..., None, None].to(k.dtype)
-    counts = state["pending"]
+    k, counts = masked(k, mask), state["pending"]
     pending = int(counts.max()) if len(counts) else 0
     if (counts != pending).any():
         raise ValueError("this mode takes states whose sequences have equally many tokens since their last chunk")
@@ -107,139 +119,94 @@ def with_pending(k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState)
     )
 
 
-class Layout:
-    """Sequences as chunks `[n, S, H, …]`, one after the other, each sequence in chunks of its own.
+# -------------------------------------------------------------------------------------- one more token
 
-    Args:
-        k: keys `[B, T, H, R]`; state: with the pending tokens that come first; chunk_size: S.
+
+def unit_of(norm: Tensor) -> Tensor:
+    """m² `[n, H]`: in this unit everything is of order one; no keys at all read as 0."""
+    return torch.where(norm > 0, norm, 1.0)
+
+
+def invert(state: KoopmanState, ridge: float, cholesky: Callable[[Tensor], Tensor]) -> Tensor:
+    """`L⁻ᵀ [N, H, R, R]` for the Cholesky factor L of `G / m² + ε I`.
+
+    m² as a unit drops out of what is read, so that its gradient is that of the ridge ε m² alone; as derivatives of
+    divisions by it, which cancel, it would overflow.
     """
-
-    def __init__(self, k: Tensor, state: KoopmanState, chunk_size: int, cu_seqlens: Tensor | None) -> None:
-        self.size, self.shape, device = chunk_size, k.shape[:2], k.device
-        batch, length = self.shape
-        new = [length] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
-        self.pending = state["pending"].tolist()
-        self.total = [a + b for a, b in zip(self.pending, new, strict=True)]
-        # One chunk at least, so that every sequence has an entering state to start from.
-        self.chunks = [max(1, -(-tokens // chunk_size)) for tokens in self.total]
-        self.starts = [0, *accumulate(self.chunks)]
-        slots = [
-            torch.arange(count, device=device) + start * chunk_size + waiting
-            for count, start, waiting in zip(new, self.starts, self.pending, strict=False)
-        ]
-        empty = torch.zeros(0, dtype=torch.long, device=device)
-        self.slots = torch.cat([*slots, empty])
-        self.waiting = torch.cat(
-            [torch.arange(n, device=device) + s * chunk_size for n, s in zip(self.pending, self.starts, strict=False)]
-            + [empty]
-        )
-
-    def place(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
-        """`[B, T, …]` → `[n, S, …]`, zeros where there is no token."""
-        flat = x.new_zeros(self.starts[-1] * self.size, *x.shape[2:]).index_copy(0, self.slots, x.flatten(0, 1))
-        if pending is not None:
-            rows = [row[:count] for row, count in zip(pending, self.pending, strict=True)]
-            flat = flat.index_copy(0, self.waiting, torch.cat([*rows, x.new_zeros(0, *x.shape[2:])]))
-        return flat.unflatten(0, (self.starts[-1], self.size))
-
-    def take(self, y: Tensor) -> Tensor:
-        """The inverse of `place`: `[n, S, …]` → `[B, T, …]`."""
-        return y.flatten(0, 1).index_select(0, self.slots).unflatten(0, self.shape)
-
-    def before(self, keys: Tensor, last: Tensor) -> Tensor:
-        """The key before each of `keys [n, S, H, R]`, from the chunk before or the state."""
-        flat = keys.flatten(0, 1)
-        shifted = torch.cat([flat[:1], flat[:-1]])
-        first = torch.tensor([start * self.size for start in self.starts[:-1]], device=keys.device, dtype=torch.long)
-        return shifted.index_copy(0, first, last).unflatten(0, keys.shape[:2])
-
-    def run(self, chunks: Sums, state: KoopmanState) -> tuple[Sums, Sums]:
-        """Running sums: those entering each chunk `[n, …]`, those after each sequence's last full chunk `[N, …]`."""
-        entering, leaving = [], []
-        for name, x in zip(Sums._fields, chunks, strict=True):
-            rows = x.split(self.chunks)
-            upto = [
-                torch.cummax(torch.cat([first[None], row]), 0).values if name == "norm"
-                else torch.cat([first[None], row]).cumsum(0)
-                for first, row in zip(state[name], rows, strict=True)
-            ]  # fmt: skip
-            entering.append(torch.cat([row[:-1] for row in upto]) if upto else x)
-            full = [row[tokens // self.size] for row, tokens in zip(upto, self.total, strict=True)]
-            leaving.append(torch.stack(full) if full else state[name])
-        return Sums(*entering), Sums(*leaving)
-
-    def longest(self, keys: Tensor, state: KoopmanState) -> Tensor:
-        """The largest squared norm of each chunk's whole sequence, the future included: `[n, H]`."""
-        norms = keys.square().sum(-1).amax(1).split(self.chunks)
-        whole = [
-            torch.maximum(row.amax(0), first).expand(len(row), -1)
-            for row, first in zip(norms, state["norm"], strict=True)
-        ]
-        return torch.cat(whole) if whole else keys.new_zeros(0, keys.shape[2])
-
-    def final(self, leaving: Sums, keys: Tensor, values: Tensor, state: KoopmanState) -> KoopmanState:
-        """The state after the last token."""
-        flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
-        new = leaving.state(state["last"], state)
-        rows: dict[str, list[Tensor]] = {"last": [], "pending_keys": [], "pending_values": []}
-        for i, tokens in enumerate(self.total):
-            start, whole = self.starts[i] * self.size, tokens // self.size * self.size
-            rows["last"].append(flat_keys[start + whole - 1] if whole else state["last"][i])
-            for name, x in (("pending_keys", flat_keys), ("pending_values", flat_values)):
-                left = x[start + whole : start + tokens]
-                rows[name].append(torch.cat([left, torch.zeros_like(state[name][i, len(left) :])]))
-        new |= {name: torch.stack(x) for name, x in rows.items() if x}
-        left = [tokens % self.size for tokens in self.total]
-        return {**new, "pending": torch.tensor(left, dtype=torch.long, device=keys.device)}
+    gram, norm = state["gram"], unit_of(state["norm"])[..., None, None]
+    unit = norm.detach()
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor = cholesky(gram / unit + ridge * (norm / unit) * eye)
+    return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT
 
 
-# ------------------------------------------------------------------------------------- token by token
+_INVERSES = WeakIdKeyDictionary()  # the G of a state → (its m, its version, ε, L⁻ᵀ)
 
 
-def factorise(state: KoopmanState, ridge: float, cholesky: Callable[[Tensor], Tensor]) -> Tensor:
-    """The Cholesky factor of `G / m² + ε I`, `[N, H, R, R]`."""
-    gram = state["gram"]
-    unit = torch.where(state["norm"] > 0, state["norm"], 1.0)[..., None, None]
-    return cholesky(gram / unit + ridge * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
+def inverse_of(state: KoopmanState, ridge: float, cholesky: Callable[[Tensor], Tensor]) -> Tensor:
+    """`invert`, once for all the tokens that read the same sums: kept as long as G is, but not where gradients flow.
+
+    It is no part of the state, which would grow by half of what it holds for something that follows from it.
+    """
+    gram, norm = state["gram"], state["norm"]
+    if gram.requires_grad or norm.requires_grad:
+        return invert(state, ridge, cholesky)
+    inference = torch.is_inference_mode_enabled()  # tensors made in it do not count their versions
+    version = 0 if gram.is_inference() else gram._version
+    kept = _INVERSES.get(gram)
+    if kept and kept[0] is norm and kept[1:3] == (version, ridge) and kept[3].is_inference() == inference:
+        return kept[3]
+    inverse = invert(state, ridge, cholesky)
+    _INVERSES[gram] = norm, version, ridge, inverse
+    return inverse
+
+
+def wait(k: Tensor, v: Tensor, state: KoopmanState) -> KoopmanState:
+    """The state with one more pending token `k [N, H, R]`, `v [N, H, P]`, for which there must be room."""
+    at = torch.arange(len(k), device=k.device), state["pending"]
+    keys, values = state["pending_keys"].index_put(at, k), state["pending_values"].index_put(at, v)
+    return {**state, "pending_keys": keys, "pending_values": values, "pending": state["pending"] + 1}
+
+
+def commit(k: Tensor, v: Tensor, state: KoopmanState) -> KoopmanState:
+    """The state whose sums hold one more token, `k [N, H, R]`, `v [N, H, P]`."""
+    key, row = k.unsqueeze(-1), k.unsqueeze(-2)
+    return {
+        **state,
+        "gram": torch.addcmul(state["gram"], key, row),
+        "transition": torch.addcmul(state["transition"], key, state["last"].unsqueeze(-2)),
+        "values": torch.addcmul(state["values"], v.unsqueeze(-1), row),
+        "last": k,
+        "norm": torch.maximum(k.square().sum(-1), state["norm"]),
+    }
 
 
 def add_token(
-    k: Tensor, v: Tensor, state: KoopmanState, factor: Tensor, ridge: float, cholesky: Callable[[Tensor], Tensor]
+    k: Tensor, v: Tensor, state: KoopmanState, inverse: Tensor, ridge: float, cholesky: Callable[[Tensor], Tensor]
 ) -> KoopmanState:
-    """The state after one more token `k [N, H, R]`, `v [N, H, P]`, with its factor.
+    """`commit`, with the inverse factor after it.
 
-    The factor follows by a rank-one update; where the largest norm grows, the unit changes and it is made anew.
+    That follows by a rank-one update; where the largest norm grows, the unit changes and it is made anew.
     """
-    size = k.square().sum(-1)
-    grown = size > state["norm"]
-    new = {
-        **state,
-        "gram": state["gram"] + k.unsqueeze(-1) * k.unsqueeze(-2),
-        "transition": state["transition"] + k.unsqueeze(-1) * state["last"].unsqueeze(-2),
-        "values": state["values"] + v.unsqueeze(-1) * k.unsqueeze(-2),
-        "last": k,
-        "norm": torch.maximum(size, state["norm"]),
-    }
+    new = commit(k, v, state)
+    grown = new["norm"] > state["norm"]
     if grown.all():
-        return {**new, "factor": factorise(new, ridge, cholesky)}
-    unit = torch.where(new["norm"] > 0, new["norm"], 1.0)
-    updated = rank_one(factor, k / unit.sqrt().unsqueeze(-1))
+        return {**new, "inverse": invert(new, ridge, cholesky)}
+    updated = rank_one(inverse, k / unit_of(new["norm"]).detach().sqrt().unsqueeze(-1))
     if grown.any():
-        updated = torch.where(grown[..., None, None], factorise(new, ridge, cholesky), updated)
-    return {**new, "factor": updated}
+        updated = torch.where(grown[..., None, None], invert(new, ridge, cholesky), updated)
+    return {**new, "inverse": updated}
 
 
-def rank_one(factor: Tensor, z: Tensor) -> Tensor:
-    """The Cholesky factor of `L Lᵀ + z zᵀ`, `[…, R, R]` and `[…, R]`, in O(r²) without a loop over columns.
+def rank_one(inverse: Tensor, z: Tensor) -> Tensor:
+    """`L'⁻ᵀ` with `L' L'ᵀ = L Lᵀ + z zᵀ`, from `inverse = L⁻ᵀ [..., R, R]` and `z [..., R]`, in O(r²).
 
-    With `w = L⁻¹ z`, `L Lᵀ + z zᵀ = L (I + w wᵀ) Lᵀ`, and `I + w wᵀ` has the factor with diagonal
-    `√(s_j / s_{j−1})` and entries `w_i w_j / √(s_j s_{j−1})` below, `s_j = 1 + Σ_{i ≤ j} w_i²`: column j of the product
-    is L's column times the diagonal plus a multiple of `Σ_{i > j} w_i L_i`, a running sum over columns.
+    With `w = L⁻¹ z`, `L Lᵀ + z zᵀ = L (I + w wᵀ) Lᵀ`, and the factor of `I + w wᵀ` has the inverse with diagonal
+    `√(s_{i−1} / s_i)` and entries `−w_i w_j / √(s_i s_{i−1})` below, `s_i = 1 + Σ_{j ≤ i} w_j²`: column i of the
+    product is L⁻ᵀ's times `√(s_i / s_{i−1})` less a multiple of `Σ_{j ≤ i} w_j (L⁻ᵀ)_j`, a running sum over columns.
     """
-    w = torch.linalg.solve_triangular(factor, z.unsqueeze(-1), upper=False).squeeze(-1)
+    w = z.unsqueeze(-2) @ inverse
     after = 1 + w.square().cumsum(-1)
     before = after - w.square()
-    scaled = factor * w.unsqueeze(-2)
-    later = scaled.sum(-1, keepdim=True) - scaled.cumsum(-1)
-    diagonal, below = (after / before).sqrt(), w / (after * before).sqrt()
-    return (factor * diagonal.unsqueeze(-2) + later * below.unsqueeze(-2)).tril()
+    earlier = (inverse * w).cumsum(-1)
+    return torch.addcmul(inverse * (after / before).sqrt(), earlier, w / (after * before).sqrt(), value=-1)

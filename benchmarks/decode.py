@@ -1,0 +1,152 @@
+"""What decoding costs as the context grows: `python benchmarks/decode.py [--write docs/benchmarks.md]`.
+
+One layer of hidden size 768, float32, one sequence: milliseconds a token and bytes of the state after 1K to 64K tokens.
+Recurrent states come from a forward pass over that many tokens in pieces; softmax attention is given a cache of random
+keys and values. Then, for an operator a token at r 64: rank-one updates against factorising the Gram matrix anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import timing  # noqa: E402
+
+from halflife import layers  # noqa: E402
+from halflife.layers import Mixer, State  # noqa: E402
+from halflife.models import preset  # noqa: E402
+from halflife.ops import koopman, koopman_attention, koopman_state  # noqa: E402
+from halflife.ops.koopman_state import KoopmanState, Sums  # noqa: E402
+
+HIDDEN, HEADS, PIECE = 768, 12, 2048
+RANK, WIDTH = 64, 64
+MARK = "<!-- decode -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="also write the tables here, after the line " + MARK)
+    parser.add_argument("--lengths", type=int, nargs="+", default=(1024, 4096, 16384, 65536))
+    parser.add_argument("--seconds", type=float, default=5.0, help="to measure for, each context or batch size")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    with torch.no_grad():
+        text = "\n".join([*contexts(sorted(arguments.lengths), arguments.seconds), "", *updates(arguments.seconds)])
+    print(text)
+    if arguments.write:
+        head, _, rest = arguments.write.read_text().partition(MARK)
+        after = rest.partition("<!-- ")
+        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+
+
+# --------------------------------------------------------------------------------------------- contexts
+
+
+def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
+    """Markdown: a row a layer, milliseconds and bytes at each length."""
+    mixers = _mixers()
+    states: dict[str, State | None] = dict.fromkeys(mixers)
+    times, sizes, done = [], [], 0
+    for length in lengths:
+        states = {name: _state(mixer, states[name], done, length) for name, mixer in mixers.items()}
+        done = length
+        times.append(timing.medians({n: _step(mixer, states[n]) for n, mixer in mixers.items()}, seconds))
+        sizes.append({n: sum(x.nbytes for x in state.values()) for n, state in states.items() if state is not None})
+    yield f"One layer, d {HIDDEN}, one sequence, float32, {torch.get_num_threads()} threads: ms a token (state kB)."
+    yield ""
+    yield "| layer | " + " | ".join(f"after {length:,} tokens" for length in lengths) + " |"
+    yield "|---|" + "---:|" * len(lengths)
+    for name in mixers:
+        cells = (f"{1e3 * time[name]:.2f} ({size[name] / 1e3:,.0f})" for time, size in zip(times, sizes, strict=True))
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _mixers() -> dict[str, Mixer]:
+    torch.manual_seed(0)
+    ska = {"num_heads": HEADS, "rank": 48}
+    built = {
+        "SKA, an operator a chunk of 64": layers.build("ska", hidden_size=HIDDEN, **ska),
+        "SKA, an operator a token": layers.build("ska", hidden_size=HIDDEN, refresh="token", **ska),
+    }
+    for name, title in (("mamba2", "Mamba-2"), ("llama", "softmax attention")):
+        config = preset(name, hidden_size=HIDDEN, num_layers=2)
+        built[title] = layers.build(config.mixer, hidden_size=HIDDEN, layer_idx=0, num_layers=2, **config.mixer_options)
+    return built
+
+
+def _state(mixer: Mixer, state: State | None, done: int, length: int) -> State:
+    """The state after `length` tokens, given that after `done`."""
+    if isinstance(mixer, layers.LAYERS["attention"]):
+        shape = 1, length, HIDDEN // 64, 64
+        return {"position": torch.tensor([length]), "keys": torch.randn(shape), "values": torch.randn(shape)}
+    while done < length:
+        piece = min(PIECE, length - done)
+        state, done = mixer(torch.randn(1, piece, HIDDEN), state)[1], done + piece
+    # One token, so that the state is what decoding makes of it.
+    return mixer(torch.randn(1, 1, HIDDEN), state)[1]
+
+
+def _step(mixer: Mixer, state: State | None):
+    x = torch.randn(1, 1, HIDDEN)
+    return lambda: mixer(x, state)
+
+
+# ------------------------------------------------------------------------------------ an operator a token
+
+
+def updates(seconds: float) -> Iterator[str]:
+    """Markdown: a token's work with its operator kept by rank-one updates, and factorised anew."""
+    yield (
+        f"An operator a token, r {RANK}, P {WIDTH}, K 2, {HEADS} heads: ms a token. *Update*: what is solved with, by a\n"
+        "rank-one update or a Cholesky factorisation. *Token*: that, the read-out (three solves, two products with M)\n"
+        "and the sums, which both need."
+    )
+    yield ""
+    yield "| sequences | update, rank one | factorised | ratio | token, rank one | factorised | ratio |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|"
+    for batch in (1, 16):
+        time = timing.medians(_updates(batch), seconds)
+        rank_one, cholesky, token, anew = time.values()
+        yield (
+            f"| {batch} | {1e3 * rank_one:.3f} | {1e3 * cholesky:.3f} | {cholesky / rank_one:.1f} "
+            f"| {1e3 * token:.3f} | {1e3 * anew:.3f} | {anew / token:.1f} |"
+        )
+
+
+def _updates(batch: int) -> dict:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, batch, 512, HEADS, RANK)
+    v = torch.randn(batch, 512, HEADS, WIDTH)
+    k[:, 0] *= 3  # the longest: later keys leave the unit as it is
+    options = {"refresh": "token", "output_final_state": True}
+    _, state = koopman_attention(q[:, :-1], k[:, :-1], v[:, :-1], **options)
+    assert state is not None
+    q, k, v = (x[:, -1:] for x in (q, k, v))
+    _, state = koopman_attention(q, k, v, initial_state=state, **options)
+    assert state is not None
+    filter_ = koopman.Filter(1.0, 1.0, 1e-3, 2, k)
+    z = k[:, 0] / state["norm"].sqrt().unsqueeze(-1)
+    eye = 1e-3 * torch.eye(RANK)
+    return {
+        "rank one": lambda: koopman_state.rank_one(state["inverse"], z),
+        "cholesky": lambda: koopman.cholesky(state["gram"] / state["norm"][..., None, None] + eye),
+        "token": lambda: koopman._step(q, k, v, None, state, filter_),
+        "token, anew": lambda: _factorised(q, k, v, state, filter_),
+    }
+
+
+def _factorised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: KoopmanState, filter_: koopman.Filter):
+    """As `koopman._step`, with a Cholesky factorisation and solves by it where that has the inverse factor."""
+    y = filter_.read(Sums(*(state[name] for name in Sums._fields)), q.transpose(1, 2)).transpose(1, 2)
+    return y, koopman_state.commit(k[:, 0], v[:, 0], state)
+
+
+if __name__ == "__main__":
+    main()

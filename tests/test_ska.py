@@ -1,0 +1,244 @@
+"""The layer of spectral Koopman attention: its action mask, its Clebsch–Gordan lift, its options."""
+
+import pytest
+import torch
+from helpers import assert_close, assert_same, generator, slices
+
+from halflife import LanguageModel, layers, preset
+from halflife.layers.ska import clebsch_gordan
+from halflife.ops import koopman_attention
+
+HIDDEN, LENGTH, HEADS = 16, 13, 2
+EXACT = 4 * 7e-13  # float64, relative to the largest entry; operators of few keys have the condition 1/ε
+
+
+def build(**options):
+    torch.manual_seed(0)
+    layer = layers.build("ska", hidden_size=HIDDEN, **{"num_heads": HEADS, "rank": 6, "chunk_size": 3, **options})
+    with torch.no_grad():
+        layer.out_proj.weight.normal_()  # it starts at zero
+    return layer.double()
+
+
+def inputs(batch=2, length=LENGTH):
+    return torch.randn(batch, length, HIDDEN, generator=generator("ska", batch, length), dtype=torch.float64)
+
+
+def action_mask(batch=2, length=LENGTH):
+    return torch.rand(batch, length, generator=generator("mask", batch, length)) < 0.6
+
+
+def heads_of(layer, x):
+    """Queries, keys and values as the layer projects them, `[B, T, H, …]`; queries start as the keys."""
+    q, k, v = (p(x).unflatten(-1, (HEADS, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    return q + k if layer.query_init == "key" else q, k, v
+
+
+def output(layer, q, k, v):
+    y, _ = koopman_attention(q, k, v, **layer.readout.settings(), **layer.options)
+    return layer.out_proj((layer.readout.eta[:, None] * y).flatten(-2))
+
+
+# ------------------------------------------------------------------------------------------- action mask
+
+
+@pytest.mark.parametrize("lift", ["none", "cg"])
+def test_masked_tokens_are_never_written(lift):
+    """As with zero keys and values by hand; their own outputs stay, and are read with their own queries."""
+    layer, x, mask = build(lift=lift), inputs(), action_mask()
+    q, k, v = heads_of(layer, x)
+    q, k = (clebsch_gordan(q), clebsch_gordan(k)) if lift == "cg" else (q, k)
+    written = mask[..., None, None]
+    y, _ = layer(x, shared={"action_mask": mask})
+    assert_close(y, output(layer, q, k * written, v * written), EXACT)
+    changed = torch.where(mask.unsqueeze(-1), x, 100 * x + 1)
+    assert_same(layer(changed, shared={"action_mask": mask})[0][mask], y[mask])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
+def test_without_pairs_a_masked_token_might_as_well_be_cut_out(dtype):
+    """Ridge regression does not know the order; the operator M does (its pairs would close the gap)."""
+    x, mask = inputs(batch=1), action_mask(batch=1)
+    given = {"action_mask": mask.to(dtype)}
+    ridge, pairs = build(power=0, refresh="token"), build(power=1, refresh="token")
+    assert_close(ridge(x, shared=given)[0][mask], ridge(x[mask].unsqueeze(0))[0][0], EXACT)
+    assert (pairs(x, shared=given)[0][mask] - pairs(x[mask].unsqueeze(0))[0][0]).abs().max() > 0.1
+
+
+def test_a_mask_of_ones_is_no_mask_and_one_of_zeros_writes_nothing():
+    layer, x = build(), inputs()
+    assert_same(layer(x, shared={"action_mask": torch.ones(2, LENGTH)})[0], layer(x)[0])
+    y, state = layer(x, shared={"action_mask": torch.zeros(2, LENGTH)})
+    assert not y.any()
+    assert not any(state[name].any() for name in ("gram", "transition", "values", "norm", "pending_keys"))
+
+
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+def test_a_masked_sequence_streams_like_the_whole(refresh):
+    """At every cut, and one token at a time, which is the rank-one path for an operator a token."""
+    layer, x, mask = build(refresh=refresh), inputs(), action_mask()
+    whole, last = layer(x, shared={"action_mask": mask})
+    for bounds in (*([0, cut, LENGTH] for cut in range(LENGTH + 1)), range(LENGTH + 1)):
+        state, outputs = None, []
+        for tokens in slices(bounds):
+            y, state = layer(x[:, tokens], state, shared={"action_mask": mask[:, tokens]})
+            outputs.append(y)
+        assert_close(torch.cat(outputs, 1), whole, EXACT)
+        assert_close({name: state[name] for name in last}, last, EXACT)
+
+
+def test_a_masked_sequence_packed_and_padded():
+    layer, lengths = build(), [5, 0, 8]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    x, mask = inputs(1), action_mask(1)
+    packed, _ = layer(x, cu_seqlens=bounds, shared={"action_mask": mask})
+    padded, masks, seen = x.new_full((3, 9, HIDDEN), 1e3), torch.ones(3, 9), torch.zeros(3, 9)
+    for row, tokens in enumerate(slices(bounds.tolist())):
+        alone, _ = layer(x[:, tokens], shared={"action_mask": mask[:, tokens]})
+        assert_close(packed[:, tokens], alone, EXACT)
+        if lengths[row]:  # on the right
+            padded[row, -lengths[row] :], masks[row, -lengths[row] :] = x[0, tokens], mask[0, tokens].float()
+            seen[row, -lengths[row] :] = 1
+    y, _ = layer(padded, attention_mask=seen, shared={"action_mask": masks})
+    assert_close(y[seen.bool()], packed[0], EXACT)
+    assert not y[seen == 0].any()
+
+
+def test_a_mask_of_later_tokens_moves_nothing():
+    layer, x, mask = build().float(), inputs().float(), action_mask()
+    later = mask.clone()
+    later[:, 7:] = ~mask[:, 7:]
+    given, changed = (layer(x, shared={"action_mask": m})[0] for m in (mask, later))
+    assert_same(changed[:, :7], given[:, :7])
+    assert not torch.equal(changed, given)
+
+
+def test_a_mask_that_does_not_fit():
+    for attention_mask in (None, torch.ones(2, LENGTH)):
+        with pytest.raises(ValueError, match=r"action_mask must be \[B, T\] = \(2, 13\); got \(2, 12\)"):
+            build()(inputs(), attention_mask=attention_mask, shared={"action_mask": torch.ones(2, LENGTH - 1)})
+
+
+# ------------------------------------------------------------------------------------------ in the model
+
+
+def model(name):
+    torch.manual_seed(0)
+    built = LanguageModel(preset(name, hidden_size=HIDDEN, num_layers=3, vocab_size=11, num_heads=HEADS))
+    for block in built.blocks:
+        if block.mixer.reads_action_mask:
+            torch.nn.init.normal_(block.mixer.out_proj.weight)
+            block.mixer.options["chunk_size"] = 3
+    return built.double()
+
+
+def test_a_model_hands_its_mask_to_its_koopman_layers():
+    lm, mask = model("mamba2+ska"), action_mask()
+    ids = torch.randint(11, (2, LENGTH), generator=generator("ids"))
+    (where,) = (i for i, block in enumerate(lm.blocks) if block.mixer.reads_action_mask)
+    seen = []
+    lm.blocks[where].mixer.register_forward_hook(lambda _, args, kwargs, out: seen.append(kwargs), with_kwargs=True)
+    masked, _ = lm(ids, action_mask=mask)
+    assert torch.equal(seen[0]["shared"]["action_mask"], mask)
+    assert (masked - lm(ids)[0]).abs().max() > 1e-3
+    assert_same(lm(ids, action_mask=torch.ones_like(mask))[0], lm(ids)[0])
+    first, state = lm(ids[:, :5], action_mask=mask[:, :5])
+    second, _ = lm(ids[:, 5:], state, action_mask=mask[:, 5:])
+    assert_close(torch.cat([first, second], 1), masked, EXACT)
+
+
+@pytest.mark.parametrize("name", ["mamba2+ska", "llama+ska"])
+def test_a_padded_model_unpads_its_mask(name):
+    lm, mask = model(name), action_mask()
+    ids = torch.randint(11, (2, LENGTH), generator=generator("ids"))
+    seen = torch.arange(LENGTH) >= torch.tensor([[0], [4]])
+    y, _ = lm(ids, attention_mask=seen, action_mask=mask)
+    for row in range(2):
+        alone, _ = lm(ids[row, seen[row]][None], action_mask=mask[row, seen[row]][None])
+        assert_close(y[row, seen[row]], alone[0], EXACT)
+
+
+def test_a_model_without_koopman_layers_refuses_a_mask():
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"action_mask is for layers of Koopman attention .* this model has none"):
+        model("mamba2")(ids, action_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"action_mask must be \[B, T\] = \(1, 4\); got \(1, 3\)"):
+        model("mamba2+ska")(ids, action_mask=torch.ones(1, 3))
+
+
+# --------------------------------------------------------------------------------------------------- lift
+
+
+def test_the_lift_by_complex_numbers():
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    z = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous())
+    expected = torch.cat([z.abs() ** 2, (z * z).real, (z * z).imag], -1)
+    assert clebsch_gordan(x).shape == (3, 5, 12)
+    assert_close(clebsch_gordan(x), expected, 4 * 1e-15)
+
+
+def test_turning_pairs_leaves_the_invariants_and_doubles_the_angle_of_the_harmonics():
+    """Theorem B.2 and Eq. 32 of Echo."""
+    x, angles = torch.randn(6, 4, 2, dtype=torch.float64), torch.rand(6, 4, dtype=torch.float64) * 7 - 3.5
+
+    def turned(pairs, by):
+        cosine, sine = by.cos(), by.sin()
+        a, b = pairs.unbind(-1)
+        return torch.stack([cosine * a - sine * b, sine * a + cosine * b], -1)
+
+    before, after = (clebsch_gordan(pairs.flatten(-2)) for pairs in (x, turned(x, angles)))
+    assert_close(after[:, :4], before[:, :4], 4 * 1e-15)
+    harmonics = torch.stack([before[:, 4:8], before[:, 8:]], -1)
+    assert_close(torch.stack([after[:, 4:8], after[:, 8:]], -1), turned(harmonics, 2 * angles), 4 * 1e-15)
+    gram = before[:, :4].T @ before[:, :4]
+    assert_close(after[:, :4].T @ after[:, :4], gram, 4 * 1e-15)  # Corollary B.3
+
+
+def test_a_lifted_layer_is_the_op_on_lifted_heads():
+    """Of 2 r / 3 projected numbers; the state has the rank r."""
+    layer, x = build(rank=9, lift="cg"), inputs()
+    q, k, v = heads_of(layer, x)
+    assert q.shape[-1] == k.shape[-1] == 6
+    y, state = layer(x)
+    assert_close(y, output(layer, clebsch_gordan(q), clebsch_gordan(k), v), EXACT)
+    assert state["gram"].shape == (2, HEADS, 9, 9)
+
+
+def test_a_narrow_layer_is_lifted_in_float32():
+    layer = build(lift="cg").bfloat16()
+    seen = {}
+    layer.k_proj.register_forward_hook(lambda _, args, out: seen.update(k=out))
+    _, state = layer(inputs().bfloat16())
+    keys = clebsch_gordan(seen["k"].double().unflatten(-1, (HEADS, -1)))[:, :12]
+    assert_close(state["gram"], torch.einsum("bthr,bths->bhrs", keys, keys), 4 * 3e-7)
+
+
+# ------------------------------------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mix": "mean"}, "unknown mix 'mean'.*koopman, ridge, learned"),
+        ({"lift": "cgg"}, "unknown lift 'cgg'.*none, cg"),
+        ({"query_init": "value"}, "unknown query_init 'value'.*key, own"),
+        ({"refresh": "never"}, "unknown refresh 'never'.*chunk, token"),
+        ({"normalization": "batch"}, "unknown normalization 'batch'.*causal, sequence"),
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"rank": 8, "lift": "cg"}, "for lift 'cg' a multiple of 3; got 8"),
+        ({"chunk_size": 0}, "chunk_size ≥ 1"),
+        ({"power": -1}, "power ≥ 0"),
+        ({"ridge": 0.0}, "ridge > 0"),
+        ({"num_heads": 5}, "num_heads must divide hidden_size"),
+    ],
+)
+def test_options_without_meaning(options, message):
+    """When the layer is built, not when it first runs."""
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_a_ridge_layer_makes_no_powers():
+    x = inputs()
+    ridge, plain = build(mix="ridge", power=3), build(power=0)
+    assert_same(ridge(x)[0], plain(x)[0])
