@@ -33,6 +33,7 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/ops.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/layers.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/decode.py --write docs/benchmarks.md
 
 # Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
 gpu:

@@ -322,7 +322,7 @@ def test_every_scale_configures_every_model(task, scale):
             for test in config.tests:
                 tasks.build(**test.task)
     capacity = [test.task["length"] for test in config.tests if test.name == "capacity"]
-    assert not capacity or capacity == [settings.train_length * factor for factor in (1, 2, 4, 8)]
+    assert not capacity or capacity == [settings.train_length * factor for factor in settings.length_factors]
 
 
 def test_models_of_the_paper_have_equal_states():

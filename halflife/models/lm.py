@@ -159,7 +159,7 @@ class LanguageModel(nn.Module):
             return {}
         if action_mask.shape != ids.shape:
             raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape)}; got {tuple(action_mask.shape)}")
-        if not any(block.mixer.reads_action_mask for block in self.blocks):
+        if not any(isinstance(block, Block) and block.mixer.reads_action_mask for block in self.blocks):
             raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
         return {"action_mask": action_mask}
 
