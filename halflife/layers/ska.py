@@ -51,7 +51,8 @@ def clebsch_gordan(x: Tensor) -> Tensor:
 class SKA(Mixer):
     """Spectral Koopman attention (Echo, §3.2): keys and queries of rank r, ridge regression on all chunks before.
 
-    `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))`, `q = x W_k + x W_q` or `x W_q`; W_k starts orthogonal, W_o at zero.
+    `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))`, `q = x W_k + x W_q` or `x W_q`; W_k starts orthogonal,
+    W_o at zero.
     The defaults are those that recall (docs/results/echo.md), not the paper's.
 
     `shared["action_mask"]`, `[B, T]`, says which tokens enter the sums (1), as in the paper's tasks, where those that
