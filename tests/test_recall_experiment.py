@@ -123,6 +123,14 @@ def test_a_mixture_is_compared_on_a_grid(finished):
     assert {"recall.png", "recall.svg"} <= {path.name for path in save_all(folder)}
 
 
+def test_a_task_of_text_needs_no_tier(tmp_path):
+    """Its length is its own, written nowhere in the settings."""
+    sizes = {**TINY, "steps": 1, "test_tasks": ("toolcalling",), "test_examples": 2, "validation_examples": 2}
+    folder = compare.new(("mamba2",), tasks=("toolcalling",), overrides=sizes, output=tmp_path / "text")
+    rows = compare.execute(folder, show=False)
+    assert {(row["test"], row["length"]) for row in rows} == {("in_distribution", 400), ("toolcalling", 400)}
+
+
 def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
     _, rows = finished
     table = compare.summarise(rows)

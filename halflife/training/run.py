@@ -85,7 +85,7 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
         return finished
     torch.manual_seed(config.seed)
     model = LanguageModel(config.model)
-    positions = sorted({1, *(test.task["length"] for test in config.tests)})
+    positions = sorted({1, *(build_task(**test.task).length for test in config.tests)})
     before = timescales(model, positions)
     stages = [[build_task(**task) for task in stage] for stage in config.stages]
     validation = [build_task(**task) for task in config.validation]
