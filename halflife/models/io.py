@@ -13,15 +13,24 @@ from halflife.models.lm import LanguageModel
 FORMAT = 1  # raised when a checkpoint of before can no longer be read
 
 
-def save(model: LanguageModel, folder: str | Path) -> Path:
-    """Writes the model's configuration and weights into `folder`; returns the folder."""
+def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None) -> Path:
+    """Writes the model's configuration and weights into `folder`; returns the folder.
+
+    transformers reads it too: `AutoModelForCausalLM.from_pretrained(folder)`, after `import halflife.hf`.
+
+    Args:
+        tokenizer: name of the one built in that the model reads ("bytes", "bytes+eos"), if any.
+    """
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "model.safetensors") as temporary:
         save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
-    write_json(folder / "config.json", {"format": FORMAT, "model": model.config.to_dict()})
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
+    named = {} if tokenizer is None else {"tokenizer": tokenizer}
+    write_json(folder / "config.json", {"format": FORMAT, **known, **named, "model": model.config.to_dict()})
     return folder
 
 

@@ -1,0 +1,66 @@
+"""A model and its tokenizer in a folder, for the commands that take one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halflife.files import read_json
+
+if TYPE_CHECKING:
+    from halflife.models import LanguageModel
+    from halflife.training.tokens import Tokenizer
+
+# Any of these beside the weights is a tokenizer of transformers.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+BYTES = 256
+
+
+def load_model(folder: Path) -> LanguageModel:
+    """The model in a folder of halflife or of transformers' `save_pretrained`, on the CPU.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the folder holds another model, or a damaged one.
+    """
+    from halflife.models import io
+
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or "format" in config or "model_type" not in config:
+        return io.load(folder)
+    if config["model_type"] != "halflife":
+        raise ValueError(f"{folder} holds a {config['model_type']}: make it one of halflife with `halflife convert`")
+    from safetensors import SafetensorError
+
+    from halflife.hf import HalflifeForCausalLM
+
+    try:
+        return HalflifeForCausalLM.from_pretrained(folder, local_files_only=True).model
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a folder: one of transformers, or the bytes that `config.json` names or 256 tokens stand for.
+
+    Raises:
+        ValueError: there is none though the vocabulary is not of bytes, it cannot be read, or has more ids than the
+            model.
+    """
+    from halflife.training import tokens
+
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        import halflife.hf  # noqa: F401 (AutoTokenizer asks for the model's configuration)
+
+        try:
+            found = tokens.load_tokenizer(folder)
+        except Exception as error:  # whatever a damaged file leads to in there
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {' '.join(str(error).split())}") from error
+    else:
+        config = read_json(folder / "config.json")
+        name = config.get("tokenizer", "bytes" if vocab_size == BYTES else None)
+        if name not in ("bytes", "bytes+eos"):
+            raise ValueError(f"{folder} holds no tokenizer, and the model's {vocab_size} tokens are no bytes")
+        found = tokens.load_tokenizer(name)
+    tokens.check_vocabulary(found, vocab_size)
+    return found
