@@ -185,8 +185,8 @@ def test_a_layer_with_one_state_is_named_once(bias, word, tmp_path):
     model = built("mamba2+gate_rank").train()
     torch.nn.init.constant_(model.blocks[1].mixer.gate_rank.slow_gate.bias, bias)
     torch.nn.init.constant_(model.blocks[0].mixer.gate_rank.slow_gate.bias, 0)
-    metrics = Metrics(tmp_path / "metrics.jsonl", lambda: 0.0, "loss", 10)
-    state = type("State", (), {"global_step": 20})()
+    metrics = Metrics(tmp_path, lambda _: 0.0, "loss", 10)
+    state = type("State", (), {"global_step": 20, "is_world_process_zero": True})()
     model(torch.randint(31, (2, 24)))
     with pytest.warns(UserWarning, match=rf"blocks\.1.*{word}"):
         metrics.on_log(None, state, None, {"loss": 1.0}, model=model)

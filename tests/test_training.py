@@ -20,10 +20,11 @@ from halflife.evaluation.recall import accuracy
 from halflife.experiments import EXPERIMENTS, SCALES
 from halflife.experiments import compare as comparison
 from halflife.experiments.post import mqar_model
+from halflife.files import write_json
 from halflife.models import LanguageModel, io
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
-from halflife.training import callbacks
+from halflife.training import checkpoints
 from halflife.training.data import TaskStream
 from halflife.training.fit import Objective
 from halflife.training.run import RunConfig, TestSpec, run
@@ -98,8 +99,8 @@ def test_same_seed_same_numbers_other_seed_others(tmp_path):
 @pytest.mark.parametrize("step", [2, 6, 8, 11])
 def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step):
     run(tiny(), tmp_path / "whole", name="whole", show=False)
-    marked = callbacks.MarkComplete
-    monkeypatch.setattr(callbacks, "MarkComplete", lambda: [marked(), Interrupt(step)])
+    marked = checkpoints.MarkComplete
+    monkeypatch.setattr(checkpoints, "MarkComplete", lambda: [marked(), Interrupt(step)])
     original = __import__("transformers").Trainer.__init__
 
     def flat(self, *args, callbacks=(), **kwargs):
@@ -121,10 +122,24 @@ def test_half_a_checkpoint_is_passed_over(tmp_path):
     for step, complete in ((4, True), (8, True), (12, False)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
+        (folder / "weights").write_text(str(step))
         if complete:
-            (folder / callbacks.COMPLETE).touch()
-    assert callbacks.last_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
-    assert callbacks.last_checkpoint(tmp_path / "none") is None
+            write_json(folder / checkpoints.COMPLETE, checkpoints.sums(folder))
+    assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
+    assert checkpoints.last_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "sums"])
+def test_a_damaged_checkpoint_is_warned_of_and_passed_over(tmp_path, damage):
+    for step in (4, 8):
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / "shard").mkdir(parents=True)
+        (folder / "shard" / "weights").write_text("12345")
+        write_json(folder / checkpoints.COMPLETE, checkpoints.sums(folder))
+    file = folder / ("shard/weights" if damage != "sums" else checkpoints.COMPLETE)
+    file.unlink() if damage == "missing" else file.write_text("1234")
+    with pytest.warns(UserWarning, match="checkpoint-8 is damaged"):
+        assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):

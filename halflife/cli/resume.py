@@ -21,9 +21,14 @@ def only(command: Any, *allowed: str) -> None:
 
 @contextmanager
 def resumable(command: str) -> Iterator[None]:
-    """Ctrl-C ends the job with the command that goes on with it."""
+    """Ctrl-C, or SIGTERM of a job that saves on it, ends the job with the command that goes on with it."""
+    from halflife.training.fit import Stopped
+
     try:
         yield
+    except Stopped as stopped:
+        print(f"\n{stopped}; go on with: {command}", file=sys.stderr)
+        raise SystemExit(143) from None
     except KeyboardInterrupt:
         print(f"\ninterrupted; go on with: {command}", file=sys.stderr)
         raise SystemExit(130) from None

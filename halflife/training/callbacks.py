@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,12 +22,12 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from torch import nn
 from transformers import TrainerCallback
 
 from halflife.files import write_text
 from halflife.layers import gate_statistics
-
-COMPLETE = "complete"  # the marker of a checkpoint that was written to its end
+from halflife.training.speed import Speed
 
 
 class Diverged(RuntimeError):
@@ -34,23 +37,38 @@ class Diverged(RuntimeError):
 class Metrics(TrainerCallback):
     """Writes `metrics.jsonl`, one line a log; validates now and then; stops a run that diverged.
 
+    Of several processes, the first one writes.
+
     Args:
-        path: of the file. A resumed run first drops the lines after its checkpoint, so that none stands twice.
-        validate: returns the number that is written as `validation_<measure>`.
+        folder: of the file. A resumed run first drops the lines after its checkpoint, so that none stands twice.
+        validate: takes the model, returns the number that is written as `validation_<measure>`.
         measure: "accuracy" or "loss".
         every: steps between validations.
+        speed: what tokens a second are counted with; None for no such numbers.
+        tensorboard: whether to write the numbers to `tensorboard/` too.
     """
 
-    def __init__(self, path: Path, validate: Callable[[], float], measure: str, every: int) -> None:
-        self.path, self.validate, self.measure, self.every = path, validate, measure, every
+    def __init__(
+        self, folder: Path, validate: Callable[[nn.Module], float], measure: str, every: int,
+        speed: Speed | None = None, tensorboard: bool = False,
+    ) -> None:  # fmt: skip
+        self.path, self.validate, self.measure, self.every = folder / "metrics.jsonl", validate, measure, every
+        self.speed, self.tensorboard = speed, tensorboard
         self.step_seconds: list[float] = []
         self.validation: float | None = None
         self._began = 0.0
+        self._logged = 0  # steps of this process when the line before was written
+        self._board: Any = None
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         kept = [line for line in _whole_lines(self.path) if line["step"] <= state.global_step]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        if state.is_world_process_zero:
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            if self.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=state.global_step + 1)
         # A run that was killed after its last step has nothing left to validate.
         measured = [line[key] for line in kept if (key := f"validation_{self.measure}") in line]
         self.validation = measured[-1] if measured else None
@@ -61,17 +79,24 @@ class Metrics(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self.step_seconds.append(time.perf_counter() - self._began)
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self.validation = self.validate()
-            self._write({"step": state.global_step, f"validation_{self.measure}": self.validation})
+            self.validation = self.validate(kwargs["model"])
+            self._write(state, {f"validation_{self.measure}": self.validation})
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        if self._board is not None:
+            self._board.close()
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         logs = logs or {}
         if "loss" not in logs:
             return
         names = ("loss", "learning_rate", "grad_norm")
-        line = {"step": state.global_step, **{name: logs[name] for name in names if name in logs}}
+        line: dict[str, Any] = {name: logs[name] for name in names if name in logs}
+        if self.speed is not None and (fresh := self.step_seconds[self._logged :]):
+            line |= self.speed.of(median(fresh))
+        self._logged = len(self.step_seconds)
         gates = gate_statistics(kwargs["model"])
-        self._write({**line, "gates": gates} if gates else line)
+        self._write(state, {**line, "gates": gates} if gates else line)
         self._warn(gates, state.global_step)
         if not math.isfinite(logs["loss"]):
             raise Diverged(f"the loss is {logs['loss']} at step {state.global_step}")
@@ -93,9 +118,14 @@ class Metrics(TrainerCallback):
         """The median over the steps of this process; NaN if all were done before it began."""
         return median(self.step_seconds) if self.step_seconds else math.nan
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, state, line: dict[str, Any]) -> None:
+        if not state.is_world_process_zero:
+            return
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({"step": state.global_step, **line}) + "\n")
+        for name, value in line.items():
+            if self._board is not None and isinstance(value, float):
+                self._board.add_scalar(name, value, state.global_step)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
@@ -137,10 +167,12 @@ class Bar(TrainerCallback):
         form = {"accuracy": "4.0%", "loss": ".3f"}[self.metrics.measure]
         shown = "" if value is None else f" val {value:{form}}"
         assert self.task is not None
+        speed, seconds = self.metrics.speed, self.metrics.step_seconds[-20:]
+        rate = "" if speed is None else f" {speed.of(median(seconds))['tokens_per_second']:,.0f} tokens/s"
         self.progress.update(
             self.task,
             completed=state.global_step,
-            info=f"loss {self.loss:.2f}{shown}",
+            info=f"loss {self.loss:.2f}{shown}{rate}",
             clock="in all" if state.global_step == state.max_steps else "left",
         )
 
@@ -149,14 +181,30 @@ class Bar(TrainerCallback):
         self.progress.stop()
 
 
-class MarkComplete(TrainerCallback):
-    """Marks each checkpoint when all of its files are written, so that a resume never takes half of one."""
+class Stop(TrainerCallback):
+    """On SIGTERM, saves after the step and ends the training; a job manager kills the process some seconds later.
 
-    def on_save(self, args, state, control, **kwargs) -> None:
-        write_text(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / COMPLETE, "")
+    All processes of a run stop after the same step: whichever was told tells the others.
+    """
 
+    def __init__(self) -> None:
+        self.asked = False
+        self.before = None
+        if threading.current_thread() is threading.main_thread():  # elsewhere, signals are not ours
+            self.before = signal.signal(signal.SIGTERM, self._ask)
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, None if there is none."""
-    complete = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
-    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if torch.distributed.is_initialized():
+            told = torch.tensor(float(self.asked), device=args.device)
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+            self.asked = bool(told)
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+    def restore(self) -> None:
+        """Gives the signal back to whoever had it."""
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from halflife.files import read_json, write_json
-from halflife.models import LanguageModel, ModelConfig, param_groups
+from halflife.models import LanguageModel, ModelConfig
 from halflife.tasks import IGNORED
+
+if TYPE_CHECKING:
+    from halflife.training.callbacks import Metrics
+    from halflife.training.speed import Speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +67,79 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
 
-class Objective(nn.Module):
-    """What the Trainer trains: the model, and the cross-entropy at the scored positions."""
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a run is carried out: memory, processes and what it shows. Its numbers change by rounding alone.
 
-    def __init__(self, model: LanguageModel) -> None:
+    Attributes:
+        micro_batch_size: rows of a batch that a process holds at once, the gradients of several being added; None for
+            all of its rows.
+        gradient_checkpointing: recompute the activations of a block instead of keeping them.
+        fsdp: shard parameters, gradients and optimiser over the processes (FSDP2), else each has all of them (DDP).
+        tensorboard: write `tensorboard/` as well.
+        show: draw a progress bar.
+    """
+
+    micro_batch_size: int | None = None
+    gradient_checkpointing: bool = False
+    fsdp: bool = False
+    tensorboard: bool = False
+    show: bool = True
+
+    def parts(self, batch_size: int) -> int:
+        """Into how many micro-batches a batch is cut, over all processes.
+
+        Raises:
+            ValueError: the rows of a batch cannot be shared out equally.
+        """
+        world = world_size()
+        parts = world if self.micro_batch_size is None else batch_size // self.micro_batch_size
+        if parts < 1 or batch_size % parts or parts % world or (self.micro_batch_size or 1) < 1:
+            raise ValueError(
+                f"a batch of {batch_size} rows cannot be cut into micro-batches of "
+                f"{self.micro_batch_size or 'any number'} that {world} processes share equally"
+            )
+        return parts
+
+
+def world_size() -> int:
+    """How many processes torchrun started for this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """The number of this process among them."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class Objective(nn.Module):
+    """What the Trainer trains: the model, and the cross-entropy at the scored positions.
+
+    Args:
+        model: of which.
+        recompute: whether to recompute the activations of each block in the backward pass.
+    """
+
+    accepts_loss_kwargs = True  # num_items_in_batch
+
+    def __init__(self, model: LanguageModel, recompute: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.recompute = recompute
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden, _ = self.model.hidden(input_ids)
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The mean loss over the labels that are scored (`[B, T]`, not −100).
+
+        Of a micro-batch, `num_items_in_batch` is how many the batch has in all; its losses then add up to the batch's.
+        """
+        call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
+        hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, call=call)
         scored = labels != IGNORED
-        logits = self.model.logits(hidden[scored])
-        return {"loss": nn.functional.cross_entropy(logits.float(), labels[scored])}
+        loss = nn.functional.cross_entropy(self.model.logits(hidden[scored]).float(), labels[scored])
+        return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 
 def begin(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
@@ -85,7 +153,8 @@ def begin(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{folder} belongs to a run with another configuration; choose another folder")
     if (folder / "result.json").exists():
         return read_json(folder / "result.json")
-    write_json(folder / "run.json", plain)
+    if rank() == 0:
+        write_json(folder / "run.json", plain)
     return None
 
 
@@ -112,58 +181,82 @@ def fit(
     data: Dataset[dict[str, Tensor]],
     folder: Path,
     *,
-    validate: Callable[[], float],
+    validate: Callable[[nn.Module], float],
     measure: str,
     name: str,
-    show: bool,
-) -> tuple[str | None, Any]:
+    execution: Execution,
+    speed: Speed | None = None,
+) -> tuple[str | None, Metrics]:
     """Trains in place, from the last checkpoint in `folder` if there is one.
 
     Args:
-        data: item i is the batch of step i.
-        validate: returns the number called `validation_<measure>` ("accuracy" or "loss").
-        name, show: of the progress bar.
+        data: item i is the micro-batch i: of step i, or where a batch is cut in `parts`, of step `i // parts`.
+        validate: takes the `Objective`, returns the number called `validation_<measure>` ("accuracy" or "loss").
+        name: of the progress bar.
+        execution: how.
+        speed: what tokens a second are counted with; None for no such numbers.
 
     Returns:
         Why it diverged (None: it did not), and the metrics callback.
+
+    Raises:
+        Stopped: the process was asked to end (SIGTERM), and has saved.
     """
-    from transformers import Trainer
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from halflife.training.callbacks import Bar, Diverged, MarkComplete, Metrics, last_checkpoint
-    from halflife.training.data import only
+    from halflife.training.callbacks import Bar, Diverged, Metrics, Stop
+    from halflife.training.checkpoints import MarkComplete, last_checkpoint
+    from halflife.training.trainer import OwnOptimizer
 
-    metrics = Metrics(folder / "metrics.jsonl", validate, measure, config.validate_every)
-    bar = Bar(name, metrics)
-    optimizer = torch.optim.AdamW(param_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas)
-    trainer = Trainer(
-        model=Objective(model),
-        args=_arguments(config, folder),
+    metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
+    bar, stop = Bar(name, metrics), Stop()
+    trainer = OwnOptimizer(
+        config,
+        model=Objective(model, execution.gradient_checkpointing),
+        args=_arguments(config, folder, execution),
         train_dataset=data,
-        data_collator=only,
-        optimizers=(optimizer, None),
-        callbacks=[metrics, MarkComplete(), *([bar] if show else [])],
+        callbacks=[metrics, stop, MarkComplete(), *([bar] if execution.show and rank() == 0 else [])],
     )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    checkpoint = last_checkpoint(folder / "checkpoints")
+    resumed = last_checkpoint(folder / "checkpoints")
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        if execution.fsdp:
+            gather(model, trainer.model_wrapped)
     except Diverged as error:
         return str(error), metrics
     finally:
         bar.close()
+        stop.restore()
+    if trainer.state.global_step < config.steps:
+        raise Stopped(f"stopped after step {trainer.state.global_step} of {config.steps}")
     return None, metrics
 
 
-def _arguments(config: TrainConfig, folder: Path) -> Any:
+class Stopped(Exception):
+    """The run was asked to end, has saved a checkpoint, and can go on."""
+
+
+def gather(model: LanguageModel, sharded: Any) -> None:
+    """Fills the parameters of `model` from an `Objective` whose parameters lie in pieces on all processes."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    fresh = {name.removeprefix("model."): x for name, x in whole.items()}
+    model.load_state_dict(fresh, assign=True)
+
+
+def _arguments(config: TrainConfig, folder: Path, execution: Execution) -> Any:
     from transformers import TrainingArguments
 
     log_every = math.gcd(config.save_every, 20)  # a resumed run must log the same averages
+    sharded = {"transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}
     return TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=config.steps,
-        per_device_train_batch_size=1,  # an item is a whole batch
+        per_device_train_batch_size=1,  # an item is a whole micro-batch
+        gradient_accumulation_steps=execution.parts(config.batch_size) // world_size(),
         train_sampling_strategy="sequential",
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.schedule,
@@ -179,6 +272,9 @@ def _arguments(config: TrainConfig, folder: Path) -> Any:
         save_total_limit=2,
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        fsdp=True if execution.fsdp else None,  # pyright: ignore[reportArgumentType]
+        fsdp_config=sharded if execution.fsdp else None,
         report_to=[],
         disable_tqdm=True,
     )

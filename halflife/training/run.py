@@ -10,13 +10,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import nn
 
 from halflife.analysis.spectrum import granularity, timescales
 from halflife.evaluation.recall import accuracy, by_position
 from halflife.files import write_json
 from halflife.models import LanguageModel, io
 from halflife.tasks import build as build_task
-from halflife.training.fit import TrainConfig, begin, fit
+from halflife.training.fit import Execution, TrainConfig, begin, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,13 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     stages = [[build_task(**task) for task in stage] for stage in config.stages]
     validation = [build_task(**task) for task in config.validation]
 
-    def validate() -> float:
+    def validate(_: nn.Module) -> float:
         settings = {"seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16}
         return fmean(accuracy(model, task, split="validation", **settings) for task in validation)
 
     diverged, metrics = fit(
         model, config, TaskStream(stages, config.steps, config.batch_size, config.seed), folder,
-        validate=validate, measure="accuracy", name=name, show=show,
+        validate=validate, measure="accuracy", name=name, execution=Execution(show=show),
     )  # fmt: skip
     model.eval()
     after = timescales(model, positions)

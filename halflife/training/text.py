@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from halflife.files import read_bytes, write_json
 from halflife.models import LanguageModel, io
 from halflife.tasks import stream_seed
-from halflife.training.fit import TrainConfig, begin, fit
+from halflife.training.fit import Execution, TrainConfig, begin, fit
 
 BLOCK = 1 << 14  # bytes; of every 20 blocks one is for validation and one for the test
 PERIOD = 20
@@ -157,7 +157,7 @@ def run(config: TextConfig, text: Text, folder: Path, *, name: str, show: bool =
     validation = text.windows("validation", config.length, config.validation_windows)
     diverged, metrics = fit(
         model, config, TextStream(text, config.length, config.steps, config.batch_size, config.seed), folder,
-        validate=lambda: loss(model, validation), measure="loss", name=name, show=show,
+        validate=lambda _: loss(model, validation), measure="loss", name=name, execution=Execution(show=show),
     )  # fmt: skip
     model.eval()
     test = text.windows("test", config.length, config.test_windows)

@@ -1,0 +1,374 @@
+"""Language models on text, for real: files, processes and signals; however a run is carried out, the same numbers."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from halflife import preset
+from halflife.cli import main
+from halflife.cli.train import number
+from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
+from halflife.experiments import language
+from halflife.models import LanguageModel, io
+from halflife.training.corpus import Corpus, CorpusConfig
+from halflife.training.fit import Execution, Objective
+from halflife.training.language import MicroBatches, run
+from halflife.training.schedules import schedule
+from halflife.training.speed import Speed, operations
+
+SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """40 documents of words, of 60 to 700 bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["decay", "state", "memory", "forget", "recall", "slow", "fast", "and", "of", "the"]
+    for i in range(40):
+        body = " ".join(draw.choice(words) for _ in range(draw.randint(12, 120)))
+        (folder / f"{i:02}.txt").write_text(body + ".\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(text, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    return Corpus.open(CorpusConfig(sources=(text,), context=32, fractions=(0.15, 0.0), cache_dir=cache), show=False)
+
+
+def tiny(corpus, model="mamba2+post", tokens=12 * 4 * 32, **options):
+    defaults = {"learning_rate": 1e-2, "batch_size": 4, "sizes": SIZES, "validate_every": 4, "save_every": 4}
+    return language.configure(model, corpus, tokens=tokens, **{**defaults, **options})
+
+
+def quiet(**options):
+    return Execution(show=False, **options)
+
+
+def numbers(folder):
+    """What must be the same however a run was carried out: all but the time that it took."""
+    timed = ("tokens_per_second", "mfu")
+    result = json.loads((folder / "result.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    plain = [{k: v for k, v in line.items() if k not in timed} for line in [result, *lines]]
+    return plain, (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(tiny(corpus), corpus, folder, name="whole", execution=quiet())
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ what is measured
+
+
+def test_the_loss_is_of_the_labels_and_adds_up_over_micro_batches(corpus):
+    torch.manual_seed(0)
+    config = tiny(corpus)
+    objective = Objective(LanguageModel(config.model))
+    whole = MicroBatches(corpus.split("train"), config, 1)[3]
+    parts = MicroBatches(corpus.split("train"), config, 4)
+    assert len(parts) == 4 * config.steps
+    cut = [parts[12 + i] for i in range(4)]
+    assert torch.equal(torch.cat([x["input_ids"] for x in cut], 1), whole["input_ids"])
+    items = (whole["labels"] != -100).sum()
+    expected = objective(**whole)["loss"]
+    total = sum(objective(**x, num_items_in_batch=items)["loss"] for x in cut)
+    assert torch.equal(objective(**whole, num_items_in_batch=items)["loss"], expected)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)  # 2e-7 measured
+    logits, _ = objective.model(whole["input_ids"], cu_seqlens=whole["cu_seqlens"])
+    scored = whole["labels"] != -100
+    by_hand = -logits.log_softmax(-1)[scored].gather(1, whole["labels"][scored].unsqueeze(1)).mean()
+    torch.testing.assert_close(by_hand, expected)
+
+
+def test_documents_do_not_see_each_other_in_a_batch(corpus):
+    torch.manual_seed(0)
+    config = tiny(corpus)
+    objective = Objective(LanguageModel(config.model))
+    batch = MicroBatches(corpus.split("train"), config, 1)[0]
+    bounds = batch["cu_seqlens"].tolist()
+    alone = 0.0
+    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+        ids, labels = batch["input_ids"][:, a:b], batch["labels"][:, a:b]
+        if (labels != -100).any():
+            alone += objective(ids, labels)["loss"] * (labels != -100).sum()
+    torch.testing.assert_close(alone / (batch["labels"] != -100).sum(), objective(**batch)["loss"])
+
+
+def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
+    torch.manual_seed(0)
+    model = LanguageModel(preset("mamba2", vocab_size=31, **SIZES)).eval()
+    ids = torch.randint(31, (3, 41))
+    rows = [(ids[:2, :-1], ids[:2, 1:]), (ids[2:, :-1], ids[2:, 1:])]
+    logits, _ = model(ids[:, :-1])
+    expected = -logits.log_softmax(-1).gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1).double()
+    monkeypatch.setattr("halflife.evaluation.language.PIECE", 7)
+    found = by_position(model, rows)
+    torch.testing.assert_close(found, expected.mean(0), rtol=1e-5, atol=1e-5)
+    assert perplexity(found, 5) == pytest.approx(math.exp(expected[:, :5].mean().item()), rel=1e-5)
+    buckets = octaves(found)
+    assert [(a, b) for a, b, _ in buckets] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 40)]
+    assert buckets[-1][2] == pytest.approx(found[32:].mean().item())
+    documents = [ids[0, :3], ids[1, :2], ids[2], torch.tensor([], dtype=torch.long), ids[0, :1]]
+    measured = of_documents(model, documents)
+    assert (measured.tokens, measured.documents) == (2 + 1 + 40, 4)
+    nats = expected[0, :2].sum() + expected[1, :1].sum() + expected[2].sum()
+    assert measured.nats == pytest.approx(nats.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="no rows"):
+        by_position(model, [])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_operations_are_those_of_the_products(name):
+    """By hand: 6 a weight of a matrix, and attention's two products over all earlier and later tokens."""
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 2}
+    model = LanguageModel(preset(name, vocab_size=31, **sizes))
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "norm" not in n)
+    if name == "llama":
+        assert operations(model, 512) == pytest.approx(6 * weights + 3 * 2 * 2 * 2 * 512 * 64, rel=0.02)
+    else:
+        assert operations(model, 512) == operations(model, 4096)
+        assert 1 < operations(model, 512) / (6 * weights) < 2.5  # chunks and states come on top
+
+
+def test_speed():
+    found = Speed(tokens=100, operations=3.0, rate=1200.0).of(0.5)
+    assert found == {"tokens_per_second": 200.0, "mfu": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("cosine", 0.1), ("wsd", 0.1), ("linear", 0.1), ("constant", 1.0)]
+)
+def test_schedules_end_at_the_floor(name, last):
+    from transformers import get_scheduler
+
+    kind, options = schedule(name, 100, 2.0, floor=0.1, decay=0.2)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    found = get_scheduler(kind, optimizer, 10, 100, scheduler_specific_kwargs=options)
+    rates = []
+    for _ in range(100):
+        optimizer.step()
+        found.step()
+        rates.append(optimizer.param_groups[0]["lr"] / 2.0)
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(last)
+    if name == "wsd":
+        assert rates[78] == pytest.approx(1.0)
+        assert rates[89] == pytest.approx(0.55)
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def test_a_run_writes_what_it_promises(corpus, whole):
+    result = json.loads((whole / "result.json").read_text())
+    assert [row["length"] for row in result["lengths"]] == [32, 64, 128, 256, 512]
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8, 12]
+    logged = [line for line in lines if "loss" in line]
+    assert all(line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1 for line in logged)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    model = io.load(whole).eval()
+    split = corpus.split("validation")
+    rows = split.batches(1, 32, 0)
+    nats = count = 0.0
+    for i in range(len(rows)):
+        items = (rows[i]["labels"] != -100).sum()
+        nats += Objective(model)(**rows[i])["loss"].item() * items
+        count += items
+    assert result["validation"] == pytest.approx((nats / count).item(), rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(
+        result["documents"]["nats"] / result["documents"]["tokens"] / math.log(2)
+    )
+    assert result["documents"]["tokens"] == split.tokens - split.documents
+    assert not (whole / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "execution", [{"micro_batch_size": 1}, {"micro_batch_size": 2, "gradient_checkpointing": True}]
+)
+def test_memory_can_be_saved_without_changing_the_numbers(corpus, whole, tmp_path, execution):
+    run(tiny(corpus), corpus, tmp_path, name="x", execution=quiet(**execution))
+    same_numbers(tmp_path, whole)
+
+
+def same_numbers(folder, other, rtol=2e-5):
+    """But for the rounding of another order of summation (5e-6 measured, of the norm of a gradient)."""
+    (found, _), (expected, _) = numbers(folder), numbers(other)
+    flat = [json.dumps(x, sort_keys=True) for x in (strip(found), strip(expected))]
+    assert flat[0] == flat[1]  # the same lines with the same names
+    for a, b in zip(floats(found), floats(expected), strict=True):
+        assert a == pytest.approx(b, rel=rtol, abs=1e-7)
+
+
+def strip(x):
+    if isinstance(x, dict):
+        return {k: strip(v) for k, v in x.items()}
+    return [strip(v) for v in x] if isinstance(x, list) else ("float" if isinstance(x, float) else x)
+
+
+def floats(x):
+    if isinstance(x, dict):
+        return [f for k in sorted(x) for f in floats(x[k])]
+    return [f for v in x for f in floats(v)] if isinstance(x, list) else ([x] if isinstance(x, float) else [])
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro", "message"), [(4, 3, "micro-batches"), (4, 8, "micro-batches"), (4, 0, "micro-batches")]
+)
+def test_rows_that_cannot_be_shared_are_an_error(batch_size, micro, message):
+    with pytest.raises((ValueError, ZeroDivisionError), match=message):
+        quiet(micro_batch_size=micro).parts(batch_size)
+
+
+def test_another_text_is_refused(corpus, tmp_path):
+    with pytest.raises(ValueError, match="not the text"):
+        run(dataclasses.replace(tiny(corpus), digest="0" * 64), corpus, tmp_path, name="x", execution=quiet())
+    assert not any(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+COMMAND = [sys.executable, "-m", "halflife.cli", "train"]
+
+
+def arguments(text, folder, *more):
+    return [
+        "mamba2+post", "--data", str(text), "--held-out", "0.15", "--tokens", "1536", "--context", "32",
+        "--batch-size", "4", "--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--lr", "1e-2",
+        "--validate-every", "4", "--save-every", "4", "--output", str(folder), "--quiet", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return {**os.environ, "HALFLIFE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_path, capsys, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    import halflife.hf  # noqa: F401
+
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "out"
+    main(["train", *arguments(text, folder), "--tensorboard", "--prompts", "the state"])
+    assert "bits per byte" in capsys.readouterr().out
+    for name in ("figures/loss.png", "figures/length.png", "samples.txt", "versions.json", "run.json"):
+        assert (folder / name).stat().st_size
+    assert list((folder / "tensorboard").glob("events*"))
+    assert (folder / "samples.txt").read_text().startswith("the state⟨")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(256, (1, 9))
+    torch.testing.assert_close(loaded(ids).logits, io.load(folder)(ids)[0])
+    main(["generate", str(folder), "the", "--greedy", "--max-new-tokens", "3", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        main(["train", *arguments(text, folder)])  # the folder is taken
+    assert "--resume" in capsys.readouterr().err
+    main(["train", "--resume", str(folder), "--quiet"])  # is done: prints its result again
+    assert "bits per byte" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--tokens", "many"], "no number of tokens"),
+        (["--schedule", "step"], "cosine"),
+        (["--size", "huge"], "decay-160m"),
+        (["--documents", "shuffled"], "packed"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--tokenizer", "nowhere"], "tokenizer"),
+        (["--context", "100000"], "fewer than"),
+        (["--held-out", "0"], "validation"),
+        (["--lr", "0"], "learning_rate"),
+        (["--floor", "2"], "floor"),
+        (["--micro-batch-size", "3"], "micro-batches"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(text, tmp_path, capsys, monkeypatch, more, message):
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *arguments(text, tmp_path / "out"), *more])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_numbers_of_tokens():
+    assert [number(x) for x in ("1000", "500K", "1.5m", "2B", "1_000")] == [1000, 500_000, 1_500_000, 2 * 10**9, 1000]
+
+
+# ------------------------------------------------------------------------------------------------ processes and signals
+
+
+def after_first_checkpoint(folder, process, step=4):
+    """Waits until a run has saved."""
+    for _ in range(1200):
+        if (folder / "checkpoints" / f"checkpoint-{step}" / "complete.json").exists():
+            return
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.05)
+    raise TimeoutError(folder)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, tmp_path, environment, kind):
+    main_run = arguments(text, tmp_path / "whole", "--tokens", "25600")
+    subprocess.run([*COMMAND, *main_run], check=True, env=environment, capture_output=True)
+    cut = tmp_path / "cut"
+    process = subprocess.Popen(
+        [*COMMAND, *arguments(text, cut, "--tokens", "25600")], env=environment, stderr=subprocess.PIPE
+    )
+    after_first_checkpoint(cut, process)
+    process.send_signal(kind)
+    error = process.communicate()[1].decode()
+    assert not (cut / "result.json").exists()
+    if kind == signal.SIGTERM:
+        assert process.returncode == 143
+        assert f"--resume {cut}" in error
+        step = int(error.split("after step ")[1].split()[0])
+        assert (cut / "checkpoints" / f"checkpoint-{step}" / "complete.json").exists()
+    subprocess.run(
+        [*COMMAND, "--resume", str(cut), "--quiet"], check=True, env=environment, capture_output=True
+    )
+    (found, weights), (expected, same) = numbers(cut), numbers(tmp_path / "whole")
+    assert weights == same
+    assert found[0] == expected[0]
+    if kind == signal.SIGKILL:
+        assert found == expected
+
+
+def torchrun(processes, text, folder, environment, *more, resume=False):
+    port = str(20_000 + os.getpid() % 20_000)
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port]
+    own = ["--resume", str(folder), "--quiet", *more] if resume else arguments(text, folder, *more)
+    if processes == 1:
+        start = []
+    command = [sys.executable, *start, "-m", "halflife.cli", "train", *own]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("how", [[], ["--fsdp"], ["--micro-batch-size", "1"]])
+def test_two_processes_give_the_numbers_of_one(text, whole, tmp_path, environment, how):
+    torchrun(2, text, tmp_path / "out", environment, *how)
+    same_numbers(tmp_path / "out", whole)
