@@ -1,208 +1,30 @@
-"""Text for training: documents of files, splits, the cache of tokens, batches."""
+"""A corpus: splits, the cache of its tokens, tokenizers, configuration."""
 
 import gzip
 import itertools
 import json
 import math
 import multiprocessing
-import pickle
-import sys
+import shutil
 import tracemalloc
-import types
 
 import numpy as np
 import pytest
-import torch
+from corpora import open_corpus, text, write_documents
 
-from halflife import LanguageModel, preset
-from halflife.tasks import IGNORED
-from halflife.training import documents, hub, splits, store
-from halflife.training.batches import Batches, TokenFiles, permuted
+from halflife.training import documents, splits, store
 from halflife.training.corpus import Corpus, CorpusConfig, bits_per_byte
-from halflife.training.documents import Piece, find, pieces
-
-WORDS = ("state", "decay", "forgets", "λ", "holds", "gate", "🙂", "writes")
-
-
-def text(i):
-    """Document i: some words, by their number, so that every document is another one."""
-    return " ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 11)) + f" {i}"
+from halflife.training.documents import Piece
+from halflife.training.tokens import load_tokenizer
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Forty documents in three kinds of files."""
-    place = tmp_path / "text"
-    (place / "deep").mkdir(parents=True)
-    (place / "b.txt").write_text(text(0))
-    (place / "deep/a.md.gz").write_bytes(gzip.compress(text(1).encode()))
-    lines = [json.dumps({"text": text(i), "id": i}) for i in range(2, 40)]
-    (place / "deep/c.jsonl").write_text("\n".join(lines[:20]) + "\n\n" + "\n".join(lines[20:]))
-    (place / "ignored.py").write_text("no text")
-    (place / ".hidden.txt").write_text("no text")
-    return place
-
-
-def open_corpus(folder, tmp_path, **settings):
-    settings = {"cache_dir": tmp_path / "cache", "context": 8, "fractions": (0.2, 0.1), **settings}
-    return Corpus.open(CorpusConfig(sources=(folder,), **settings), show=False)
+    return write_documents(tmp_path / "text")
 
 
 def tokens_of(corpus):
     return {name: corpus.split(name).files.tokens.tolist() for name in ("train", "validation", "test")}
-
-
-# ------------------------------------------------------------------------------------------- documents
-
-
-def test_documents_of_a_folder_in_their_order(folder):
-    expected = [text(i).encode() for i in range(40)]
-    assert list(documents.documents([folder])) == expected
-    assert list(documents.documents([folder / "b.txt", str(folder / "**/*.md.gz"), folder])) == expected
-    assert list(documents.documents([folder / "deep/*"])) == expected[1:]
-    assert list(documents.documents([folder / "ignored.py"])) == [b"no text"]  # when it is named
-
-
-def test_another_field(tmp_path):
-    (tmp_path / "a.jsonl").write_text('\ufeff{"body": "x", "text": "y"}\r\n{"body": ""}\r\n{"body": "\\ud800"}')
-    assert list(documents.documents([tmp_path], "body")) == [b"x", b"\xed\xa0\x80"]
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.txt", b"", "a.txt is empty"),
-        ("a.txt.gz", gzip.compress(b""), "a.txt.gz is empty"),
-        ("a.txt.gz", gzip.compress(b"x" * 9999)[:25], "a.txt.gz is truncated or no gzip"),
-        ("a.txt.gz", b"plain text", "a.txt.gz is truncated or no gzip"),
-        ("a.txt", b"text\0more", r"a.txt is binary or UTF-16 \(it has NUL bytes\)"),
-        ("a.jsonl", b"\0", "a.jsonl is binary"),
-        ("a.jsonl", b"", "a.jsonl is empty"),
-        ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"', "a.jsonl:3 is no JSON"),
-        ("a.jsonl", b"[1]", "a.jsonl:1 is no JSON object but list"),
-        ("a.jsonl", b'{"text": "x"}\n{"id": 1, "body": ""}', "a.jsonl:2 has no field 'text'; its fields are id, body$"),
-        ("a.jsonl", b'{"text": null}', "a.jsonl:1: 'text' is no string but NoneType"),
-        ("a.json", b"[]", "a.json is JSON; a corpus takes JSON lines"),
-    ],
-)
-def test_bad_files_are_clear_errors_before_anything_is_written(tmp_path, name, data, message):
-    (tmp_path / "0.txt").write_text("a good one before it")
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=message) as error:
-        open_corpus(tmp_path / "*.*", tmp_path)
-    assert "\n" not in str(error.value)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
-
-
-def test_sources_that_are_not_there(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for source, message in (
-        (tmp_path / "no.txt", "there is no file .*no.txt"),
-        (str(tmp_path / "*.txt"), r"no file matches .*\*.txt"),
-        (tmp_path / "empty", "the folder .*empty has no .txt, .md"),
-    ):
-        with pytest.raises(FileNotFoundError, match=message):
-            find([source])
-    with pytest.raises(ValueError, match="at least one source"):
-        find([])
-
-
-@pytest.mark.parametrize("limit", [8, 9, 64])
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
-def test_long_documents_come_in_pieces(tmp_path, name, limit):
-    whole = ("🙂" * 7 + " word\n" * 5 + "λx" * 9).encode() + b"\x80" * 20
-    data = b'{"text": "' + whole.replace(b"\n", rb"\n") + b'"}' if "jsonl" in name else whole
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    found = list(pieces(tmp_path / name, limit=limit))
-    assert b"".join(piece.data for piece in found) == whole
-    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
-    assert all(0 < len(piece.data) <= limit for piece in found)
-    for piece in found:
-        (piece.data.rstrip(b"\x80") if b"\x80\x80" in piece.data else piece.data).decode()  # no character is cut
-
-
-def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"a.parquet needs the package pyarrow: pip install pyarrow"):
-        open_corpus(tmp_path / "a.parquet", tmp_path)
-
-
-def test_parquet(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [text(i) for i in range(150)]
-    parquet.write_table(pyarrow.table({"text": rows, "id": list(range(150))}), tmp_path / "a.parquet")
-    assert list(documents.documents([tmp_path])) == [row.encode() for row in rows]
-    with pytest.raises(ValueError, match="has no column 'body'; its columns are text, id"):
-        list(documents.documents([tmp_path], "body"))
-    with pytest.raises(ValueError, match="row 1: 'id' is no string but int"):
-        list(documents.documents([tmp_path], "id"))
-    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:300])
-    with pytest.raises(ValueError, match=r"a.parquet is truncated or no parquet"):
-        list(documents.documents([tmp_path]))
-
-
-# --------------------------------------------------------------------------------------------- the hub
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("hf:a/b", ("a/b", None, None, "train", None)),
-        ("hf:a/b@main", ("a/b", "main", None, "train", None)),
-        ("hf:a/b:en.x", ("a/b", None, "en.x", "train", None)),
-        ("hf:a/b@v1:en:test[:50]", ("a/b", "v1", "en", "test", 50)),
-        ("hf:a/b::validation", ("a/b", None, None, "validation", None)),
-    ],
-)
-def test_names_of_data_sets(source, expected):
-    assert hub.HubSource.parse(source) == hub.HubSource(*expected)
-
-
-@pytest.mark.parametrize("source", ["hf:", "hf:a b", "hf:a/b:c:train[5:]", "hf:a/b:c:train[:0]"])
-def test_names_that_are_none(source):
-    with pytest.raises(ValueError, match=r"is no data set of the hub|asks for no row"):
-        hub.HubSource.parse(source)
-
-
-class Rows(list):
-    def take(self, count):
-        return self[:count]
-
-
-def test_a_data_set_is_streamed_once(tmp_path, monkeypatch):
-    """The library stands for itself by name and arguments alone: the hub cannot be reached from a test."""
-    asked = []
-
-    def load_dataset(*arguments, **named):
-        asked.append((arguments, named))
-        return Rows({"text": text(i), "id": i} for i in range(9))
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    commit = "0123456789" * 4
-    source = f"hf:a/b@{commit}:en:train[:5]"
-    for _ in range(2):
-        (path,) = find([source], "text", tmp_path)
-        assert list(documents.documents([path])) == [text(i).encode() for i in range(5)]
-    assert asked == [(("a/b", "en"), {"split": "train", "revision": commit, "streaming": True})]
-    with pytest.raises(ValueError, match="hf:a/b has no column 'body'; its columns are text, id"):
-        find([source], "body", tmp_path)
-    assert len(list((tmp_path / "downloads").glob("*.jsonl"))) == 1
-
-
-def test_a_data_set_without_its_library_or_a_network(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="hf:a/b needs the package datasets: pip install datasets"):
-        find([f"hf:a/b@{'0' * 40}"], "text", tmp_path)
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-
-    def fail(*_, **__):
-        raise OSError("no route\nto the host")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", fail)
-    with pytest.raises(ConnectionError, match=r"cannot ask the hub about a/b \(no route\).*hf:owner/name@commit"):
-        find(["hf:a/b"], "text", tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- splits
@@ -412,34 +234,47 @@ def test_files_that_change_meanwhile(folder, tmp_path, monkeypatch):
         open_corpus(folder, tmp_path)
 
 
-def read_with_peak(tmp_path, size):
+def read_with_peak(tmp_path, name, size):
     """Bytes of memory that it takes to make a corpus of one line of this size."""
-    (tmp_path / "a.txt").write_bytes(b"")
-    with (tmp_path / "a.txt").open("wb") as file:
-        for i in range(size // (1 << 16)):
+    packed, record = name.endswith(".gz"), ".jsonl" in name
+    with gzip.open(tmp_path / name, "wb", 1) if packed else (tmp_path / name).open("wb") as file:
+        file.write(b'{"text": "' if record else b"")
+        for i in range(size >> 16):
             file.write(bytes([97 + i % 26]) * (1 << 16))
+        file.write(b'"}\n' if record else b"")
     tracemalloc.start()
     try:
         with pytest.warns(UserWarning, match="one document"):
-            corpus = open_corpus(tmp_path / "a.txt", tmp_path)
+            corpus = open_corpus(tmp_path / name, tmp_path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert corpus.bytes == size
+    shutil.rmtree(corpus.folder)
+    (tmp_path / name).unlink()
     return peak
 
 
-def test_a_long_line_takes_little_memory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_long_line_takes_little_memory(tmp_path, monkeypatch, name):
     """Measured: 0.80 MiB of memory for 4 MiB of text in pieces of 32 KiB."""
-    for module, name in ((documents, "PIECE"), (store, "BATCH"), (store, "READ")):
-        monkeypatch.setattr(module, name, 1 << 15)
-    assert read_with_peak(tmp_path, 1 << 22) < 4 * 0.80 * (1 << 20)
+    for module, constant in ((documents, "PIECE"), (store, "BATCH"), (store, "READ")):
+        monkeypatch.setattr(module, constant, 1 << 15)
+    assert read_with_peak(tmp_path, name, 1 << 22) < 4 * 0.80 * (1 << 20)
 
 
 @pytest.mark.slow
-def test_a_line_of_200_mb_takes_little_memory(tmp_path):
-    """Measured: 24 MiB of memory; four times that is less than half of the text."""
-    assert read_with_peak(tmp_path, 200 << 20) < 4 * 24 * (1 << 20)
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_line_of_200_mb_takes_little_memory(tmp_path, name):
+    """Measured: 24 and 21 MiB of memory; four times that is less than half of the text."""
+    assert read_with_peak(tmp_path, name, 200 << 20) < 4 * 24 * (1 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_record_of_200_mb_takes_three_times_its_size(tmp_path, name):
+    """Measured: 600 MiB: a line of JSON must fit, as bytes, as a string and as its value."""
+    assert read_with_peak(tmp_path, name, 200 << 20) < 4 * (200 << 20)
 
 
 # ---------------------------------------------------------------------------------------- the tokenizer
@@ -480,16 +315,42 @@ def test_a_tokenizer_of_hugging_face(words, tmp_path, monkeypatch):
         assert train.bytes == 16
 
 
-def test_text_that_is_no_utf8(words, tmp_path):
-    (tmp_path / "a.txt").write_bytes("one \ufffd two".encode() + b" \xff \xfe\xfe")
-    (tmp_path / "b.txt").write_bytes(b"two")
+def write_as(name, folder, data):
+    """A text of bytes in a file of this kind."""
+    if name.endswith(".jsonl"):
+        data = b'{"text": "' + data + b'"}'
+    if name.endswith(".parquet"):
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        column = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([data]).buffers())
+        parquet.write_table(pyarrow.table({"text": column}), folder / name)
+    else:
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_text_that_is_no_utf8(words, tmp_path, name):
+    """Bytes are all kept; what characters cannot say is counted, replaced, or refused."""
+    place = tmp_path / "text"
+    place.mkdir()
+    data = "one \ufffd two".encode() + b" \xff \xfe\xfe"
+    write_as(name, place, data)
+    (place / "b.txt").write_bytes(b"two")
     settings = {"tokenizer": str(words), "fractions": (0.0, 0.0)}
     with pytest.warns(UserWarning, match="^3 sequences of bytes are no UTF-8"):
-        corpus = open_corpus(tmp_path / "*.txt", tmp_path, **settings)
+        corpus = open_corpus(place, tmp_path, **settings)
     assert corpus.split("train").files.tokens.tolist() == [1, 0, 2, 0, 0, 300, 2, 300]
-    with pytest.raises(ValueError, match=r"a.txt has 3 sequences of bytes that are no UTF-8"):
-        open_corpus(tmp_path / "*.txt", tmp_path, strict=True, **settings)
-    assert open_corpus(tmp_path / "*.txt", tmp_path, strict=True, fractions=(0.0, 0.0)).bytes == 19  # bytes take all
+    with pytest.raises(ValueError, match=rf"{name} has 3 sequences of bytes that are no UTF-8"):
+        open_corpus(place, tmp_path, strict=True, **settings)
+    for strict in (False, True):
+        corpus = open_corpus(place, tmp_path, strict=strict, fractions=(0.0, 0.0))
+        assert bytes(corpus.split("train").files.tokens.tolist()) == data + b"two"
+
+
+def test_the_largest_id_says_which_models_a_tokenizer_fits(words):
+    """Five words, the last of which is id 300."""
+    assert load_tokenizer(words, 301).vocab_size == 301
+    with pytest.raises(ValueError, match="has 301 ids, more than the model's vocab_size 300"):
+        load_tokenizer(words, 300)
 
 
 def test_bits_per_byte():
@@ -500,148 +361,7 @@ def test_bits_per_byte():
         bits_per_byte(1.0, 0, 0)
 
 
-# --------------------------------------------------------------------------------------------- batches
-
-LENGTHS = (5, 1, 30, 8, 3, 16, 2, 41, 7, 4)  # of documents; token i is i, so that a batch says where it comes from
-
-
-@pytest.fixture
-def files(tmp_path):
-    return numbered(tmp_path, LENGTHS)
-
-
-def numbered(folder, lengths):
-    np.arange(sum(lengths), dtype=np.uint16).tofile(folder / "train.tokens")
-    np.cumsum([0, *lengths]).astype(np.int64).tofile(folder / "train.offsets")
-    return TokenFiles(folder, "train", "uint16")
-
-
-STARTS = {sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)}  # and the end
-
-
-@pytest.mark.parametrize("context", [1, 4, 7, 8, 39])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("mode", ["packed", "concatenated"])
-def test_an_epoch_has_every_token_once(files, mode, batch_size, context):
-    total = sum(LENGTHS)
-    batches = Batches(files, batch_size, context, seed=1, mode=mode)
-    left, orders = set(), []
-    for epoch in range(6):
-        batches = Batches(files, batch_size, context, seed=1, mode=mode, steps=6 * batches.steps_per_epoch)
-        steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
-        seen = torch.cat([batches[i]["input_ids"].flatten() for i in steps]).tolist()
-        assert len(set(seen)) == len(seen)
-        assert 0 <= total - len(seen) < batch_size * context
-        left |= set(range(total)) - set(seen)
-        orders.append(seen)
-    assert len({tuple(order) for order in orders}) > 1
-    if (dropped := total - len(seen)) and total // context > batch_size:
-        assert len(left) > dropped  # not the same ones every time
-
-
-@pytest.mark.parametrize("context", [1, 4, 7, 16])
-def test_packed_rows_start_anew_at_documents(files, context):
-    """Against a walk over the tokens, one by one."""
-    for batch in Batches(files, 3, context, seed=2):
-        assert batch["input_ids"].shape == batch["labels"].shape == (1, 3 * context)
-        assert batch["cu_seqlens"].dtype == torch.int32
-        ids, bounds = batch["input_ids"].flatten().tolist(), {0, 3 * context}
-        for i, token in enumerate(ids):
-            if i % context == 0 or token in STARTS:
-                bounds.add(i)
-            assert batch["labels"][0, i] == (IGNORED if token + 1 in STARTS else token + 1)
-        assert batch["cu_seqlens"].tolist() == sorted(bounds)
-
-
-def test_concatenated_rows_go_through_documents(files):
-    for batch in Batches(files, 3, 13, seed=2, mode="concatenated"):
-        ids = batch["input_ids"]
-        assert ids.shape == (3, 13)
-        assert torch.equal(ids, ids[:, :1] + torch.arange(13))
-        expected = ids + 1
-        expected[expected == sum(LENGTHS)] = IGNORED  # nothing follows
-        assert torch.equal(batch["labels"], expected)
-
-
-@pytest.mark.parametrize("mode", ["packed", "concatenated"])
-def test_a_batch_depends_on_its_step_alone(files, mode):
-    batches = Batches(files, 2, 8, seed=5, mode=mode, steps=30)
-    later = pickle.loads(pickle.dumps(batches))  # as a worker process gets it, without having asked before
-    assert len(pickle.dumps(batches)) < 1000
-    other = Batches(files, 2, 8, seed=6, mode=mode, steps=30)
-    for step in (29, 3, 17):
-        assert all(torch.equal(later[step][name], value) for name, value in batches[step].items())
-    assert any(not torch.equal(other[i]["input_ids"], batches[i]["input_ids"]) for i in range(30))
-    assert len(list(batches)) == len(batches) == 30
-    with pytest.raises(IndexError, match="step 30 of 30"):
-        batches[30]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", ["packed", "concatenated"])
-def test_processes_share_a_batch(files, mode, world_size):
-    whole = Batches(files, 6, 5, seed=5, mode=mode)
-    parts = [Batches(files, 6, 5, seed=5, mode=mode, rank=r, world_size=world_size) for r in range(world_size)]
-    assert {len(part) for part in parts} == {len(whole)}
-    for step in range(len(whole)):
-        found = [part[step] for part in parts]
-        dim = 1 if mode == "packed" else 0
-        for name in ("input_ids", "labels"):
-            assert torch.equal(torch.cat([batch[name] for batch in found], dim), whole[step][name])
-        if mode == "packed":
-            share = 30 // world_size
-            bounds = {b + r * share for r, batch in enumerate(found) for b in batch["cu_seqlens"].tolist()}
-            assert sorted(bounds) == whole[step]["cu_seqlens"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "packd"}, "unknown mode 'packd'. Did you mean 'packed'"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"context": 0}, "context must be at least 1"),
-        ({"rank": 2, "world_size": 2}, r"rank must be in \[0, 2\); got 2"),
-        ({"batch_size": 3, "world_size": 2}, "batch_size 3 cannot be shared equally by 2 processes"),
-        ({"steps": -1}, "steps must be 0 or more"),
-        ({"context": 100}, "the train split has 117 tokens, fewer than a batch of 2 x 100"),
-    ],
-)
-def test_batches_that_make_no_sense(files, settings, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(files, **{"batch_size": 2, "context": 8, **settings})
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 17, 64, 65, 1000])
-def test_a_permutation(count):
-    orders = [permuted(np.arange(count), count, key).tolist() for key in range(200)]
-    assert all(sorted(order) == list(range(count)) for order in orders)
-    assert permuted(np.array([count - 1]), count, 7).tolist() == orders[7][-1:]
-    # Where the first goes is uniform: mean (count − 1)/2, deviation count/√12 over √200 keys; four of them.
-    assert abs(np.mean([order[0] for order in orders]) - (count - 1) / 2) <= 4 * count / (12 * 200) ** 0.5
-    if count >= 64:  # and so is the step from one to the next: no order is a shifted or strided one
-        assert len(set(np.diff(orders[3]) % count)) > count // 3
-
-
-def test_packed_documents_do_not_see_each_other(folder, tmp_path):
-    """The model's logits on a batch are those on each of its sequences alone; measured: 1.7e-16 apart."""
-    batches = open_corpus(folder, tmp_path, context=40).split("train").batches(batch_size=2)
-    batch = max(batches, key=lambda batch: len(batch["cu_seqlens"]))
-    model = LanguageModel(preset("mamba2+post", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)).double()
-    bounds = batch["cu_seqlens"].tolist()
-    assert len(bounds) > 3  # a document ends within a row
-    with torch.no_grad():
-        whole, _ = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"])
-        alone = torch.cat([model(batch["input_ids"][:, a:b])[0] for a, b in itertools.pairwise(bounds)], 1)
-        leaky, _ = model(batch["input_ids"])
-    assert (whole - alone).abs().max() < 4 * 1.7e-16
-    assert (leaky - alone).abs().max() > 1e-3
-
-
-def test_the_configuration_says_how_batches_look(folder, tmp_path):
-    split = open_corpus(folder, tmp_path, context=4, mode="concatenated", seed=3).split("train")
-    assert split.batches(2)[0]["input_ids"].shape == (2, 4)
-    assert torch.equal(split.batches(2)[1]["input_ids"], split.batches(2, 4, 3)[1]["input_ids"])
-    assert split.batches(2, 5, mode="packed")[0]["input_ids"].shape == (1, 10)
+# ---------------------------------------------------------------------------------------- configuration
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from halflife import SIZES, LanguageModel, preset
+from halflife import SIZES, LanguageModel, layers, preset
+from halflife.ops import triton
 
 DECAY = [size for size in SIZES if size.startswith("decay")]
 
@@ -111,3 +112,110 @@ def test_the_papers_variants_share_echos_layout():
         assert preset("mamba2+ska", **SIZES[size]).hybrid == preset("echo", **SIZES[size]).hybrid
         assert preset("mamba2+attention", **SIZES[size]).hybrid["layers"] == where
         assert preset("mamba2", **SIZES[size]).hybrid == {}
+
+
+# -------------------------------------------------------------------------------------------------- PoST
+
+
+def parameters(name, size, **options):
+    with torch.device("meta"):
+        return LanguageModel(preset(name, **{**SIZES[size], **options})).num_parameters()
+
+
+def mamba2_layer(d, d_state=128):
+    """Parameters of Mamba-2's layer, from its paper: expand 2, heads of 64, one group, a convolution of 4 taps."""
+    inner, mixed, heads = 2 * d, 2 * d + 2 * d_state, 2 * d // 64
+    return d * (inner + mixed + heads) + 5 * mixed + 3 * heads + inner + inner * d
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "hidden", "heads", "published"),
+    [("post-180m", 24, 768, 24, 188.9e6), ("post-440m", 48, 1024, 32, 448.2e6)],
+)
+def test_post_is_that_of_its_paper(size, layers, hidden, heads, published):
+    """PoST's Table 5 leaves nothing open, so "~180M" is 188.9M, 4.9 % more than the name; "~440M" is within 2 %."""
+    config = preset("mamba2+post", **SIZES[size])
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (layers, hidden, 128_256)
+    assert (config.mlp, config.tie_embeddings) == ("none", True)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    mixer = model.blocks[0].mixer
+    assert (mixer.num_heads, mixer.head_dim, mixer.state_size, mixer.conv.weight.shape[-1]) == (heads, 64, 128, 4)
+    assert model.num_parameters() == 128_256 * hidden + layers * (mamba2_layer(hidden) + hidden) + hidden
+    assert model.num_parameters() == parameters("mamba2", size)  # the pair differs in its decay alone
+    assert model.num_parameters() == pytest.approx(published, rel=1e-3)
+
+
+def test_the_other_models_of_post_are_as_large():
+    """Their sizes are not in the paper, only "~180M": as many parameters as its Mamba-2 has, within 1.1 %."""
+    mamba2 = parameters("mamba2+post", "post-180m")
+    for name, published in (("rwkv7", 188.9e6), ("gated_deltanet", 190.9e6)):
+        for modifier in ("", "+post"):
+            count = parameters(name + modifier, "post-180m-mlp")
+            assert count == pytest.approx(published, rel=1e-3)
+            assert count == pytest.approx(mamba2, rel=0.011)
+
+
+# ---------------------------------------------------------------------------------------------- GateRank
+
+GATE_RANK = {"mamba2": "gate-rank-760m", "gated_deltanet": "gate-rank-760m-delta"}
+
+
+def of_gate_rank(base, d=1536):
+    """The base's parameters, from GateRank's §4.1: with SwiGLUs of width 4,096, and 32,000 tokens, untied."""
+    keys, values, heads = d, 2 * d, 12
+    delta = 2 * d * keys + 3 * d * values + 4 * (2 * keys + values) + 2 * d * heads + 2 * heads + values // heads
+    layers, mixer = {"mamba2": (20, mamba2_layer(d)), "gated_deltanet": (18, delta)}[base]
+    return layers * (mixer + 3 * d * 4096 + 2 * d) + d + 2 * 32_000 * d
+
+
+@pytest.mark.parametrize("base", GATE_RANK)
+def test_gate_rank_is_that_of_its_paper(base):
+    """Width and layers; every parameter of the base; within 3 % "approximately 760M", with GateRank and without."""
+    size = GATE_RANK[base]
+    assert SIZES[size]["hidden_size"] == 1536
+    assert SIZES[size]["num_layers"] == {"mamba2": 20, "gated_deltanet": 18}[base]
+    assert parameters(base, size) == of_gate_rank(base)
+    for name in (base, f"{base}+gate_rank"):
+        assert parameters(name, size) == pytest.approx(760e6, rel=0.03)
+
+
+def test_both_models_of_gate_rank_remember_as_much():
+    """128 · 3,072 numbers a state and layer, in heads that our kernels take."""
+    for base, size in GATE_RANK.items():
+        config = preset(f"{base}+gate_rank", **{**SIZES[size], "num_layers": 1})
+        mixer = layers.build(config.mixer, hidden_size=1536, **config.mixer_options)
+        _, state = mixer(torch.randn(1, 1, 1536))
+        for part in ("memory", "slow"):
+            assert state[part].numel() == 128 * 3072
+            assert max(state[part].shape[-2:]) <= max(triton.SIZES)
+
+
+@pytest.mark.parametrize(
+    ("reading", "millions"),
+    [
+        ({}, (770.2, 779.3)),
+        ({"vocab_size": 50257, "tie_embeddings": True}, (749.1, 758.2)),
+        ({"tie_embeddings": True}, (721.0, 730.1)),
+        ({"vocab_size": 50257}, (826.3, 835.4)),
+    ],
+    ids=str,
+)
+def test_what_other_readings_of_gate_rank_would_have(reading, millions):
+    """As docs/design-space.md lists them."""
+    found = [parameters(f"{base}+gate_rank", size, **reading) / 1e6 for base, size in GATE_RANK.items()]
+    assert found == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("reading", "millions"),
+    [
+        ({"mixer_options": {}}, 651.8),
+        ({"num_heads": 6, "mixer_options": {"value_dim": 512}}, 778.8),
+        ({"num_heads": 24, "mixer_options": {"value_dim": 128}}, 780.3),
+    ],
+    ids=str,
+)
+def test_what_other_heads_under_the_delta_rule_would_have(reading, millions):
+    found = parameters("gated_deltanet+gate_rank", "gate-rank-760m-delta", **reading) / 1e6
+    assert found == pytest.approx(millions, abs=0.05)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class List:
-    """Print the presets, modifiers, decays, layers and tasks, with a line each."""
+    """Print the presets, modifiers, sizes, decays, layers and tasks, with a line each."""
 
     def run(self) -> None:
         from rich.console import Console
@@ -16,6 +16,7 @@ class List:
         from halflife.decay import DECAYS
         from halflife.layers import LAYERS
         from halflife.models import MODIFIERS, PRESETS
+        from halflife.models.sizes import SIZES
         from halflife.tasks import TASKS
 
         console = Console()
@@ -27,6 +28,10 @@ class List:
             for name in registry:
                 table.add_row(f"[bold]{name}[/]", registry.summary(name))
             console.print(table, "")
+        sizes = Table(title="sizes (train --size)", title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for name, size in SIZES.items():
+            sizes.add_row(f"[bold]{name}[/]", ", ".join(f"{key} {value}" for key, value in size.items()))
+        console.print(sizes)
 
 
 @dataclass(frozen=True)

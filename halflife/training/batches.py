@@ -106,7 +106,7 @@ class Batches(Dataset[dict[str, Tensor]]):
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        starts = self._starts(step)
+        starts = self.starts(step)
         ids, labels = self._rows(starts)
         if self.mode == "concatenated":
             return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
@@ -117,7 +117,7 @@ class Batches(Dataset[dict[str, Tensor]]):
             "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
         }
 
-    def _starts(self, step: int) -> np.ndarray:
+    def starts(self, step: int) -> np.ndarray:
         """Where this process's rows start among the tokens: `[batch_size / world_size]`."""
         epoch, turn = divmod(step, self.steps_per_epoch)
         key = stream_seed(self.files.split, self.seed, epoch)

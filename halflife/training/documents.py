@@ -219,8 +219,8 @@ def _json(path: Path, field: str) -> Iterator[bytes]:
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
     try:
+        import pyarrow  # pyright: ignore
         import pyarrow.parquet as parquet  # pyright: ignore
-        from pyarrow import ArrowException  # pyright: ignore
     except ImportError as error:
         raise ImportError(f"{path} needs the package pyarrow: pip install pyarrow") from error
     row = 0
@@ -232,8 +232,12 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
                     f"{path} has no column {field!r}; its columns are {', '.join(table.schema_arrow.names)}"
                 )
             for batch in table.iter_batches(batch_size=64, columns=[field]):
-                for text in batch.column(0).to_pylist():
+                column = batch.column(0)
+                strings = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+                # As bytes: pyarrow reads what is no UTF-8, but cannot make strings of it.
+                for text in (column.cast(pyarrow.large_binary()) if strings else column).to_pylist():
                     row += 1
-                    yield encoded(text, f"{path}, row {row}: {field!r}")
-        except (ArrowException, OSError) as error:
-            raise ValueError(f"{path} is truncated or no parquet: {error}") from error
+                    yield text if strings and text is not None else encoded(text, f"{path}, row {row}: {field!r}")
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is truncated or no parquet: {reason}") from error

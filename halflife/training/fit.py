@@ -92,14 +92,14 @@ class Execution:
         Raises:
             ValueError: the rows of a batch cannot be shared out equally.
         """
-        world = world_size()
-        parts = world if self.micro_batch_size is None else batch_size // self.micro_batch_size
-        if parts < 1 or batch_size % parts or parts % world or (self.micro_batch_size or 1) < 1:
+        world, micro = world_size(), self.micro_batch_size
+        rows = batch_size // world if micro is None else micro
+        if rows < 1 or batch_size % (rows * world):
             raise ValueError(
-                f"a batch of {batch_size} rows cannot be cut into micro-batches of "
-                f"{self.micro_batch_size or 'any number'} that {world} processes share equally"
+                f"a batch of {batch_size} rows cannot be shared by {world} process{'es' * (world > 1)} in micro-batches "
+                f"of {'equal size' if micro is None else micro}"
             )
-        return parts
+        return batch_size // rows
 
 
 def world_size() -> int:

@@ -12,6 +12,7 @@ from halflife.files import replacing
 from halflife.training.cache import cache_folder, locked
 
 GRAMMAR = "hf:owner/name[@revision][:configuration[:split]], the split as in train or train[:10000]"
+TIMEOUT = 5  # seconds in which the hub must answer
 _SOURCE = re.compile(
     r"hf:(?P<name>[^:@\s]+)(@(?P<revision>[^:\s]+))?"
     r"(:(?P<configuration>[^:\s]*)(:(?P<split>[^:\[\s]+)(\[:(?P<rows>\d+)\])?)?)?"
@@ -56,9 +57,10 @@ def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
     """The JSON lines of a data set, downloaded (streaming: row by row) unless that revision is here already.
 
     Raises:
-        ValueError: `source` is not of the form above, or the data set has no column `field`.
+        ValueError: `source` is not of the form above; the data set has no such configuration, split or column, or a
+            row that is no string.
         ImportError: `datasets` is not installed.
-        ConnectionError: the hub cannot be reached, or has no such data set.
+        ConnectionError: the hub cannot be reached (this is known within seconds), or has no such data set.
     """
     wanted = HubSource.parse(source)
     commit = wanted.revision if re.fullmatch("[0-9a-f]{40}", wanted.revision or "") else _commit(wanted)
@@ -78,12 +80,11 @@ def _commit(wanted: HubSource) -> str:
     from huggingface_hub import HfApi
 
     try:
-        return str(HfApi().dataset_info(wanted.name, revision=wanted.revision).sha)
+        return str(HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=TIMEOUT).sha)
     except Exception as error:  # whatever the client's HTTP library raises
-        reason = str(error).strip().split("\n")[0]
         raise ConnectionError(
-            f"cannot ask the hub about {wanted.name} ({reason}); a data set that is here already needs no network if "
-            "its commit is given: hf:owner/name@commit"
+            f"cannot ask the hub about {wanted.name} ({_line(error)}); a data set that is here already needs no "
+            "network if its commit is given: hf:owner/name@commit"
         ) from error
 
 
@@ -92,15 +93,28 @@ def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
         import datasets  # pyright: ignore
     except ImportError as error:
         raise ImportError(f"hf:{wanted.name} needs the package datasets: pip install datasets") from error
-    rows = datasets.load_dataset(
-        wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
-    )  # fmt: skip
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for i, row in enumerate(rows if wanted.rows is None else rows.take(wanted.rows)):
-            if field not in row:
-                raise ValueError(f"hf:{wanted.name} has no column {field!r}; its columns are {', '.join(row)}")
-            if not isinstance(row[field], str):
-                raise ValueError(
-                    f"hf:{wanted.name}, row {i + 1}: {field!r} is no string but {type(row[field]).__name__}"
-                )
-            file.write(json.dumps({field: row[field]}) + "\n")
+    _commit(wanted)  # a hub that cannot be reached is an error now; `datasets` would try again for half a minute
+    try:
+        rows = datasets.load_dataset(
+            wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
+        )  # fmt: skip
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for i, row in enumerate(rows if wanted.rows is None else rows.take(wanted.rows)):
+                file.write(json.dumps({field: _text(row, field, i + 1)}) + "\n")
+    except ValueError as error:
+        raise ValueError(f"hf:{wanted.name}: {_line(error)}") from error
+    except Exception as error:  # whatever the library's readers raise
+        raise ConnectionError(f"cannot download hf:{wanted.name}: {_line(error)}") from error
+
+
+def _text(row: dict[str, object], field: str, number: int) -> str:
+    if field not in row:
+        raise ValueError(f"no column {field!r}; its columns are {', '.join(row)}")
+    text = row[field]
+    if not isinstance(text, str):
+        raise ValueError(f"row {number}: {field!r} is no string but {type(text).__name__}")
+    return text
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

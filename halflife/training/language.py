@@ -180,7 +180,7 @@ def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> di
     count = min(len(rows), max(1, config.test_tokens // length))
     with torch.autocast(_device().type, torch.bfloat16, enabled=config.bf16):
         losses = by_position(model, ((rows[i]["input_ids"], rows[i]["labels"]) for i in range(count)))
-        whole = of_documents(model, _documents(split, config.test_tokens))
+        whole = of_documents(model, documents(split, config.test_tokens))
     per_token = whole.nats / whole.tokens
     lengths = [
         {"length": size, "perplexity": perplexity(losses, size),
@@ -196,7 +196,7 @@ def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> di
     }
 
 
-def _documents(split: Split, limit: int) -> Iterator[Tensor]:
+def documents(split: Split, limit: int) -> Iterator[Tensor]:
     """The documents of a split, in their order, until they have `limit` tokens in all."""
     starts = split.files.offsets
     for first, last in pairwise(starts.tolist()):

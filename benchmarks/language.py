@@ -1,0 +1,151 @@
+"""What language models that were trained here are worth: against gzip and a 5-gram that saw the same bytes.
+
+    python benchmarks/language.py runs/text/* --write docs/results/language.md
+
+The runs are folders of `halflife train` with the tokenizer "bytes", on one corpus. The 5-gram (interpolated Kneser-Ney)
+is fitted on exactly the bytes that the batches of the run held; where rows lie side by side in a document they are
+joined, so that it loses no context. All are measured on the same validation documents, each from its first byte on,
+which the model is charged 8 bits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halflife.analysis.language_figures import by_lengths, curves
+from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
+from halflife.experiments.language import opened, saved
+from halflife.files import read_json, write_text
+from halflife.training.corpus import Corpus
+from halflife.training.language import LanguageConfig, MicroBatches, documents
+
+EXCERPT = 700  # characters of a sample
+
+
+def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
+    """The bytes that training read, once each: the pieces of documents that its rows cover, joined where they touch."""
+    split = corpus.split("train")
+    batches = MicroBatches(split, config, 1).parts[0]
+    mask = np.zeros(split.tokens + 1, dtype=bool)
+    for step in range(config.steps):
+        for start in batches.starts(step).tolist():
+            mask[start : start + config.context] = True
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    cuts = np.union1d(edges, split.files.offsets)
+    pieces = [(a, b) for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True) if mask[a]]
+    return [split.files.tokens[a:b].astype(np.uint8).tobytes() for a, b in pieces]
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """A run's result, with `bits`: bits per byte of the model, and of what it has to beat."""
+    config, result = saved(folder), read_json(folder / "result.json")
+    corpus = opened(config.data, show=False)
+    split = corpus.split("validation")
+    texts = [ids.numpy().astype(np.uint8).tobytes() for ids in documents(split, config.test_tokens)]
+    size, found = sum(map(len, texts)), result["documents"]
+    train = seen(config, corpus)
+    bits = {
+        "model": (found["nats"] / np.log(2) + 8 * found["documents"]) / size,
+        "gzip -9, one stream": gzip_bits_per_byte(texts),
+        "gzip -9, each document": gzip_bits_per_byte(texts, separately=True),
+        "5-gram": kneser_ney_bits_per_byte(train, texts, order=5),
+    }
+    facts = {"train": corpus.split("train").bytes, "seen": sum(map(len, train)), "validation": size}
+    return {**result, "bits": bits, **facts, "config": config}
+
+
+def seconds(folder: Path) -> float:
+    """Of training: what the steps took, from the log."""
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    tokens = read_json(folder / "result.json")["tokens"] / read_json(folder / "run.json")["steps"]
+    steps, last = 0.0, 0
+    for line in (line for line in logged if "tokens_per_second" in line):
+        steps, last = steps + (line["step"] - last) * tokens / line["tokens_per_second"], line["step"]
+    return steps
+
+
+def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> str:
+    """The page."""
+    first = found[0]
+    config: LanguageConfig = first["config"]
+    names = [one["config"].model.name for one in found]
+    table = [
+        "| | parameters | minutes | tokens/s | MFU | bits/byte | gzip −9 (one stream, each) | 5-gram, same bytes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for folder, name, one in zip(folders, names, found, strict=True):
+        model, whole, each, grams = one["bits"].values()
+        table.append(
+            f"| {name} | {one['parameters'] / 1e6:.2f} M | {seconds(folder) / 60:.0f} "
+            f"| {one['tokens_per_second']:,.0f} | {one['mfu']:.0%} | **{model:.3f}** | {whole:.3f}, {each:.3f} "
+            f"| {grams:.3f} |"
+        )
+    sizes = " | ".join(f"{row['length']:,}" for row in first["lengths"])
+    lengths = [f"| perplexity at length | {sizes} |", "|---" * (len(first["lengths"]) + 1) + "|"]
+    for name, one in zip(names, found, strict=True):
+        cells = [f"{row['perplexity']:.3f} ({row['last_perplexity']:.3f})" for row in one["lengths"]]
+        lengths.append(f"| {name} | {' | '.join(cells)} |")
+    commands = [read_json(folder / "versions.json")["command"] for folder in folders]
+    samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return f"""# Language models on documentation
+
+Models of bytes, trained on this machine's documentation: {first["train"] / 1e6:.1f} MB for training,
+{first["validation"] / 1e6:.2f} MB of other documents for validation (SHA-256 of the corpus {config.digest[:16]}…).
+Each saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
+
+```bash
+{chr(10).join(commands)}
+python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results/language.md
+```
+
+{chr(10).join(table)}
+
+Bits per byte of whole validation documents, the state carried from the first byte to the last (the first is charged 8
+bits); the 5-gram is interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes are those of the steps;
+validation comes on top.
+
+![Loss while training]({figures}_loss.png)
+
+{chr(10).join(lengths)}
+
+In brackets: of the last {config.context} bytes alone. Trained at {config.context}; all lengths are the starts of the
+same windows, documents following each other without a boundary.
+
+![Loss by position, perplexity by length]({figures}_length.png)
+
+## Samples
+
+Temperature 0.8, after the start of a validation document; the model begins at ⟨…⟩.
+
+{chr(10).join(samples)}"""
+
+
+def sample(folder: Path, name: str) -> str:
+    text = (folder / "samples.txt").read_text(encoding="utf-8").split("-" * 80 + "\n")[0][:EXCERPT]
+    return f"**{name}**\n\n```\n{text.replace('```', '` ` `')}\n```\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--write", type=Path, help="the page to write, with its figures beside it")
+    options = parser.parse_args()
+    found = [measure(folder) for folder in options.runs]
+    for one in found:
+        print(one["config"].model.name, {name: round(bits, 4) for name, bits in one["bits"].items()})
+    if options.write:
+        names = [one["config"].model.name for one in found]
+        stem = options.write.with_suffix("")
+        goals = {"5-gram": found[0]["bits"]["5-gram"], "gzip −9": found[0]["bits"]["gzip -9, one stream"]}
+        curves(dict(zip(names, options.runs, strict=True)), Path(f"{stem}_loss.png"), goals)
+        by_lengths(dict(zip(names, found, strict=True)), Path(f"{stem}_length.png"))
+        write_text(options.write, markdown(options.runs, found, stem.name))
+
+
+if __name__ == "__main__":
+    main()

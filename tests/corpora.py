@@ -1,0 +1,30 @@
+"""Documents and corpora that the tests of text share."""
+
+import gzip
+import json
+
+from halflife.training.corpus import Corpus, CorpusConfig
+
+WORDS = ("state", "decay", "forgets", "λ", "holds", "gate", "🙂", "writes")
+
+
+def text(i):
+    """Document i: some words, by their number, so that every document is another one."""
+    return " ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 11)) + f" {i}"
+
+
+def write_documents(place):
+    """Forty documents in three kinds of files of a new folder."""
+    (place / "deep").mkdir(parents=True)
+    (place / "b.txt").write_text(text(0))
+    (place / "deep/a.md.gz").write_bytes(gzip.compress(text(1).encode()))
+    lines = [json.dumps({"text": text(i), "id": i}) for i in range(2, 40)]
+    (place / "deep/c.jsonl").write_text("\n".join(lines[:20]) + "\n\n" + "\n".join(lines[20:]))
+    (place / "ignored.py").write_text("no text")
+    (place / ".hidden.txt").write_text("no text")
+    return place
+
+
+def open_corpus(source, tmp_path, **settings):
+    settings = {"cache_dir": tmp_path / "cache", "context": 8, "fractions": (0.2, 0.1), **settings}
+    return Corpus.open(CorpusConfig(sources=(source,), **settings), show=False)

@@ -1,0 +1,159 @@
+"""Batches of a corpus: which tokens they have, in what order, and which of them a model sees together."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from corpora import open_corpus, write_documents
+
+from halflife import LanguageModel, preset
+from halflife.tasks import IGNORED
+from halflife.training.batches import Batches, TokenFiles, permuted
+
+LENGTHS = (5, 1, 30, 8, 3, 16, 2, 41, 7, 4)  # of documents; token i is i, so that a batch says where it comes from
+
+
+@pytest.fixture
+def files(tmp_path):
+    return numbered(tmp_path, LENGTHS)
+
+
+def numbered(folder, lengths):
+    np.arange(sum(lengths), dtype=np.uint16).tofile(folder / "train.tokens")
+    np.cumsum([0, *lengths]).astype(np.int64).tofile(folder / "train.offsets")
+    return TokenFiles(folder, "train", "uint16")
+
+
+STARTS = {sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)}  # and the end
+
+
+@pytest.mark.parametrize("context", [1, 4, 7, 8, 39])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("mode", ["packed", "concatenated"])
+def test_an_epoch_has_every_token_once(files, mode, batch_size, context):
+    total = sum(LENGTHS)
+    batches = Batches(files, batch_size, context, seed=1, mode=mode)
+    left, orders = set(), []
+    for epoch in range(6):
+        batches = Batches(files, batch_size, context, seed=1, mode=mode, steps=6 * batches.steps_per_epoch)
+        steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+        seen = torch.cat([batches[i]["input_ids"].flatten() for i in steps]).tolist()
+        assert len(set(seen)) == len(seen)
+        assert 0 <= total - len(seen) < batch_size * context
+        left |= set(range(total)) - set(seen)
+        orders.append(seen)
+    assert len({tuple(order) for order in orders}) > 1
+    if (dropped := total - len(seen)) and total // context > batch_size:
+        assert len(left) > dropped  # not the same ones every time
+
+
+@pytest.mark.parametrize("context", [1, 4, 7, 16])
+def test_packed_rows_start_anew_at_documents(files, context):
+    """Against a walk over the tokens, one by one."""
+    for batch in Batches(files, 3, context, seed=2):
+        assert batch["input_ids"].shape == batch["labels"].shape == (1, 3 * context)
+        assert batch["cu_seqlens"].dtype == torch.int32
+        ids, bounds = batch["input_ids"].flatten().tolist(), {0, 3 * context}
+        for i, token in enumerate(ids):
+            if i % context == 0 or token in STARTS:
+                bounds.add(i)
+            assert batch["labels"][0, i] == (IGNORED if token + 1 in STARTS else token + 1)
+        assert batch["cu_seqlens"].tolist() == sorted(bounds)
+
+
+def test_concatenated_rows_go_through_documents(files):
+    for batch in Batches(files, 3, 13, seed=2, mode="concatenated"):
+        ids = batch["input_ids"]
+        assert ids.shape == (3, 13)
+        assert torch.equal(ids, ids[:, :1] + torch.arange(13))
+        expected = ids + 1
+        expected[expected == sum(LENGTHS)] = IGNORED  # nothing follows
+        assert torch.equal(batch["labels"], expected)
+
+
+@pytest.mark.parametrize("mode", ["packed", "concatenated"])
+def test_a_batch_depends_on_its_step_alone(files, mode):
+    batches = Batches(files, 2, 8, seed=5, mode=mode, steps=30)
+    later = pickle.loads(pickle.dumps(batches))  # as a worker process gets it, without having asked before
+    assert len(pickle.dumps(batches)) < 1000
+    other = Batches(files, 2, 8, seed=6, mode=mode, steps=30)
+    for step in (29, 3, 17):
+        assert all(torch.equal(later[step][name], value) for name, value in batches[step].items())
+    assert any(not torch.equal(other[i]["input_ids"], batches[i]["input_ids"]) for i in range(30))
+    assert len(list(batches)) == len(batches) == 30
+    with pytest.raises(IndexError, match="step 30 of 30"):
+        batches[30]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", ["packed", "concatenated"])
+def test_processes_share_a_batch(files, mode, world_size):
+    whole = Batches(files, 6, 5, seed=5, mode=mode)
+    parts = [Batches(files, 6, 5, seed=5, mode=mode, rank=r, world_size=world_size) for r in range(world_size)]
+    assert {len(part) for part in parts} == {len(whole)}
+    for step in range(len(whole)):
+        found = [part[step] for part in parts]
+        dim = 1 if mode == "packed" else 0
+        for name in ("input_ids", "labels"):
+            assert torch.equal(torch.cat([batch[name] for batch in found], dim), whole[step][name])
+        if mode == "packed":
+            share = 30 // world_size
+            bounds = {b + r * share for r, batch in enumerate(found) for b in batch["cu_seqlens"].tolist()}
+            assert sorted(bounds) == whole[step]["cu_seqlens"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "packd"}, "unknown mode 'packd'. Did you mean 'packed'"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"context": 0}, "context must be at least 1"),
+        ({"rank": 2, "world_size": 2}, r"rank must be in \[0, 2\); got 2"),
+        ({"batch_size": 3, "world_size": 2}, "batch_size 3 cannot be shared equally by 2 processes"),
+        ({"steps": -1}, "steps must be 0 or more"),
+        ({"context": 100}, "the train split has 117 tokens, fewer than a batch of 2 x 100"),
+    ],
+)
+def test_batches_that_make_no_sense(files, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Batches(files, **{"batch_size": 2, "context": 8, **settings})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 17, 64, 65, 1000])
+def test_a_permutation(count):
+    orders = [permuted(np.arange(count), count, key).tolist() for key in range(200)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert permuted(np.array([count - 1]), count, 7).tolist() == orders[7][-1:]
+    # Where the first goes is uniform: mean (count − 1)/2, deviation count/√12 over √200 keys; four of them.
+    assert abs(np.mean([order[0] for order in orders]) - (count - 1) / 2) <= 4 * count / (12 * 200) ** 0.5
+    if count >= 64:  # and so is the step from one to the next: no order is a shifted or strided one
+        assert len(set(np.diff(orders[3]) % count)) > count // 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_documents(tmp_path / "text")
+
+
+def test_packed_documents_do_not_see_each_other(folder, tmp_path):
+    """The model's logits on a batch are those on each of its sequences alone; measured: 1.7e-16 apart."""
+    batches = open_corpus(folder, tmp_path, context=40).split("train").batches(batch_size=2)
+    batch = max(batches, key=lambda batch: len(batch["cu_seqlens"]))
+    model = LanguageModel(preset("mamba2+post", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)).double()
+    bounds = batch["cu_seqlens"].tolist()
+    assert len(bounds) > 3  # a document ends within a row
+    with torch.no_grad():
+        whole, _ = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"])
+        alone = torch.cat([model(batch["input_ids"][:, a:b])[0] for a, b in itertools.pairwise(bounds)], 1)
+        leaky, _ = model(batch["input_ids"])
+    assert (whole - alone).abs().max() < 4 * 1.7e-16
+    assert (leaky - alone).abs().max() > 1e-3
+
+
+def test_the_configuration_says_how_batches_look(folder, tmp_path):
+    split = open_corpus(folder, tmp_path, context=4, mode="concatenated", seed=3).split("train")
+    assert split.batches(2)[0]["input_ids"].shape == (2, 4)
+    assert torch.equal(split.batches(2)[1]["input_ids"], split.batches(2, 4, 3)[1]["input_ids"])
+    assert split.batches(2, 5, mode="packed")[0]["input_ids"].shape == (1, 10)

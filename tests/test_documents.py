@@ -1,0 +1,149 @@
+"""Documents of files, and what is wrong with some."""
+
+import gzip
+import sys
+
+import pytest
+from corpora import open_corpus, text, write_documents
+
+from halflife.training import documents
+from halflife.training.documents import find, pieces
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_documents(tmp_path / "text")
+
+
+def test_documents_of_a_folder_in_their_order(folder):
+    expected = [text(i).encode() for i in range(40)]
+    assert list(documents.documents([folder])) == expected
+    assert list(documents.documents([folder / "b.txt", str(folder / "**/*.md.gz"), folder])) == expected
+    assert list(documents.documents([folder / "deep/*"])) == expected[1:]
+    assert list(documents.documents([folder / "ignored.py"])) == [b"no text"]  # when it is named
+
+
+def test_another_field(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\ufeff{"body": "x", "text": "y"}\r\n{"body": ""}\r\n{"body": "\\ud800"}')
+    assert list(documents.documents([tmp_path], "body")) == [b"x", b"\xed\xa0\x80"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"", "a.txt is empty"),
+        ("a.txt.gz", gzip.compress(b""), "a.txt.gz is empty"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999)[:25], "a.txt.gz is truncated or no gzip"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999)[:-8], "a.txt.gz is truncated or no gzip"),  # all but the checksum
+        ("a.txt.gz", b"plain text", "a.txt.gz is truncated or no gzip"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-4], "a.jsonl.gz is truncated or no gzip"),
+        ("a.txt", b"text\0more", r"a.txt is binary or UTF-16 \(it has NUL bytes\)"),
+        ("a.md", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.md is binary"),
+        ("a.txt", b"x" * documents.PIECE + b"\0", "a.txt is binary"),
+        ("a.txt", "text".encode("utf-16"), "a.txt is binary or UTF-16"),
+        ("a.jsonl", b"\0", "a.jsonl is binary"),
+        ("a.jsonl", b"", "a.jsonl is empty"),
+        ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"', "a.jsonl:3 is no JSON"),
+        ("a.jsonl", b"[1]", "a.jsonl:1 is no JSON object but list"),
+        ("a.jsonl", b'{"text": "x"}\n{"id": 1, "body": ""}', "a.jsonl:2 has no field 'text'; its fields are id, body$"),
+        ("a.jsonl", b'{"text": null}', "a.jsonl:1: 'text' is no string but NoneType"),
+        ("a.json", b"[]", "a.json is JSON; a corpus takes JSON lines"),
+    ],
+)
+def test_bad_files_are_clear_errors_before_anything_is_written(tmp_path, name, data, message):
+    (tmp_path / "0.txt").write_text("a good one before it")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message) as error:
+        open_corpus(tmp_path / "*.*", tmp_path)
+    assert "\n" not in str(error.value)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_sources_that_are_not_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for source, message in (
+        (tmp_path / "no.txt", "there is no file .*no.txt"),
+        (str(tmp_path / "*.txt"), r"no file matches .*\*.txt"),
+        (tmp_path / "empty", "the folder .*empty has no .txt, .md"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            find([source])
+    with pytest.raises(ValueError, match="at least one source"):
+        find([])
+
+
+@pytest.mark.parametrize("limit", [8, 9, 64])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_long_documents_come_in_pieces(tmp_path, name, limit):
+    whole = ("🙂" * 7 + " word\n" * 5 + "λx" * 9).encode() + b"\x80" * 20
+    data = b'{"text": "' + whole.replace(b"\n", rb"\n") + b'"}' if "jsonl" in name else whole
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    found = list(pieces(tmp_path / name, limit=limit))
+    assert b"".join(piece.data for piece in found) == whole
+    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
+    assert all(0 < len(piece.data) <= limit for piece in found)
+    for piece in found:
+        (piece.data.rstrip(b"\x80") if b"\x80\x80" in piece.data else piece.data).decode()  # no character is cut
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"a.parquet needs the package pyarrow: pip install pyarrow"):
+        open_corpus(tmp_path / "a.parquet", tmp_path)
+
+
+def write_parquet(path, column, **others):
+    """A file of parquet whose column `text` is `column`."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": column, **others}), path)
+
+
+def test_parquet(tmp_path):
+    rows = [text(i) for i in range(150)]
+    write_parquet(tmp_path / "a.parquet", rows, id=list(range(150)))
+    assert list(documents.documents([tmp_path])) == [row.encode() for row in rows]
+    with pytest.raises(ValueError, match="has no column 'body'; its columns are text, id"):
+        list(documents.documents([tmp_path], "body"))
+    with pytest.raises(ValueError, match="row 1: 'id' is no string but int"):
+        list(documents.documents([tmp_path], "id"))
+
+
+def test_strings_of_parquet(tmp_path):
+    """Of every type that pyarrow has for them, and of bytes that are no UTF-8: it writes those and cannot read them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = pyarrow.array(["λ", "", "x"])
+    for column in (rows, rows.cast("large_string"), rows.dictionary_encode()):
+        write_parquet(tmp_path / "a.parquet", column)
+        assert list(documents.documents([tmp_path])) == ["λ".encode(), b"x"]
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"a\xff", b"b"]).buffers())
+    write_parquet(tmp_path / "a.parquet", broken)
+    assert list(documents.documents([tmp_path])) == [b"a\xff", b"b"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:300],
+        lambda data: data[:-1],
+        lambda data: b"text" * 99,
+        lambda data: data[:40] + bytes(60) + data[100:],  # its footer is whole
+    ],
+)
+def test_damaged_parquet(tmp_path, damage):
+    write_parquet(tmp_path / "a.parquet", [text(i) for i in range(150)])
+    (tmp_path / "a.parquet").write_bytes(damage((tmp_path / "a.parquet").read_bytes()))
+    with pytest.raises(ValueError, match=r"a.parquet is truncated or no parquet") as error:
+        open_corpus(tmp_path / "a.parquet", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_without_text(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["", ""])
+    with pytest.raises(ValueError, match=r"a.parquet is empty: no document in it has any text"):
+        list(documents.documents([tmp_path]))
+    write_parquet(tmp_path / "a.parquet", ["x", None])
+    with pytest.raises(ValueError, match=r"a.parquet, row 2: 'text' is no string but NoneType"):
+        list(documents.documents([tmp_path]))

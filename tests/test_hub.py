@@ -1,0 +1,159 @@
+"""Data sets of the hub: their names, and what `datasets` reads of one that lies in a folder."""
+
+import json
+import socket
+import sys
+import time
+import types
+
+import pytest
+from corpora import text
+
+from halflife.training import documents, hub
+from halflife.training.documents import find
+
+COMMIT = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("hf:a/b", ("a/b", None, None, "train", None)),
+        ("hf:a/b@main", ("a/b", "main", None, "train", None)),
+        ("hf:a/b:en.x", ("a/b", None, "en.x", "train", None)),
+        ("hf:a/b@v1:en:test[:50]", ("a/b", "v1", "en", "test", 50)),
+        ("hf:a/b::validation", ("a/b", None, None, "validation", None)),
+    ],
+)
+def test_names_of_data_sets(source, expected):
+    assert hub.HubSource.parse(source) == hub.HubSource(*expected)
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:a b", "hf:a/b:c:train[5:]", "hf:a/b:c:train[:0]"])
+def test_names_that_are_none(source):
+    with pytest.raises(ValueError, match=r"is no data set of the hub|asks for no row"):
+        hub.HubSource.parse(source)
+
+
+# ---------------------------------------------------------------- datasets itself, on a folder; the hub cannot be asked
+
+CARD = """---
+configs:
+- config_name: en
+  default: true
+  data_files:
+  - {split: train, path: en*.jsonl}
+  - {split: test, path: test.jsonl}
+- config_name: holes
+  data_files: holes.jsonl
+- config_name: broken
+  data_files: broken.jsonl
+---
+"""
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def data_set(tmp_path, monkeypatch):
+    """A folder as a data set's repository is, in place of the hub; it has a commit, as the hub would say."""
+    datasets, huggingface_hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    found = types.SimpleNamespace(sha=COMMIT)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: found)
+    place = tmp_path / "owner"
+    place.mkdir()
+    (place / "README.md").write_text(CARD)
+    write_lines(place / "en0.jsonl", [{"text": text(i), "id": i} for i in range(6)])
+    write_lines(place / "en1.jsonl", [{"text": text(i), "id": i} for i in range(6, 9)])
+    write_lines(place / "test.jsonl", [{"text": text(9), "id": 9}])
+    write_lines(place / "holes.jsonl", [{"text": "x"}, {"text": None}])
+    (place / "broken.jsonl").write_text('{"text": "x"}\n{"text": \n')
+    return place
+
+
+@pytest.mark.parametrize(
+    ("suffix", "expected"),
+    [
+        ("", range(9)),
+        (f"@{COMMIT}", range(9)),
+        (":en", range(9)),
+        (":en:train[:4]", range(4)),
+        ("::train[:7]", range(7)),
+        (":en:test", [9]),
+    ],
+)
+def test_documents_of_a_data_set(data_set, tmp_path, suffix, expected):
+    (path,) = find([f"hf:{data_set}{suffix}"], "text", tmp_path)
+    assert list(documents.documents([path])) == [text(i).encode() for i in expected]
+
+
+def test_a_data_set_is_read_once(data_set, tmp_path, monkeypatch):
+    source = f"hf:{data_set}@{COMMIT}"
+    first = find([source], "text", tmp_path)
+    data_set.rename(tmp_path / "gone")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert find([source], "text", tmp_path) == first
+    assert find([f"hf:{data_set}"], "text", tmp_path) == first  # by its newest commit, which is this one
+
+
+@pytest.mark.parametrize(
+    ("suffix", "field", "message"),
+    [
+        ("", "body", "no column 'body'; its columns are text, id"),
+        ("", "id", "row 1: 'id' is no string but int"),
+        (":holes", "text", "row 2: 'text' is no string but NoneType"),
+        (":de", "text", "BuilderConfig 'de' not found. Available: .*'en', 'holes', 'broken'"),
+        (":en:valid", "text", "Bad split: valid. Available splits: .*'train', 'test'"),
+        (":broken", "text", "JSON parse error"),
+    ],
+)
+def test_what_a_data_set_has_not_is_a_one_line_error(data_set, tmp_path, suffix, field, message):
+    with pytest.raises(ValueError, match=f"^hf:{data_set}: {message}") as error:
+        find([f"hf:{data_set}{suffix}"], field, tmp_path)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("downloads/*.jsonl"))
+
+
+def test_a_choice_of_configurations_is_on_one_line(data_set, tmp_path):
+    (data_set / "README.md").write_text(CARD.replace("  default: true\n", ""))
+    with pytest.raises(ValueError, match=r"Config name is missing.*'en', 'holes', 'broken'.*") as error:
+        find([f"hf:{data_set}"], "text", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_data_set_that_is_not_there(data_set, tmp_path):
+    with pytest.raises(ConnectionError, match=r"^cannot download hf:.*/none: Couldn't find"):
+        find([f"hf:{data_set}/none"], "text", tmp_path)
+
+
+def test_a_data_set_without_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="hf:a/b needs the package datasets: pip install datasets"):
+        find([f"hf:a/b@{COMMIT}"], "text", tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- no hub to ask
+
+
+@pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, listens, revision):
+    """Refused, or silent for longer than we wait: one line, and soon (`datasets` itself tries for half a minute)."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(hub, "TIMEOUT", 0.5)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(ConnectionError, match=r"^cannot ask the hub about a/b \(.*hf:owner/name@commit$") as error:
+            find([f"hf:a/b{revision}"], "text", tmp_path)
+    assert time.monotonic() - start < 8  # measured: 0.1 and 0.5
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("*.jsonl"))
