@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from halflife.cli.train import number
 from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
 from halflife.experiments import language
 from halflife.models import LanguageModel, io
+from halflife.training.checkpoints import last_checkpoint
 from halflife.training.corpus import Corpus, CorpusConfig
 from halflife.training.fit import Execution, Objective
 from halflife.training.language import MicroBatches, run
@@ -104,7 +107,7 @@ def test_documents_do_not_see_each_other_in_a_batch(corpus):
     batch = MicroBatches(corpus.split("train"), config, 1)[0]
     bounds = batch["cu_seqlens"].tolist()
     alone = 0.0
-    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+    for a, b in pairwise(bounds):
         ids, labels = batch["input_ids"][:, a:b], batch["labels"][:, a:b]
         if (labels != -100).any():
             alone += objective(ids, labels)["loss"] * (labels != -100).sum()
@@ -379,6 +382,32 @@ def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, 
     assert found[0] == expected[0]
     if kind == signal.SIGKILL:  # else the lines about the loss have other steps
         assert found == expected
+
+
+def trial(data, folder):
+    """A run in a process of its own, on one thread as the others."""
+    torch.set_num_threads(1)
+    corpus = language.opened(data, show=False)
+    run(tiny(corpus, tokens=25600), corpus, folder, name="trial", execution=quiet())
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 20))])
+def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, long, tmp_path, seed):
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["halflife.experiments.language", "halflife.training.trainer"])
+    draw, kept, kills = random.Random(seed), 0, 0
+    while not (tmp_path / "result.json").exists():
+        process = processes.Process(target=trial, args=(language.plain(corpus.config), tmp_path))
+        process.start()
+        process.join(draw.uniform(0, 6) if kills < 3 else None)
+        kills += process.is_alive()
+        process.kill()
+        process.join()
+        if (tmp_path / "checkpoints").exists() and (last := last_checkpoint(tmp_path / "checkpoints")):
+            step = int(last.name.split("-")[1])
+            assert step >= kept
+            kept = step
+    assert numbers(tmp_path) == numbers(long)
 
 
 @pytest.mark.parametrize("how", [(), ("--fsdp",), pytest.param(("--micro-batch-size", "1"), marks=pytest.mark.slow)])
