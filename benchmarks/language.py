@@ -21,8 +21,9 @@ from halflife.analysis.language_figures import by_lengths, curves
 from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
 from halflife.experiments.language import opened, saved
 from halflife.files import read_json, write_text
+from halflife.models import io
 from halflife.training.corpus import Corpus
-from halflife.training.language import LanguageConfig, MicroBatches, documents
+from halflife.training.language import LanguageConfig, MicroBatches, documents, of_rows
 
 EXCERPT = 700  # characters of a sample
 
@@ -48,9 +49,11 @@ def measure(folder: Path) -> dict[str, Any]:
     split = corpus.split("validation")
     texts = [ids.numpy().astype(np.uint8).tobytes() for ids in documents(split, config.test_tokens)]
     size, found = sum(map(len, texts)), result["documents"]
-    train = seen(config, corpus)
+    train, first = seen(config, corpus), 8 * found["documents"] / size
+    followed = found["tokens"] / size
     bits = {
-        "model": (found["nats"] / np.log(2) + 8 * found["documents"]) / size,
+        "rows": of_rows(io.load(folder).eval(), corpus, config) / np.log(2) * followed + first,
+        "documents": found["nats"] / np.log(2) / size + first,
         "gzip -9, one stream": gzip_bits_per_byte(texts),
         "gzip -9, each document": gzip_bits_per_byte(texts, separately=True),
         "5-gram": kneser_ney_bits_per_byte(train, texts, order=5),
@@ -75,14 +78,14 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     config: LanguageConfig = first["config"]
     names = [one["config"].model.name for one in found]
     table = [
-        "| | parameters | minutes | tokens/s | MFU | bits/byte | gzip −9 (one stream, each) | 5-gram, same bytes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | parameters | minutes | tokens/s | MFU | bits/byte | whole documents | gzip −9 | 5-gram |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for folder, name, one in zip(folders, names, found, strict=True):
-        model, whole, each, grams = one["bits"].values()
+        rows, documents, whole, each, grams = one["bits"].values()
         table.append(
             f"| {name} | {one['parameters'] / 1e6:.2f} M | {seconds(folder) / 60:.0f} "
-            f"| {one['tokens_per_second']:,.0f} | {one['mfu']:.0%} | **{model:.3f}** | {whole:.3f}, {each:.3f} "
+            f"| {one['tokens_per_second']:,.0f} | {one['mfu']:.0%} | **{rows:.3f}** | {documents:.3f} | {whole:.3f}, {each:.3f} "
             f"| {grams:.3f} |"
         )
     sizes = " | ".join(f"{row['length']:,}" for row in first["lengths"])
@@ -90,6 +93,7 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     for name, one in zip(names, found, strict=True):
         cells = [f"{row['perplexity']:.3f} ({row['last_perplexity']:.3f})" for row in one["lengths"]]
         lengths.append(f"| {name} | {' | '.join(cells)} |")
+    size = first["validation"] / first["documents"]["documents"]
     commands = [read_json(folder / "versions.json")["command"] for folder in folders]
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
@@ -105,9 +109,10 @@ python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results
 
 {chr(10).join(table)}
 
-Bits per byte of whole validation documents, the state carried from the first byte to the last (the first is charged 8
-bits); the 5-gram is interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes are those of the steps;
-validation comes on top.
+Bits per byte of the validation documents, in rows of {config.context} bytes as in training (bold), and with the state
+carried from the first byte of a document to its last (on average {size:,.0f}). The first byte of a document is charged
+8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated Kneser-Ney on exactly the bytes
+that the model saw. Minutes are those of the steps; validation comes on top.
 
 ![Loss while training]({figures}_loss.png)
 

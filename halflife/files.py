@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and read with an error that names them."""
+"""Files written whole or not at all, and read with an error that names them; folders for one process at a time."""
 
 from __future__ import annotations
 
@@ -65,3 +65,27 @@ def read_bytes(path: Path) -> bytes:
     if not data:
         raise ValueError(f"{path} is empty")
     return data
+
+
+@contextmanager
+def alone(folder: Path, patience: float = 0) -> Iterator[None]:
+    """Keeps other processes that ask for it out of `folder`; the system frees what a killed process held.
+
+    Args:
+        patience: seconds that another process is given to leave.
+
+    Raises:
+        ValueError: it does not.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=patience)
+    except Timeout:
+        raise ValueError(f"another process is at work in {folder}; let it finish, or end it") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -21,6 +21,7 @@ from halflife.cli import main
 from halflife.cli.train import number
 from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
 from halflife.experiments import language
+from halflife.files import alone
 from halflife.models import LanguageModel, io
 from halflife.training.checkpoints import last_checkpoint
 from halflife.training.corpus import Corpus, CorpusConfig
@@ -194,9 +195,9 @@ def test_a_run_writes_what_it_promises(corpus, whole):
         nats += Objective(model)(**rows[i])["loss"].item() * items
         count += items
     assert result["validation"] == pytest.approx((nats / count).item(), rel=1e-5)
-    assert result["bits_per_byte"] == pytest.approx(
-        result["documents"]["nats"] / result["documents"]["tokens"] / math.log(2)
-    )
+    assert result["bits_per_byte"] == pytest.approx(result["validation"] / math.log(2), rel=1e-5)  # the same rows
+    whole_documents = result["documents"]["nats"] / result["documents"]["tokens"] / math.log(2)
+    assert result["bits_per_byte_of_documents"] == pytest.approx(whole_documents)
     assert result["documents"]["tokens"] == split.tokens - split.documents
     assert not (whole / "checkpoints").exists()
 
@@ -233,7 +234,7 @@ def floats(x):
 @pytest.mark.parametrize(("world", "micro"), [(1, 3), (1, 8), (1, 0), (3, None), (2, 4)])
 def test_rows_that_cannot_be_shared_are_an_error(world, micro, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(ValueError, match="micro-batches"):
+    with pytest.raises(ValueError, match="shared equally"):
         quiet(micro_batch_size=micro).parts(4)
 
 
@@ -288,6 +289,9 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     with pytest.raises(SystemExit):
         main(["train", *arguments(text, folder)])  # the folder is taken
     assert "--resume" in capsys.readouterr().err
+    with alone(folder), pytest.raises(SystemExit):
+        main(["train", "--resume", str(folder)])
+    assert "another process is at work" in capsys.readouterr().err
     main(["train", "--resume", str(folder), "--quiet"])  # is done: prints its result again
     assert "bits per byte" in capsys.readouterr().out
 
@@ -426,6 +430,10 @@ def test_two_processes_are_stopped_and_another_number_goes_on(text, long, tmp_pa
     process.communicate()
     steps = [int(path.name.split("-")[1]) for path in (tmp_path / "checkpoints").iterdir()]
     assert 4 <= max(steps) < 200
+    if how:  # each process has written its own part
+        saved = tmp_path / "checkpoints" / f"checkpoint-{max(steps)}"
+        assert len([*saved.glob("shards/*.safetensors")]) == 2
+        assert not (saved / "model.safetensors").exists()
     one = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", str(port())] if how else []
     command = [sys.executable, *one, "-m", "halflife.cli", "train", "--resume", str(tmp_path), "--quiet", *how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -434,5 +442,5 @@ def test_two_processes_are_stopped_and_another_number_goes_on(text, long, tmp_pa
     expected = json.loads((long / "result.json").read_text())
     assert lines[-1]["step"] == 200
     found = json.loads((tmp_path / "result.json").read_text())
-    for name in ("validation", "bits_per_byte"):
+    for name in ("validation", "bits_per_byte", "bits_per_byte_of_documents"):
         assert found[name] == pytest.approx(expected[name], rel=RESUMED)

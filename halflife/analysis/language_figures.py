@@ -27,7 +27,10 @@ def curves(folders: Mapping[str, Path], path: Path, goals: Mapping[str, float] |
     figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
     for name, look in looks(list(folders)).items():
         logged = lines(folders[name])
-        for key, style in (("loss", {"alpha": 0.35, "linewidth": 0.8}), ("validation_loss", {"label": name})):
+        styles: dict[str, dict[str, Any]] = {
+            "loss": {"alpha": 0.35, "linewidth": 0.8}, "validation_loss": {"label": name},
+        }  # fmt: skip
+        for key, style in styles.items():
             found = [(line["step"], line[key] * BITS) for line in logged if key in line]
             axes.plot(*zip(*found, strict=True), color=look.color, linestyle=look.linestyle, **style)
     for name, value in (goals or {}).items():

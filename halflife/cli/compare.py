@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +36,7 @@ class Compare:
     lr: tuple[float, ...] = ()
     """Learning rates to try; the best on in-distribution validation is marked. Default: the scale's own."""
     resume: Path | None = None
-    """Go on with the comparison in this folder; nothing else may be given."""
+    """Go on with the comparison in this folder; it has all settings but where the runs are done."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<name>."""
     name: str | None = None
@@ -71,6 +73,14 @@ class Compare:
     """Steps between checkpoints instead of the scale's."""
     only_seeds: tuple[int, ...] = ()
     """Run only these seeds now, so that several processes can share the work."""
+    on: str = "local"
+    """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
+    install 'halflife[sweep]'); ray://host:port, on that Ray cluster, all of whose machines must see the folder under
+    the same path (a shared file system). A run that is killed there goes on from its last checkpoint, up to 5 times."""
+    cpus_per_run: int | None = None
+    """Processors, and threads, of a run on Ray. Default: 1."""
+    gpus_per_run: float | None = None
+    """GPUs of a run on Ray, 0 to 1; 0.5: two runs share one. Default: 1 if the cluster has GPUs, else 0."""
     quiet: bool = False
     """No progress bars."""
 
@@ -79,12 +89,16 @@ class Compare:
         "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
     )  # fmt: skip
 
+    PLACE = ("on", "cpus_per_run", "gpus_per_run")
+
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.experiments.tables import print_comparison
+        from halflife.training.pool import executor
 
+        on = executor(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:
-            only(self, "resume", "only_seeds", "quiet")
+            only(self, "resume", "only_seeds", "quiet", *self.PLACE)
             folder = self.resume
         else:
             overrides = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
@@ -94,7 +108,13 @@ class Compare:
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         print(f"writing to {folder}")
-        with resumable(f"halflife compare --resume {folder}"):
-            rows = compare.execute(folder, only_seeds=self.only_seeds or None, show=not self.quiet)
+        with resumable(shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])):
+            rows = compare.execute(folder, only_seeds=self.only_seeds or None, show=not self.quiet, on=on)
         print_comparison(rows)
         print(f"report: {folder / 'report.html'}")
+
+    def _place(self) -> Iterator[str]:
+        """The options that say where the runs are done, as they were typed."""
+        for field in dataclasses.fields(self):
+            if field.name in self.PLACE and (value := getattr(self, field.name)) != field.default:
+                yield from (f"--{field.name.replace('_', '-')}", str(value))

@@ -182,5 +182,7 @@ def report(result: dict, folder: Path) -> None:
         table.add_row(f"{row['length']:,}", f"{row['perplexity']:.3f}", f"{row['last_perplexity']:.3f}")
     show(table)
     speed = f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.1%}"
-    show(f"validation: {result['bits_per_byte']:.4f} bits per byte of whole documents; training: {speed}")
+    rows, whole = result["bits_per_byte"], result["bits_per_byte_of_documents"]
+    show(f"validation: {rows:.4f} bits per byte in rows as in training, {whole:.4f} of whole documents")
+    show(f"training: {speed}")
     show(f'continue a text with: halflife generate {folder} "…"')

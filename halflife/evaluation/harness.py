@@ -199,14 +199,16 @@ def evaluate(
         What `lm_eval.simple_evaluate` returns, and `"truncated"`: the number of requests cut to `max_length`.
 
     Raises:
-        ValueError: lm-eval is missing, an unknown task, one whose data cannot be had, or a setting out of range.
+        ImportError: lm-eval is missing.
+        FileNotFoundError: there is no such folder.
+        ValueError: an unknown task, one whose data cannot be had, or a setting out of range.
     """
     if not tasks or (limit is not None and limit <= 0) or (num_fewshot is not None and num_fewshot < 0):
         raise ValueError(f"need a task, limit > 0 and num_fewshot ≥ 0; got {list(tasks)}, {limit} and {num_fewshot}")
     try:
         from lm_eval import simple_evaluate
     except ModuleNotFoundError as error:
-        raise ValueError(f"tasks of the harness need lm-eval ({error}): pip install 'halflife[eval]'") from error
+        raise ImportError(f"tasks of the harness need lm-eval ({error}): pip install 'halflife[eval]'") from error
     adapter = harness_model(model, tokenizer, batch_size=batch_size, max_length=max_length, show=show)
     manager = _manager(tasks, include_path, dict(metadata or {}))
     loaded = [part for name in dict.fromkeys(tasks) for part in _load(manager, name)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from halflife.experiments.base import EXPERIMENTS
 from halflife.files import read_json, write_text
-from halflife.training.sweep import Cell, create, sweep
+from halflife.training.sweep import Cell, Execute, create, one_by_one, sweep
 
 
 def new(
@@ -71,12 +71,15 @@ def new(
     return create(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
 
 
-def execute(folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True) -> list[dict[str, Any]]:
+def execute(
+    folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True, on: Execute = one_by_one
+) -> list[dict[str, Any]]:
     """Runs, or goes on with, the comparison in `folder`; then writes its table, figures and report.
 
     Args:
         only_seeds: run only these now, so that several processes can share the work; the table has what is finished.
         show: whether to draw progress bars.
+        on: where the runs are done: `training.pool.executor` of a name.
 
     Returns:
         The rows of `results.csv`.
@@ -94,7 +97,7 @@ def execute(folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool
     experiment = EXPERIMENTS[config["experiment"]]()
     saved: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["settings"].items()}
     settings = experiment.settings(**saved)
-    rows = sweep(folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show)
+    rows = sweep(folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, execute=on)
     write_report(folder)
     if summary := experiment.summary(folder, rows):
         write_text(folder / "summary.md", summary)

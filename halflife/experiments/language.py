@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from halflife.files import read_json, write_json
+from halflife.files import alone, read_json, write_json
 from halflife.models import ModelConfig, preset
 from halflife.models.sizes import SIZES
 from halflife.registry import unknown
@@ -105,6 +106,13 @@ def execute(
         samples: prompts that the model continues at the end, into `samples.txt`.
         command: that started it, for `command.txt`.
     """
+    with alone(folder) if rank() == 0 else nullcontext():
+        return _execute(config, folder, execution, samples, command)
+
+
+def _execute(
+    config: LanguageConfig, folder: Path, execution: Execution, samples: Sequence[str], command: str
+) -> dict[str, Any]:
     corpus = opened(config.data, execution.show and rank() == 0)
     if rank() == 0 and not (folder / "versions.json").exists():
         write_json(folder / "versions.json", {**versions(), "command": command})

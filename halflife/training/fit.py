@@ -96,8 +96,8 @@ class Execution:
         rows = batch_size // world if micro is None else micro
         if rows < 1 or batch_size % (rows * world):
             raise ValueError(
-                f"a batch of {batch_size} rows cannot be shared by {world} process{'es' * (world > 1)} in micro-batches "
-                f"of {'equal size' if micro is None else micro}"
+                f"a batch of {batch_size} rows cannot be shared equally by {world} process{'es' * (world > 1)}"
+                f"{'' if micro is None else f' in micro-batches of {micro}'}"
             )
         return batch_size // rows
 
@@ -189,6 +189,8 @@ def fit(
 ) -> tuple[str | None, Metrics]:
     """Trains in place, from the last checkpoint in `folder` if there is one.
 
+    With `execution.fsdp` the parameters of `model` are shards afterwards (see `sharding.gather`).
+
     Args:
         data: item i is the micro-batch i: of step i, or where a batch is cut in `parts`, of step `i // parts`.
         validate: takes the `Objective`, returns the number called `validation_<measure>` ("accuracy" or "loss").
@@ -204,16 +206,20 @@ def fit(
     """
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+    from halflife.training import sharding
     from halflife.training.callbacks import Bar, Diverged, Metrics, Stop
     from halflife.training.checkpoints import MarkComplete, last_checkpoint
-    from halflife.training.trainer import OwnOptimizer
+    from halflife.training.trainer import OwnOptimizer, Sharded
 
     metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
     bar, stop = Bar(name, metrics), Stop()
-    trainer = OwnOptimizer(
+    objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
+    if execution.fsdp:
+        sharding.shard(objective, model, arguments.device)
+    trainer = (Sharded if execution.fsdp else OwnOptimizer)(
         config,
-        model=Objective(model, execution.gradient_checkpointing),
-        args=_arguments(config, folder, execution),
+        model=objective,
+        args=arguments,
         train_dataset=data,
         callbacks=[metrics, stop, MarkComplete(), *([bar] if execution.show and rank() == 0 else [])],
     )
@@ -222,8 +228,6 @@ def fit(
     resumed = last_checkpoint(folder / "checkpoints")
     try:
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
-        if execution.fsdp:
-            gather(model, trainer.model_wrapped)
     except Diverged as error:
         return str(error), metrics
     finally:
@@ -238,20 +242,10 @@ class Stopped(Exception):
     """The run was asked to end, has saved a checkpoint, and can go on."""
 
 
-def gather(model: LanguageModel, sharded: Any) -> None:
-    """Fills the parameters of `model` from an `Objective` whose parameters lie in pieces on all processes."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
-    fresh = {name.removeprefix("model."): x for name, x in whole.items()}
-    model.load_state_dict(fresh, assign=True)
-
-
 def _arguments(config: TrainConfig, folder: Path, execution: Execution) -> Any:
     from transformers import TrainingArguments
 
     log_every = math.gcd(config.save_every, 20)  # a resumed run must log the same averages
-    sharded = {"transformer_layer_cls_to_wrap": ["Block"], "state_dict_type": "SHARDED_STATE_DICT"}
     return TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=config.steps,
@@ -273,8 +267,6 @@ def _arguments(config: TrainConfig, folder: Path, execution: Execution) -> Any:
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
-        fsdp=True if execution.fsdp else None,  # pyright: ignore[reportArgumentType]
-        fsdp_config=sharded if execution.fsdp else None,
         report_to=[],
         disable_tqdm=True,
     )

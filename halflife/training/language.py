@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from halflife.files import write_json
 from halflife.models import LanguageModel, io
 from halflife.tasks import IGNORED
 from halflife.training.corpus import Corpus, Split, bits_per_byte
-from halflife.training.fit import Execution, TrainConfig, begin, fit, rank, world_size
+from halflife.training.fit import Execution, Objective, TrainConfig, begin, fit, rank, world_size
 from halflife.training.speed import Speed, gemm_rate, operations
 from halflife.training.tokens import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary
 
@@ -85,10 +85,11 @@ def run(
 
     Returns:
         `{"parameters", "state_floats", "tokens", "tokens_per_second", "mfu", "validation", "bits_per_byte",
-        "lengths": [{"length", "perplexity", "last_perplexity"}], "positions": [{"first", "last", "loss"}]}`; losses in
-        nats a token. `bits_per_byte` is of whole validation documents; `lengths` are multiples of the context, as far
-        as the validation split reaches; `last_perplexity` is of the last context's worth of tokens alone. After a
-        divergence there are the first ones only, and "diverged" says why.
+        "bits_per_byte_of_documents", "lengths": [{"length", "perplexity", "last_perplexity"}], "positions": [{"first",
+        "last", "loss"}]}`; losses in nats a token. `bits_per_byte` is of the validation split in rows as in training,
+        `bits_per_byte_of_documents` of whole documents, the state carried to their ends; `lengths` are multiples of the
+        context, as far as the validation split reaches; `last_perplexity` is of the last context's worth of tokens
+        alone. After a divergence there are the first ones only, and "diverged" says why.
 
     Raises:
         ValueError: the folder belongs to a run with another configuration, or the text is another one.
@@ -109,13 +110,15 @@ def run(
         model, config, data, folder, validate=_validation(corpus, config), measure="loss", name=name,
         execution=execution, speed=speed,
     )  # fmt: skip
-    result = {
+    result: dict[str, Any] = {
         "parameters": model.num_parameters(),
         "tokens": config.steps * config.batch_size * config.context,
         **speed.of(metrics.seconds_per_step()),
         "validation": math.nan if diverged else metrics.validation,
         **({"diverged": diverged} if diverged else {}),
     }
+    if execution.fsdp:
+        model = _whole(model, config)
     if rank() == 0:
         io.save(model, folder, corpus.tokenizer.name if isinstance(corpus.tokenizer, ByteTokenizer) else None)
         if isinstance(corpus.tokenizer, HuggingFaceTokenizer):
@@ -128,6 +131,17 @@ def run(
     return result
 
 
+def _whole(model: LanguageModel, config: LanguageConfig) -> LanguageModel:
+    """A model of its own with the parameters that lie in shards; without values but on the first process."""
+    from halflife.training.sharding import gather
+
+    with torch.device("meta"):
+        whole = LanguageModel(config.model)
+    if parameters := gather(model):
+        whole.load_state_dict(parameters, assign=True)
+    return whole
+
+
 def _device() -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
@@ -138,8 +152,12 @@ def _speed(model: LanguageModel, config: LanguageConfig) -> Speed:
     return Speed(config.batch_size * config.context, operations(model, config.context), rate * world_size())
 
 
-def _validation(corpus: Corpus, config: LanguageConfig) -> Callable[[nn.Module], float]:
-    """The mean loss on the same rows of the validation split every time; each process reads its share of them."""
+def _validation(corpus: Corpus, config: LanguageConfig, alone: bool = False) -> Callable[[nn.Module], float]:
+    """The mean loss on the same rows of the validation split every time.
+
+    Each process reads its share of them, or, `alone`, the one that calls it all.
+    """
+    processes, own = (1, 0) if alone else (world_size(), rank())
     split = corpus.split("validation")
     rows = min(config.validation_tokens, split.tokens) // config.context
     if not rows:
@@ -152,21 +170,27 @@ def _validation(corpus: Corpus, config: LanguageConfig) -> Callable[[nn.Module],
     def validate(objective: nn.Module) -> float:
         device = next(objective.parameters()).device
         nats = torch.zeros(2, dtype=torch.float64)
-        for turn in range(0, rows, world_size()):  # all take part in every turn: a shard alone can do nothing
-            row = turn + rank()
+        for turn in range(0, rows, processes):  # all take part in every turn: a shard alone can do nothing
+            row = turn + own
             batch = {name: x.to(device) for name, x in batches[min(row, rows - 1)].items()}
             tokens = int((batch["labels"] != IGNORED).sum())
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
                 loss = objective(**batch)["loss"].item()
             if row < rows and tokens:
                 nats += torch.tensor([loss * tokens, tokens], dtype=torch.float64)
-        if torch.distributed.is_initialized():
+        if processes > 1:
             shared = nats.to(device)
             torch.distributed.all_reduce(shared)
             nats = shared.cpu()
         return (nats[0] / nats[1]).item()
 
     return validate
+
+
+def of_rows(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> float:
+    """The mean loss on the validation split in rows as in training, nats a token."""
+    limit = min(config.test_tokens, corpus.split("validation").tokens)
+    return _validation(corpus, replace(config, validation_tokens=limit), alone=True)(Objective(model))
 
 
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:
@@ -188,7 +212,8 @@ def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> di
         for m in MULTIPLES if (size := m * config.context) <= length
     ]  # fmt: skip
     return {
-        "bits_per_byte": bits_per_byte(per_token, split.tokens, split.bytes),
+        "bits_per_byte": bits_per_byte(of_rows(model, corpus, config), split.tokens, split.bytes),
+        "bits_per_byte_of_documents": bits_per_byte(per_token, split.tokens, split.bytes),
         "documents": whole._asdict(),
         "lengths": lengths,
         "rows": count,

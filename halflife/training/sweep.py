@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halflife.files import read_json, write_json, write_text
+from halflife.files import alone, read_json, write_json, write_text
 from halflife.training.run import RunConfig, run
 
 COLUMNS = (
@@ -41,6 +41,19 @@ class Cell:
         return f"{self.model} lr {self.learning_rate:g} seed {self.seed}"
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run that is to be done: its settings, its own folder, and what to call it."""
+
+    config: RunConfig
+    folder: Path
+    name: str
+
+
+# How the jobs of a sweep are done: takes them, and whether to draw progress bars; each writes into its folder.
+Execute = Callable[[Sequence[Job], bool], None]
+
+
 def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -> Iterator[Cell]:
     """All runs of a sweep, in order; `learning_rates` says which are tried for each model."""
     for model, rates in learning_rates.items():
@@ -49,8 +62,33 @@ def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -
                 yield Cell(model, rate, seed)
 
 
+def one_by_one(jobs: Sequence[Job], show: bool) -> None:
+    """Does the jobs of a sweep one after the other, in this process."""
+    for job in jobs:
+        perform(job, show=show)
+
+
+def perform(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, Any]:
+    """The result of `run`, which no other process does in that folder at the same time.
+
+    Args:
+        show: whether to draw a progress bar.
+        patience: seconds that another process is given to leave the folder.
+
+    Raises:
+        ValueError: it does not, or the folder belongs to a run with another configuration.
+    """
+    with alone(job.folder, patience):
+        return run(job.config, job.folder, name=job.name, show=show)
+
+
 def sweep(
-    folder: Path, configure: Callable[[Cell], RunConfig], *, seeds: Sequence[int] | None = None, show: bool = True
+    folder: Path,
+    configure: Callable[[Cell], RunConfig],
+    *,
+    seeds: Sequence[int] | None = None,
+    show: bool = True,
+    execute: Execute = one_by_one,
 ) -> list[dict[str, Any]]:
     """Runs every cell of the sweep described by `folder/config.json`, and writes `results.csv`.
 
@@ -62,16 +100,20 @@ def sweep(
         configure: the run of a cell.
         seeds: run only these now; of the others, what has a result is in the table.
         show: whether to draw progress bars.
+        execute: does the runs that have no result yet.
 
     Returns:
         The rows of `results.csv`: every model, learning rate, seed and test. `selected` marks the learning rate of
         each model with the best mean validation accuracy over seeds (in distribution; tests have no part in it).
     """
     config = read_json(folder / "config.json")
-    results = {}
-    for cell in cells(config["learning_rates"], config["seeds"]):
-        if seeds is None or cell.seed in seeds or (folder / cell.folder / "result.json").exists():
-            results[cell] = run(configure(cell), folder / cell.folder, name=cell.title, show=show)
+    jobs = {
+        cell: Job(configure(cell), folder / cell.folder, cell.title)
+        for cell in cells(config["learning_rates"], config["seeds"])
+    }
+    done = _results(jobs)
+    execute([job for cell, job in jobs.items() if cell not in done and (seeds is None or cell.seed in seeds)], show)
+    results = _results(jobs)
     if not results:
         raise ValueError(f"nothing to run: the seeds are {', '.join(map(str, config['seeds']))}")
     best = {model: _best_rate(model, results) for model in dict.fromkeys(cell.model for cell in results)}
@@ -90,6 +132,15 @@ def sweep(
     writer.writerows(rows)
     write_text(folder / "results.csv", table.getvalue())
     return rows
+
+
+def _results(jobs: Mapping[Cell, Job]) -> dict[Cell, dict[str, Any]]:
+    """Those of the cells that are finished, whoever ran them."""
+    return {
+        cell: run(job.config, job.folder, name=job.name, show=False)
+        for cell, job in jobs.items()
+        if (job.folder / "result.json").exists()
+    }
 
 
 def _best_rate(model: str, results: dict[Cell, dict[str, Any]]) -> float:

@@ -1,22 +1,26 @@
-"""transformers' Trainer with our parameter groups."""
+"""transformers' Trainer with our parameter groups, and with shards (FSDP2) on any device."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from halflife.models import param_groups
+from halflife.training import sharding
 from halflife.training.data import only
 from halflife.training.fit import TrainConfig
 
+SCHEDULER = "scheduler.pt"
+
 
 class OwnOptimizer(Trainer):
-    """A Trainer whose items are whole batches and whose optimiser is AdamW on `param_groups`.
-
-    The optimiser is made when the Trainer asks for it, since sharded parameters take another than the ones it is given.
-    """
+    """A Trainer whose items are whole batches and whose optimiser is AdamW on `param_groups`."""
 
     def __init__(self, config: TrainConfig, **settings: Any) -> None:
         self.config = config
@@ -28,3 +32,57 @@ class OwnOptimizer(Trainer):
             groups = param_groups(trained, self.config.weight_decay)
             self.optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=self.config.betas)
         return self.optimizer
+
+
+class Sharded(OwnOptimizer):
+    """An `OwnOptimizer` for a model that lies in shards on all processes (`sharding.shard`).
+
+    accelerate shards on GPUs alone (on CPUs it takes `fsdp` for DDP, without a word), so the model comes in shards and
+    the Trainer is told that it looks after itself; checkpoints are written and read by every process.
+    """
+
+    def __init__(self, config: TrainConfig, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self.is_distributed_loading_by_transformers = True  # nothing wraps or gathers the model
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Shards and whole parameters in groups of their own: no kernel takes both."""
+        optimizer = super().create_optimizer(model)
+        for group in [*optimizer.param_groups]:
+            whole = [x for x in group["params"] if not isinstance(x, DTensor)]
+            if whole and len(whole) < len(group["params"]):
+                group["params"] = [x for x in group["params"] if isinstance(x, DTensor)]
+                optimizer.add_param_group({**group, "params": whole})
+        return optimizer
+
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        model: Any = self.model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The weights are saved with the optimiser."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharding.save(self.model, self._inner(), Path(output_dir))
+        if self.args.should_save:
+            torch.save(self._schedule().state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The weights are loaded with the optimiser."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            sharding.load(self.model, self._inner(), Path(checkpoint))
+            self._schedule().load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _schedule(self) -> Any:
+        return self.lr_scheduler
+
+    def _inner(self) -> torch.optim.Optimizer:
+        """The optimiser without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)

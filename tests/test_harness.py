@@ -1,0 +1,398 @@
+"""The lm-evaluation-harness: scores and texts against the model's own logits and against the harness's own adapter."""
+
+import json
+import math
+import sys
+
+import datasets
+import pytest
+import torch
+import yaml
+from combinations import SIZES
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from halflife import LanguageModel, Session, preset
+from halflife.cli import main
+from halflife.evaluation import batched, harness
+from halflife.hf import HalflifeForCausalLM
+from halflife.models import io
+from halflife.training.tokens import ByteTokenizer, HuggingFaceTokenizer
+
+NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "simple+tpe"]
+LETTERS = " \nabcdefghijklmnopqrstuvwxyz.?!"
+DOCS = [
+    {
+        "text": "one two",
+        "choices": [" three", " four five", " six"],
+        "gold": 0,
+        "last": " mat",
+        "whole": "The cat sat.",
+    },
+    {"text": "red green", "choices": [" a", " b", " c"], "gold": 2, "last": " day", "whole": "Hello"},
+    {"text": "x", "choices": [" y", " z", " yy"], "gold": 1, "last": " you", "whole": "A longer text, of two. Yes."},
+    {"text": "a b a b a", "choices": [" b", " a", "."], "gold": 0, "last": " b", "whole": "é ≠ 😀"},
+]
+TASKS = {
+    "choices_here": {
+        "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices",
+        "doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "last_here": {
+        "output_type": "loglikelihood", "doc_to_text": "{{text}}", "doc_to_target": "{{last}}",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity"}, {"metric": "acc"}],
+    },
+    "text_here": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{whole}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+    "write_here": {
+        "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{last}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 6}, "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
+
+
+def build(name, **options):
+    """A model whose every parameter has a part: some start at zero."""
+    model = LanguageModel(preset(name, **{**SIZES, **options})).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            x += 0.1 * torch.randn_like(x)
+    return model
+
+
+def likelihood(model, context, continuation):
+    """log p(continuation | context), and whether it is the greedy one, from the logits of one forward pass."""
+    logits = model(torch.tensor([[*context, *continuation]]))[0][0, len(context) - 1 : -1].log_softmax(-1)
+    target = torch.tensor(continuation)
+    return logits.gather(1, target[:, None]).sum().item(), torch.equal(logits.argmax(-1), target)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The tasks above in the harness's own format; none of its own is read, which takes seconds, nor the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "tasks" / "manager.py"))
+    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda run: ("pip", ""))  # it asks pip for seconds
+    own = tmp_path / "tasks"
+    own.mkdir()
+    (own / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(own / "docs.jsonl")}}}
+    for name, task in TASKS.items():
+        config = {"task": name, "test_split": "test", "target_delimiter": "", **source, **task}
+        (own / f"{name}.yaml").write_text(yaml.dump(config))
+    (own / "both.yaml").write_text(yaml.dump({
+        "group": "both_here", "task": ["choices_here", "last_here"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }))  # fmt: skip
+    (own / "far.yaml").write_text(yaml.dump({"task": "far_away", "dataset_path": "no/where", **TASKS["last_here"]}))
+    return own
+
+
+def letters():
+    """A tokenizer of transformers whose tokens are characters, with an end token."""
+    own = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["<end>", *LETTERS])}, unk_token="<end>"))
+    own.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    own.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
+
+
+# ------------------------------------------------------------------------------------------------- in batches
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loglikelihoods_are_those_of_the_logits(name, monkeypatch):
+    """Contexts shared and alone, of one token and of many; pieces off every boundary; an empty continuation."""
+    monkeypatch.setattr(batched, "PIECE_TOKENS", 20)
+    monkeypatch.setattr(batched, "LOGITS", 3 * SIZES["vocab_size"])
+    model, pairs = build(name).double(), []
+    with torch.no_grad():
+        for length, endings in ((1, (3, 9, 1)), (2, (2,)), (13, (1, 5, 1)), (40, (2, 30))):
+            context = torch.randint(SIZES["vocab_size"], (length,)).tolist()
+            pairs += [(context, torch.randint(SIZES["vocab_size"], (n,)).tolist()) for n in endings]
+            pairs.append((context, list(Session(model).feed(context).sample(3, temperature=0))))
+        expected = [likelihood(model, *pair) for pair in pairs]
+    assert sum(greedy for _, greedy in expected) >= 4
+    for batch_size in (1, 4):
+        found = batched.loglikelihoods(model, [*pairs, ([1], [])], batch_size=batch_size)
+        assert found.pop() == (0.0, True)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        # Losses are taken in float32: four times the largest error seen, 7.7e-8.
+        assert max(abs(a / b - 1) for (a, _), (b, _) in zip(found, expected, strict=True)) < 3.1e-7
+
+
+def test_what_is_read_at_once_is_bounded(monkeypatch):
+    monkeypatch.setattr(batched, "PIECE_TOKENS", 16)
+    model, seen = build("mamba2"), []
+    model.embedding.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
+    batched.loglikelihoods(model, [([1] * 100, [2] * 50), ([3] * 90, [4])], batch_size=2)
+    batched.generate(model, [[1] * 100, [2] * 7], 3, lambda tokens: False)
+    assert max(seen) == 16
+    assert sum(seen) == 99 + 50 + 89 + 1 + 107 + 2 * 2  # every token once
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_writes_what_a_session_does(name, monkeypatch):
+    """Prompts of unequal lengths that end at different times, in one batch."""
+    monkeypatch.setattr(batched, "PIECE_TOKENS", 24)
+    model = build(name).double()
+    prompts = [torch.randint(SIZES["vocab_size"], (n,)).tolist() for n in (1, 17, 5, 30)]
+    expected = [list(Session(model).feed(prompt).sample(9, temperature=0)) for prompt in prompts]
+    stops = {expected[1][2], expected[2][5]}
+    cut = [next((i + 1 for i, token in enumerate(row) if token in stops), 9) for row in expected]
+    assert len(set(cut)) > 1
+    found = batched.generate(model, prompts, 9, lambda tokens: tokens[-1] in stops)
+    assert found == [row[:n] for row, n in zip(expected, cut, strict=True)]
+    assert batched.generate(model, prompts, 0, lambda tokens: False) == [[], [], [], []]
+    sampled = batched.generate(model, prompts, 9, lambda tokens: False, vocab_size=3, temperature=5.0, top_k=3)
+    assert {token for row in sampled for token in row} == {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------------- against the harness's own
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(request_type=kind, doc={}, arguments=given, idx=i) for i, given in enumerate(arguments)]
+
+
+PAIRS = requests(
+    "loglikelihood", ("the cat", " sat"), ("", "on it"), ("the cat ", "sat down"), ("the cat", " ran"),
+    ("a" * 50, "b"), ("x", "\n"),
+)  # fmt: skip
+TEXTS = requests("loglikelihood_rolling", ("the cat sat on the mat",), ("a",), ("b" * 40,))
+
+
+def prompts(*until):
+    return requests(
+        "generate_until", ("the cat", {"until": [*until], "max_gen_toks": 12}),
+        ("once upon a time", {"until": [*until], "max_gen_toks": 12}),
+        ("x", {"until": [], "max_gen_toks": 5, "do_sample": False, "temperature": 1}),
+        ("yes", {"until": "qq", "max_gen_toks": 4}),
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("max_length", [None, 16])
+def test_the_adapter_of_transformers_says_the_same(max_length):
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = build("mamba2", vocab_size=len(LETTERS) + 1), letters()
+    # Its cache takes the wrong logits where windows repeat themselves, as those of a constant text do.
+    theirs = HFLM(
+        HalflifeForCausalLM.of(model), tokenizer=tokenizer, max_length=max_length or 4096, batch_size=2,
+        logits_cache=False,
+    )  # fmt: skip
+    for batch_size in (1, 4):
+        ours = harness.harness_model(
+            model, HuggingFaceTokenizer(tokenizer, "letters"), batch_size=batch_size, max_length=max_length
+        )
+        found, expected = ours.loglikelihood(PAIRS), theirs.loglikelihood(PAIRS)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        close([x for x, _ in found], [x for x, _ in expected])
+        close(ours.loglikelihood_rolling(TEXTS), theirs.loglikelihood_rolling(TEXTS))
+        free = ours.generate_until(prompts())
+        assert list(map(len, free)) == [12, 12, 5, 4]
+        stopped = prompts(free[0][7:9], free[1][3:5])
+        assert (texts := ours.generate_until(stopped)) == theirs.generate_until(stopped)
+        assert texts[:2] != free[:2]
+        # By hand: a context of 50 + 1 letters; twice, "the cat" and "once upon a time" with 12 to be written.
+        assert ours.truncated == (5 if max_length else 0)
+
+
+def close(found, expected):
+    # Four times the largest error seen, 1.3e-7.
+    assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 5.2e-7
+
+
+def test_what_an_answer_leaves_no_room_for_is_an_error():
+    model = build("mamba2", vocab_size=256)
+    ours = harness.harness_model(model, ByteTokenizer(), max_length=4)
+    (value, _), (cut, _) = ours.loglikelihood(requests("loglikelihood", ("abc", "de"), ("xxxabc", "de")))
+    assert value == cut
+    assert ours.truncated == 1
+    with pytest.raises(ValueError, match="max_length 4 leaves no context before 4 tokens"):
+        ours.loglikelihood(requests("loglikelihood", ("a", "abcde")))
+    with pytest.raises(ValueError, match="at least 1"):
+        harness.harness_model(model, ByteTokenizer(), batch_size=0)
+
+
+def test_a_text_begins_after_its_end_token_or_a_newline():
+    for tokenizer, first in ((ByteTokenizer(), 10), (ByteTokenizer(end_of_document=True), 256)):
+        model = build("mamba2", vocab_size=tokenizer.vocab_size)
+        ours = harness.harness_model(model, tokenizer)
+        close(
+            [*ours.loglikelihood_rolling(TEXTS[:1]), ours.loglikelihood(PAIRS[1:2])[0][0]],
+            [likelihood(model, [first], list(text.encode()))[0] for text in (TEXTS[0].args[0], PAIRS[1].args[1])],
+        )
+    # A tokenizer of words alone has neither.
+    words = Tokenizer(models.WordLevel({"red": 0, "green": 1}, unk_token="red"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words), "words")
+    ours = harness.harness_model(build("mamba2"), plain)
+    assert len(ours.loglikelihood(requests("loglikelihood", ("red", " green")))) == 1
+    with pytest.raises(ValueError, match="no end token"):
+        ours.loglikelihood_rolling(TEXTS)
+
+
+def test_settings_of_texts():
+    """Sampling is the model's; beams are refused."""
+    model = build("mamba2", vocab_size=257)
+    ours = harness.harness_model(model, ByteTokenizer(end_of_document=True), batch_size=8)
+    asked = {"until": [], "max_gen_toks": 5, "do_sample": True, "temperature": 3.0, "num_beams": 1}
+    texts = ours.generate_until(requests("generate_until", *[("the cat", asked)] * 8))
+    assert len(set(texts)) > 4
+    with pytest.raises(ValueError, match=r"num_beams.*temperature, top_k, top_p"):
+        ours.generate_until(requests("generate_until", ("the cat", {**asked, "num_beams": 10})))
+
+
+# ------------------------------------------------------------------------------------------ tasks of the harness
+
+
+def direct(model):
+    """The metrics of `TASKS`, from the model's logits alone; bytes are tokens and texts begin after a newline."""
+    right = normed = 0
+    for doc in DOCS:
+        values = [likelihood(model, [*doc["text"].encode()], [*choice.encode()])[0] for choice in doc["choices"]]
+        right += max(range(3), key=lambda i: values[i]) == doc["gold"]
+        normed += max(range(3), key=lambda i: values[i] / len(doc["choices"][i])) == doc["gold"]
+    last = [likelihood(model, [*doc["text"].encode()], [*doc["last"].encode()]) for doc in DOCS]
+    whole = sum(likelihood(model, [10], [*doc["whole"].encode()])[0] for doc in DOCS)
+    exact = 0
+    for doc in DOCS:
+        written = bytes(Session(model).feed(doc["text"]).sample(6, temperature=0)).decode("utf-8", "replace")
+        exact += written.split(".")[0] == doc["last"]
+    return {
+        ("choices_here", "acc"): right / 4,
+        ("choices_here", "acc_norm"): normed / 4,
+        ("last_here", "perplexity"): math.exp(-sum(value for value, _ in last) / 4),
+        ("last_here", "acc"): sum(greedy for _, greedy in last) / 4,
+        ("text_here", "bits_per_byte"): -whole / math.log(2) / sum(len(doc["whole"].encode()) for doc in DOCS),
+        ("text_here", "word_perplexity"): math.exp(-whole / sum(len(doc["whole"].split()) for doc in DOCS)),
+        ("write_here", "exact_match"): exact / 4,
+    }
+
+
+def taught():
+    """A model that knows some of the answers."""
+    model = build("mamba2", vocab_size=256)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(20):
+        for doc in (DOCS[0], DOCS[3]):
+            ids = torch.tensor([[*(doc["text"] + doc["last"] + ".").encode()]])
+            loss = torch.nn.functional.cross_entropy(model(ids[:, :-1])[0][0], ids[0, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model.requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eval_from_the_command_line(folder, tmp_path, capsys):
+    model = taught()
+    io.save(model, tmp_path / "model")
+    expected = direct(model)
+    assert 0 < expected["write_here", "exact_match"] < 1
+    assert 0 < expected["last_here", "acc"] < 1
+    capsys.readouterr()
+    main([
+        "eval", str(tmp_path / "model"), "--tasks", "choices_here,last_here", "text_here", "write_here",
+        "niah_single_1", "--include", str(folder), "--lengths", "600", "--examples", "2", "--device", "cpu",
+        "--batch-size", "3", "--quiet",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    (output,) = (tmp_path / "model" / "eval").iterdir()
+    results = json.loads((output / "results.json").read_text())
+    found = {(row["task"], row["metric"]): row["value"] for row in results["rows"]}
+    needle = ("niah_single_1", "found in 600 tokens (repeat)")
+    assert found.keys() == {*expected, needle}
+    for key, value in expected.items():
+        # Four times the largest error seen, 3.7e-7, of a perplexity of 2e10.
+        assert found[key] == pytest.approx(value, rel=1.5e-6)
+    assert found[needle] == results["ruler"]["rows"][0]["score"] == 0
+    assert len(results["ruler"]["details"]) == 2
+    assert results["harness"]["n-samples"]["text_here"]["effective"] == 4
+    assert results["settings"]["batch_size"] == 3
+    assert {"torch", "halflife"} < results["versions"].keys()
+    assert (output / "ruler.png").stat().st_size > 5_000
+    table = (output / "table.md").read_text()
+    for row in results["rows"]:
+        assert f"| {row['task']} | {row['metric']} | " in table
+        assert row["task"] in out
+    assert f"written to {output}" in out.replace("\n", " ")
+    mixed = [str(tmp_path / "model"), "--tasks", "text_here", "--include", str(folder), "--bf16", "--device", "cpu"]
+    main(["eval", *mixed, "--output", str(tmp_path / "mixed"), "--quiet"])
+    (bits,) = (
+        row["value"]
+        for row in json.loads((tmp_path / "mixed" / "results.json").read_text())["rows"]
+        if row["metric"] == "bits_per_byte"
+    )
+    error = abs(bits / expected["text_here", "bits_per_byte"] - 1)
+    assert 0 < error < 2.7e-3  # four times the error seen, 6.6e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_limits_shots_seeds_and_groups(folder):
+    model, tokenizer = build("mamba2", vocab_size=256), ByteTokenizer()
+    settings = {"include_path": folder, "limit": 2, "num_fewshot": 2}
+    runs = [harness.evaluate(model, tokenizer, ["last_here"], seed=seed, **settings) for seed in (1, 1, 2)]
+    first, again, other = ([row["value"] for row in harness.rows(run)] for run in runs)
+    assert first == again != other
+    assert runs[0]["n-shot"]["last_here"] == 2
+    assert runs[0]["n-samples"]["last_here"]["effective"] == 2
+    model.train()
+    cut = harness.evaluate(model, tokenizer, ["both_here"], max_length=10)
+    assert model.training
+    # By hand: "one two" before two of its choices, "red green" before " day".
+    assert cut["truncated"] == 3
+    shown = {(row["task"], row["metric"]): row["value"] for row in harness.rows(cut)}
+    parts = [shown["choices_here", "acc"], shown["last_here", "acc"]]
+    assert shown["both_here", "acc"] == sum(parts) / 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_errors_of_tasks(folder, monkeypatch):
+    model, tokenizer = build("mamba2", vocab_size=256), ByteTokenizer()
+    for tasks, settings, message in (
+        (["choice_here"], {}, "unknown task 'choice_here'.*near it: choices_here"),
+        (["far_away"], {"include_path": folder}, "the task far_away cannot get its data: .*no/where"),
+        ([], {}, "need a task"),
+        (["text_here"], {"limit": 0}, "limit > 0"),
+        (["text_here"], {"batch_size": 0}, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            harness.evaluate(model, tokenizer, tasks, **settings)
+        assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        harness.evaluate(model, tokenizer, ["text_here"], include_path=folder / "nowhere")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"pip install 'halflife\[eval\]'"):
+        harness.evaluate(model, tokenizer, ["text_here"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "at least one task"),
+        (["--tasks", "niah"], "--lengths"),
+        (["--tasks", "niah_single_2", "--lengths", "600"], "--essay"),
+        (["--tasks", "wikitext", "--lengths", "600"], "--lengths: for tasks of RULER"),
+        (["--tasks", "vt", "--lengths", "600", "--limit", "5"], "--limit: for tasks of the harness"),
+        (["--tasks", "vt", "--lengths", "20"], "vt"),
+        (["--tasks", "vt", "--lengths", "600", "--essay", "nowhere"], "nowhere"),
+    ],
+)
+def test_eval_errors_are_one_line(arguments, message, tmp_path, capsys):
+    io.save(build("mamba2", vocab_size=256), tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", str(tmp_path), *arguments, "--device", "cpu", "--quiet"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == before
