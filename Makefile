@@ -34,6 +34,9 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/ops.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/layers.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/decode.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/throughput.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/throughput.py --bf16 --write docs/benchmarks.md
+	$(BIN)/python benchmarks/streaming.py --write docs/benchmarks.md
 
 # Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
 gpu:

@@ -85,8 +85,8 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
         rows, documents, whole, each, grams = one["bits"].values()
         table.append(
             f"| {name} | {one['parameters'] / 1e6:.2f} M | {seconds(folder) / 60:.0f} "
-            f"| {one['tokens_per_second']:,.0f} | {one['mfu']:.0%} | **{rows:.3f}** | {documents:.3f} | {whole:.3f}, {each:.3f} "
-            f"| {grams:.3f} |"
+            f"| {one['tokens_per_second']:,.0f} | {one['mfu']:.0%} | **{rows:.3f}** | {documents:.3f} "
+            f"| {whole:.3f}, {each:.3f} | {grams:.3f} |"
         )
     sizes = " | ".join(f"{row['length']:,}" for row in first["lengths"])
     lengths = [f"| perplexity at length | {sizes} |", "|---" * (len(first["lengths"]) + 1) + "|"]
@@ -111,8 +111,8 @@ python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results
 
 Bits per byte of the validation documents, in rows of {config.context} bytes as in training (bold), and with the state
 carried from the first byte of a document to its last (on average {size:,.0f}). The first byte of a document is charged
-8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated Kneser-Ney on exactly the bytes
-that the model saw. Minutes are those of the steps; validation comes on top.
+8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated Kneser-Ney on exactly the
+bytes that the model saw. Minutes are those of the steps; validation comes on top.
 
 ![Loss while training]({figures}_loss.png)
 

@@ -79,6 +79,8 @@ class Sharded(OwnOptimizer):
         if checkpoint is not None:
             sharding.load(self.model, self._inner(), Path(checkpoint))
             self._schedule().load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+            for group, rate in zip(self._inner().param_groups, self._schedule().get_last_lr(), strict=True):
+                group["lr"] = rate  # of the next step, which a checkpoint in shards does not hold
 
     def _schedule(self) -> Any:
         return self.lr_scheduler

@@ -1,0 +1,147 @@
+"""100,000 tokens, one at a time: `python benchmarks/streaming.py [--write docs/benchmarks.md]`.
+
+Time a token and memory of the process for every 10,000 tokens that a small model samples through `halflife.Session`,
+and through `generate()` of transformers; softmax attention beside them, on fewer tokens. Each model has a process and
+a thread of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+from halflife import LanguageModel, Session, preset  # noqa: E402
+from halflife.evaluation.throughput import Pace, Stretch  # noqa: E402
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_layers": 2, "vocab_size": 256}
+MODELS = ("gated_deltanet+gate_rank", "echo", "mamba2+post", "rwkv7")
+GENERATE = "generate() "  # before a model's name: through transformers
+STRETCHES = 10
+MARK = "<!-- streaming -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="also write the tables here, after the line " + MARK)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--softmax-tokens", type=int, default=10_000, help="of softmax attention")
+    parser.add_argument("--processes", type=int, default=2, help="at a time")
+    parser.add_argument("--quick", action="store_true", help="few tokens, to see that all runs")
+    parser.add_argument("--stream", metavar="MODEL", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.quick and arguments.write:
+        parser.error("--quick only sees that all runs; its numbers are not to be written")
+    if arguments.quick:
+        arguments.tokens = arguments.softmax_tokens = 200
+    if min(arguments.tokens, arguments.softmax_tokens) < STRETCHES:
+        parser.error(f"the streams are cut into {STRETCHES} stretches, so they need as many tokens")
+    if arguments.stream:
+        torch.set_num_threads(1)
+        print(json.dumps([vars(stretch) for stretch in stream(arguments.stream, arguments.tokens)]))
+        return
+    text = "\n".join(report(arguments))
+    print(text)
+    if arguments.write:
+        head, _, rest = arguments.write.read_text().partition(MARK)
+        after = rest.partition("<!-- ")
+        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+
+
+def report(arguments: argparse.Namespace) -> Iterator[str]:
+    """Markdown: the tables."""
+    lengths: dict[str, int] = dict.fromkeys((GENERATE + "mamba2+post", *MODELS), arguments.tokens)
+    lengths["llama"] = arguments.softmax_tokens
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        found = dict(zip(lengths, pool.map(_process, lengths, lengths.values()), strict=True))
+    softmax = {"llama": found.pop("llama")}
+    yield "## Streaming"
+    yield ""
+    yield "`python benchmarks/streaming.py --write docs/benchmarks.md`"
+    yield ""
+    yield f"Hidden size {SIZES['hidden_size']}, {SIZES['num_layers']} layers, float32, one thread, torch"
+    yield f"{torch.__version__}. Median ms a token in the stretch that ends there (MB of the process at its end)."
+    yield ""
+    yield from table(found)
+    yield ""
+    yield from table(softmax)
+
+
+def table(found: dict[str, list[Stretch]]) -> Iterator[str]:
+    """A row a stretch, a column a model; then the last stretch against the first."""
+    yield f"| tokens | {' | '.join(found)} |"
+    yield "|---:|" + "---:|" * len(found)
+    for row in zip(*found.values(), strict=True):
+        cells = (f"{1e3 * stretch.seconds:.2f} ({stretch.resident / 1e6:,.1f})" for stretch in row)
+        yield f"| {row[0].tokens:,} | {' | '.join(cells)} |"
+    ends = [(stretches[0], stretches[-1]) for stretches in found.values()]
+    cells = (f"{b.seconds / a.seconds:.2f} × ({(b.resident - a.resident) / 1e6:+,.1f})" for a, b in ends)
+    yield f"| last against first | {' | '.join(cells)} |"
+
+
+def _process(name: str, tokens: int) -> list[Stretch]:
+    """`stream` in a fresh process."""
+    command = [sys.executable, __file__, "--stream", name, "--tokens", str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"streaming {name} failed:\n{done.stderr}")
+    return [Stretch(**stretch) for stretch in json.loads(done.stdout.splitlines()[-1])]
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+def stream(name: str, tokens: int) -> list[Stretch]:
+    """A model's pace over so many tokens."""
+    torch.manual_seed(0)
+    model = LanguageModel(preset(name.removeprefix(GENERATE), **SIZES)).eval()
+    return (_generate if name.startswith(GENERATE) else _session)(model, tokens)
+
+
+def _session(model: LanguageModel, tokens: int) -> list[Stretch]:
+    session = Session(model).feed([0])
+    pace = Pace(tokens // STRETCHES)
+    for _ in session.sample(tokens):
+        pace.tick()
+    return pace.stretches
+
+
+def _generate(model: LanguageModel, tokens: int) -> list[Stretch]:
+    from transformers.generation.streamers import BaseStreamer
+
+    from halflife.hf import HalflifeForCausalLM
+
+    class Ticks(BaseStreamer):
+        """Hears of the prompt and then of every token."""
+
+        def __init__(self) -> None:
+            self.pace: Pace | None = None
+
+        def put(self, value) -> None:
+            if self.pace is None:
+                self.pace = Pace(tokens // STRETCHES)
+            else:
+                self.pace.tick()
+
+        def end(self) -> None:
+            pass
+
+    ticks = Ticks()
+    prompt = torch.zeros(1, 1, dtype=torch.long)
+    wrapped: Any = HalflifeForCausalLM.of(model).eval()
+    wrapped.generate(prompt, streamer=ticks, max_new_tokens=tokens, do_sample=True)
+    assert ticks.pace is not None
+    return ticks.pace.stretches
+
+
+if __name__ == "__main__":
+    main()

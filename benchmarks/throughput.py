@@ -1,0 +1,284 @@
+"""Training, decoding and memory of whole models: `python benchmarks/throughput.py [--write docs/benchmarks.md]`.
+
+Models of about 10 M parameters, ours and transformers': tokens/s of training steps (forward, backward, AdamW) at
+several lengths, what a fresh process grows by in a step, and tokens/s of decoding after several contexts. All models
+take turns in one process. `--bf16` trains in mixed precision, writes a section of its own and leaves decoding out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from halflife.evaluation import throughput  # noqa: E402
+from halflife.models import LanguageModel, preset  # noqa: E402
+from halflife.training import speed  # noqa: E402
+
+HIDDEN, VOCABULARY = 256, 256
+# Layers that give 10 M parameters, within 5 %.
+DEPTHS = {
+    "mamba2": 10, "mamba2+post": 10, "gated_deltanet": 11, "gated_deltanet+gate_rank": 11, "echo": 13, "llama": 12,
+}  # fmt: skip
+BARE, BARE_DEPTH = "mamba2 without MLPs", 21
+MAMBA, LLAMA = "transformers Mamba-2", "transformers LLaMA"
+SAME = {MAMBA: BARE, LLAMA: "llama"}  # which of ours computes the same
+RECURRENT = [name for name in DEPTHS if name != "llama"]
+DECODED = (*DEPTHS, LLAMA)
+SLOW = (512, 2048)  # where transformers' Mamba-2 is timed
+MEMORY_AT = 2048  # tokens of the step whose memory is measured
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
+DECODED_TOKENS = 32  # timed after each context
+
+GEMM, SIDE = "GEMM", 2048  # one product of square matrices, in turn with the models
+
+Speeds = dict[int, dict[str, float]]  # tokens/s by length and model; of GEMM FLOP/s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="also write the tables here")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16 mixed precision")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step, or one sequence if that is longer")
+    parser.add_argument("--seconds", type=float, default=30.0, help="to measure for, each length; two rounds at least")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="one round of one length, to see that all runs")
+    parser.add_argument("--memory", metavar="MODEL", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.memory:
+        print(_grown(arguments.memory, _batch(arguments.lengths[0], arguments.tokens), arguments.bf16))
+        return
+    arguments.contexts = sorted(arguments.contexts)
+    if any(after - before < 2 * DECODED_TOKENS for before, after in pairwise([0, *arguments.contexts])):
+        parser.error(f"contexts are at least {2 * DECODED_TOKENS} tokens, and lie as many apart")
+    if arguments.quick and arguments.write:
+        parser.error("--quick only sees that all runs; its numbers are not to be written")
+    if arguments.quick:
+        arguments.lengths, arguments.contexts, arguments.tokens, arguments.seconds = [512], [512, 1024], 512, 0.0
+    text = "\n".join(report(arguments))
+    print(text)
+    if arguments.write:
+        mark = f"<!-- throughput {'bf16' if arguments.bf16 else 'float32'} -->"
+        head, _, rest = arguments.write.read_text().partition(mark)
+        after = rest.partition("<!-- ")
+        arguments.write.write_text(f"{head}{mark}\n\n{text}\n\n{''.join(after[1:])}")
+
+
+def report(arguments: argparse.Namespace) -> Iterator[str]:
+    """Markdown: the tables."""
+    import transformers
+
+    yield f"## Whole models{' in bfloat16' if arguments.bf16 else ''}"
+    yield ""
+    yield f"`python benchmarks/throughput.py{' --bf16' if arguments.bf16 else ''} --write docs/benchmarks.md`"
+    yield ""
+    yield f"{'bfloat16 mixed precision' if arguments.bf16 else 'float32'}, {arguments.threads} threads, torch"
+    yield f"{torch.__version__}, transformers {transformers.__version__}; {time.strftime('%Y-%m-%d')}. Hidden size"
+    yield f"{HIDDEN}, vocabulary {VOCABULARY}, tied; a step is {arguments.tokens:,} tokens, or one sequence if longer."
+    yield ""
+    models = {name: build(name) for name in (*DEPTHS, *SAME.values(), *SAME)}
+    speeds = train(models, sorted(arguments.lengths), arguments)
+    yield from training_table(models, speeds, arguments)
+    yield ""
+    yield from ratio_table(speeds)
+    del models
+    if not arguments.bf16:
+        yield ""
+        yield from decoding_table(arguments.contexts, rounds=3 if arguments.quick else DECODED_TOKENS)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+class Transformers(nn.Module):
+    """A causal language model of transformers as ours are called: `logits, state = model(ids, state)`."""
+
+    def __init__(self, model: nn.Module, cache: str) -> None:
+        super().__init__()
+        self.model, self.cache = model, cache
+
+    def forward(self, ids: Tensor, state: object = None) -> tuple[Tensor, object]:
+        output = self.model(ids, use_cache=not self.training, **{self.cache: state})
+        return output.logits, getattr(output, self.cache)
+
+
+def build(name: str) -> nn.Module:
+    """A model of the tables."""
+    torch.manual_seed(0)
+    own = SAME.get(name, name)
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}
+    if own == BARE:
+        config = preset("mamba2", num_layers=BARE_DEPTH, mlp="none", **sizes)
+    else:
+        config = preset(own, num_layers=DEPTHS[own], **sizes)
+    model = LanguageModel(config)
+    return {MAMBA: _transformers_mamba, LLAMA: _transformers_llama}.get(name, lambda model: model)(model)
+
+
+def _transformers_mamba(model: LanguageModel) -> Transformers:
+    """The same function with the same weights; chunks of 256, as transformers has it."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    from halflife.models.convert import to_transformers_mamba2
+
+    config, tensors = to_transformers_mamba2(model)
+    theirs = Mamba2ForCausalLM(Mamba2Config.from_dict(config))
+    theirs.load_state_dict(tensors, strict=False)  # a tied head has no tensor
+    return Transformers(theirs, "cache_params")
+
+
+def _transformers_llama(model: LanguageModel) -> Transformers:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = model.config
+    block: Any = model.blocks[0]
+    theirs = LlamaConfig(
+        hidden_size=config.hidden_size, num_hidden_layers=config.num_layers, vocab_size=config.vocab_size,
+        num_attention_heads=block.mixer.num_heads, intermediate_size=block.mlp.gate.out_features,
+        rms_norm_eps=config.norm_eps, tie_word_embeddings=True,
+    )  # fmt: skip
+    theirs._attn_implementation = "sdpa"
+    return Transformers(LlamaForCausalLM(theirs), "past_key_values")
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _batch(length: int, tokens: int) -> Tensor:
+    return torch.randint(VOCABULARY, (max(1, tokens // length), length))
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def train(models: dict[str, Any], lengths: list[int], arguments: argparse.Namespace) -> Speeds:
+    """Tokens/s of training steps, and FLOP/s of a matrix product."""
+    steps = {name: throughput.train_step(model, bf16=arguments.bf16) for name, model in models.items()}
+    for step in steps.values():
+        step(_batch(64, 64))  # allocates AdamW's moments, loads libraries
+    a, b = torch.randn(2, SIDE, SIDE).to(torch.bfloat16 if arguments.bf16 else torch.float32)
+    torch.mm(a, b)
+    speeds: Speeds = {}
+    for length in lengths:
+        ids = _batch(length, arguments.tokens)
+        timed: dict[str, Any] = {GEMM: functools.partial(torch.mm, a, b)}
+        timed |= {n: functools.partial(s, ids) for n, s in steps.items() if length in SLOW or n not in (BARE, MAMBA)}
+        seconds = throughput.interleaved(timed, rounds=1 if arguments.quick else 2, seconds=arguments.seconds)
+        work = dict.fromkeys(timed, ids.numel()) | {GEMM: 2 * SIDE**3}
+        speeds[length] = {name: work[name] / each for name, each in seconds.items()}
+    return speeds
+
+
+def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.Namespace) -> Iterator[str]:
+    """A row a model: tokens/s and its share of the GEMM rate at each length, and the memory of a step."""
+    at = max((length for length in speeds if length <= MEMORY_AT), default=min(speeds))
+    yield "Tokens/s of training (MFU: 3 × the matrix products of a forward pass, softmax attention's in full, over the"
+    yield "rate of one product of 2048³ in the same rounds). Memory: what a fresh process grows by in its first step,"
+    yield "gradients and AdamW's moments included."
+    yield ""
+    yield f"| model | layers | parameters | {' | '.join(f'T {length:,}' for length in speeds)} | MB (T {at:,}) |"
+    yield "|---|---:|---:|" + "---:|" * (len(speeds) + 1)
+    for name, model in models.items():
+        own = models[SAME.get(name, name)]
+        cells = []
+        for length, found in speeds.items():
+            needed = found.get(name, 0.0) * speed.operations(own, length)
+            cells.append(f"{found[name]:,.0f} ({needed / found[GEMM]:.0%})" if name in found else "")
+        memory = _memory(name, at, arguments)
+        yield (
+            f"| {name} | {len(own.blocks)} | {_size(model) / 1e6:.2f} M | {' | '.join(cells)} | {memory / 1e6:,.0f} |"
+        )
+    rates = " | ".join(f"{found[GEMM] / 1e9:,.0f}" for found in speeds.values())
+    yield f"| {GEMM}, GFLOP/s | | | {rates} | |"
+
+
+def ratio_table(speeds: Speeds) -> Iterator[str]:
+    """Speeds of ours over LLaMA's, and what was aimed at."""
+    yield f"| training, × the faster of llama and {LLAMA} | {' | '.join(f'T {n:,}' for n in speeds)} | faster from |"
+    yield "|---|" + "---:|" * (len(speeds) + 1)
+    for name in RECURRENT:
+        ratios = {n: found[name] / max(found["llama"], found[LLAMA]) for n, found in speeds.items()}
+        yield f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios.values())} | {faster_from(ratios)} |"
+    yield ""
+    yield "Target: faster from T 2,048."
+    for n, found in speeds.items():
+        if MAMBA in found:
+            ratio = found[BARE] / found[MAMBA]
+            yield f"Target: ≥ 10 × {MAMBA}, of the same function ({BARE}); at T {n:,}: {ratio:.1f} ×."
+
+
+def faster_from(ratios: dict[int, float]) -> str:
+    """The first length from which on every ratio is above 1; "never" if the last is not."""
+    first = "never"
+    for length in sorted(ratios, reverse=True):
+        if ratios[length] <= 1:
+            break
+        first = f"{length:,}"
+    return first
+
+
+def _memory(name: str, length: int, arguments: argparse.Namespace) -> float:
+    """Bytes by which a fresh process grows in a step."""
+    command = [sys.executable, __file__, "--memory", name, "--lengths", length, "--tokens", arguments.tokens]
+    command += ["--threads", arguments.threads, *(["--bf16"] if arguments.bf16 else [])]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"measuring the memory of {name} failed:\n{done.stderr}")
+    return float(done.stdout.split()[-1])
+
+
+def _grown(name: str, ids: Tensor, bf16: bool) -> int:
+    model = build(name)
+    with torch.no_grad():
+        model(ids[:1, :64])  # loads the libraries that a first product loads
+    step = throughput.train_step(model, bf16=bf16)
+    return throughput.peak_memory(lambda: step(ids))
+
+
+# ---------------------------------------------------------------------------------------------- decoding
+
+
+def decoding_table(contexts: list[int], rounds: int) -> Iterator[str]:
+    """A row a model: tokens/s and the bytes of the state after each context."""
+    decoders = {name: throughput.Decoder(build(name)) for name in DECODED}
+    speeds: Speeds = {}
+    sizes: dict[int, dict[str, int]] = {}
+    for context in contexts:
+        for decoder in decoders.values():
+            decoder.read(torch.randint(VOCABULARY, (1, context - decoder.position)))()
+        seconds = throughput.interleaved(decoders, rounds=rounds)
+        speeds[context] = {name: 1 / each for name, each in seconds.items()}
+        sizes[context] = {name: throughput.state_bytes(_layers(decoder.state)) for name, decoder in decoders.items()}
+    yield "Tokens/s of decoding one sequence, a token at a time, after a context (kB of the state or KV cache)."
+    yield ""
+    yield f"| model | {' | '.join(f'after {context:,}' for context in contexts)} | slowest ÷ fastest |"
+    yield "|---|" + "---:|" * (len(contexts) + 1)
+    for name in decoders:
+        own = [speeds[context][name] for context in contexts]
+        cells = [f"{speeds[context][name]:,.0f} ({sizes[context][name] / 1e3:,.0f})" for context in contexts]
+        yield f"| {name} | {' | '.join(cells)} | {min(own) / max(own):.2f} |"
+
+
+def _layers(state) -> list[dict]:
+    """A state as one dict a layer; transformers' caches have objects."""
+    return list(state) if isinstance(state, tuple) else [vars(layer) for layer in state.layers]
+
+
+if __name__ == "__main__":
+    main()

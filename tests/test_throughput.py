@@ -1,0 +1,220 @@
+"""What the benchmarks of whole models time is what they say; memory and pace are read right. No time is asserted."""
+
+import importlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from halflife import LanguageModel, Session, param_groups, preset
+from halflife.evaluation import throughput
+from halflife.evaluation.throughput import Decoder, Pace, interleaved, peak_memory, resident_memory, state_bytes
+from halflife.hf import HalflifeForCausalLM
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+MB = 1 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still but for `clock.now += …`."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def small(name="mamba2", **fields):
+    torch.manual_seed(0)
+    return LanguageModel(preset(name, hidden_size=16, num_layers=2, num_heads=2, vocab_size=11, **fields))
+
+
+def tokens(*shape):
+    return torch.randint(11, shape)
+
+
+# ------------------------------------------------------------------------------------------------ timing
+
+
+def test_candidates_take_turns_and_medians_count(clock):
+    """A takes 1, 9, 2 seconds and B 5 each time: 27 in all, and a fourth round begins only if they are not enough."""
+    for seconds, rounds in ((0.0, 3), (26.9, 3), (27.1, 4)):
+        calls, times = [], iter((1.0, 9.0, 2.0, 2.0))
+
+        def run(name, took, calls=calls):
+            calls.append(name)
+            clock.now += took
+
+        candidates = {"a": lambda: run("a", next(times)), "b": lambda: run("b", 5.0)}  # noqa: B023
+        assert interleaved(candidates, rounds=3, seconds=seconds) == {"a": 2.0, "b": 5.0}
+        assert calls == ["a", "b"] * rounds
+
+
+def test_no_round_is_an_error():
+    with pytest.raises(ValueError, match="at least 1"):
+        interleaved({}, rounds=0)
+
+
+def test_pace(clock):
+    """Two stretches of three tokens and one left over; what happens before the first tick is the first token's."""
+    pace = Pace(3)
+    for took in (1.0, 2.0, 6.0, 4.0, 4.0, 1.0, 100.0):
+        clock.now += took
+        pace.tick()
+    assert [(stretch.tokens, stretch.seconds) for stretch in pace.stretches] == [(3, 2.0), (6, 4.0)]
+    with pytest.raises(ValueError, match="at least 1 token"):
+        Pace(0)
+
+
+# ---------------------------------------------------------------------------------------- what is timed
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_step_is_forward_backward_and_adamw(bf16):
+    """As transformers' own loss has it: three steps, and losses and parameters are equal to the bit."""
+    model, ids = small(), tokens(2, 9)
+    theirs = HalflifeForCausalLM.of(small()).train()
+    step = throughput.train_step(model.eval(), bf16=bf16)
+    optimizer = torch.optim.AdamW(param_groups(theirs, 0.1), lr=1e-4)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = theirs(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step(ids).item() == loss.item()
+    assert model.training
+    start = small().state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, theirs.model.get_parameter(name))
+        assert not torch.equal(parameter, start[name]), name
+        assert parameter.grad is None
+
+
+@pytest.mark.parametrize("name", ["mamba2", "echo", "llama"])
+def test_a_decoder_goes_on_as_a_session(name):
+    """Read in two pieces, then six tokens: the likeliest ones of `Session.sample`, and the same state."""
+    model, ids = small(name), tokens(1, 7)
+    decoder = Decoder(model).read(ids[:, :4]).read(ids[:, 4:])
+    session = Session(model).feed(ids[0, :4]).feed(ids[0, 4:])
+    for token in session.sample(6, temperature=0):
+        assert decoder.token.item() == token
+        decoder()
+    assert decoder.position == session.position == 13
+    for got, expected in zip(decoder.state, session.state, strict=True):
+        for part in expected:
+            assert torch.equal(got[part], expected[part])
+    assert state_bytes(decoder.state) == 4 * model.state_floats(13)
+
+
+def test_a_decoder_reads_first():
+    with pytest.raises(ValueError, match="read nothing yet"):
+        Decoder(small())()
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@linux
+def test_memory_that_is_held():
+    before = resident_memory()
+    held = torch.ones(64 * MB // 4)
+    assert 60 * MB < resident_memory() - before < 72 * MB  # the kernel counts in batches, to 0.3 MB a thread
+    assert resident_memory("VmHWM") >= before + 60 * MB
+    del held
+    assert resident_memory() - before < 8 * MB
+    with pytest.raises(ValueError, match="choose from VmRSS, VmHWM"):
+        resident_memory("VmSwap")
+
+
+@linux
+def test_peak_is_of_this_run_alone():
+    """More was held before, and nothing is held after."""
+    torch.ones(128 * MB // 4)
+    assert 60 * MB < peak_memory(lambda: torch.ones(64 * MB // 4).sum().item()) < 72 * MB
+    assert peak_memory(lambda: None) < 8 * MB
+
+
+def test_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr(throughput, "STATUS", tmp_path / "status")
+    with pytest.raises(FileNotFoundError, match="only Linux has"):
+        peak_memory(lambda: None)
+
+
+def test_counters_are_no_bytes_of_a_state():
+    layer = {"position": torch.ones(3, dtype=torch.long), "memory": torch.zeros(2, 3), "taps": torch.zeros(5).half()}
+    assert state_bytes([layer, {"memory": torch.zeros(4), "is_initialized": True}]) == 24 + 10 + 16
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def test_models_of_the_table_have_as_many_parameters(script):
+    """10 M within 5 %, and a peer exactly as many as that of ours which computes the same."""
+    table = script("throughput")
+    with torch.device("meta"):
+        sizes = {name: table._size(table.build(name)) for name in (*table.DEPTHS, table.BARE, table.LLAMA)}
+    assert all(size == pytest.approx(10e6, rel=0.05) for size in sizes.values())
+    assert sizes[table.LLAMA] == sizes["llama"]
+
+
+def test_peers_compute_what_ours_do(script, monkeypatch):
+    """transformers' Mamba-2 has our weights and gives our logits; both peers decode as they read."""
+    table = script("throughput")
+    monkeypatch.setattr(table, "HIDDEN", 64)
+    monkeypatch.setattr(table, "BARE_DEPTH", 2)
+    monkeypatch.setitem(table.DEPTHS, "llama", 2)
+    ids = torch.randint(256, (1, 20))
+    with torch.no_grad():
+        ours, theirs = (table.build(name).eval()(ids)[0] for name in (table.BARE, table.MAMBA))
+        # Measured 3.0e-7 of logits up to 0.6; decoding below, 2.5e-7 of logits up to 1.4.
+        assert (ours - theirs).abs().max() < 1.2e-6
+        for name in (table.MAMBA, table.LLAMA):
+            model = table.build(name).eval()
+            whole = model(ids)[0]
+            decoder = Decoder(model).read(ids[:, :-1])
+            assert torch.equal(decoder.token, whole[:, -2:-1].argmax(-1))
+            after = model(ids[:, -1:], decoder.state)[0]
+            assert (after - whole[:, -1:]).abs().max() < 1.2e-6
+    # Keys and values, 64 numbers each, of 20 tokens in two layers: theirs grows in place.
+    assert state_bytes(table._layers(decoder.state)) == 4 * 2 * 64 * 20 * 2
+
+
+def test_faster_from(script):
+    faster_from = script("throughput").faster_from
+    assert faster_from({512: 0.9, 1024: 1.1, 2048: 1.5}) == "1,024"
+    assert faster_from({512: 1.2, 1024: 0.9, 2048: 1.5}) == "2,048"
+    assert faster_from({512: 1.2, 1024: 1.0}) == "never"
+
+
+def test_streams(script):
+    """Every kind of stream counts its tokens; a table of them."""
+    streaming = script("streaming")
+    found = {name: streaming.stream(name, 20) for name in ("generate() mamba2", "mamba2", "llama")}
+    for stretches in found.values():
+        assert [stretch.tokens for stretch in stretches] == list(range(2, 21, 2))
+        assert all(stretch.seconds > 0 and stretch.resident > MB for stretch in stretches)
+    lines = list(streaming.table(found))
+    assert len(lines) == 13
+    assert lines[0] == "| tokens | generate() mamba2 | mamba2 | llama |"
+    assert lines[-1].count("×") == 3
+
+
+def test_numbers_of_a_quick_run_are_not_written(tmp_path):
+    for name in ("throughput", "streaming"):
+        command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--write", str(tmp_path / "x.md")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "not to be written" in done.stderr
