@@ -64,7 +64,7 @@ def by_lengths(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     right.set(xlabel="length of the text", ylabel="perplexity", xscale="log")
     left.set_xscale("log", base=2)
     right.set_xscale("log", base=2)
-    left.legend()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(results))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
