@@ -100,14 +100,14 @@ def run(
         raise ValueError(f"this is not the text of the run: {corpus.digest[:12]}…, not {config.digest[:12]}…")
     check_vocabulary(corpus.tokenizer, config.model.vocab_size)
     parts = execution.parts(config.batch_size)
-    data = MicroBatches(corpus.split("train"), config, parts)
+    data, validate = MicroBatches(corpus.split("train"), config, parts), _validation(corpus, config)
     if (finished := begin(config, folder)) is not None:
         return finished
     torch.manual_seed(config.seed)
     model = LanguageModel(config.model)
     speed = _speed(model, config)
     diverged, metrics = fit(
-        model, config, data, folder, validate=_validation(corpus, config), measure="loss", name=name,
+        model, config, data, folder, validate=validate, measure="loss", name=name,
         execution=execution, speed=speed,
     )  # fmt: skip
     result: dict[str, Any] = {
