@@ -151,7 +151,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
     forward = Objective.forward
 
-    def broken(self, input_ids, labels):
+    def broken(self, input_ids, labels, num_items_in_batch=None):
         return {"loss": forward(self, input_ids, labels)["loss"] * math.nan}
 
     monkeypatch.setattr(Objective, "forward", broken)
