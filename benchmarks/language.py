@@ -11,13 +11,12 @@ which the model is charged 8 bits for.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from halflife.analysis.language_figures import by_lengths, curves
+from halflife.analysis.language_figures import by_lengths, curves, lines
 from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
 from halflife.experiments.language import opened, saved
 from halflife.files import read_json, write_text
@@ -64,10 +63,9 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def seconds(folder: Path) -> float:
     """Of training: what the steps took, from the log."""
-    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     tokens = read_json(folder / "result.json")["tokens"] / read_json(folder / "run.json")["steps"]
     steps, last = 0.0, 0
-    for line in (line for line in logged if "tokens_per_second" in line):
+    for line in (line for line in lines(folder) if "tokens_per_second" in line):
         steps, last = steps + (line["step"] - last) * tokens / line["tokens_per_second"], line["step"]
     return steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -60,10 +61,15 @@ def _panel(axes: Axes, run: Comparison, model: str, test: str) -> None:
             for k in pairs
         ]
     )
+    heat_map(axes, cells, [f"{k:g}" for k in pairs], lengths)
+
+
+def heat_map(axes: Axes, cells: np.ndarray, labels: Sequence[str], lengths: Sequence[int]) -> None:
+    """Shares `[labels, lengths]` as percentages in coloured cells; those that are NaN stay empty."""
     axes.imshow(cells, vmin=0, vmax=1, cmap=SCALE, aspect="auto")
     axes.grid(visible=False)
     axes.set_xticks(range(len(lengths)), [_short(n) for n in lengths], fontsize=7)
-    axes.set_yticks(range(len(pairs)), [f"{k:g}" for k in pairs], fontsize=7)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
     for (i, j), value in np.ndenumerate(cells):
         if math.isfinite(value):
             ink = PAPER if value > 0.55 else INK

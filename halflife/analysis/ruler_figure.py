@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife.analysis.figures import save
-from halflife.analysis.recall_grid import SCALE
+from halflife.analysis.recall_grid import heat_map
 from halflife.analysis.results import mean
-from halflife.analysis.style import INK, PAPER, WIDTH, plain, styled
+from halflife.analysis.style import WIDTH, plain, styled
 from halflife.tasks.ruler import names
 
 MAX_COLUMNS = 3  # panels side by side
@@ -80,15 +80,4 @@ def _panel(
             for value in values
         ]
     )
-    axes.imshow(cells, vmin=0, vmax=1, cmap=SCALE, aspect="auto")
-    axes.grid(visible=False)
-    axes.set_xticks(range(len(lengths)), [_short(n) for n in lengths], fontsize=7)
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    for (i, j), value in np.ndenumerate(cells):
-        if math.isfinite(value):
-            ink = PAPER if value > 0.55 else INK
-            axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.5, color=ink)
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
+    heat_map(axes, cells, labels, lengths)

@@ -33,7 +33,7 @@ class MarkComplete(TrainerCallback):
 def sums(folder: Path) -> dict[str, str]:
     """SHA-256 of each file in a checkpoint, by its path in there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE)
-    return {path.relative_to(folder).as_posix(): _sum(path) for path in files if not path.name.endswith(".tmp")}
+    return {path.relative_to(folder).as_posix(): _sum(path) for path in files}
 
 
 def _sum(path: Path) -> str:
