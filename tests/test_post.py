@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same
 
 from halflife import decay as decays
-from halflife.decay import DECAYS, PoST
+from halflife.decay import DECAYS, PoST, power_law
+from halflife.decay.power_law import MEASURABLE, best_ends, geometric_rates, minimax_error
 
 HEADS, CHANNELS, LENGTH = 4, 3, 512
 
@@ -64,6 +65,25 @@ def test_starts_geometric_with_a_linear_taper(name, granularity):
     assert_close(decay.timescales(1).flatten(), 1 / geometric(channels), TOLERANCE)
     assert_close(decay.taper(), linear_taper(channels), 1e-6)
     assert_close(decay.timescales(64).flatten()[[0, -1]], torch.tensor([64.0 * LENGTH, 1.0]), TOLERANCE)
+
+
+@each_geometric
+def test_optimal_endpoints(name, granularity):
+    """Base rates are those of `best_ends`; no others nearby approximate the power law better."""
+    optimal = post(name, granularity, endpoints="optimal", beta=0.7)
+    channels = math.prod(optimal.shape)
+    low, high = best_ends(channels, LENGTH, 0.7)
+    assert_close(optimal.timescales(1).flatten(), 1 / geometric(channels, low, high), TOLERANCE)
+    least = minimax_error(geometric_rates(channels, LENGTH, low, high), LENGTH, 0.7)
+    for ends in ((1 / LENGTH, 1.0), (low / 1.5, high), (low, high * 1.5), (low * 1.5, high / 1.5)):
+        assert minimax_error(geometric_rates(channels, LENGTH, *ends), LENGTH, 0.7) > max(least, MEASURABLE) * 0.99
+
+
+def test_optimal_endpoints_while_building_on_meta(monkeypatch):
+    monkeypatch.setattr(power_law, "_FOUND", {})
+    with torch.device("meta"):
+        ends = post("mamba2", endpoints="optimal").base_ends
+    assert ends == pytest.approx(post("mamba2", endpoints="optimal").base_ends)
 
 
 @each_geometric
@@ -202,6 +222,8 @@ def test_wraps_once():
         ({"train_length": 8, "reference_length": 0}, "reference_length > 0"),
         ({"train_length": 8, "endpoints": (0.0, 1.0)}, "endpoints must give"),
         ({"train_length": 8, "endpoints": (16.0, 1.0)}, "endpoints must give"),
+        ({"train_length": 8, "endpoints": "best"}, 'two numbers or "optimal"; got'),
+        ({"train_length": 8, "endpoints": "optimal", "beta": 0.0}, "β > 0"),
     ],
 )
 def test_errors_say_what_is_wrong(options, message):

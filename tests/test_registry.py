@@ -24,7 +24,8 @@ from halflife.models import PRESETS, io
 
 # Modifiers that change what a model computes, on a base each.
 MODIFIED = (
-    "mamba2+post", "mamba3+post", "rwkv7+post", "gated_deltanet+post", "simple+post", "retnet+post_norm", "gla+post",
+    "mamba2+post", "mamba2+post_optimal", "mamba3+post", "rwkv7+post", "gated_deltanet+post", "simple+post",
+    "retnet+post_norm", "gla+post",
     "simple+rope", "simple+lrpe", "simple+scalar+tpe", "simple+delta", "simple+dplr", "hgrn2+vector+share",
     "mamba2+gate_rank", "mamba3+gate_rank", "gated_deltanet+gate_rank+post", "retnet+gate_rank",
 )  # fmt: skip

@@ -144,5 +144,7 @@ def test_post_end_points():
     assert rates[-1].item() == pytest.approx(1.5 * SCALE * torch.tensor(0.5).sigmoid().item(), rel=1e-5)
     with pytest.raises(ValueError, match=r"below e\^\(−1/2\) = 0\.6065; the end points ask for 0\.7551"):
         build_post(endpoints=(1.0, 2.0))
+    optimal = build_post(endpoints="optimal").base_log_rate().exp().flatten()
+    assert optimal[-1].item() <= (1 + 1e-6) * SCALE * torch.tensor(0.5).sigmoid().item()
     with pytest.raises(ValueError, match="endpoints must give"):
         PoST(build_decay(), train_length=2)

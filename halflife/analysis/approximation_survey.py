@@ -21,9 +21,9 @@ from halflife.analysis.approximation import (
     random_rates,
 )
 from halflife.analysis.spectra import response_as_run
+from halflife.decay.power_law import MEASURABLE
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
-MEASURABLE = 1e-12  # errors below are not followed: float64 ends
 
 
 def error_by_channels(

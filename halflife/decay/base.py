@@ -73,6 +73,7 @@ class Decay(Float32Module):
     data_dependent = True
     spectral = False
     fastest_rate = 1.0
+    bounded = False
     shares_keys = False
     granularities: tuple[str, ...] = GRANULARITIES
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import Decay, inverse_softplus_of
+from halflife.decay.power_law import FASTEST, best_ends
 
 
 class PoST(Decay):
@@ -31,7 +32,9 @@ class PoST(Decay):
         train_length: the training length T, at least 2.
         reference_length: t_ref, the position at which the spectrum is the base one.
         endpoints: slowest and fastest base rate, in units of 1/T and of the strategy's `fastest_rate`; (1, 1) is
-            the paper's.
+            the paper's. "optimal": those of the geometric spectrum that approximates t^{−β} best (`power_law`),
+            about (0.5, 4); for a decay whose rates are bounded no faster than `fastest_rate`.
+        beta: β of "optimal".
 
     Raises:
         ValueError: a decay without base rates, or lengths or end points out of range.
@@ -43,11 +46,12 @@ class PoST(Decay):
         *,
         train_length: int,
         reference_length: float = 1,
-        endpoints: tuple[float, float] = (1.0, 1.0),
+        endpoints: tuple[float, float] | str = (1.0, 1.0),
+        beta: float = 0.5,
     ) -> None:
         if train_length < 2 or reference_length <= 0:
             raise ValueError(f"need train_length ≥ 2 and reference_length > 0; got {train_length}, {reference_length}")
-        low, high = endpoints[0] / train_length, endpoints[1] * decay.fastest_rate
+        low, high = _ends(decay, train_length, endpoints, beta)
         if not 0 < low <= high:
             raise ValueError(f"endpoints must give base rates 0 < slowest ≤ fastest; got {low} and {high}")
         decay.release_rates()
@@ -115,3 +119,13 @@ class PoST(Decay):
 
     def extra_repr(self) -> str:
         return f"train_length={self.train_length}, reference_length={self.reference_length}, endpoints={self.endpoints}"
+
+
+def _ends(decay: Decay, train_length: int, endpoints: tuple[float, float] | str, beta: float) -> tuple[float, float]:
+    """The slowest and the fastest base rate."""
+    if endpoints == "optimal":
+        fastest = decay.fastest_rate if decay.bounded else FASTEST
+        return best_ends(math.prod(decay.shape), train_length, beta, fastest=fastest)
+    if isinstance(endpoints, str) or len(endpoints) != 2:
+        raise ValueError(f'endpoints are two numbers or "optimal"; got {endpoints!r}')
+    return endpoints[0] / train_length, endpoints[1] * decay.fastest_rate

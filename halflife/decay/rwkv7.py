@@ -35,6 +35,7 @@ class RWKV7Decay(Decay):
     spectral = True
     granularities = ("vector",)
     fastest_rate = FASTEST / (1 + math.exp(-0.5))
+    bounded = True
 
     def __init__(self, **sizes) -> None:
         super().__init__(**sizes)

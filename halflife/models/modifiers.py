@@ -25,6 +25,8 @@ MODIFIERS: Registry[Callable[[str, Options, Sizes], Options]] = Registry("modifi
 
 EXCLUSIVE = (
     ({"post", "post_norm"}, "a decay is wrapped once"),
+    ({"post", "post_optimal"}, "a decay is wrapped once"),
+    ({"post_norm", "post_optimal"}, "a decay is wrapped once"),
     ({"scalar", "vector"}, "a decay has one granularity"),
     ({"rope", "lrpe"}, "positions are encoded once"),
     ({"rope", "tpe"}, "positions are encoded once"),
@@ -89,21 +91,27 @@ def _needs_decay(base: str, model: Options, modifier: str) -> None:
 @MODIFIERS.add("post")
 def post(base: str, model: Options, sizes: Sizes) -> Options:
     """PoST as in its paper: an ordered, geometric spectrum that stretches with the position (t_ref = 1)."""
-    return _post(base, model, sizes.train_length, 1)
+    return _post(base, model, train_length=sizes.train_length, reference_length=1)
 
 
 @MODIFIERS.add("post_norm")
 def post_norm(base: str, model: Options, sizes: Sizes) -> Options:
     """PoST as in its theorem: time-scales t^α, equal to the static spectrum at the training length."""
-    return _post(base, model, sizes.train_length, sizes.train_length)
+    return _post(base, model, train_length=sizes.train_length, reference_length=sizes.train_length)
 
 
-def _post(base: str, model: Options, train_length: int, reference_length: int) -> Options:
+@MODIFIERS.add("post_optimal")
+def post_optimal(base: str, model: Options, sizes: Sizes) -> Options:
+    """PoST as in its paper, but from the end points that approximate t^(−1/2) best, about 0.5/T and 4."""
+    return _post(base, model, train_length=sizes.train_length, reference_length=1, endpoints="optimal")
+
+
+def _post(base: str, model: Options, **options: Any) -> Options:
     _needs_decay(base, model, "post")
     if base == "gla":
         # PoST's GLA is its RetNet: rates a head, independent of the input (PoST, App. E).
         model = _with(model, decay="retnet", granularity="scalar")
-    return _with(model, post={"train_length": train_length, "reference_length": reference_length})
+    return _with(model, post=options)
 
 
 @MODIFIERS.add("gate_rank")
