@@ -1,0 +1,232 @@
+"""How far a model will remember: the parts of its state, how they age, and what is measured."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from halflife import LanguageModel, preset, tasks
+from halflife.analysis import forecast as aged
+from halflife.analysis import forecast_survey as survey
+from halflife.analysis.forecast_figures import forecasts
+from halflife.cli import main
+from halflife.models import io
+
+MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
+NIAH = {"name": "niah", "length": 16, "num_pairs": 2}
+WINDOW = 16
+EXACT = 4 * 2.0e-13  # of float64 sums; four times the worst measured
+ROUNDED = 4 * 1.7e-8  # where PoST's time-scales, which are float32, come in
+
+LINEAR = ("mamba2", "gated_deltanet+post", "rwkv7", "gla", "mamba2+gate_rank", "deltanet", "simple+dplr")
+
+
+def model_of(name, vocab_size=64):
+    torch.manual_seed(0)
+    # One layer: what a layer's decay does to its state is then all there is.
+    config = preset(name, hidden_size=32, num_layers=1, num_heads=4, vocab_size=vocab_size, train_length=WINDOW)
+    return LanguageModel(config).double().eval()
+
+
+def readings(model, *lags):
+    """After each lag: the state, split."""
+    task = tasks.build(**MQAR)
+    pairs, draw = aged._pairs(task, 4, 0)
+    found = [aged._start(model, pairs)]
+    for lag in lags:
+        found.append(aged._split(model, aged._fillers(task, 4, lag - found[-1].seen, draw), found[-1]))
+    return found[1:]
+
+
+# ----------------------------------------------------------------------------------------------- the parts
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_pairs_part_is_linear_in_the_first_state(name):
+    """Twice the memory at the start is twice the pairs' part later, and the others' part is what none leaves."""
+    model, task = model_of(name), tasks.build(**MQAR)
+    pairs, draw = aged._pairs(task, 4, 0)
+    ids = aged._fillers(task, 4, 11, draw)
+    start = aged._start(model, pairs)
+    once = aged._split(model, ids, start)
+    double = tuple({**layer, **{k: 2 * v for k, v in aged._memories(layer).items()}} for layer in start.state)
+    twice = aged._split(model, ids, start._replace(state=double))
+    _, bare = model.hidden(ids, tuple({**layer, **aged._empty(layer)} for layer in start.state))
+    for memory, part in once.pairs[0].items():
+        scale = part.abs().max()
+        assert (twice.pairs[0][memory] - 2 * part).abs().max() <= EXACT * scale
+        assert (once.others[0][memory] - bare[0][memory]).abs().max() <= EXACT * scale
+        assert (once.state[0][memory] - part - once.others[0][memory]).abs().max() <= EXACT * scale
+
+
+@pytest.mark.parametrize("name", ["retnet", "retnet+post", "retnet+post_norm"])
+def test_fixed_decays_are_forecast_exactly(name):
+    """Where decays depend on the position alone, the pairs' part at any lag is known from the first window."""
+    model = model_of(name)
+    half, full, later = readings(model, WINDOW // 2, WINDOW, 3 * WINDOW)
+    forecast = aged._Ageing(model, half, full, 0)
+    kept = forecast._factors("memory", 3 * WINDOW)[0].unsqueeze(-1)
+    expected = later.pairs[0]["memory"]
+    assert (full.pairs[0]["memory"] * kept - expected).abs().max() < ROUNDED * expected.abs().max()
+    assert (forecast.rates["memory"] - forecast.noise_rates["memory"]).abs().max() < ROUNDED  # they fade alike
+
+
+def test_the_others_part_grows_as_a_sum_of_decays():
+    """RetNet: the factors of mean and noise are those of geometric series with its own decays."""
+    model = model_of("retnet")
+    forecast = aged._Ageing(model, *readings(model, 8, 16), 0)
+    decay = (-model.blocks[0].mixer.decay.base_log_rate().exp()).exp().detach().double()
+    _, mean, noise = forecast._factors("memory", 100)
+    assert torch.allclose(mean[:, 0], (1 - decay**100) / (1 - decay**16), rtol=1e-6)
+    assert torch.allclose(noise[:, 0], ((1 - decay**200) / (1 - decay**32)).sqrt(), rtol=1e-6)
+
+
+def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
+    """No decay and nothing erased: pairs stay, others grow as L and √L."""
+    torch.manual_seed(0)
+    options = {"decay": None, "granularity": "scalar"}
+    config = preset("simple", hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, mixer_options=options)
+    model = LanguageModel(config).double().eval()
+    kept, mean, noise = aged._Ageing(model, *readings(model, 8, 16), 0)._factors("memory", 64)
+    assert torch.allclose(kept, torch.ones_like(kept))
+    assert torch.allclose(mean, torch.full_like(mean, 4.0))
+    assert torch.allclose(noise, torch.full_like(noise, 2.0))
+
+
+# ------------------------------------------------------------------------------------- measured and forecast
+
+
+@pytest.mark.parametrize("spec", [MQAR, NIAH], ids=["mqar", "niah"])
+def test_measured_recall_is_that_of_whole_sequences(spec):
+    """Answers from a forked state equal those of a model that reads pairs, fillers and question in one call."""
+    model, task = model_of("mamba2", 128 if spec is NIAH else 64), tasks.build(**spec)
+    lag, examples = 9, 4
+    found = aged.measure(model, task, [0, lag], examples=examples, seed=5)[1]
+    pairs, draw = aged._pairs(task, examples, 5)
+    fillers = aged._fillers(task, examples, lag, draw)
+    right = []
+    for i in range(task.num_pairs):
+        question = [pairs[:, 2 * i : 2 * i + 1]]
+        if spec is NIAH:
+            question.insert(0, torch.full((examples, 1), 4))
+        logits, _ = model(torch.cat([pairs, fillers, *question], 1))
+        right.append(logits[:, -1].argmax(-1) == pairs[:, 2 * i + 1])
+    assert found == torch.stack(right).double().mean().item()
+
+
+def test_needles_have_the_layout_of_the_task():
+    task = tasks.build(**NIAH)
+    pairs, _ = aged._pairs(task, 8, 0)
+    batch = task.generate(8, 0).inputs
+    assert (batch[:, -2] == 4).all()
+    assert ((pairs[:, ::2] >= 16) & (pairs[:, ::2] < 48)).all()
+    assert ((pairs[:, 1::2] >= 48) & (pairs[:, 1::2] < 80)).all()
+
+
+def test_at_the_window_the_forecast_is_the_measurement():
+    """There the aged state is the state that was read."""
+    model, task = model_of("mamba2").float(), tasks.build(**MQAR)
+    found = aged.forecast(model, task, [WINDOW], window=WINDOW, examples=16)
+    assert found["accuracy"] == aged.measure(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]
+    assert {head["head"] for head in found["heads"]} == {0, 1, 2, 3}
+
+
+def test_faster_decay_forgets_earlier():
+    """The energy lag of one head of RetNet's follows its time-scale."""
+    task, found = tasks.build(**MQAR), []
+    for rate in (0.05, 0.2):
+        model = model_of("mamba2+post")
+        post = model.blocks[0].mixer.decay
+        with torch.no_grad():
+            post.theta.fill_(math.log(rate) - post.decay.rate_offset())
+        found.append(aged.forecast(model, task, [16, 64, 256, 1024], window=WINDOW)["energy_lag"])
+    assert found[1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("llama", "layer 0 .attention."), ("lightnet", "decay"), ("mamba2+ska", "layer 1 .ska.")]
+)
+def test_what_has_no_such_memory_is_refused(name, why):
+    config = preset(name, hidden_size=32, num_layers=2, num_heads=4, vocab_size=64)
+    with pytest.raises(ValueError, match=f"no forecast for .*{why}"):
+        aged.forecast(LanguageModel(config), tasks.build(**MQAR), [16], window=16)
+
+
+def test_lags_before_the_window_are_refused():
+    with pytest.raises(ValueError, match="from there on; got 16 and"):
+        aged.forecast(model_of("mamba2"), tasks.build(**MQAR), [8, 16], window=16)
+
+
+# ------------------------------------------------------------------------------------------- small things
+
+
+def test_crossing():
+    assert aged.crossing([0, 1, 3], [1.0, 1.0, 0.0], 0.5) == pytest.approx(math.sqrt(2 * 4) - 1)
+    assert aged.crossing([0, 1], [1.0, 0.9], 0.5) == math.inf
+    assert aged.crossing([5, 6], [0.1, 0.1], 0.5) == 5
+
+
+def test_octaves():
+    row = {"measured": [1.0], "lags": [0, 64], "half_lag": 16.0, "forecast_half_lag": 32.0, "energy_lag": math.inf}
+    assert survey.octaves(row, "forecast_half_lag") == 1
+    assert survey.octaves(row, "energy_lag") == 2  # at least
+    assert survey.octaves({**row, "half_lag": math.inf}, "energy_lag") is None
+    assert survey.octaves({**row, "measured": [0.4]}, "energy_lag") is None
+    found = survey.errors([row, {**row, "half_lag": 64.0}])
+    assert found["aged state"] == {"models": 2, "median": 1.0, "largest": 1.0, "bias": 0.0}
+
+
+def test_lags():
+    assert survey.lags_to(16) == [0, 4, 6, 8, 11, 16]
+
+
+# ------------------------------------------------------------------------------------------------ command
+
+
+@pytest.fixture
+def run(tmp_path):
+    for name in ("mamba2", "llama"):
+        io.save(model_of(name).float(), tmp_path / "run" / name)
+        (tmp_path / "run" / name / "run.json").write_text(json.dumps({"seed": 3, "validation": [MQAR]}))
+    return tmp_path / "run"
+
+
+def test_command(run, capsys):
+    main(["forecast", str(run), "--longest", "4", "--examples", "4", "--quiet"])
+    printed = capsys.readouterr().out
+    assert "left out: llama: no forecast for llama" in printed
+    assert "forecast.json" in printed
+    result = survey.saved(run / "forecast" / "forecast.json")
+    (row,) = result["models"]
+    assert (row["model"], row["seed"], row["train_length"]) == ("mamba2", 3, 16)
+    assert row["lags"][-1] == 64 == row["forecast_lags"][-1]
+    assert row["forecast_lags"][0] == 16
+    assert "| mamba2 | 3 | mqar | 16 | 3 |" in (run / "forecast" / "forecast.md").read_text()
+    figure = forecasts(result)
+    figure.draw_without_rendering()
+    assert (run / "forecast" / "forecast.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--longest", "0"], "longest and examples are at least 1"),
+        (["missing"], "there is no folder"),
+    ],
+)
+def test_errors_are_one_line(run, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["forecast", *([str(run)] if "--" in arguments[0] else []), *arguments])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_run_on_another_task_is_refused(run, capsys):
+    for folder in run.iterdir():
+        (folder / "run.json").write_text(json.dumps({"validation": [{"name": "s5"}]}))
+    with pytest.raises(SystemExit):
+        main(["forecast", str(run)])
+    assert "no run on mqar or niah" in capsys.readouterr().err
