@@ -4,7 +4,8 @@ import json
 import math
 
 from halflife.experiments import echo_tables
-from halflife.experiments.echo_tables import TABLE_2, TABLE_3, percent
+from halflife.experiments.echo_tables import TABLE_2, TABLE_3
+from halflife.experiments.markdown import in_distribution, percent
 
 
 def row(model="mamba2", seed=0, test="niah", length=64, pairs=1, accuracy=0.5, **other):
@@ -55,5 +56,5 @@ def test_learning_reads_the_validation_on_the_way(tmp_path):
 
 
 def test_models_are_listed_with_their_sizes():
-    table = echo_tables.in_distribution([row(seed=s, accuracy=s / 10) for s in (1, 2)])
+    table = in_distribution([row(seed=s, accuracy=s / 10) for s in (1, 2)])
     assert cells(table.splitlines()[-1]) == ["mamba2", "1,000", "64", "15.0 (10.0, 20.0)"]

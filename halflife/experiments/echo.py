@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from halflife.experiments import echo_tables
 from halflife.experiments.base import EXPERIMENTS
+from halflife.experiments.markdown import Rows
 from halflife.experiments.post import MQARExperiment, MQARSettings, mqar_model
 from halflife.experiments.recall import SMOKE as RECALL_SMOKE
 from halflife.experiments.recall import RecallExperiment, RecallSettings, recall_model
@@ -92,7 +93,7 @@ class EchoTransfer(RecallExperiment):
         base, options = variant(name)
         return recall_model(base, settings, **options)
 
-    def summary(self, folder: Path, rows: echo_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: Rows) -> str:
         return echo_tables.transfer(rows)
 
 
@@ -125,9 +126,6 @@ class EchoMQAR(MQARExperiment):
     settings = EchoMQARSettings
     models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
 
-    def summary(self, folder: Path, rows: echo_tables.Rows) -> str:
-        return echo_tables.in_distribution(rows)
-
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
         if name == "mamba2:equal-state":
             return self._equal(settings)
@@ -159,5 +157,5 @@ class EchoAblations(EchoMQAR):
 
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
 
-    def summary(self, folder: Path, rows: echo_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: Rows) -> str:
         return echo_tables.learning(folder, rows)

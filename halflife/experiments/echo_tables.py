@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from halflife.experiments.markdown import Rows, markdown, models, percent
 from halflife.training.sweep import Cell
-
-Rows = Sequence[Mapping[str, Any]]
 
 COLUMNS = ("SSM", "SSM+Attn", "SSM+SKA")  # the paper's
 # Table 3: means over lengths and KV, percent.
@@ -46,19 +44,6 @@ def transfer(rows: Rows) -> str:
     )
 
 
-def in_distribution(rows: Rows) -> str:
-    """A row a model: state, parameters, and the accuracy of every test, mean and seeds."""
-    tests = list(dict.fromkeys((r["test"], r["length"]) for r in rows))
-    heading = ["model", "parameters", "state", *(f"{test} {length}" for test, length in tests)]
-    table = []
-    for model in models(rows):
-        own = [r for r in rows if r["model"] == model]
-        sizes = [f"{own[0]['parameters']:,}", f"{own[0]['state_floats']:,}"]
-        cells = [percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests]
-        table.append([model, *sizes, *cells])
-    return markdown(heading, table)
-
-
 def learning(folder: Path, rows: Rows) -> str:
     """A row a model: validation accuracy while it learned, and the tests at the end, percent."""
     steps = [100, 200, 300, 400, 600]
@@ -78,27 +63,6 @@ def _validation(path: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = {line["step"]: line["validation_accuracy"] for line in lines if "validation_accuracy" in line}
     return defaultdict(lambda: math.nan, found)
-
-
-def models(rows: Rows) -> list[str]:
-    """The models, in order, at their selected learning rates."""
-    return list(dict.fromkeys(r["model"] for r in rows if r["selected"]))
-
-
-def percent(rows: Rows) -> str:
-    """Mean over seeds, and every seed: "87.5 (86.1, 88.9)"."""
-    rows = [r for r in rows if r["selected"]]
-    seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
-    if not seeds or any(map(math.isnan, seeds)):
-        return "diverged" if seeds else "–"
-    every = f" ({', '.join(f'{100 * x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
-    return f"{100 * fmean(seeds):.1f}{every}"
-
-
-def markdown(heading: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table, numbers to the right."""
-    lines = ["| " + " | ".join(heading) + " |", "|---" + "|---:" * (len(heading) - 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in table])
 
 
 def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], names: list[str]) -> str:

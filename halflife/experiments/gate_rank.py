@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from halflife.experiments import gate_rank_tables
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
+from halflife.experiments.markdown import Rows
 from halflife.experiments.post import SMALL as MQAR_SMALL
 from halflife.experiments.post import SMOKE as MQAR_SMOKE
 from halflife.experiments.post import MQARExperiment, MQARSettings, mqar_model
@@ -108,7 +109,7 @@ class GateRankS5(Experiment):
         base, options = variant(name)
         return _with(mqar_model(base, _sizes(settings, build("s5", group=settings.group).vocab_size)), name, options)
 
-    def summary(self, folder: Path, rows: gate_rank_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: Rows) -> str:
         return gate_rank_tables.tracking(folder, rows)
 
 
@@ -132,7 +133,7 @@ class GateRankMQAR(MQARExperiment):
         rows = "state_size" if "state_size" in config.mixer_options else "head_dim"
         return _with(config, name, {rows: 2 * config.mixer_options[rows]})
 
-    def summary(self, folder: Path, rows: gate_rank_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: Rows) -> str:
         return gate_rank_tables.recall(folder, rows)
 
 
@@ -165,5 +166,5 @@ class GateRankNIAH(RecallExperiment):
         base, options = variant(name)
         return _with(mqar_model(base, _sizes(settings, 128)), name, options)
 
-    def summary(self, folder: Path, rows: gate_rank_tables.Rows) -> str:
+    def summary(self, folder: Path, rows: Rows) -> str:
         return gate_rank_tables.recall(folder, rows)

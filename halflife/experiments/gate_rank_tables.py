@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from halflife.analysis.results import Comparison, read
-from halflife.experiments.echo_tables import Rows, in_distribution, markdown
+from halflife.experiments.markdown import Rows, in_distribution, markdown
 
 
 def tracking(folder: Path, rows: Rows) -> str:

@@ -125,4 +125,8 @@ def _execute(
         curve(folder, folder / "figures" / "loss.png")
         by_length(result, folder / "figures" / "length.png")
         write_samples(folder, corpus, samples)
+    if rank() == 0:
+        from halflife.analysis.report import write_report
+
+        write_report(folder)
     return result

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
+from halflife.experiments.markdown import Rows, in_distribution
 from halflife.models import ModelConfig, preset
 from halflife.training.run import RunConfig, TestSpec
 from halflife.training.sweep import Cell
@@ -49,6 +51,9 @@ class MQARExperiment(Experiment):
         if model.split("+")[0] in ("gated_deltanet", "deltanet"):
             return (10**-3.5, 1e-3, 10**-2.5)
         return (1e-3, 10**-2.5, 1e-2)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return in_distribution(rows)
 
     def configure(self, settings: MQARSettings, cell: Cell) -> RunConfig:
         length, largest = settings.train_length, settings.train_length // 4

@@ -1,0 +1,44 @@
+"""Tables of a comparison in Markdown: every seed beside its mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def in_distribution(rows: Rows) -> str:
+    """A row a model: state, parameters, and the accuracy of every test, mean and seeds."""
+    tests = list(dict.fromkeys((r["test"], r["length"]) for r in rows))
+    heading = ["model", "parameters", "state", *(f"{test} {length}" for test, length in tests)]
+    table = []
+    for model in models(rows):
+        own = [r for r in rows if r["model"] == model]
+        sizes = [f"{own[0]['parameters']:,}", f"{own[0]['state_floats']:,}"]
+        cells = [percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests]
+        table.append([model, *sizes, *cells])
+    return markdown(heading, table)
+
+
+def models(rows: Rows) -> list[str]:
+    """The models, in order, at their selected learning rates."""
+    return list(dict.fromkeys(r["model"] for r in rows if r["selected"]))
+
+
+def percent(rows: Rows) -> str:
+    """Mean over seeds, and every seed: "87.5 (86.1, 88.9)"."""
+    rows = [r for r in rows if r["selected"]]
+    seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
+    if not seeds or any(map(math.isnan, seeds)):
+        return "diverged" if seeds else "–"
+    every = f" ({', '.join(f'{100 * x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
+    return f"{100 * fmean(seeds):.1f}{every}"
+
+
+def markdown(heading: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    """A table, numbers to the right."""
+    lines = ["| " + " | ".join(heading) + " |", "|---" + "|---:" * (len(heading) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in table])
