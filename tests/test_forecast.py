@@ -211,7 +211,7 @@ def test_command(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--longest", "0"], "longest and examples are at least 1"),
+        (["--longest", "0"], "window and examples are at least 1"),
         (["missing"], "there is no folder"),
     ],
 )

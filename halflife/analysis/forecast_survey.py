@@ -23,6 +23,7 @@ def survey(
     folders: Sequence[Path],
     *,
     longest: int = 128,
+    window: int = 1,
     examples: int = 32,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -33,13 +34,14 @@ def survey(
     Args:
         folders: runs of `halflife compare`, or what holds them.
         longest: lags are measured up to this many times the training length.
+        window: training lengths that are read for the forecast, which begins there.
         examples, seed: of the sequences read.
         device: where the models run.
         show: whether to draw a progress bar.
 
     Returns:
-        "examples", "seed"; "models", one dict a model and task: "model", "seed", "checkpoint", "task", "train_length",
-        "num_pairs"; "lags", "measured" (accuracies) and "half_lag"; from T on, "forecast_lags", "forecast"
+        "examples", "seed", "window"; "models", one dict a model and task: "model", "seed", "checkpoint", "task", "train_length",
+        "num_pairs"; "lags", "measured" (accuracies) and "half_lag"; from the window on, "forecast_lags", "forecast"
         (accuracies) and "forecast_half_lag", "energy" (a pair's over the noise) and "energy_lag"; "heads"; and
         "refused": what cannot be forecast, and why.
 
@@ -67,10 +69,10 @@ def survey(
             continue
         for spec in specs:
             whose = {"model": model.config.name, "seed": run.get("seed"), "checkpoint": str(folder)}
-            models.append({**whose, **_one(model, spec, longest, examples, seed)})
+            models.append({**whose, **_one(model, spec, longest, window, examples, seed)})
     if not models:
         raise ValueError("nothing to forecast: " + "; ".join(f"{label}: {why}" for label, why in refused.items()))
-    return {"examples": examples, "seed": seed, "models": models, "refused": refused}
+    return {"examples": examples, "seed": seed, "window": window, "models": models, "refused": refused}
 
 
 def _specs(run: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -80,12 +82,13 @@ def _specs(run: Mapping[str, Any]) -> list[dict[str, Any]]:
             for name in dict.fromkeys(spec["name"] for spec in specs)]  # fmt: skip
 
 
-def _one(model: Any, spec: Mapping[str, Any], longest: int, examples: int, seed: int) -> dict[str, Any]:
+def _one(model: Any, spec: Mapping[str, Any], longest: int, window: int, examples: int, seed: int) -> dict[str, Any]:
     task: Any = tasks.build(**spec)
+    read = window * task.length
     lags = lags_to(longest * task.length)
     measured = measure(model, task, lags, examples=examples, seed=seed)
-    beyond = [lag for lag in lags if lag >= task.length]
-    found = forecast(model, task, beyond, window=task.length, examples=examples, seed=seed)
+    beyond = [lag for lag in lags if lag >= read]
+    found = forecast(model, task, beyond, window=read, examples=examples, seed=seed)
     return {
         "task": spec["name"], "train_length": task.length, "num_pairs": task.num_pairs, "lags": lags,
         "measured": measured, "half_lag": crossing(lags, measured, 0.5), "forecast_lags": beyond,

@@ -14,7 +14,7 @@ class Forecast:
 
     For every run on MQAR or NIAH: the number of tokens after which fewer than half of the stored pairs are recalled,
     measured; the same, forecast by ageing the state at the rate at which it fades in the first T tokens; and the lag at
-    which a pair's energy falls below the state's noise. Writes forecast.json, forecast.md and a figure.
+    which a pair's energy falls below the state's noise (docs/results/forecast.md). Writes forecast.json, forecast.md and a figure.
 
     examples:
       halflife forecast runs/20260101-120000-mqar-smoke
@@ -25,6 +25,8 @@ class Forecast:
     """Runs of `halflife compare`; all checkpoints below a folder are read."""
     longest: int = 128
     """Longest lag that is measured, in training lengths."""
+    window: int = 1
+    """Training lengths that are read for the forecast."""
     examples: int = 32
     """Sequences that are read; each is asked for all of its pairs at every lag."""
     seed: int = 0
@@ -45,10 +47,14 @@ class Forecast:
         from halflife.analysis.forecast_figures import forecasts
         from halflife.analysis.forecast_survey import markdown, survey, write
 
-        if self.longest < 1 or self.examples < 1:
-            raise ValueError(f"longest and examples are at least 1; got {self.longest} and {self.examples}")
+        if min(self.window, self.examples) < 1 or self.longest < self.window:
+            raise ValueError(
+                f"window and examples are at least 1, and longest no less than window; got window {self.window}, "
+                f"examples {self.examples}, longest {self.longest}"
+            )
         result = survey(
-            self.folders, longest=self.longest, examples=self.examples, seed=self.seed, show=not self.quiet,
+            self.folders, longest=self.longest, window=self.window, examples=self.examples, seed=self.seed,
+            show=not self.quiet,
             device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )  # fmt: skip
         output = self.output or self.folders[0] / "forecast"
