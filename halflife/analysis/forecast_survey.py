@@ -40,8 +40,8 @@ def survey(
         show: whether to draw a progress bar.
 
     Returns:
-        "examples", "seed", "window"; "models", one dict a model and task: "model", "seed", "checkpoint", "task", "train_length",
-        "num_pairs"; "lags", "measured" (accuracies) and "half_lag"; from the window on, "forecast_lags", "forecast"
+        "examples", "seed", "window"; "models", one dict a model and task: "model", "seed", "checkpoint", "task",
+        "train_length", "num_pairs"; "lags", "measured" (accuracies) and "half_lag"; from the window on, "forecast_lags", "forecast"
         (accuracies) and "forecast_half_lag", "energy" (a pair's over the noise) and "energy_lag"; "heads"; and
         "refused": what cannot be forecast, and why.
 
