@@ -132,6 +132,22 @@ def test_at_the_window_the_forecast_is_the_measurement():
     assert {head["head"] for head in found["heads"]} == {0, 1, 2, 3}
 
 
+def test_one_part_ages_alone():
+    """The pairs' part by the first lag, the others' by the second; both at the window are what was read."""
+    model = model_of("mamba2")
+    half, full = readings(model, WINDOW // 2, WINDOW)
+    ageing = aged._Ageing(model, half, full, 0)
+    pairs, others = full.pairs[0]["memory"], full.others[0]["memory"]
+    faded = ageing.at(4 * WINDOW, WINDOW)["memory"] - others
+    assert (faded.square().sum((0, -1)) <= pairs.square().sum((0, -1))).all()
+    filled = ageing.at(WINDOW, 4 * WINDOW)["memory"] - pairs
+    assert (filled.square().sum() > others.square().sum()).item()
+    same = ageing.at(WINDOW, WINDOW)["memory"] - pairs - others
+    kept = ageing.rates["memory"].isfinite()  # rows that faded below all measure are given up
+    assert kept.any()
+    assert (same * kept.unsqueeze(-1)).abs().max() < EXACT * pairs.abs().max()
+
+
 def test_faster_decay_forgets_earlier():
     """The energy lag of one head of RetNet's follows its time-scale."""
     task, found = tasks.build(**MQAR), []

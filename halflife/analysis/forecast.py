@@ -11,7 +11,8 @@ and once from an empty one, over the same inputs. On W ≤ T tokens that gives t
 Two lengths come of it. The *energy* forecast is the lag at which, in the last head that still held it, the energy of
 a stored pair falls below that of the fluctuation in as many rows as a pair takes, one. The *aged state* forecast puts
 `P_L + F_L` into the model, asks for every pair, and takes the lag at which fewer than half of the answers are right:
-whatever the read-out makes of a faint state (skips, norms, gates) is then in it.
+whatever the read-out makes of a faint state (skips, norms, gates) is then in it. Ageing one part alone, `P_L + F_W` or
+`P_W + F_L`, says why a model forgets: because its pairs *fade*, or because its state *fills*.
 """
 
 from __future__ import annotations
@@ -84,12 +85,13 @@ def forecast(
         window: W, at least 2; the training length, or what it leaves beside the pairs.
 
     Returns:
-        "lags", "accuracy" (one a lag), "half_lag" (infinite if no lag forgets), "energy_lag" (likewise), "window", and
-        "heads": one dict a layer, state and head with "layer", "state", "head", "rate" (of its slowest row that holds
-        anything, 1 a token), "energy" (of a pair) and "noise" (of a row) at W.
+        "lags", "accuracy" (one a lag), "half_lag" (infinite if no lag forgets); likewise "fade_lag", where the pairs'
+        part alone has aged, "fill_lag", where the others' alone has, and "energy_lag"; "window", and "heads": one
+        dict a layer, state and head with "layer", "state", "head", "rate" (of its slowest row that holds anything, 1 a
+        token), "energy" (of a pair) and "noise" (of a row) at W.
 
     Raises:
-        ValueError: a layer whose state is no matrix that is linear in what was written, or a lag before the window's end.
+        ValueError: a layer whose state is no matrix that is linear in what was written, or a lag below the window.
     """
     if window < 2 or not lags or min(lags) < window:
         raise ValueError(f"need a window of 2 tokens or more, and lags from there on; got {window} and {list(lags)}")
@@ -99,16 +101,19 @@ def forecast(
     half = _split(model, _fillers(task, examples, window // 2, draw), _start(model, pairs))
     full = _split(model, _fillers(task, examples, window - window // 2, draw), half)
     ages = [_Ageing(model, half, full, layer) for layer in range(len(full.pairs))]
-    accuracy, ratios = [], []
-    for lag in lags:
-        aged = tuple(
-            {**state, **age.at(lag), "position": torch.full_like(state["position"], pairs.shape[1] + lag)}
-            for state, age in zip(full.state, ages, strict=True)
-        )
-        accuracy.append(_recall(model, task, pairs, aged))
-        ratios.append(max(age.ratio(lag, task.num_pairs) for age in ages))
+
+    def recall(fade: int, fill: int) -> float:
+        """When the pairs' part is as old as one lag, and the others' as another."""
+        at = torch.full_like(full.state[0]["position"], pairs.shape[1] + max(fade, fill))
+        aged = zip(full.state, ages, strict=True)
+        return _recall(model, task, pairs, tuple({**s, **age.at(fade, fill), "position": at} for s, age in aged))
+
+    accuracy = [recall(lag, lag) for lag in lags]
+    ratios = [max(age.ratio(lag, task.num_pairs) for age in ages) for lag in lags]
     return {
         "lags": list(lags), "window": window, "accuracy": accuracy, "half_lag": crossing(lags, accuracy, 0.5),
+        "fade_lag": crossing(lags, [recall(lag, window) for lag in lags], 0.5),
+        "fill_lag": crossing(lags, [recall(window, lag) for lag in lags], 0.5),
         "energy": ratios, "energy_lag": crossing(lags, ratios, 1.0),
         "heads": [row for age in ages for row in age.rows(task.num_pairs)],
     }  # fmt: skip
@@ -251,11 +256,12 @@ class _Ageing:
         rows = self.pairs[name].shape[-2]
         return stretch.unsqueeze(-1) if stretch.ndim == 2 else stretch.repeat(1, 1, rows // stretch.shape[-1])
 
-    def at(self, lag: int) -> State:
-        """The memories after L tokens."""
+    def at(self, fade: int, fill: int) -> State:
+        """The memories when the pairs' part is `fade` tokens old, and the others' `fill`."""
         found = {}
         for name, pairs in self.pairs.items():
-            kept, mean, noise = (factor.unsqueeze(-1) for factor in self._factors(name, lag))
+            kept = self._factors(name, fade)[0].unsqueeze(-1)
+            mean, noise = (factor.unsqueeze(-1) for factor in self._factors(name, fill)[1:])
             others = self.others[name]
             steady = others.mean(0)
             found[name] = pairs * kept + steady * mean + (others - steady) * noise

@@ -17,6 +17,7 @@ from halflife.files import read_json, write_json, write_text
 from halflife.models import io
 
 KINDS = ("mqar", "niah")
+LAGS = ("half_lag", "forecast_half_lag", "fade_lag", "fill_lag", "energy_lag")
 
 
 def survey(
@@ -41,9 +42,9 @@ def survey(
 
     Returns:
         "examples", "seed", "window"; "models", one dict a model and task: "model", "seed", "checkpoint", "task",
-        "train_length", "num_pairs"; "lags", "measured" (accuracies) and "half_lag"; from the window on, "forecast_lags", "forecast"
-        (accuracies) and "forecast_half_lag", "energy" (a pair's over the noise) and "energy_lag"; "heads"; and
-        "refused": what cannot be forecast, and why.
+        "train_length", "num_pairs"; "lags", "measured" (accuracies) and "half_lag"; from the window on,
+        "forecast_lags", "forecast" (accuracies) and "forecast_half_lag", "fade_lag", "fill_lag", "energy" (a pair's
+        over the noise) and "energy_lag"; "heads"; and "refused": what cannot be forecast, and why.
 
     Raises:
         FileNotFoundError, ValueError: no checkpoint, a damaged one, or none of a run on MQAR or NIAH.
@@ -93,7 +94,8 @@ def _one(model: Any, spec: Mapping[str, Any], longest: int, window: int, example
         "task": spec["name"], "train_length": task.length, "num_pairs": task.num_pairs, "lags": lags,
         "measured": measured, "half_lag": crossing(lags, measured, 0.5), "forecast_lags": beyond,
         "forecast": found["accuracy"],
-        "forecast_half_lag": found["half_lag"], "energy_lag": found["energy_lag"], "energy": found["energy"],
+        "forecast_half_lag": found["half_lag"], "fade_lag": found["fade_lag"], "fill_lag": found["fill_lag"],
+        "energy_lag": found["energy_lag"], "energy": found["energy"],
         "heads": found["heads"],
     }  # fmt: skip
 
@@ -132,16 +134,17 @@ def errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """A table of what `survey` gives, a row a model, and the errors under it."""
-    heading = "model | seed | task | T | pairs | recall at 0, T | half-lag | aged state | octaves | energy | octaves"
-    lines = [f"| {heading} |", "|---|---|---|" + "---:|" * 8]
+    heading = "model | seed | task | T | pairs | recall at 0, T | half-lag | aged state | octaves "
+    heading += "| fades | fills | energy | octaves"
+    lines = [f"| {heading} |", "|---|---|---|" + "---:|" * 10]
     for row in result["models"]:
         near = min(range(len(row["lags"])), key=lambda i: abs(row["lags"][i] - row["train_length"]))
         recalled = ", ".join(f"{100 * row['measured'][i]:.0f}" for i in (0, near))
         cells = [row["model"], str(row["seed"]), row["task"], f"{row['train_length']:,}", str(row["num_pairs"]),
                  f"{recalled} %", _lag(row, "half_lag")]  # fmt: skip
-        for key in ("forecast_half_lag", "energy_lag"):
-            error = octaves(row, key)
-            cells += [_lag(row, key), "–" if error is None else f"{error:+.1f}"]
+        for keys in (("forecast_half_lag",), ("fade_lag", "fill_lag", "energy_lag")):
+            error = octaves(row, keys[-1])
+            cells += [*(_lag(row, key) for key in keys), "–" if error is None else f"{error:+.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     for name, found in errors(result["models"]).items():
         lines.append(
@@ -165,7 +168,7 @@ def saved(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not isinstance(result.get("models"), list):
         raise ValueError(f"{path} is no forecast of `halflife forecast`")
     for row in result["models"]:
-        for key in ("half_lag", "forecast_half_lag", "energy_lag"):
+        for key in LAGS:
             row[key] = math.inf if row[key] is None else row[key]
     return result
 
