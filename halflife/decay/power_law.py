@@ -25,6 +25,8 @@ CLOSE = 1e-3  # upper and lower bound agree to this
 NOISE = 1e-12  # singular values below, relative to the largest, are rounding errors
 FLOOR = 1e-14  # errors below are, too
 MEASURABLE = 1e-12  # errors below are not told apart
+MANY = 64  # channels: more make no difference in float64
+STARTS = ((0.5, 4.0), (8.0, 1.0), (128.0, 0.5))  # ends, slowest · T and fastest: many channels, few, few of a long T
 LAWSON_STEPS = 8  # they bring the peaks near their places; few, as they converge slowly from there
 REFINEMENTS = 5  # grids at most
 FASTEST = 700  # of rates; e^{−r} is 0 beyond
@@ -193,7 +195,7 @@ def best_ends(
     """The slowest and the fastest of the geometric rates that approximate t^{−β} best (within a few percent of error).
 
     As `endpoints` of `halflife.decay.PoST` they are `(low · T, high)`; "optimal" there are these. With so many
-    channels that float64 sees no error any more (about 30 at T = 1e3), the search stays near (0.5/T, 4).
+    channels that float64 sees no error any more (about 30 at T = 1e3), they are (0.5/T, 4); from 64 on, at any T.
 
     Args:
         channels, length, beta, continuous: N, T, β and the norm, as `fit` has them.
@@ -201,13 +203,22 @@ def best_ends(
         cache: JSON file that keeps what was found; memory keeps it in any case.
     """
 
+    channels = min(channels, MANY)
+
     def error(x: Sequence[float]) -> float:
         rates = geometric_rates(channels, length, math.exp(x[0]) / length, math.exp(min(x[1], math.log(fastest))))
         return max(minimax_error(rates, length, beta, continuous=continuous), MEASURABLE)
 
     limit = "" if fastest == FASTEST else f" fastest={fastest:g}"
     key = f"geometric N={channels} T={length:g} beta={beta:g} {'interval' if continuous else 'integers'}{limit}"
-    low, high = remembered(key, lambda: descend(error, [math.log(0.5), min(math.log(4), math.log(fastest))]), cache)
+
+    def find() -> list[float]:
+        starts = [[math.log(a), math.log(min(b, fastest))] for a, b in STARTS if a / length <= min(b, fastest)]
+        if error(starts[0]) <= MEASURABLE:
+            return starts[0]
+        return min((descend(error, start) for start in starts), key=error)
+
+    low, high = remembered(key, find, cache)
     return math.exp(low) / length, min(math.exp(high), fastest)
 
 
