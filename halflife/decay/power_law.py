@@ -195,7 +195,7 @@ def best_ends(
     """The slowest and the fastest of the geometric rates that approximate t^{−β} best (within a few percent of error).
 
     As `endpoints` of `halflife.decay.PoST` they are `(low · T, high)`; "optimal" there are these. With so many
-    channels that float64 sees no error any more (about 30 at T = 1e3), they are (0.5/T, 4); from 64 on, at any T.
+    channels that float64 sees no error any more (about 30 at T = 1e3), they are (0.5/T, 4). Above 64, those of 64.
 
     Args:
         channels, length, beta, continuous: N, T, β and the norm, as `fit` has them.
