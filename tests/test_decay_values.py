@@ -9,8 +9,11 @@ from halflife.analysis import decay_values as recorder
 from halflife.analysis.decay_values import decay_values, half_life, recording
 from halflife.analysis.spectrum import layer_decays
 from halflife.models import PRESETS, LanguageModel, preset
+from halflife.ops.gate_rank import masks
 
 WITHOUT = ("llama", "deltanet")
+ROUNDING = 4 * 6e-8  # of one number in float32, relative
+EXACT = 4 * 8.4e-16  # of sums and horizons in float64, relative; worst measured
 
 
 def tiny(name, **sizes):
@@ -20,6 +23,10 @@ def tiny(name, **sizes):
 
 def ids_of(batch, length):
     return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def medians(row):
+    return [head["median"] for head in row["heads"]]
 
 
 def lower(values, level):
@@ -32,12 +39,17 @@ def test_fixed_decays_are_those_of_the_formula():
     for layer, row in enumerate(decay_values(tiny("tnl"), ids_of(3, 5))):
         expected = [math.exp(-8 * head / 2 * (1 - layer / 2)) for head in (1, 2)]
         assert row["layer"] == layer
-        assert row["heads"] == pytest.approx(expected)
+        assert medians(row) == pytest.approx(expected)
         assert row["median"] == row["q05"] == pytest.approx(min(expected))
         assert row["mean"] == pytest.approx(sum(expected) / 2)
         assert row["half_life"] == pytest.approx(math.log(0.5) / math.log(min(expected)))
         assert row["slowest_half_life"] == pytest.approx(math.log(0.5) / math.log(max(expected)))
-        assert row["head_half_lives"] == pytest.approx([half_life(decay) for decay in expected])
+        for head, decay in zip(row["heads"], expected, strict=True):
+            assert head["half_lives"] == pytest.approx(dict.fromkeys(recorder.QUANTILES, half_life(decay)))
+            assert head["erased"] == (decay < 0.5)
+            assert head["horizon"] == pytest.approx(-1 / math.log(decay), rel=ROUNDING)
+        assert row["erased"] == sum(decay < 0.5 for decay in expected) / 2
+        assert row["rates"] == pytest.approx([-math.log(decay) for decay in expected])
 
 
 def test_simple_decay_without_input_is_its_p():
@@ -56,8 +68,8 @@ def test_position_dependent_decays_are_those_of_every_position():
     row = decay_values(model, ids_of(2, length))[0]
     for key, level in recorder.QUANTILES.items():
         assert row[key] == pytest.approx(lower(expected.expand(2, -1, -1), level), rel=1e-5)
-    assert row["heads"] == pytest.approx([lower(head, 0.5) for head in expected.T], rel=1e-5)
-    assert row["heads"][0] > expected[0, 0]
+    assert medians(row) == pytest.approx([lower(head, 0.5) for head in expected.T], rel=1e-5)
+    assert medians(row)[0] > expected[0, 0]
     assert row["slowest_half_life"] == pytest.approx(math.log(2) / (1 / scales[1:]).mean(0).min().item(), rel=1e-5)
 
 
@@ -69,7 +81,11 @@ def test_quantiles_are_of_what_was_recorded():
     for row, (_, g) in zip(decay_values(model, ids), found, strict=True):
         for key, level in recorder.QUANTILES.items():
             assert row[key] == pytest.approx(lower(g.exp(), level), rel=1e-4)
-        assert row["heads"] == pytest.approx(g.exp().transpose(0, 2).flatten(1).median(1).values.tolist(), rel=1e-4)
+        by_head = g.exp().transpose(0, 2).flatten(1)
+        assert medians(row) == pytest.approx(by_head.median(1).values.tolist(), rel=1e-4)
+        for head, values in zip(row["heads"], by_head, strict=True):
+            for key, level in recorder.QUANTILES.items():
+                assert head[key] == pytest.approx(lower(values, level), rel=1e-4)
 
 
 def test_lightnet_is_recorded_where_it_scans():
@@ -99,6 +115,9 @@ def test_every_preset_is_read(name):
         assert 0 <= levels[0] <= levels[-1] <= 1
         assert levels == sorted(levels)
         assert len(row["heads"]) == 2
+        assert 0 <= row["erased"] <= 1
+        assert row["horizon"] == max(head["horizon"] for head in row["heads"]) >= 0
+        assert ("slow" in row) == ("gate_rank" in name)
 
 
 def test_above_the_limit_every_nth_token_counts(monkeypatch):
@@ -133,6 +152,89 @@ def test_the_recorder_leaves_the_model_as_it_was(name):
         assert torch.equal(model(ids)[0], before)
 
 
+# ---------------------------------------------------------------------------------------------- horizon
+
+
+def loop_energy(g, lag, starts):
+    """E[e^{2 Σ g}] over tokens, by products; `g [T]` of floats."""
+    return sum(math.exp(2 * sum(g[j + 1 : j + lag + 1])) for j in starts) / len(starts)
+
+
+def test_a_constant_decay_has_its_timescale_as_horizon():
+    """Whole or not, a lag or not; beyond half of the text nothing is claimed."""
+    scales = torch.tensor([0.3, 1.0, 3.7, 17.0, 31.9, 32.1], dtype=torch.float64)
+    sums = (-1 / scales).expand(64, -1).unsqueeze(-1).cumsum(0)
+    lags = recorder._lags(64)
+    energy = recorder.retained_energy(sums, lags)
+    got = [recorder.horizon(lags, energy[:, h]) for h in range(6)]
+    assert got[:5] == pytest.approx(scales[:5].tolist(), rel=EXACT)
+    assert got[5] == math.inf
+
+
+def test_lags_go_from_one_to_half_of_the_text():
+    for length in (2, 3, 4, 7, 64, 1000, 1024):
+        lags = recorder._lags(length).tolist()
+        assert (lags[0], lags[-1]) == (1, length // 2)
+        assert lags == sorted(set(lags))
+    assert recorder._lags(2048).tolist()[:9] == list(range(1, 10))
+
+
+def test_the_horizon_is_of_sums_along_the_text_not_of_a_mean_decay():
+    """Resets every 20 tokens, nothing in between: a mean decay would say e^{−3/20} a token, 6.7 tokens."""
+    model, ids = tiny("simple+scalar", num_layers=1, num_heads=1), ids_of(1, 80)
+    g = [-3.0 if t % 20 == 0 else 0.0 for t in range(80)]
+
+    def fixed(f, **options):
+        return torch.tensor(g, dtype=torch.float64).view(1, -1, 1), None
+
+    model.blocks[0].mixer.decay.scan, model.blocks[0].mixer.decay.stateful = fixed, True
+    (row,) = decay_values(model, ids)
+    starts = list(range(40))
+    # The share 1 − lag/20 of the tokens has no reset ahead: it falls below e^{−2} between 17 and 18 tokens.
+    energies = [loop_energy(g, lag, starts) for lag in (17, 18)]
+    assert energies[0] > math.exp(-2) > energies[1]
+    assert 17 < row["horizon"] < 18
+    assert row["slowest_half_life"] == pytest.approx(half_life(math.exp(sum(g[1:]) / 79)))
+
+
+def test_many_tokens_are_thinned_evenly(monkeypatch):
+    sums = torch.randn(50, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).abs().neg().cumsum(0)
+    lags = torch.tensor([1, 4])
+    monkeypatch.setattr(recorder, "MAX_STARTS", 10)
+    got = recorder.retained_energy(sums, lags)
+    for i, lag in enumerate(lags.tolist()):
+        expected = torch.stack([(2 * (sums[j + lag] - sums[j])).exp() for j in range(0, 46, 5)]).mean((0, 2))
+        torch.testing.assert_close(got[i], expected)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet+gate_rank", "mamba2+gate_rank"])
+def test_slow_and_fast_states_are_told_apart(name):
+    """Against what the mask of `ops.gate_rank` says, which the op is tested against."""
+    model, ids = tiny(name, num_layers=1), ids_of(2, 33)
+    gate = model.blocks[0].mixer.gate_rank.slow_gate
+    with torch.no_grad():
+        gate.bias.fill_(0.2)
+    fast, slow = [], []
+    with recording(model, lambda layer, g: fast.append(g), lambda layer, g: slow.append(g)), torch.no_grad():
+        for sequence in ids.split(1):
+            model(sequence)
+    assert (len(fast), len(slow)) == (2, 2)
+    fast, slow = (torch.cat(found).double() for found in (fast, slow))
+    (row,) = decay_values(model, ids)
+    assert row["slow"]["resets"] == pytest.approx((slow[:, 1:] != 0).double().mean().item())
+    assert row["slow"]["rates"] == pytest.approx(-slow[:, 1:].mean((0, 1)).numpy(), rel=EXACT)
+    assert row["rates"] == pytest.approx(-fast[:, 1:].mean((0, 1)).numpy(), rel=EXACT)
+    gamma, lam = masks(slow, fast)
+    lags = recorder._lags(33)
+    for h, head in enumerate(row["heads"]):
+        energy = torch.stack([
+            ((gamma * lam)[:, h].diagonal(-int(lag), -2, -1)[:, :17] ** 2).mean() for lag in lags
+        ])  # fmt: skip
+        assert head["horizon"] == pytest.approx(recorder.horizon(lags, energy), rel=EXACT)
+    (alone,) = decay_values(LanguageModel(preset("tnl", hidden_size=16, num_layers=1)), ids)
+    assert "slow" not in alone
+
+
 def test_half_life():
     assert half_life(0.5) == 1
     assert half_life(0.5 ** (1 / 8)) == pytest.approx(8)
@@ -150,4 +252,4 @@ def test_a_model_that_diverged_has_no_numbers():
     model = tiny("mamba2")
     torch.nn.init.constant_(model.embedding.weight, math.nan)
     row = decay_values(model, ids_of(1, 4))[0]
-    assert all(math.isnan(row[key]) for key in ("median", "mean", "q95", "half_life", "slowest_half_life"))
+    assert all(math.isnan(row[key]) for key in ("median", "mean", "q95", "half_life", "slowest_half_life", "horizon"))

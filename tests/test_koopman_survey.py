@@ -23,6 +23,11 @@ SINGLE = 4 * 4.4e-6  # the state is float32; worst measured, relative
 HEADS, RANK = 2, 6
 
 
+def read_operators(folders, text, **reading):
+    """As `halflife spectrum` reads them."""
+    return koopman_report.operators_of(decay_survey.survey(folders, text, **reading))
+
+
 def hybrid(base="mamba2", layers=(1,), num_layers=3, **options):
     """A small model, of which some layers are SKA in chunks of 8, trained as far as a random head."""
     config = preset(f"{base}+ska", hidden_size=16, num_layers=num_layers, num_heads=2, train_length=32)
@@ -158,7 +163,7 @@ def write_all(folder, text, output):
     result = decay_survey.survey([folder], [text], **options)
     return [
         *decay_survey.write_tables(result, output),
-        *koopman_report.report([folder], [text], output, **options),
+        *koopman_report.write(read_operators([folder], [text], **options), output),
     ]
 
 
@@ -185,7 +190,7 @@ def test_decays_and_operators_end_to_end(run_dir, tmp_path, capsys):
 
 
 def test_the_table_fits_a_terminal(run_dir, tmp_path, capsys):
-    result = koopman_report.survey([run_dir], [tmp_path / "text"], length=32)
+    result = read_operators([run_dir], [tmp_path / "text"], length=32)
     for layer in result["models"][0]["layers"]:
         layer |= {"rank": 64, "retries": 3}
         layer["heads"] = [{**layer["heads"][0], "head": h, "condition": 1.23e6} for h in range(12)]
@@ -196,7 +201,7 @@ def test_the_table_fits_a_terminal(run_dir, tmp_path, capsys):
 
 
 def test_no_operator_no_output(run_dir, tmp_path, capsys):
-    assert koopman_report.report([run_dir / "tnl"], [tmp_path / "text"], tmp_path / "out") == []
+    assert koopman_report.write(read_operators([run_dir / "tnl"], [tmp_path / "text"]), tmp_path / "out") == []
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "out").exists()
 
@@ -209,11 +214,12 @@ def test_operators_without_any_decay(tmp_path):
     figure = decays(result)
     figure.canvas.draw()
     assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["no layer with a decay"] * 2
-    assert len(koopman_report.report([tmp_path / "run"], [tmp_path / "text"], tmp_path / "out", length=32)) == 4
+    found = read_operators([tmp_path / "run"], [tmp_path / "text"], length=32)
+    assert len(koopman_report.write(found, tmp_path / "out")) == 4
 
 
 def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):
-    koopman_report.report([run_dir], [tmp_path / "text"], tmp_path, length=5)
+    koopman_report.write(read_operators([run_dir], [tmp_path / "text"], length=5), tmp_path)
     data = json.loads((tmp_path / "koopman.json").read_text(), parse_constant=pytest.fail)
     assert data["models"][0]["layers"][0]["heads"][0]["unexplained"] is None
 

@@ -109,10 +109,12 @@ def test_end_to_end(run_dir, tmp_path, capsys):
     arguments = ["spectrum", str(run_dir), "--text", str(tmp_path / "text"), "--length", "32", "--sequences", "3"]
     main(arguments)
     out = capsys.readouterr().out
-    for expected in ("median", "half-life", "mamba2 lr0.01-seed1", "no decay", "3 × 32 tokens"):
+    for expected in ("median", "half-life", "horizon", "mamba2 lr0.01-seed1", "no decay", "3 × 32 tokens", "modes"):
         assert expected in out
     folder = run_dir / "spectrum"
-    names = ["decays.csv", "decays.json", "decays.png", "decays.svg"]
+    names = ["decays.csv", "decays.json"]
+    drawn = ["decays", "spectrum", *(f"spectrum_{name}" for name in ("modes", "distribution", "heads", "taper"))]
+    names += [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
     files = {name: (folder / name).read_bytes() for name in names}
     data = json.loads(files["decays.json"], parse_constant=pytest.fail)
     layers = {model["model"].split()[0]: model["layers"] for model in data["models"]}
@@ -188,14 +190,17 @@ def test_help_shows_examples(capsys):
 def made_up(models, layers, **values):
     """What `survey` gives, for models between forgetting at once and never."""
 
+    spectrum = {"timescales": [1.0, math.inf], "modes": 2.0, "too_slow": 0.5, "too_fast": 0.0}
+
     def layer(i, share):
         median = share * (1 - 0.1 * i / layers)
         return {"layer": i, "mean": median, "q05": median**3, "q25": median**2, "median": median,
                 "q75": median**0.5, "q95": median**0.1, "half_life": half_life(median), "slowest_half_life": math.inf,
-                "heads": [median], "head_half_lives": [half_life(median)], **values}  # fmt: skip
+                "erased": 0.0, "horizon": math.inf, "longest_lag": 32, "spectra": {"1": spectrum},
+                **values}  # fmt: skip
 
     return {"text": ["t"], "tokenizer": None, "length": 64, "sequences": 1, "models": [
-        {"model": f"model ${n}", "checkpoint": "c", "channels": "heads",
+        {"model": f"model ${n}", "checkpoint": "c", "channels": "heads", "train_length": None, "positions": [1],
          "layers": [layer(i, n / max(1, models - 1)) for i in range(layers)]} for n in range(models)
     ]}  # fmt: skip
 

@@ -63,7 +63,7 @@ def survey(
             refused[label] = f"no run on {' or '.join(KINDS)} (run.json)"
             continue
         try:
-            model = io.load(folder, device).eval()
+            model = io.load_any(folder, device).eval()
             check(model)
         except ValueError as error:
             refused[label] = str(error)

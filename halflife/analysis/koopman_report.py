@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from halflife.analysis.decay_survey import check_vocabulary, checkpoints, finite, pieces, print_wide, read_ids
+from halflife.analysis.decay_survey import finite, print_wide
 from halflife.analysis.decay_values import QUANTILES
-from halflife.analysis.koopman_survey import KEPT, koopman_survey, ska_layers
+from halflife.analysis.koopman_survey import DELTA, KEPT, RHO
 from halflife.files import write_json, write_text
-from halflife.models import io
 
 LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_floats", "crossover")
 HEAD = (
@@ -27,77 +23,36 @@ HEADINGS = ("layer", "head", "σ max", "|λ|", "lasts", "kept", "κ(G̃)", "left
 COLUMNS = ("model", "layer", "head", *HEAD, *LAYER)
 
 
-def report(
-    folders: Sequence[Path],
-    text: Sequence[Path],
-    output: Path,
-    *,
-    length: int = 2048,
-    sequences: int = 8,
-    tokenizer: str | None = None,
-    device: torch.device | str = "cpu",
-    show: bool = False,
-) -> list[Path]:
+def write(result: dict[str, Any], output: Path) -> list[Path]:
     """Prints the table of the models' operators and writes data and figure; returns the files.
 
-    Arguments and errors are those of `decay_survey.survey`. Without a layer of SKA nothing is printed or written.
+    Without a layer of SKA nothing is printed or written.
     """
     from halflife.analysis.figures import save
     from halflife.analysis.koopman_figures import operators
 
-    result = survey(folders, text, length=length, sequences=sequences, tokenizer=tokenizer, device=device, show=show)
     if not result["models"]:
         return []
     print_table(result)
     return [*write_tables(result, output), *save(operators(result), output, "koopman")]
 
 
-def survey(
-    folders: Sequence[Path],
-    text: Sequence[Path],
-    *,
-    length: int = 2048,
-    sequences: int = 8,
-    tokenizer: str | None = None,
-    device: torch.device | str = "cpu",
-    show: bool = False,
-    delta: float = 0.3,
-    rho: float = 0.7,
-) -> dict[str, Any]:
-    """Reads a text with every model below the folders that has a layer of SKA.
-
-    Args:
-        delta, rho: see `koopman.modes`; the others are those of `decay_survey.survey`.
+def operators_of(surveyed: dict[str, Any]) -> dict[str, Any]:
+    """The models with a layer of SKA among those that `decay_survey.survey` gives.
 
     Returns:
         `{"text", "tokenizer", "length", "sequences", "delta", "rho", "models": [{"model", "checkpoint", "layers"}]}`;
-        "layers" is what `koopman_survey` gives.
-
-    Raises:
-        FileNotFoundError, ValueError: as `decay_survey.survey`; no model at all is no error.
+        "layers" is what `koopman_survey` gives, "delta" and "rho" its settings of `koopman.modes`.
     """
-    from rich.console import Console
-    from rich.progress import track
-
-    found = checkpoints(folders)
-    ids = pieces(read_ids(text, tokenizer), length, sequences)
-    models = []
-    console = Console(stderr=True)
-    hidden = not (show and console.is_terminal)
-    for label, folder in track(found.items(), "operators", console=console, transient=True, disable=hidden):
-        model = io.load(folder, device)
-        if ska_layers(model):
-            check_vocabulary(model.config, ids, tokenizer)
-            layers = koopman_survey(model, ids, delta=delta, rho=rho)
-            models.append({"model": label, "checkpoint": str(folder), "layers": layers})
-    return {
-        "text": [str(file) for file in text], "tokenizer": tokenizer, "length": ids.shape[1], "sequences": len(ids),
-        "delta": delta, "rho": rho, "models": models,
-    }  # fmt: skip
+    models = [
+        {"model": model["model"], "checkpoint": model["checkpoint"], "layers": model["operators"]}
+        for model in surveyed["models"] if model["operators"]
+    ]  # fmt: skip
+    return {**surveyed, "delta": DELTA, "rho": RHO, "models": models}
 
 
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes what `survey` gives as `koopman.json` (null: not finite) and, a row a head, `koopman.csv`."""
+    """Writes what `operators_of` gives as `koopman.json` (null: not finite) and, a row a head, `koopman.csv`."""
     table = StringIO()
     writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -20,6 +20,7 @@ from halflife.ops import koopman as op
 
 Layer = Any  # an SKA: behind the registry's decorator the type checker sees any Mixer
 KEPT = (2, 4)  # powers of the filter in the paper's tables (Prop. D.1)
+DELTA, RHO = 0.3, 0.7  # which modes count as persistent and as transient, see `koopman.modes`
 
 
 def ska_layers(model: LanguageModel) -> list[tuple[int, Layer]]:
@@ -28,7 +29,7 @@ def ska_layers(model: LanguageModel) -> list[tuple[int, Layer]]:
 
 
 @torch.no_grad()
-def koopman_survey(model: LanguageModel, ids: Tensor, *, delta: float = 0.3, rho: float = 0.7) -> list[dict[str, Any]]:
+def koopman_survey(model: LanguageModel, ids: Tensor) -> list[dict[str, Any]]:
     """What the operators of every SKA layer are like at the end of a text.
 
     An operator is that of the op's state: of all full chunks. Numbers are the (lower) median over sequences, of
@@ -37,7 +38,6 @@ def koopman_survey(model: LanguageModel, ids: Tensor, *, delta: float = 0.3, rho
     Args:
         model: any language model.
         ids: sequences `[N, T]`, each read from its start.
-        delta, rho: which modes count as persistent and transient, see `koopman.modes`.
 
     Returns:
         One dict a layer of SKA: "layer" (from 0), "tokens" that its operators are of, "rank", "width", "power",
@@ -63,7 +63,7 @@ def koopman_survey(model: LanguageModel, ids: Tensor, *, delta: float = 0.3, rho
             stack.enter_context(_tapped(mixer, seen[layer].append))
         for sequence in ids.to(model.embedding.weight.device).split(1):
             model.hidden(sequence)
-    return [{"layer": layer, **_summary(mixer, seen[layer], delta, rho)} for layer, mixer in found]
+    return [{"layer": layer, **_summary(mixer, seen[layer])} for layer, mixer in found]
 
 
 class _Seen:
@@ -100,7 +100,7 @@ def _tapped(mixer: Layer, take: Callable[[_Seen], object]) -> Iterator[None]:
         yield
 
 
-def _summary(mixer: Layer, seen: list[_Seen], delta: float, rho: float) -> dict[str, Any]:
+def _summary(mixer: Layer, seen: list[_Seen]) -> dict[str, Any]:
     """A layer's numbers, from what it held after each sequence."""
     options: dict[str, Any] = mixer.options
     state = {name: torch.cat([one.state[name] for one in seen]) for name in seen[0].state}
@@ -112,7 +112,7 @@ def _summary(mixer: Layer, seen: list[_Seen], delta: float, rho: float) -> dict[
     }
     numbers = {
         **_numbers(operator, energy, settings, options["power"], options["ridge"]),
-        **_mode_numbers(operator.eigenvalues, settings["gamma"], delta, rho),
+        **_mode_numbers(operator.eigenvalues, settings["gamma"]),
         **settings,
     }
     first = torch.view_as_real(operator.eigenvalues[0]).tolist()
@@ -147,13 +147,13 @@ def _numbers(
     return {name: x.median(0).values for name, x in numbers.items()}
 
 
-def _mode_numbers(eigenvalues: Tensor, gamma: Tensor, delta: float, rho: float) -> dict[str, Tensor]:
+def _mode_numbers(eigenvalues: Tensor, gamma: Tensor) -> dict[str, Tensor]:
     """What the eigenvalues `[N, H, R]` of A_w say, `[H]`."""
     levels = np.quantile(
         eigenvalues.abs().transpose(0, 1).flatten(1).numpy(), list(QUANTILES.values()), axis=1, method="lower"
     )
     scaled = eigenvalues * gamma.unsqueeze(-1)
-    kinds = koopman.modes(scaled, delta, rho)
+    kinds = koopman.modes(scaled, DELTA, RHO)
     return {
         **dict(zip(QUANTILES, torch.from_numpy(levels), strict=True)),
         **{name: mask.sum(-1).median(0).values for name, mask in kinds._asdict().items()},

@@ -217,7 +217,7 @@ def survey(
         raise ValueError("give a text or a task to read, not both")
     found = {}
     for label, folder in checkpoints(folders).items():
-        model = io.load(folder, device)
+        model = io.load_any(folder, device)
         if text:
             ids = pieces(read_ids(text, tokenizer), tokens, sequences)
             check_vocabulary(model.config, ids, tokenizer)

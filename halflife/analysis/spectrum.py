@@ -26,7 +26,9 @@ def granularity(model: LanguageModel) -> str:
 
 @torch.no_grad()
 def timescales(model: LanguageModel, positions: Iterable[int]) -> list[dict[str, Any]]:
-    """Each layer's base time-scales: tokens after which a channel has decayed by 1/e, at zero activation.
+    """Each layer's base time-scales: tokens after which a channel has decayed by 1/e, when the layer's input is 0.
+
+    That is at zero activation, or at the bias that the decay's projection adds (GLA's).
 
     Args:
         model: any language model.
@@ -37,9 +39,17 @@ def timescales(model: LanguageModel, positions: Iterable[int]) -> list[dict[str,
     """
     positions = list(positions)
     return [
-        {"layer": layer, "timescales": {str(t): decay.timescales(t).flatten().tolist() for t in positions}}
+        {"layer": layer, "timescales": {str(t): _at_rest(model.blocks[layer].mixer, decay, t) for t in positions}}
         for layer, decay in layer_decays(model)
     ]
+
+
+def _at_rest(mixer: Any, decay: Decay, position: int) -> list[float]:
+    projection = getattr(mixer, "decay_proj", None)
+    if projection is None or projection.up.bias is None or decay.stateful:
+        return decay.timescales(position).flatten().tolist()
+    rest = projection.up.bias.view(1, 1, *decay.shape)
+    return (-1 / decay(rest, position=rest.new_tensor([position], dtype=torch.float32))).flatten().tolist()
 
 
 def coherence(log_rates: Tensor) -> Tensor:
@@ -49,3 +59,16 @@ def coherence(log_rates: Tensor) -> Tensor:
     rates, not log-rates). With all gaps at least δ it is at most sech(δ/2) off the diagonal (Prop. 4.5).
     """
     return 1 / torch.cosh((log_rates.unsqueeze(-1) - log_rates).abs() / 2)
+
+
+def effective_modes(timescales: Tensor) -> float:
+    """How many distinct exponentials channels come to: `(tr C)² / tr C² = N² / Σ_ij μ_ij²`, C their `coherence`.
+
+    The participation ratio of C's eigenvalues: N for channels that have nothing in common, 1 when all are equal, and
+    in between whatever else, because 0 < μ_ij ≤ 1 = μ_ii.
+
+    Args:
+        timescales: `[N]`, in tokens.
+    """
+    log_rates = -torch.as_tensor(timescales, dtype=torch.float64).clamp(1e-30, 1e30).log()
+    return (len(log_rates) ** 2 / coherence(log_rates).square().sum()).item()

@@ -17,27 +17,10 @@ BYTES = 256
 
 
 def load_model(folder: Path) -> LanguageModel:
-    """The model in a folder of halflife or of transformers' `save_pretrained`, on the CPU.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the folder holds another model, or a damaged one.
-    """
+    """The model in a folder, whoever wrote it, on the CPU; errors as `models.io.load_any`."""
     from halflife.models import io
 
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or "format" in config or "model_type" not in config:
-        return io.load(folder)
-    if config["model_type"] != "halflife":
-        raise ValueError(f"{folder} holds a {config['model_type']}: make it one of halflife with `halflife convert`")
-    from safetensors import SafetensorError
-
-    from halflife.hf import HalflifeForCausalLM
-
-    try:
-        return HalflifeForCausalLM.from_pretrained(folder, local_files_only=True).model
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
+    return io.load_any(folder)
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

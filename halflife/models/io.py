@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from halflife.files import read_json, replacing, write_json
 from halflife.models.config import ModelConfig
@@ -64,3 +67,37 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         reason = " ".join(str(error).split())
         raise ValueError(f"{weights} is truncated or of another model: {reason}") from error
     return model
+
+
+def load_any(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
+    """The model in `folder`: as `save` wrote it, as transformers' `save_pretrained` did, or of another library.
+
+    Those of other libraries are converted in memory (`convert.SOURCES`). Safetensors only, whole or sharded.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a model that cannot be converted, a damaged file, or weights that do not fit the configuration.
+    """
+    from halflife.models.convert import SOURCES, assemble  # which itself needs this file
+    from halflife.models.convert.files import Checkpoint
+
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or "format" in config or "model_type" not in config:
+        return load(folder, device)
+    kind = str(config["model_type"])
+    if kind != "halflife" and kind not in SOURCES:
+        choices = ", ".join(["halflife", *SOURCES])
+        raise ValueError(f"{folder} holds a {kind}, which cannot be read or converted; model_type is one of {choices}")
+    convert = _of_transformers if kind == "halflife" else SOURCES[kind]
+    try:
+        return assemble(*convert(config, Checkpoint(folder))).to(device)
+    except RuntimeError as error:
+        raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
+
+
+def _of_transformers(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """What `hf.HalflifeForCausalLM` saves: the same weights, under `model.`."""
+    if not isinstance(config.get("model"), dict):
+        raise ValueError("this is a damaged checkpoint: its config.json describes no model")
+    return ModelConfig.from_dict(config["model"]), {name.removeprefix("model."): tensors[name] for name in tensors}
