@@ -20,10 +20,14 @@ from halflife.analysis.approximation import (
     minimax_error,
     random_rates,
 )
-from halflife.analysis.spectra import response_as_run
-from halflife.decay.power_law import MEASURABLE
+from halflife.analysis.spectra import response_as_run, spread
+from halflife.decay.power_law import MEASURABLE, POINTS
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
+NORMS = {"integers": False, "interval": True}
+ENDS = {  # in units of (1/T, 1): the paper's, and two further out
+    "geometric on [1/T, 1]": (1.0, 1.0), "geometric on [0.1/T, 6]": (0.1, 6.0), "geometric on [0.5/T, 4]": (0.5, 4.0),
+}  # fmt: skip
 
 
 def error_by_channels(
@@ -42,7 +46,7 @@ def error_by_channels(
         cache: JSON file that keeps the best ends and steps.
 
     Returns:
-        "beta", "channels", "lengths", "continuous"; "errors", spectrum → T (as a string) → one error a N; and
+        "beta", "channels", "lengths", "continuous", "draws"; "errors", spectrum → T (as a string) → one error a N; and
         "slopes", what `slopes` gives.
     """
     options: dict[str, Any] = {"continuous": continuous, "cache": cache}
@@ -66,7 +70,7 @@ def error_by_channels(
         name: {f"{t:g}": [makers[name](n, t) for n in channels] for t in lengths} for name in SPECTRA
     }  # fmt: skip
     return {"beta": beta, "channels": list(channels), "lengths": list(lengths), "continuous": continuous,
-            "errors": errors, "slopes": slopes(errors, channels, beta)}  # fmt: skip
+            "draws": draws, "errors": errors, "slopes": slopes(errors, channels, beta)}  # fmt: skip
 
 
 def slopes(
@@ -105,6 +109,45 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
     return ((centred[0] @ centred[1]) / (centred[0] @ centred[0])).item()
 
 
+def error_by_ends(
+    channels: int, length: float, beta: float = 0.5, *, draws: int = 9, seed: int = 0, cache: Path | None = None
+) -> dict[str, Any]:
+    """Error of geometric rates against their ends, and of other spectra beside them, in both norms.
+
+    Args:
+        channels, length, beta, draws, seed, cache: as `error_by_channels` has them.
+
+    Returns:
+        "channels", "length", "beta", "draws"; "low", "high" (ends in units of (1/T, 1)) and "errors" `[low][high]`
+        over the integers: a map; "rows", a dict a spectrum: "spectrum", "low", "high" (its ends in those units, or
+        None) and its errors over the "integers" and over the "interval".
+    """
+
+    def error(low: float, high: float, continuous: bool = False) -> float:
+        return minimax_error(geometric_rates(channels, length, low / length, high), length, beta, continuous=continuous)
+
+    best = [best_ends(channels, length, beta, continuous=on, cache=cache) for on in NORMS.values()]
+    chosen = ENDS | {
+        f"geometric, best on the {norm}": (low * length, high) for norm, (low, high) in zip(NORMS, best, strict=True)
+    }
+    rows: list[dict[str, Any]] = [
+        {"spectrum": name, "low": low, "high": high, **{norm: error(low, high, on) for norm, on in NORMS.items()}}
+        for name, (low, high) in chosen.items()
+    ]
+    found = {
+        norm: error_by_channels([channels], [length], beta, draws=draws, seed=seed, continuous=on, cache=cache)[
+            "errors"
+        ]
+        for norm, on in NORMS.items()
+    }
+    for name in SPECTRA[:3]:
+        errors = {norm: found[norm][name][f"{length:g}"][0] for norm in NORMS}
+        rows.append({"spectrum": name, "low": None, "high": None, **errors})
+    low, high = ([2 ** (i / 2) for i in range(*ends)] for ends in ((-14, 5), (-2, 9)))
+    return {"channels": channels, "length": length, "beta": beta, "draws": draws, "low": low, "high": high,
+            "errors": [[error(a, b) for b in high] for a in low], "rows": rows}  # fmt: skip
+
+
 def error_by_position(
     channels: int, length: float, positions: Sequence[int], beta: float = 0.5, *,
     ends: tuple[float, float] | None = None, continuous: bool = False,
@@ -135,7 +178,7 @@ def error_by_position(
         adapted = adapted_rates(rates, t, length)
         errors["static"].append(minimax_error(rates, t, beta, continuous=continuous))
         errors["adapted"].append(minimax_error(adapted, t, beta, continuous=continuous))
-        lags = torch.linspace(0, math.log(t - 1), 1000, dtype=torch.float64).exp().round().unique()
+        lags = spread(1, t - 1, POINTS)
         columns = response_as_run(rates, lags.long(), t, length).mT
         weights, _, _ = best_weights(columns, lags**-beta)
         errors["as run"].append((lags**-beta - columns @ weights).abs().max().item())

@@ -39,13 +39,21 @@ def autocovariance(sequence: Tensor, max_lag: int, mean: Tensor | float | None =
         raise ValueError(f"max_lag must be below the {length} tokens; got {max_lag}")
     x = sequence.double()
     x = x - (x.mean(dim=tuple(range(x.ndim - 1))) if mean is None else mean)
-    spectrum = torch.fft.rfft(x, n=2 * length, dim=-2)
-    sums = torch.fft.irfft(spectrum.abs().square().sum(-1), n=2 * length)[..., : max_lag + 1]
+    power = torch.zeros(1, dtype=torch.float64)
+    for column in x.unbind(-1):  # one at a time: embeddings have hundreds
+        power = power + torch.fft.rfft(column, n=2 * length).abs().square()
+    sums = torch.fft.irfft(power, n=2 * length)[..., : max_lag + 1]
     return sums / (length - torch.arange(max_lag + 1, dtype=torch.float64))
 
 
+def bits(vocab_size: int) -> Tensor:
+    """Every token id in binary, `[V, W]`: the `vectors` of `power_law` for text without a model."""
+    width = max(1, (vocab_size - 1).bit_length())
+    return (torch.arange(vocab_size).unsqueeze(-1) >> torch.arange(width)) & 1
+
+
 def power_law(
-    sequence: Tensor, *, max_lag: int | None = None, mean: Tensor | float | None = None,
+    sequence: Tensor, vectors: Tensor | None = None, *, max_lag: int | None = None, mean: Tensor | float | None = None,
     blocks: int = 16, draws: int = 1000, confidence: float = 0.95, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """β of R(s) ∝ s^{−β}: the slope of log R against log s, both averaged over octaves of lags, with an interval.
@@ -58,7 +66,8 @@ def power_law(
     as R itself: it is added, for the C and β that come out.
 
     Args:
-        sequence: `[T]` (bits, say) or `[T, D]` (embeddings).
+        sequence: `[T]` (bits, say) or `[T, D]` (embeddings); with `vectors`, token ids `[T]`.
+        vectors: `[V, D]`, what each id stands for; looked up block by block, as all of them would fill the memory.
         max_lag: the largest lag; a quarter of a block unless given.
         mean: μ if it is known; see `autocovariance`.
         blocks, draws, confidence, seed: of the bootstrap.
@@ -70,14 +79,21 @@ def power_law(
     Raises:
         ValueError: blocks or max_lag too small, or fewer than three octaves that count.
     """
-    x = sequence.double()
-    x = x.unsqueeze(-1) if x.ndim == 1 else x
-    size = len(x) // blocks if blocks > 1 else 0
+    if vectors is None:
+        table, tokens = (sequence.unsqueeze(-1) if sequence.ndim == 1 else sequence), torch.arange(len(sequence))
+    else:
+        kept, tokens = sequence.long().unique(return_inverse=True)
+        table = vectors[kept]
+    shares = torch.bincount(tokens).double() / len(tokens)
+    table = table.double() - (shares @ table.double() if mean is None else mean)
+    if len(table) < table.shape[1]:  # the same inner products in fewer numbers
+        table = torch.linalg.qr(table.mT).R.mT
+    size = len(tokens) // blocks if blocks > 1 else 0
     max_lag = size // 4 if max_lag is None else max_lag
     if max_lag < 7 or max_lag >= size:
         raise ValueError(f"need 2 blocks or more, of more than max_lag ≥ 7 tokens; got {blocks} of {size}, {max_lag}")
-    x = x - (x.mean(0) if mean is None else mean)
-    per_lag = autocovariance(x[: size * blocks].unflatten(0, (blocks, size)), max_lag, 0.0)
+    cut = tokens[: size * blocks].split(size)
+    per_lag = torch.stack([autocovariance(table[block], max_lag, 0.0) for block in cut])
     octaves = [torch.arange(2**i, 2 ** (i + 1)) for i in range((max_lag + 1).bit_length() - 1)]
     logs = torch.stack([s.double().log().mean() for s in octaves])
     found = torch.stack([per_lag[:, s].mean(-1) for s in octaves], -1)  # [blocks, octaves]
@@ -88,7 +104,7 @@ def power_law(
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(blocks, (draws, blocks), generator=generator)
     again = found[picks].mean(1)[:, used]
-    length = len(x) if mean is None else None
+    length = len(tokens) if mean is None else None
     exponents, _ = _fit(logs[used], again[(again > 0).all(-1)], length)
     exponent, added = _fit(logs[used], mean_of[used], length)
     tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
@@ -126,7 +142,8 @@ def octave_information(buckets: Sequence[tuple[int, int, float]]) -> dict[str, A
 
     Returns:
         "scales" σ (where the first octave ends) and "information" J, one a pair of octaves; "mean" J₀, "slack" ε:
-        the smallest with J₀(1 − ε) ≤ J ≤ J₀(1 + ε). From 1 on (some octave tells nothing) the condition fails.
+        the smallest with J₀(1 − ε) ≤ J ≤ J₀(1 + ε). From 1 on (some octave tells nothing) the condition fails; None
+        if J₀ is not positive.
 
     Raises:
         ValueError: fewer than two whole octaves.
@@ -138,5 +155,5 @@ def octave_information(buckets: Sequence[tuple[int, int, float]]) -> dict[str, A
     middle, half = (max(found) + min(found)) / 2, (max(found) - min(found)) / 2
     return {
         "scales": [last for last, _ in whole[:-1]], "information": found,
-        "mean": middle, "slack": half / middle if middle > 0 else math.inf,
+        "mean": middle, "slack": half / middle if middle > 0 else None,
     }  # fmt: skip

@@ -18,6 +18,12 @@ from halflife.analysis.koopman_bounds import Bound
 from halflife.analysis.spectrum import coherence
 from halflife.shapes import Float, Int
 
+
+def spread(first: float, last: float, points: int) -> Tensor:
+    """At most `points` integers from `first` to `last`, evenly in their logarithm: `[P]`, float64, ascending."""
+    return torch.linspace(math.log(first), math.log(last), points, dtype=torch.float64).exp().round().unique()
+
+
 # --------------------------------------------------------------------------------------- gaps, coherence
 
 
@@ -134,7 +140,7 @@ def responses(
     """
     found: dict[str, Any] = {"lags": [], "frozen": [], "as run": []}
     for t in positions:
-        lags = torch.linspace(0, math.log(t), points, dtype=torch.float64).exp().round().unique().long()
+        lags = spread(1, t, points).long()
         found["lags"].append(lags.tolist())
         found["frozen"].append(response(rates, lags, t, reference_length).tolist())
         found["as run"].append(response_as_run(rates, lags, t, reference_length).tolist())
@@ -199,20 +205,23 @@ def energy_simulated(
 
 
 def energies(
-    rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], length: int, trials: int = 1000, seed: int = 0
-) -> dict[str, Any]:
-    """The four energies at t = 1 … T.
+    rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], length: int,
+    trials: int = 1000, seed: int = 0, points: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The four energies at t = 1 … T, or at `points` of them that are evenly spread in their logarithm.
 
     Returns:
-        "continuous", "frozen", "as run", "simulated", each `[N][T]`; "rates", "tapers", "length", "trials".
+        "positions" `[P]`; "continuous", "frozen", "as run", "simulated", each `[N][P]`; "rates", "tapers", "trials".
     """
-    steps = torch.arange(1, length + 1, dtype=torch.float64)
+    steps = torch.arange(1, length + 1, dtype=torch.float64) if points is None else spread(1, length, points)
+    at = steps.long() - 1
     return {
+        "positions": (at + 1).tolist(),
         "continuous": energy(rates, tapers, steps).tolist(),
         "frozen": energy_frozen(rates, tapers, steps).tolist(),
-        "as run": energy_as_run(rates, tapers, length).tolist(),
-        "simulated": energy_simulated(rates, tapers, length, trials, seed).tolist(),
-        "rates": rates.tolist(), "tapers": tapers.tolist(), "length": length, "trials": trials,
+        "as run": energy_as_run(rates, tapers, length)[:, at].tolist(),
+        "simulated": energy_simulated(rates, tapers, length, trials, seed)[:, at].tolist(),
+        "rates": rates.tolist(), "tapers": tapers.tolist(), "trials": trials,
     }  # fmt: skip
 
 

@@ -26,7 +26,9 @@ NOISE = 1e-12  # singular values below, relative to the largest, are rounding er
 FLOOR = 1e-14  # errors below are, too
 MEASURABLE = 1e-12  # errors below are not told apart
 MANY = 64  # channels: more make no difference in float64
-STARTS = ((0.5, 4.0), (8.0, 1.0), (128.0, 0.5))  # ends, slowest · T and fastest: many channels, few, few of a long T
+START = (0.5, 4.0)  # ends, slowest · T and fastest, from which the best are searched
+FEW = 8  # channels: up to here there are other valleys, some far out at large T
+FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (1024.0, 0.5))
 LAWSON_STEPS = 8  # they bring the peaks near their places; few, as they converge slowly from there
 REFINEMENTS = 5  # grids at most
 FASTEST = 700  # of rates; e^{−r} is 0 beyond
@@ -192,7 +194,8 @@ def best_ends(
     channels: int, length: float, beta: float = 0.5, *,
     fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """The slowest and the fastest of the geometric rates that approximate t^{−β} best (within a few percent of error).
+    """The slowest and the fastest of the geometric rates that approximate t^{−β} best (within a few percent of error; of
+    up to 4 channels on a million tokens perhaps not the best valley).
 
     As `endpoints` of `halflife.decay.PoST` they are `(low · T, high)`; "optimal" there are these. With so many
     channels that float64 sees no error any more (about 30 at T = 1e3), they are (0.5/T, 4). Above 64, those of 64.
@@ -213,7 +216,8 @@ def best_ends(
     key = f"geometric N={channels} T={length:g} beta={beta:g} {'interval' if continuous else 'integers'}{limit}"
 
     def find() -> list[float]:
-        starts = [[math.log(a), math.log(min(b, fastest))] for a, b in STARTS if a / length <= min(b, fastest)]
+        ends = [START, *(FAR if channels <= FEW else ())]
+        starts = [[math.log(a), math.log(min(b, fastest))] for a, b in ends if a / length <= min(b, fastest)]
         if error(starts[0]) <= MEASURABLE:
             return starts[0]
         return min((descend(error, start) for start in starts), key=error)
