@@ -194,7 +194,7 @@ def best_ends(
     channels: int, length: float, beta: float = 0.5, *,
     fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """The slowest and the fastest of the geometric rates that approximate t^{−β} best (within a few percent of error; of
+    """Slowest and fastest of the geometric rates that approximate t^{−β} best (within a few percent of the error; of
     up to 4 channels on a million tokens perhaps not the best valley).
 
     As `endpoints` of `halflife.decay.PoST` they are `(low · T, high)`; "optimal" there are these. With so many
