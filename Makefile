@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint format bench gpu clean
+.PHONY: demo test slow lint format docs bench gpu chromium clean
 
 # The stamp is newer than pyproject.toml once everything that it names is installed.
 $(VENV)/installed: pyproject.toml
@@ -15,7 +15,12 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	$(BIN)/halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
 
-test: $(VENV)/installed
+# The report page is tested in a browser. Who is not root installs one, or sees why those tests are skipped.
+chromium:
+	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
+	|| (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null || true
+
+test: $(VENV)/installed chromium
 	$(BIN)/python -m pytest
 
 slow: $(VENV)/installed
@@ -29,6 +34,9 @@ lint: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/ops.py --write docs/benchmarks.md

@@ -87,11 +87,11 @@ def write_json(path: Path, data: object) -> None:
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects the text, the ids and the links."""
+    """Checks that tags nest, and collects the text that is read, the data of the figures, the ids and the links."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.text, self.ids, self.links, self.tags, self.open = "", [], [], [], []
+        self.text, self.data, self.ids, self.links, self.tags, self.open = "", "", [], [], [], []
         self.feed(html)
         self.close()
         assert not self.open
@@ -112,7 +112,10 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data) -> None:
-        self.text += data
+        if self.open[-1:] != ["script"]:
+            self.text += data
+        elif dict(self.tags[-1][1]).get("type") == "application/json":
+            self.data += data
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +144,11 @@ def test_page_is_whole_and_alone(run_dir, html):
     page = Page(html)
     assert len(page.ids) == len(set(page.ids))
     assert all(link.startswith(("#", "data:")) for link in page.links)
-    assert not re.search(r"url\(\s*['\"]?(?:\w+:)?//", html)
-    assert "@import" not in html
+    assert "https:" not in html[: html.index("<script")]
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    assert not [attrs for tag, attrs in page.tags if tag == "script" and attrs.get("src")]
     assert {name for link in page.links if (name := link[1:]) and link[0] == "#"} <= set(page.ids)
     assert not list(run_dir.glob(".*tmp"))
 
@@ -160,11 +166,40 @@ def test_page_says_everything(run_dir, html):
 
 def test_page_is_accessible(html):
     tags = Page(html).tags
-    assert all(attrs.get("aria-label") and attrs["role"] == "img" for tag, attrs in tags if tag == "svg")
-    assert sum(tag == "svg" for tag, _ in tags) == sum(tag == "figcaption" for tag, _ in tags) == 3
+    plots = [attrs for _, attrs in tags if "plot" in (attrs.get("class") or "").split()]
+    assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in plots)
+    assert len(plots) == 2 + 2 + 2  # accuracy: capacity, persist; training; the explorer's
+    assert all(attrs.get("aria-hidden") for tag, attrs in tags if tag == "svg")  # swatches beside names
     assert all(attrs.get("scope") for tag, attrs in tags if tag == "th")
-    assert sum(tag == "caption" for tag, _ in tags) == sum(tag == "table" for tag, _ in tags)
     assert ("html", {"lang": "en"}) in tags
+
+
+def test_figures_have_the_numbers(html):
+    """Accuracy (0.9 − 0.2 i + 0.01 seed) / √times, as `score_rows` makes it; a seed diverged is no number."""
+    data = json.loads(Page(html).data)
+    capacity, persist = data["plots"]["accuracy"]
+    assert (capacity["title"], persist["title"]) == ("capacity: 16 to 128 pairs", "persist: 16 pairs at every length")
+    lines = {trace["name"]: trace for trace in capacity["data"]}
+    assert lines["mamba2+post, seed 1"]["x"] == [64, 128, 256, 512]
+    assert lines["mamba2+post, seed 1"]["y"] == pytest.approx([0.71 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
+    assert lines["mamba2+post"]["y"] == pytest.approx([0.705 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
+    assert lines["guess"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
+    styles = {(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in map(lines.get, MODELS)}
+    assert len(styles) == 3  # told apart without colour
+    loss, accuracy = data["plots"]["training"]
+    assert loss["data"][0]["x"] == list(range(20, 401, 20))
+    assert {trace["name"] for trace in accuracy["data"]} >= {"llama", "llama, seed 0"}
+
+
+def test_spectra_of_runs_without_weights_are_those_saved(html):
+    spectra = json.loads(Page(html).data)["spectra"]
+    assert [one["label"] for one in spectra["models"]] == [f"{m}, seed {s}" for m in MODELS[:2] for s in (0, 1)]
+    one = spectra["models"][2]
+    assert one["positions"] == [1, 64, 512]
+    assert one["note"].startswith("The weights are missing")
+    for t, row in zip(one["positions"], one["layers"][0]["initial"], strict=True):
+        assert row == pytest.approx(scales(1, 0)["timescales"][str(t)], rel=5e-4)  # 4 digits are kept
+    assert "No spectrum: llama." in " ".join(Page(html).text.split())
 
 
 def test_best_mean_is_emphasised(html):
@@ -177,7 +212,8 @@ def test_special_characters_are_escaped(tmp_path):
     models = ('a<b>&"c', "x$y$", "<!-- --><script>alert(1)<|script>")
     html = write_report(make_run(tmp_path / "run", models=models)).read_text()
     page = Page(html)
-    assert "script" not in {tag for tag, _ in page.tags}
+    assert sum(tag == "script" for tag, _ in page.tags) == 3  # the page's own: data, plotly, report.js
+    assert set(json.loads(page.data)["plots"]) == {"accuracy", "training"}
     assert all(model in page.text for model in models)
 
 
@@ -252,6 +288,23 @@ def test_truncated_file_is_named(tmp_path, name, cut):
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(ValueError, match=re.escape(str(path)) + ".*truncated"):
         results.read(folder)
+
+
+def test_seeds_are_counted_not_cells(tmp_path):
+    """A grid has a cell a number of pairs: the finding is of the seeds' means, and the heat map of each cell."""
+    folder = make_run(tmp_path / "run", models=("mamba2",))
+    rows = (folder / "results.csv").read_text().splitlines()
+    at = rows[0].split(",").index("num_pairs")
+    more = [",".join([*cells[:at], "4", *cells[at + 1 :]]) for cells in (row.split(",") for row in rows[1:])]
+    (folder / "results.csv").write_text("\n".join([*rows, *more]) + "\n")
+    page = Page(write_report(folder).read_text())
+    assert "best is mamba2 with 59.7 % (2 seeds, 59.4 % to 60.0 %)" in " ".join(page.text.split())
+    capacity, persist = json.loads(page.data)["plots"]["recall"]
+    [heat] = capacity["data"]
+    assert (heat["x"], heat["y"]) == (["64", "128", "256", "512"], ["4", "16", "32", "64", "128"])
+    assert heat["z"][0] == pytest.approx([0.905 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
+    assert heat["z"][2] == [None, pytest.approx(0.905 * 2**-0.5, rel=1e-5), None, None]
+    assert persist["data"][0]["y"] == ["4", "16"]
 
 
 def test_only_the_selected_learning_rate_counts(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from halflife.files import replacing
 
 SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales beyond are drawn at these
 MAX_LAYERS = 6
+FORMATS = ("png", "svg")
 CROWDED = 48  # channels of a panel beyond which lines between dots would hide them
 
 
@@ -229,22 +230,40 @@ def figures_of(run: Comparison) -> list[str]:
 
 
 @styled
-def save_all(run_dir: str | Path) -> list[Path]:
-    """Draws every figure of a run folder into its `figures/`, as PNG (150 dpi) and SVG; returns the files.
+def save_all(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draws every figure of a comparison's folder into its `figures/`; returns the files.
 
     Raises:
-        FileNotFoundError, ValueError: as `results.read`.
+        FileNotFoundError, ValueError: as `results.read` and `save`.
     """
     run = read(run_dir)
-    return [file for name in figures_of(run) for file in save(FIGURES[name](run), run.path / "figures", name)]
+    return [file for name in figures_of(run) for file in save(FIGURES[name](run), run.path / "figures", name, formats)]
 
 
 @styled
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Writes `name.png` (150 dpi) and `name.svg` into the folder, each whole or not at all; returns the files."""
-    formats: dict[str, dict[str, Any]] = {"png": {"dpi": 150}, "svg": {"metadata": {"Date": None}}}
-    files = [folder / f"{name}.{suffix}" for suffix in formats]
-    for file, (suffix, options) in zip(files, formats.items(), strict=True):
+def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Writes `name.png` (150 dpi), `name.svg`, … into the folder, each whole or not at all; returns the files.
+
+    Raises:
+        ValueError: an unknown format; the message names the choices.
+    """
+    files = [folder / f"{name}.{check_format(suffix)}" for suffix in formats]
+    for file, suffix in zip(files, formats, strict=True):
         with replacing(file) as temporary:
-            figure.savefig(temporary, format=suffix, **options)
+            figure.savefig(temporary, format=suffix, dpi=150, metadata=_METADATA[suffix])
     return files
+
+
+# Without a date, so that the same data give the same file.
+_METADATA: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+def check_format(suffix: str) -> str:
+    """The format of a figure's file.
+
+    Raises:
+        ValueError: it is none of those known.
+    """
+    if suffix not in _METADATA:
+        raise ValueError(f"unknown format {suffix!r}; choose from {', '.join(_METADATA)}")
+    return suffix

@@ -1,4 +1,4 @@
-"""Reads the folder of a comparison run: configuration, scores, training curves, decay spectra."""
+"""Reads the folder of a run, a comparison or a `halflife train`: settings, scores, training curves, decay spectra."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from typing import Any
 from halflife.files import read_json
 
 IN_DISTRIBUTION = "in_distribution"
+_WANTED = (
+    "a comparison's folder holds config.json, versions.json, results.csv at its end, and a folder a model; "
+    "that of `halflife train` run.json, versions.json, metrics.jsonl, and result.json at its end"
+)
+_WANTED = (
+    "a comparison's folder holds config.json, versions.json, results.csv at its end, and a folder a model; "
+    "that of `halflife train` run.json, versions.json, metrics.jsonl, and result.json at its end"
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Training:
-    """One trained model: the lines of its `metrics.jsonl`, its `spectrum.json` (`{}` before its end), and accuracy and
-    loss by position of the tests that score every one (see `training.run`)."""
+    """One trained model: its folder, the lines of its `metrics.jsonl`, its `spectrum.json` (`{}` before its end), and
+    accuracy and loss by position of the tests that score every one (see `training.run`)."""
 
+    path: Path
     model: str
     learning_rate: float
     seed: int
@@ -124,8 +133,57 @@ class Comparison:
         return "T" if length == self.train_length else f"{length // self.train_length}T"
 
 
+@dataclass(frozen=True)
+class LanguageRun:
+    """All that a run of `halflife train` has left in its folder so far; `result` is `{}` before its end."""
+
+    path: Path
+    config: dict[str, Any]
+    versions: dict[str, Any]
+    training: Training
+    result: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        """The preset's name."""
+        return self.training.model
+
+    @property
+    def train_length(self) -> int:
+        """T, tokens of a row."""
+        return self.config["context"]
+
+
+def read_any(run_dir: str | Path) -> Comparison | LanguageRun:
+    """Reads a run folder, whichever kind it is.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read` and `read_language`.
+    """
+    return read_language(run_dir) if (Path(run_dir) / "run.json").is_file() else read(run_dir)
+
+
+def read_language(run_dir: str | Path) -> LanguageRun:
+    """Reads the folder of a run of `halflife train`, finished or not.
+
+    Raises:
+        FileNotFoundError: the folder or a file of it is missing; the message names it.
+        ValueError: a file is truncated or damaged, or it is the folder of another run; the message names it.
+    """
+    path = Path(run_dir)
+    config = _present(read_json, path / "run.json")
+    if not isinstance(config, dict) or "context" not in config:
+        raise ValueError(f"{path} is one run of a comparison; the comparison's own folder is {path.parent.parent}")
+    versions = _present(read_json, path / "versions.json")
+    metrics, result = path / "metrics.jsonl", path / "result.json"
+    finished = result.exists()
+    lines = _read_lines(metrics, finished) if finished or metrics.exists() else []
+    training = Training(path, config["model"]["name"], config["learning_rate"], config["seed"], lines, {})
+    return LanguageRun(path, config, versions, training, read_json(result) if finished else {})
+
+
 def read(run_dir: str | Path) -> Comparison:
-    """Reads a run folder.
+    """Reads the folder of a comparison.
 
     A run that has not finished has no `results.csv` yet; what its trainings have logged so far is read nevertheless.
 
@@ -136,7 +194,7 @@ def read(run_dir: str | Path) -> Comparison:
     path = Path(run_dir)
     config = _present(read_json, path / "config.json")
     if not isinstance(config, dict) or not config.get("models"):
-        raise ValueError(f"{path / 'config.json'} names no models")
+        raise ValueError(f"{path / 'config.json'} names no models: {_WANTED}")
     versions = _present(read_json, path / "versions.json")
     scores = list(_read_scores(path / "results.csv"))
     trainings = [run for model in config["models"] for run in _read_trainings(path / model, model, bool(scores))]
@@ -188,6 +246,7 @@ def _read_trainings(folder: Path, model: str, finished: bool) -> list[Training]:
         metrics, spectrum, result = (path / name for name in ("metrics.jsonl", "spectrum.json", "result.json"))
         trainings.append(
             Training(
+                path=path,
                 model=model,
                 learning_rate=float(name[1]),
                 seed=int(name[2]),
@@ -222,7 +281,7 @@ def _text(path: Path) -> str:
 def _present(reader: Callable[..., Any], path: Path, **options: Any) -> Any:
     """What `reader` makes of a file that must be there."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; is {path.parent} in the folder of a halflife run?")
+        raise FileNotFoundError(f"{path} is missing: {_WANTED}")
     return reader(path, **options)
 
 

@@ -11,11 +11,14 @@ from halflife.cli.about import Info, List
 from halflife.cli.compare import Compare
 from halflife.cli.convert import Convert
 from halflife.cli.evaluate import Eval
+from halflife.cli.figures import Figures
+from halflife.cli.forecast import Forecast
 from halflife.cli.generate import Generate
 from halflife.cli.mask import Mask
 from halflife.cli.memory import Memory
 from halflife.cli.reproduce import Reproduce
 from halflife.cli.spectrum import Spectrum
+from halflife.cli.theory import Theory
 from halflife.cli.train import Train
 
 EPILOG = """examples:
@@ -36,7 +39,10 @@ Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
+    | Annotated[Figures, tyro.conf.subcommand("figures")]
     | Annotated[Spectrum, tyro.conf.subcommand("spectrum")]
+    | Annotated[Theory, tyro.conf.subcommand("theory")]
+    | Annotated[Forecast, tyro.conf.subcommand("forecast")]
     | Annotated[Mask, tyro.conf.subcommand("mask")]
     | Annotated[Memory, tyro.conf.subcommand("memory")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]

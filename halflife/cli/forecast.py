@@ -14,8 +14,8 @@ class Forecast:
 
     For every run on MQAR or NIAH: the number of tokens after which fewer than half of the stored pairs are recalled,
     measured; the same, forecast by ageing the state at the rate at which it fades in the first T tokens; and the lag at
-    which a pair's energy falls below the state's noise (docs/results/forecast.md). Writes forecast.json, forecast.md and a
-    figure.
+    which a pair's energy falls below the state's noise (docs/results/forecast.md). Writes forecast.json, forecast.md
+    and a figure.
 
     examples:
       halflife forecast runs/20260101-120000-mqar-smoke

@@ -1,0 +1,170 @@
+"""Draws the pictures of the concept pages: `python docs/pictures.py` (half a minute, one core)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from halflife import decay
+from halflife.analysis import approximation
+from halflife.analysis.koopman import crossover, state_floats
+from halflife.analysis.spectrum import coherence
+from halflife.analysis.style import COLOURS, GOAL, INK, WIDTH, looks, styled
+from halflife.ops import koopman_attention
+
+IMAGES = Path(__file__).parent / "images"
+LENGTH = 512  # T of training, in the pictures
+
+
+@styled
+@torch.no_grad()
+def decays() -> Figure:
+    """What is left after s tokens for four λ, and the half-lives that each strategy starts with."""
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = torch.logspace(0, 4, 200)
+    for value, look in looks(("0.9", "0.97", "0.99", "0.997")).items():
+        half = math.log(0.5) / math.log(float(value))
+        left.plot(steps, float(value) ** steps, color=look.color, linestyle=look.linestyle, label=f"λ = {value}")
+        left.plot(half, 0.5, look.marker, color=look.color)
+        left.annotate(f"{half:.0f}", (half, 0.5), (5, 4), textcoords="offset points", fontsize=8)
+    left.axhline(0.5, **GOAL)
+    left.set(xscale="log", xlabel="tokens since it was written, s", ylabel=r"what is left, $\lambda^s$")
+    left.legend(loc="upper right")
+    for row, name in enumerate(STRATEGIES):
+        halves = math.log(2) * strategy(name).timescales().flatten()
+        right.plot(halves, [row] * len(halves), "|", color=INK, markersize=11, markeredgewidth=1.4)
+    right.set(
+        yticks=range(len(STRATEGIES)), yticklabels=STRATEGIES, xscale="log", xlabel="half-life at the start, tokens"
+    )
+    right.invert_yaxis()
+    return figure
+
+
+STRATEGIES = ("retnet", "tnl", "gla", "simple", "mamba2", "mamba2 + PoST")
+
+
+@torch.no_grad()
+def strategy(name: str) -> decay.Decay:
+    """A decay of eight heads in the first of four layers, as it starts."""
+    torch.manual_seed(0)
+    base, _, wrapped = name.partition(" + ")
+    found = decay.build(base, num_heads=8, head_dim=16, layer_idx=0, num_layers=4)
+    return decay.PoST(found, train_length=LENGTH) if wrapped else found
+
+
+@styled
+def spectra() -> Figure:
+    """Coherence of random and of geometric time-scales, and the error with which each imitates a power law."""
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.45))
+    random = approximation.random_rates(16, LENGTH, torch.Generator().manual_seed(3))
+    geometric = approximation.geometric_rates(16, LENGTH)
+    for axes, name, rates in zip(panels, ("random", "geometric"), (random, geometric), strict=False):
+        image = axes.imshow(coherence(rates.log()), cmap="cividis", vmin=0, vmax=1)
+        axes.set(title=f"{name} rates", xlabel="channel", xticks=(0, 15), yticks=(0, 15))
+        axes.grid(False)
+    figure.colorbar(image, ax=panels[:2], location="bottom", shrink=0.5, label="coherence", aspect=30)
+    t = torch.linspace(0, math.log(LENGTH), 400, dtype=torch.float64).exp()
+    best = approximation.geometric_rates(16, LENGTH, *approximation.best_ends(16, LENGTH))
+    fits = {"random": random, "geometric, [1/T, 1]": geometric, "geometric, best ends": best}
+    for (name, look), rates in zip(looks(tuple(fits)).items(), fits.values(), strict=True):
+        found = approximation.fit(rates, LENGTH, continuous=True)
+        left = (t**-0.5 - torch.exp(-t.unsqueeze(-1) * rates) @ found.weights).abs()
+        panels[2].plot(t, left.clamp(min=1e-12), color=look.color, linestyle=look.linestyle, linewidth=1.2, label=name)
+    panels[2].set(xscale="log", yscale="log", xlabel="lag t", ylim=(1e-8, 1e5), title=r"error against $t^{-1/2}$")
+    panels[2].legend(loc="upper left", fontsize=8)
+    return figure
+
+
+@styled
+def stretching() -> Figure:
+    """Time-scales of sixteen channels by position, for both reference lengths, and the response of three of them."""
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    panels = figure.subplots(1, 3)
+    positions = [2**k for k in range(14)]
+    for axes, reference in zip(panels, (1, LENGTH), strict=False):
+        wrapped = decay.PoST(
+            decay.build("mamba2", num_heads=16, head_dim=1), train_length=LENGTH, reference_length=reference
+        )
+        with torch.no_grad():
+            scales = torch.stack([wrapped.timescales(t) for t in positions])
+        shades = torch.linspace(0.15, 1, 16).flip(0)
+        for channel in range(16):
+            axes.plot(positions, scales[:, channel], color=COLOURS[0], alpha=float(shades[channel]), linewidth=1.1)
+        axes.plot(positions, positions, **GOAL)
+        axes.axvline(LENGTH, **GOAL)
+        axes.annotate("T", (LENGTH, 0.45), (3, 0), textcoords="offset points")
+        axes.set(xscale="log", yscale="log", xlabel="position t", ylim=(0.3, 3e7))
+        axes.set_title(r"$t_{ref} = $" + ("1, the algorithm" if reference == 1 else "T, the theorem"))
+    panels[0].set_ylabel("time-scale, tokens")
+    tapered(panels[2])
+    return figure
+
+
+def tapered(axes: Axes) -> None:
+    """The response after s tokens of the slowest channel, one between and the fastest, at T and at 16 T."""
+    lags = torch.logspace(-0.5, 5, 200)
+    for alpha, look in zip((1.0, 0.5, 0.0), looks("abc").values(), strict=True):
+        for factor, line in ((1, "-"), (16, (0, (3, 2)))):
+            scale = (factor * LENGTH) ** alpha
+            axes.plot(lags, torch.exp(-lags / scale), color=look.color, linestyle=line, linewidth=1.4)
+        axes.annotate(f"α = {alpha:g}", (LENGTH**alpha, 1.04), color=look.color, fontsize=8, ha="center")
+    axes.set(xscale="log", xlabel="tokens since it was written", title="left at T; dashed: at 16 T", ylim=(0, 1.15))
+
+
+@styled
+@torch.no_grad()
+def koopman() -> Figure:
+    """Recall of random pairs by the number of pairs for each power, and floats of the state against a KV cache."""
+    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    pairs = (4, 8, 16, 24, 32, 48, 64)
+    names = {"K = 0": 0, "K = 1": 1, "K = 2": 2}
+    for (name, look), power in zip(looks(tuple(names)).items(), names.values(), strict=True):
+        left.plot(pairs, [100 * recall(count, power) for count in pairs], **look._asdict(), label=name)
+    left.axvline(48, **GOAL)
+    left.annotate("r = 48", (48, 52), (-38, 0), textcoords="offset points", fontsize=8)
+    left.set(xlabel="pairs", ylabel="recalled, %", title="an untrained layer, asked with a key", ylim=(-3, 103))
+    tokens = torch.logspace(1, 4, 60)
+    rank = width = 48
+    sizes = {"KV cache": (rank + width) * tokens, "SKA": state_floats(rank, width), "linear attention": rank * width}
+    for (name, look), size in zip(looks(tuple(sizes)).items(), sizes.values(), strict=True):
+        right.plot(tokens, size * torch.ones(60), color=look.color, linestyle=look.linestyle, label=name)
+    right.axvline(crossover(rank, width), **GOAL)
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="floats a head", title="what is kept")
+    right.legend(loc="lower right")
+    right.set_ylim(30, None)
+    left.legend(loc="center left", bbox_to_anchor=(0.0, 0.45))
+    return figure
+
+
+def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
+    """Share of right answers of `koopman_attention`: `pairs` keys, each followed by its value's token, then a key.
+
+    Keys and values are random unit vectors; the token after a key carries the value, as in a sequence of pairs.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.nn.functional.normalize(torch.randn(trials, 2 * pairs, 1, rank, generator=draw), dim=-1)
+    asked = torch.randint(pairs, (trials, 1), generator=draw)
+    q = tokens[torch.arange(trials).unsqueeze(-1), 2 * asked]
+    y, _ = koopman_attention(q, tokens, tokens, power=power, mode="prefix")
+    answers = tokens[:, 1::2, 0]
+    guess = torch.einsum("bp,bnp->bn", y[:, 0, 0], answers).argmax(-1, keepdim=True)
+    return (guess == asked).float().mean().item()
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    for draw in (decays, spectra, stretching, koopman):
+        figure = draw()
+        figure.savefig(IMAGES / f"{draw.__name__}.png", dpi=150)
+        print(IMAGES / f"{draw.__name__}.png")
+
+
+if __name__ == "__main__":
+    main()

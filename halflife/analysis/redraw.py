@@ -1,0 +1,70 @@
+"""The figures of a run's folder drawn anew, from what was saved there alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from halflife.analysis import language_figures
+from halflife.analysis.decay_figures import decays
+from halflife.analysis.figures import FORMATS, check_format, save, save_all
+from halflife.analysis.koopman_figures import operators
+from halflife.analysis.report import write_page
+from halflife.analysis.results import Comparison, LanguageRun, read_any
+from halflife.files import read_json, replacing
+
+# What `halflife spectrum` saves of a text that trained models read, and how it is drawn.
+READINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"decays": decays, "koopman": operators}
+
+
+def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draws every figure of a run and its report page; returns the files.
+
+    Args:
+        run_dir: the folder of a comparison or of a run of `halflife train`. What `halflife spectrum` left in its
+            `spectrum/` is drawn too.
+        formats: png, svg, pdf.
+
+    Raises:
+        FileNotFoundError: it is no such folder, or a file of it is missing; the message names it.
+        ValueError: a file is truncated or damaged, or a format unknown.
+    """
+    for suffix in formats:
+        check_format(suffix)
+    run = read_any(run_dir)
+    files = save_all(run.path, formats) if isinstance(run, Comparison) else _language(run, formats)
+    folder = run.path / "spectrum"
+    for name, draw in READINGS.items():
+        if (folder / f"{name}.json").exists():
+            files += save(draw(_numbers(read_json(folder / f"{name}.json"))), folder, name, formats)
+    return [*files, write_page(run)]
+
+
+def _language(run: LanguageRun, formats: Sequence[str]) -> list[Path]:
+    """Those of `halflife train`; a run that has not finished, or diverged, has none."""
+    if "lengths" not in run.result:
+        return []
+    drawings: dict[str, Callable[[Path], None]] = {
+        "loss": partial(language_figures.curve, run.path), "length": partial(language_figures.by_length, run.result)
+    }  # fmt: skip
+    files = [run.path / "figures" / f"{name}.{suffix}" for name in drawings for suffix in formats]
+    for file in files:
+        with replacing(file) as temporary:
+            whole = temporary.with_suffix(file.suffix)  # which says the format
+            drawings[file.stem](whole)
+            whole.replace(temporary)
+    return files
+
+
+def _numbers(data: Any) -> Any:
+    """What JSON has no word for, NaN and infinities, is NaN again."""
+    if isinstance(data, dict):
+        return {key: _numbers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_numbers(value) for value in data]
+    return math.nan if data is None else data

@@ -1,0 +1,356 @@
+"use strict";
+// The report page: draws its plots in the page's colours, sorts the table, and moves the spectrum with the position.
+(() => {
+  const page = JSON.parse(document.getElementById("data").textContent);
+  const find = (selector, within = document) => [...within.querySelectorAll(selector)];
+  const byId = (id) => document.getElementById(id);
+  const say = (text) => { byId("status").textContent = text; };
+
+  const make = (tag, text, attributes = {}) => {
+    const element = Object.assign(document.createElement(tag), { textContent: text ?? "" });
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+
+  // ------------------------------------------------------------------------------------------------- plots
+
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.style.colorScheme || (system.matches ? "dark" : "light")) === "dark";
+  const coarse = matchMedia("(pointer: coarse)").matches; // there, dragging scrolls the page
+
+  function colours() {
+    const { color: ink, backgroundColor: paper } = getComputedStyle(document.body);
+    const steps = page.recall[isDark() ? "dark" : "light"];
+    const recall = steps.map((colour, i) => [i / (steps.length - 1), colour]);
+    return { ink, paper, named: { [page.ink]: ink, recall } };
+  }
+
+  // A copy of a plot's dicts in which named colours are those of the page.
+  function themed(value, named) {
+    if (Array.isArray(value)) return value.map((item) => themed(item, named));
+    if (value && typeof value === "object")
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, themed(item, named)]));
+    return typeof value === "string" && Object.hasOwn(named, value) ? named[value] : value;
+  }
+
+  function axis(own, { ink }) {
+    const faint = ink.replace("rgb(", "rgba(").replace(")", ", 0.13)");
+    const title = { ...own?.title, standoff: 8 };
+    return { gridcolor: faint, linecolor: faint, zeroline: false, automargin: true, tickangle: 0, separatethousands: true, exponentformat: "none", ...own, title };
+  }
+
+  // Draws a panel {data, layout} into its element; what was zoomed is reset.
+  function draw(element, panel) {
+    const colour = colours();
+    const clear = "rgba(0,0,0,0)";
+    const { xaxis, yaxis, ...own } = themed(panel.layout, colour.named);
+    const empty = { text: "nothing recorded yet", xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false };
+    const layout = {
+      annotations: panel.data.some((one) => one.x.length) ? [] : [empty],
+      width: element.clientWidth, height: 280, margin: { l: 48, r: 14, t: 24, b: 40 }, paper_bgcolor: clear, plot_bgcolor: clear,
+      font: { family: "system-ui, sans-serif", size: 12, color: colour.ink }, showlegend: false, hovermode: "closest",
+      hoverlabel: { bgcolor: colour.paper, bordercolor: colour.ink, font: { color: colour.ink }, align: "left" },
+      dragmode: coarse ? false : "zoom", ...own, xaxis: axis(xaxis, colour), yaxis: axis(yaxis, colour),
+    };
+    const options = { displayModeBar: false, doubleClick: "reset", showTips: false };
+    return Plotly.react(element, themed(panel.data, colour.named), layout, options);
+  }
+
+  // Panels are drawn when they come near the window: a page may have dozens.
+  const panels = new Map();
+  const near = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries)
+      if (isIntersecting) {
+        near.unobserve(target);
+        draw(target, panels.get(target));
+      }
+  }, { rootMargin: "600px" });
+
+  const sized = new ResizeObserver((entries) => {
+    for (const { target } of entries)
+      if (drawn(target) && target.layout.width !== target.clientWidth)
+        Plotly.relayout(target, { width: target.clientWidth });
+  });
+
+  const drawn = (element) => element.classList.contains("js-plotly-plot");
+  const repaint = (all = false) => {
+    for (const [element, panel] of panels) if (all || drawn(element)) draw(element, panel);
+  };
+
+  for (const figure of find("[data-plot]")) {
+    const own = page.plots[figure.dataset.plot];
+    find(".plot", figure).forEach((element, i) => {
+      panels.set(element, own[i]);
+      near.observe(element);
+      sized.observe(element);
+    });
+    const redraw = () => find(".plot", figure).filter(drawn).forEach((element) => draw(element, panels.get(element)));
+    for (const key of find("[data-key]", figure))
+      key.addEventListener("click", () => {
+        const shown = key.getAttribute("aria-pressed") !== "true";
+        key.setAttribute("aria-pressed", shown);
+        for (const trace of own.flatMap((panel) => panel.data))
+          if (trace.legendgroup === key.dataset.key) trace.visible = shown;
+        redraw();
+      });
+    find(".reset", figure)[0].addEventListener("click", redraw);
+    tables(find("details.data", figure)[0], () => own);
+  }
+
+  // ------------------------------------------------------------------------------- the numbers of plots as tables
+
+  const number = (value, percent = false, digits = 5) => {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (percent) return `${(100 * value).toFixed(2)} %`;
+    return value.toLocaleString("en", { maximumSignificantDigits: digits });
+  };
+
+  function table(caption, heads, rows) {
+    const element = make("table");
+    element.append(make("caption", caption));
+    const fill = (section, cells, heading) => {
+      const row = section.insertRow();
+      cells.forEach((text, i) => row.append(make(...heading(text, i))));
+    };
+    fill(element.createTHead(), heads, (text) => ["th", text, { scope: "col" }]);
+    const body = element.createTBody();
+    for (const cells of rows)
+      fill(body, cells, (text, i) => (i ? ["td", text] : ["th", text, { scope: "row" }]));
+    return element;
+  }
+
+  function tabulated({ title, data, layout }) {
+    if (data[0]?.type === "heatmap") {
+      const { x, y, z } = data[0];
+      return table(title, ["pairs", ...x], y.map((pairs, i) => [pairs, ...z[i].map((cell) => number(cell, true))]));
+    }
+    const percent = (layout.yaxis.tickformat ?? "").includes("%") || data.some((one) => /:\.\d%/.test(one.hovertemplate));
+    const columns = data.map((one) => new Map(one.x.map((x, i) => [x, one.y[i]])));
+    const xs = [...new Set(data.flatMap((one) => one.x))].sort((a, b) => a - b);
+    const rows = xs.map((x) => [x.toLocaleString("en"), ...columns.map((own) => number(own.get(x), percent))]);
+    return table(title, [layout.xaxis.title.text, ...data.map((one) => one.name)], rows);
+  }
+
+  // Fills an opened <details> with a table of each of its panels; returns what does so anew.
+  function tables(details, current) {
+    const fill = () => {
+      if (!details.open) return;
+      find(".wide", details).forEach((old) => old.remove());
+      for (const panel of current()) {
+        const box = make("div", "", { class: "wide tall", role: "region", tabindex: 0, "aria-label": `Data: ${panel.title}` });
+        box.append(tabulated(panel));
+        details.append(box);
+      }
+    };
+    details.addEventListener("toggle", fill);
+    return fill;
+  }
+
+  // ---------------------------------------------------------------------------------------------- sorting
+
+  for (const button of find(".summary thead button")) {
+    const head = button.closest("th");
+    const whole = head.closest("table");
+    const groups = [...whole.tBodies]; // in their first order
+    const column = Number(button.dataset.column);
+    const plain = (group) => group.rows[0].cells[0].firstChild.textContent.replaceAll(",", "").trim();
+    const value = (group) => Number(group.rows[0].cells[column].dataset.value ?? NaN);
+    const orders = column ? ["descending", "ascending", "none"] : ["ascending", "descending", "none"];
+    button.addEventListener("click", () => {
+      const order = orders[(orders.indexOf(head.getAttribute("aria-sort")) + 1) % orders.length];
+      find("th[aria-sort]", whole).forEach((other) => other.removeAttribute("aria-sort"));
+      const sign = order === "ascending" ? 1 : -1;
+      const sorted = [...groups];
+      if (order !== "none") {
+        head.setAttribute("aria-sort", order);
+        sorted.sort((a, b) => {
+          if (!column) return sign * plain(a).localeCompare(plain(b), "en", { numeric: true });
+          const [x, y] = [value(a), value(b)];
+          return Number.isNaN(x) - Number.isNaN(y) || sign * (x - y); // what has no number stays last
+        });
+      }
+      whole.append(...sorted);
+      say(order === "none" ? "In the first order" : `Sorted by ${button.textContent}, ${order}`);
+    });
+  }
+
+  // ------------------------------------------------------------------------------------------ theme, copying, printing
+
+  const theme = byId("theme");
+  const press = () => theme.setAttribute("aria-pressed", isDark());
+  theme.addEventListener("click", () => {
+    root.style.colorScheme = isDark() ? "light" : "dark";
+    press();
+    repaint();
+    say(`${isDark() ? "Dark" : "Light"} theme`);
+  });
+  system.addEventListener("change", () => { press(); repaint(); });
+  press();
+
+  for (const button of find(".copy"))
+    button.addEventListener("click", async () => {
+      const code = find("code", button.parentElement)[0];
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        say("Copied");
+      } catch {
+        getSelection().selectAllChildren(code);
+        say("Selected: copy it with the keyboard");
+      }
+    });
+
+  let before = null;
+  addEventListener("beforeprint", () => {
+    before = root.style.colorScheme;
+    root.style.colorScheme = "light";
+    root.classList.add("printing"); // as narrow as paper: plots do not shrink on their own
+    repaint(true);
+  });
+  addEventListener("afterprint", () => {
+    root.style.colorScheme = before;
+    root.classList.remove("printing");
+    repaint();
+  });
+
+  // --------------------------------------------------------------------------------------------- spectrum
+
+  if (!page.spectra) return;
+  const { length, models } = page.spectra;
+  const [model, layer, position] = [byId("model"), byId("layer"), byId("position")];
+  const SHOWN = 12; // lines of the response
+  const LAGS = 60;
+  const SLOW = [0, 114, 178], FAST = [230, 159, 0]; // colour-blind eyes tell blue from orange
+  let entry, own, sums;
+
+  const at = (rows) => rows && rows[Math.min(Number(position.value), rows.length - 1)];
+  const evenly = (items, count) =>
+    items.length <= count ? items : Array.from({ length: count }, (_, i) => items[Math.round((i * (items.length - 1)) / (count - 1))]);
+
+  // Σ of the rates 1/τ up to each position; between those known, the logarithm of τ is linear in that of the position.
+  function summed(rows, positions, channel) {
+    const total = new Float64Array(positions.at(-1) + 1);
+    for (let t = 1, i = 0; t < total.length; t++) {
+      while (i < positions.length - 2 && positions[i + 1] < t) i++;
+      let scale = rows[Math.min(i, rows.length - 1)][channel];
+      if (rows.length > 1) {
+        const share = Math.log(t / positions[i]) / Math.log(positions[i + 1] / positions[i]);
+        scale *= (rows[i + 1][channel] / scale) ** share;
+      }
+      total[t] = total[t - 1] + 1 / scale;
+    }
+    return total;
+  }
+
+  function chooseModel() {
+    entry = models[Number(model.value)];
+    const kept = layer.value;
+    layer.replaceChildren(...entry.layers.map((one, i) => make("option", `${one.layer}`, { value: i })));
+    if (entry.layers[kept]) layer.value = kept;
+    const t = position.dataset.t ?? length;
+    position.max = entry.positions.length - 1;
+    const nearest = entry.positions.map((p) => Math.abs(Math.log(p / t)));
+    position.value = nearest.indexOf(Math.min(...nearest));
+    byId("note").textContent = entry.note;
+    chooseLayer();
+  }
+
+  function chooseLayer() {
+    own = entry.layers[Number(layer.value)];
+    const known = own.channels.map((_, i) => i).filter((i) => own.trained.every((row) => row[i] !== null));
+    const ordered = known.sort((a, b) => own.trained[0][b] - own.trained[0][a]);
+    sums = evenly(ordered, SHOWN).map((i) => [i, summed(own.trained, entry.positions, i)]);
+    move();
+  }
+
+  const times = (t) => (t === length ? "T" : `${Number((t / length).toPrecision(2))} T`);
+  const decades = (span) => (span > 3.5 ? { dtick: 1 } : { dtick: "D2", tickformat: ",~g" }); // ticks at powers of ten, or at 1, 2 and 5 of each
+  const rate = (i) => (own.taper ? `, α = ${own.taper[i]}` : "");
+  const line = (value, dash, text) => ({
+    type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value, line: { color: page.ink, width: 1, dash },
+    label: { text, textposition: "end", yanchor: "bottom", font: { color: page.ink } },
+  });
+
+  function scales(t) {
+    const dots = (name, rows, symbol) => ({
+      type: "scatter", mode: "markers", name, x: own.channels, y: at(rows),
+      marker: { symbol, size: own.channels.length > 24 ? 6 : 9, color: "#0072b2", line: { width: 1.5, color: "#0072b2" } },
+      hovertemplate: own.channels.map((k, i) => `channel ${k}${rate(i)}<br>${name}: %{y:.4g} tokens<extra></extra>`),
+    });
+    const every = [own.trained, own.initial].flat(2).filter((x) => x !== null && x !== undefined).concat(1, length * 16);
+    const [low, high] = [Math.min(...every), Math.max(...every)].map(Math.log10);
+    return {
+      title: "Time-scale at t",
+      data: [...(own.initial ? [dots("initial", own.initial, "circle-open")] : []), dots("trained", own.trained, "circle")],
+      layout: {
+        height: 340, xaxis: { title: { text: `channel (${entry.channels})` }, range: [0.4, own.total + 0.6], tickvals: own.total <= SHOWN ? own.channels : undefined },
+        yaxis: { title: { text: "time-scale (tokens)" }, type: "log", range: [low - 0.15, high + 0.25], ...decades(high - low) },
+        shapes: [line(length, "dash", "T"), ...(t === length ? [] : [line(t, "dot", "t")])],
+      },
+    };
+  }
+
+  function response(t) {
+    const spaced = Array.from({ length: LAGS }, (_, i) => Math.round(t ** (i / (LAGS - 1))));
+    const lags = [...new Set(spaced.flatMap((s) => [s, t + 1 - s]))].sort((a, b) => a - b); // dense at both ends
+    const data = sums.map(([i, sum], place) => {
+      const share = place / Math.max(sums.length - 1, 1);
+      const mixed = SLOW.map((from, c) => Math.round(from + share * (FAST[c] - from)));
+      return {
+        type: "scatter", mode: t > 2 ? "lines" : "lines+markers", name: `channel ${own.channels[i]}`, x: lags,
+        y: lags.map((s) => Math.exp(sum[t - s] - sum[t])), line: { color: `rgb(${mixed})`, width: 3 - 2 * share },
+        hovertemplate: `channel ${own.channels[i]}${rate(i)}<br>%{x:,} tokens before: %{y:.2%}<extra></extra>`,
+      };
+    });
+    const furthest = entry.positions.at(-1);
+    const ends = [[length, "dash", "T"], ...(t === length ? [] : [[t, "dot", "t"]])];
+    return {
+      title: "Response",
+      data,
+      layout: {
+        height: 340, xaxis: { title: { text: "lag s (tokens)" }, type: "log", range: [-0.05, Math.log10(furthest) + 0.05], ...decades(Math.log10(furthest)) },
+        yaxis: { title: { text: "response" }, tickformat: ".0%", range: [-0.03, 1.03] },
+        shapes: ends.map(([x, dash, text]) => ({
+          type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { color: page.ink, width: 1, dash },
+          label: { text, textposition: "end", textangle: 0, yanchor: "bottom", font: { color: page.ink } },
+        })),
+      },
+    };
+  }
+
+  function listed() {
+    const [now, start] = [at(own.trained), at(own.initial)];
+    const digits = (value) => number(value, false, 4);
+    const rows = own.channels.map((k, i) => [
+      `${k}`, digits(now[i]), digits(now[i] === null ? null : now[i] * Math.LN2), digits(start?.[i]), digits(own.taper?.[i]),
+    ]);
+    const heads = ["channel", "time-scale (tokens)", "half-life (tokens)", "initial time-scale (tokens)", "taper α"];
+    const made = table(`${entry.label}, layer ${own.layer}, at ${byId("at").textContent}`, heads, rows);
+    byId("channels").replaceChildren(...made.childNodes);
+  }
+
+  let shown;
+  const refill = tables(find("#explorer details")[0], () => [shown]);
+
+  function move() {
+    const t = entry.positions[Number(position.value)];
+    position.dataset.t = t;
+    byId("at").textContent = `t = ${t.toLocaleString("en")} (${times(t)})`;
+    position.setAttribute("aria-valuetext", byId("at").textContent);
+    shown = response(t);
+    for (const [id, panel] of [["scales", scales(t)], ["response", shown]]) {
+      panels.set(byId(id), panel);
+      if (drawn(byId(id))) draw(byId(id), panel);
+      else near.observe(byId(id));
+    }
+    listed();
+    refill();
+  }
+
+  model.addEventListener("change", chooseModel);
+  layer.addEventListener("change", chooseLayer);
+  position.addEventListener("input", move);
+  sized.observe(byId("scales"));
+  sized.observe(byId("response"));
+  chooseModel();
+})();
