@@ -184,7 +184,7 @@ def test_figures_have_the_numbers(html):
     assert lines["mamba2+post, seed 1"]["y"] == pytest.approx([0.71 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
     assert lines["mamba2+post"]["y"] == pytest.approx([0.705 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
     assert lines["guess"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
-    styles = {(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in map(lines.get, MODELS)}
+    styles = {(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in (lines[model] for model in MODELS)}
     assert len(styles) == 3  # told apart without colour
     loss, accuracy = data["plots"]["training"]
     assert loss["data"][0]["x"] == list(range(20, 401, 20))
@@ -212,7 +212,7 @@ def test_special_characters_are_escaped(tmp_path):
     models = ('a<b>&"c', "x$y$", "<!-- --><script>alert(1)<|script>")
     html = write_report(make_run(tmp_path / "run", models=models)).read_text()
     page = Page(html)
-    assert sum(tag == "script" for tag, _ in page.tags) == 3  # the page's own: data, plotly, report.js
+    assert sum(tag == "script" for tag, _ in page.tags) == 4  # the page's own: data, plotly, and two of ours
     assert set(json.loads(page.data)["plots"]) == {"accuracy", "training"}
     assert all(model in page.text for model in models)
 

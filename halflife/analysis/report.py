@@ -54,7 +54,8 @@ def render(page: dict[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    scripts = [_script(get_plotlyjs()), _script((HERE / "report.js").read_text(encoding="utf-8"))]
+    own = [(HERE / name).read_text(encoding="utf-8") for name in ("report.js", "report_spectrum.js")]
+    scripts = [_script(text) for text in (get_plotlyjs(), *own)]
     data = {
         "ink": INK, "recall": RECALL, "spectra": page["spectra"],
         "plots": {plot.name: [panel._asdict() for panel in plot.panels] for plot in page["plots"]},
