@@ -100,6 +100,7 @@ Models of bytes, trained on this machine's documentation: {first["train"] / 1e6:
 {first["validation"] / 1e6:.2f} MB of other documents for validation (SHA-256 of the corpus {config.digest[:16]}â€¦).
 Each saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
+<!-- record -->
 ```bash
 {chr(10).join(commands)}
 python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results/language.md
@@ -130,7 +131,7 @@ Temperature 0.8, after the start of a validation document; the model begins at â
 
 def sample(folder: Path, name: str) -> str:
     text = (folder / "samples.txt").read_text(encoding="utf-8").split("-" * 80 + "\n")[0][:EXCERPT]
-    return f"**{name}**\n\n```\n{text.replace('```', '` ` `')}\n```\n"
+    return f"**{name}**\n\n```text\n{text.replace('```', '` ` `')}\n```\n"
 
 
 def main() -> None:

@@ -221,7 +221,13 @@ def test_command(run, capsys):
     assert "| mamba2 | 3 | mqar | 16 | 3 |" in (run / "forecast" / "forecast.md").read_text()
     figure = forecasts(result)
     figure.draw_without_rendering()
-    assert (run / "forecast" / "forecast.png").stat().st_size > 10_000
+    drawn = run / "forecast" / "forecast.png"
+    assert drawn.stat().st_size > 10_000
+    before = drawn.read_bytes()
+    drawn.unlink()
+    main(["figures", str(run / "forecast"), "--formats", "png"])
+    assert drawn.read_bytes() == before
+    assert capsys.readouterr().out.split() == [str(drawn)]
 
 
 @pytest.mark.parametrize(

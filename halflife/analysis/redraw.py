@@ -10,16 +10,22 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from halflife.analysis import language_figures
+from halflife.analysis import language_figures, theory_figures
 from halflife.analysis.decay_figures import decays
 from halflife.analysis.figures import FORMATS, check_format, save, save_all
+from halflife.analysis.forecast_figures import forecasts
+from halflife.analysis.forecast_survey import saved
 from halflife.analysis.koopman_figures import operators
+from halflife.analysis.model_spectrum_figures import all_of as spectra
 from halflife.analysis.report import write_page
 from halflife.analysis.results import Comparison, LanguageRun, read_any
 from halflife.files import read_json, replacing
 
 # What `halflife spectrum` saves of a text that trained models read, and how it is drawn.
-READINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"decays": decays, "koopman": operators}
+READINGS: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
+    "decays": lambda data: {**({"decays": decays(data)} if data["text"] else {}), **spectra(data)},
+    "koopman": lambda data: {"koopman": operators(data)},
+}
 
 
 def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -27,7 +33,8 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
     Args:
         run_dir: the folder of a comparison or of a run of `halflife train`. What `halflife spectrum` left in its
-            `spectrum/` is drawn too.
+            `spectrum/` and `halflife forecast` in its `forecast/` is drawn too. Or a folder of `halflife theory` or
+            `halflife forecast`, which has no page.
         formats: png, svg, pdf.
 
     Raises:
@@ -36,13 +43,27 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """
     for suffix in formats:
         check_format(suffix)
+    if files := _analyses(Path(run_dir), formats):
+        return files
     run = read_any(run_dir)
     files = save_all(run.path, formats) if isinstance(run, Comparison) else _language(run, formats)
     folder = run.path / "spectrum"
     for name, draw in READINGS.items():
         if (folder / f"{name}.json").exists():
-            files += save(draw(_numbers(read_json(folder / f"{name}.json"))), folder, name, formats)
+            for one, figure in draw(_numbers(read_json(folder / f"{name}.json"))).items():
+                files += save(figure, folder, one, formats)
+    files += _analyses(run.path / "forecast", formats)
     return [*files, write_page(run)]
+
+
+def _analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
+    """What `halflife theory` and `halflife forecast` left in a folder."""
+    files = []
+    if (folder / "theory.json").exists():
+        files += theory_figures.draw_all(_numbers(read_json(folder / "theory.json")), folder, formats)
+    if (folder / "forecast.json").exists():
+        files += save(forecasts(saved(folder / "forecast.json")), folder, "forecast", formats)
+    return files
 
 
 def _language(run: LanguageRun, formats: Sequence[str]) -> list[Path]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from halflife.analysis.figures import save
+from halflife.analysis.figures import FORMATS, save
 from halflife.analysis.recall_grid import SCALE
 from halflife.analysis.style import GOAL, INK, WIDTH, legend, looks, model_handles, plain, styled
 from halflife.decay.power_law import MEASURABLE
@@ -319,9 +319,9 @@ FIGURES: dict[str, Callable[[Any], Figure]] = {
 }  # fmt: skip
 
 
-def draw_all(data: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draws what `theory_report.compute` gives, or its JSON, as `theory_<topic>.png` and `.svg`; returns the files."""
+def draw_all(data: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draws what `theory_report.compute` gives, or its JSON, as `theory_<topic>.<format>`; returns the files."""
     return [
         file for name, draw in FIGURES.items() if name in data
-        for file in save(draw(data[name]), folder, f"theory_{name}")
+        for file in save(draw(data[name]), folder, f"theory_{name}", formats)
     ]  # fmt: skip

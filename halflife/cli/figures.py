@@ -12,8 +12,8 @@ from tyro.conf import Positional
 class Figures:
     """Draw the figures of finished or unfinished runs anew, from their saved data alone, and their report pages.
 
-    Nothing is trained or measured again. Written are figures/ and report.html in each folder and, where `halflife
-    spectrum` left its data in spectrum/, the figures there.
+    Nothing is trained or measured again. Written are figures/ and report.html in each folder, the figures where
+    `halflife spectrum` and `halflife forecast` left data in it, and those of a folder of `halflife theory`.
 
     examples:
       halflife figures runs/20260101-120000-mqar-smoke
@@ -21,7 +21,7 @@ class Figures:
     """
 
     runs: Positional[tuple[Path, ...]]
-    """Folders of `halflife compare` or `halflife train`."""
+    """Folders of `halflife compare`, `train`, `forecast` or `theory`."""
     formats: tuple[str, ...] = ("png", "svg")
     """png, svg, pdf."""
 

@@ -50,13 +50,13 @@ def _is_narrow(x: Tensor) -> bool:
 class Decay(Float32Module):
     """Log-decays `g ≤ 0` from activations f, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector).
 
-    A strategy is one file: parameters in `reset_parameters`, the law in `log_decay`, its base rate in
-    `own_log_rate`. Class attributes say what it is:
+    A strategy is one file: parameters in `reset_parameters`, the law in `log_decay`. Class attributes say what it is:
 
     * `data_dependent`: whether `g` depends on f (if not, layers make no projection for it, and only the
       shape of f counts);
     * `spectral`: whether it has base rates, one a channel, that PoST can order;
     * `fastest_rate`: the rate at which PoST's fastest channel starts;
+    * `bounded`: whether its rates have a limit, which lies near that;
     * `shares_keys`: whether the architecture it comes from writes `k = 1 − λ`;
     * `granularities`: for which it is defined.
 
