@@ -19,7 +19,7 @@ class Train:
     """Train a language model on your text: any preset, from scratch, to a folder that transformers can load.
 
     Writes into --output: config.json and model.safetensors (also for `AutoModelForCausalLM.from_pretrained`), the
-    tokenizer, run.json (all settings), metrics.jsonl, result.json, figures/ and samples.txt. Interrupted (Ctrl-C,
+    tokenizer, run.json (all settings), metrics.jsonl, result.json, figures/, report.html and samples.txt. Interrupted (Ctrl-C,
     SIGTERM, a crash, kill -9), it goes on with --resume DIR from its last checkpoint, to the same numbers.
 
     examples:
@@ -185,4 +185,5 @@ def report(result: dict, folder: Path) -> None:
     rows, whole = result["bits_per_byte"], result["bits_per_byte_of_documents"]
     show(f"validation: {rows:.4f} bits per byte in rows as in training, {whole:.4f} of whole documents")
     show(f"training: {speed}")
+    show(f"report: {folder / 'report.html'}")
     show(f'continue a text with: halflife generate {folder} "…"')
