@@ -19,8 +19,8 @@ class Train:
     """Train a language model on your text: any preset, from scratch, to a folder that transformers can load.
 
     Writes into --output: config.json and model.safetensors (also for `AutoModelForCausalLM.from_pretrained`), the
-    tokenizer, run.json (all settings), metrics.jsonl, result.json, figures/, report.html and samples.txt. Interrupted (Ctrl-C,
-    SIGTERM, a crash, kill -9), it goes on with --resume DIR from its last checkpoint, to the same numbers.
+    tokenizer, run.json (all settings), metrics.jsonl, result.json, figures/, report.html and samples.txt. Interrupted
+    (Ctrl-C, SIGTERM, a crash, kill -9), it goes on with --resume DIR from its last checkpoint, to the same numbers.
 
     examples:
       halflife train mamba2+post --data "docs/**/*.md" notes.txt --tokens 20M --context 1024
