@@ -36,7 +36,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 docs: $(VENV)/installed
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/ops.py --write docs/benchmarks.md
