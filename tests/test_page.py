@@ -96,10 +96,19 @@ def text(browser, trained):
     return opened(browser, trained)
 
 
+def until(page, holds, argument=None):
+    """Waits for a function of the page to give true (`wait_for_function` evaluates strings, which the page forbids)."""
+    for _ in range(1200):
+        if page.evaluate(holds, argument):
+            return
+        page.wait_for_timeout(50)
+    raise TimeoutError(holds)
+
+
 def drawn(page, selector):
     """The traces of a plot, as plotly holds them, once it is drawn."""
     page.locator(selector).first.scroll_into_view_if_needed()
-    page.wait_for_function("s => document.querySelector(s).data && document.querySelector(s).layout", arg=selector)
+    until(page, "s => document.querySelector(s).data && document.querySelector(s).layout", selector)
     return page.evaluate(
         "s => document.querySelector(s).data.map(({name, x, y, visible}) => ({name, x, y, visible}))", selector
     )
@@ -108,7 +117,7 @@ def drawn(page, selector):
 def draw_everything(page):
     for plot in page.locator(".plot").all():
         plot.scroll_into_view_if_needed()
-        page.wait_for_function("e => e.classList.contains('js-plotly-plot')", arg=plot.element_handle())
+        until(page, "e => e.classList.contains('js-plotly-plot')", plot.element_handle())
 
 
 def number(text):
@@ -289,7 +298,7 @@ def test_narrow_screens_need_no_sideways_scrolling(browser, comparison, trained)
         assert page.evaluate("document.documentElement.scrollWidth") == 400
         page.set_viewport_size({"width": 380, "height": 800})  # plots follow
         fit = "(e) => e.layout.width === e.clientWidth && e.clientWidth < 380"
-        page.wait_for_function(f"[...document.querySelectorAll('.plot')].every({fit})")
+        until(page, f"() => [...document.querySelectorAll('.plot')].every({fit})")
     box = page.locator(".wide").first
     assert box.get_attribute("tabindex") == "0"
 
@@ -369,7 +378,7 @@ def test_a_run_on_text_shows_its_numbers(text, trained):
 def test_commands_are_copied(browser, comparison):
     used = opened(browser, comparison, permissions=["clipboard-read", "clipboard-write"])
     used.page.get_by_role("button", name="Copy").first.click()
-    used.page.wait_for_function("document.getElementById('status').textContent === 'Copied'")
+    until(used.page, "() => document.getElementById('status').textContent === 'Copied'")
     assert used.page.evaluate("navigator.clipboard.readText()") == "halflife compare"
 
 
