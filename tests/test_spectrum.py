@@ -113,7 +113,7 @@ def test_end_to_end(run_dir, tmp_path, capsys):
         assert expected in out
     folder = run_dir / "spectrum"
     names = ["decays.csv", "decays.json"]
-    drawn = ["decays", "spectrum", *(f"spectrum_{name}" for name in ("modes", "distribution", "heads", "taper"))]
+    drawn = ["decays", "spectrum", *(f"spectrum_{name}" for name in ("distribution", "heads", "modes", "taper"))]
     names += [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
     files = {name: (folder / name).read_bytes() for name in names}
     data = json.loads(files["decays.json"], parse_constant=pytest.fail)
