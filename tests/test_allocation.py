@@ -50,6 +50,14 @@ def test_heads_are_not_sorted():
     figure.draw_without_rendering()
 
 
+def test_figures_are_the_same_of_data_read_again():
+    """`halflife figures` has NaN where decays.json has null."""
+    again = {"models": [model("mamba2", [[20.0] * 8, [float("nan")] + [30.0] * 7])]}
+    for axes, expected in zip(allocation.distributions(again).axes, allocation.distributions(DATA).axes, strict=True):
+        assert np.array_equal(axes.lines[0].get_ydata(), expected.lines[0].get_ydata())
+        assert np.isfinite(axes.lines[0].get_ydata()).all()
+
+
 @pytest.mark.parametrize("draw", [allocation.distributions, allocation.heads])
 def test_nothing_to_show_says_so(draw):
     figure = draw({"models": [model("llama", [])]})

@@ -66,7 +66,7 @@ def test_fixed_decays_are_forecast_exactly(name):
     model = model_of(name)
     half, full, later = readings(model, WINDOW // 2, WINDOW, 3 * WINDOW)
     forecast = aged._Ageing(model, half, full, 0)
-    kept = forecast._factors("memory", 3 * WINDOW)[0].unsqueeze(-1)
+    kept = forecast._kept("memory", 3 * WINDOW).unsqueeze(-1)
     expected = later.pairs[0]["memory"]
     assert (full.pairs[0]["memory"] * kept - expected).abs().max() < ROUNDED * expected.abs().max()
     assert (forecast.rates["memory"] - forecast.noise_rates["memory"]).abs().max() < ROUNDED  # they fade alike
@@ -77,7 +77,7 @@ def test_the_others_part_grows_as_a_sum_of_decays():
     model = model_of("retnet")
     forecast = aged._Ageing(model, *readings(model, 8, 16), 0)
     decay = (-model.blocks[0].mixer.decay.base_log_rate().exp()).exp().detach().double()
-    _, mean, noise = forecast._factors("memory", 100)
+    mean, noise = forecast._grown("memory", 100)
     assert torch.allclose(mean[:, 0], (1 - decay**100) / (1 - decay**16), rtol=1e-6)
     assert torch.allclose(noise[:, 0], ((1 - decay**200) / (1 - decay**32)).sqrt(), rtol=1e-6)
 
@@ -88,7 +88,8 @@ def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
     options = {"decay": None, "granularity": "scalar"}
     config = preset("simple", hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, mixer_options=options)
     model = LanguageModel(config).double().eval()
-    kept, mean, noise = aged._Ageing(model, *readings(model, 8, 16), 0)._factors("memory", 64)
+    forecast = aged._Ageing(model, *readings(model, 8, 16), 0)
+    kept, (mean, noise) = forecast._kept("memory", 64), forecast._grown("memory", 64)
     assert torch.allclose(kept, torch.ones_like(kept))
     assert torch.allclose(mean, torch.full_like(mean, 4.0))
     assert torch.allclose(noise, torch.full_like(noise, 2.0))

@@ -83,9 +83,9 @@ def heads(data: Data) -> Figure:
 
 
 def _logs(layer: Data) -> np.ndarray:
-    """log10 of the base time-scales at position 1."""
+    """log10 of the base time-scales at position 1; what JSON has no word for (None, or NaN once read) is infinite."""
     scales = next(iter(layer["spectra"].values()))["timescales"]
-    known = np.array([np.inf if scale is None else scale for scale in scales], dtype=float)
+    known = np.nan_to_num(np.array(scales, dtype=float), nan=np.inf, posinf=np.inf)
     return np.log10(np.clip(known, 10.0 ** EDGES[0], 10.0 ** EDGES[1]))
 
 

@@ -260,33 +260,34 @@ class _Ageing:
         """The memories when the pairs' part is `fade` tokens old, and the others' `fill`."""
         found = {}
         for name, pairs in self.pairs.items():
-            kept = self._factors(name, fade)[0].unsqueeze(-1)
-            mean, noise = (factor.unsqueeze(-1) for factor in self._factors(name, fill)[1:])
+            kept = self._kept(name, fade).unsqueeze(-1)
+            mean, noise = (factor.unsqueeze(-1) for factor in self._grown(name, fill))
             others = self.others[name]
             steady = others.mean(0)
             found[name] = pairs * kept + steady * mean + (others - steady) * noise
         return found
 
-    def _factors(self, name: str, lag: int) -> tuple[Tensor, Tensor, Tensor]:
-        """By what the pairs' part, the others' mean and their fluctuation are multiplied from W to L, `[H, K]`."""
-        mean, noise = (self._sum(name, lag, power) / self._sum(name, self.window, power) for power in (1, 2))
-        kept = (self._passed(name, self.window, self.rates) - self._passed(name, lag, self.rates)).exp()
-        return kept.nan_to_num(0), mean, noise.sqrt()
+    def _kept(self, name: str, lag: int) -> Tensor:
+        """By what the pairs' part is multiplied from W to L, `[H, K]`."""
+        passed, at_window = ((self._stretch(name, t) * self.rates[name]).sum(0) for t in (lag, self.window))
+        return (at_window - passed).exp().nan_to_num(0)
 
-    def _passed(self, name: str, lag: int, rates: State) -> Tensor:
-        return (self._stretch(name, lag) * rates[name]).sum(0)
+    def _grown(self, name: str, lag: int) -> tuple[Tensor, Tensor]:
+        """By what the others' mean and their fluctuation are multiplied from W to L, `[H, K]`."""
+        (mean, energy), (mean_then, energy_then) = (self._sums(name, t) for t in (lag, self.window))
+        return mean / mean_then, (energy / energy_then).sqrt()
 
-    def _sum(self, name: str, lag: int, power: int) -> Tensor:
-        """`Σ_t e^{−power (R(L) − R(t))}` over the t = 1 … L tokens that wrote, with the others' own rates."""
+    def _sums(self, name: str, lag: int) -> tuple[Tensor, Tensor]:
+        """`Σ_t e^{−(R(L) − R(t))}` over the t = 1 … L tokens that wrote, with the others' own rates; and of squares."""
         passed = self._stretch(name, lag) * self.noise_rates[name]
         since = (passed.flip(0).cumsum(0) - passed.flip(0)).flip(0).nan_to_num(0)
-        return (-power * since).exp().sum(0)
+        return (-since).exp().sum(0), (-2 * since).exp().sum(0)
 
     def _energies(self, lag: int, num_pairs: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Of every state: energy of one pair, and of the fluctuation in one row, each `[H]`."""
         found = {}
         for name, pairs in self.pairs.items():
-            kept, _, noise = self._factors(name, lag)
+            kept, (_, noise) = self._kept(name, lag), self._grown(name, lag)
             others = self.others[name]
             signal = (pairs.square().sum(-1).mean(0) * kept**2).sum(-1) / num_pairs
             found[name] = signal, (others.var(0).sum(-1) * noise**2).mean(-1)

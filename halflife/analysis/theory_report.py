@@ -170,7 +170,7 @@ def _autocovariance(s: Settings, _: Path | None) -> dict[str, Any]:
     ids = read_ids(s.text, s.tokenizer)[: s.tokens]
     vectors = {"bits": bits(BYTES if s.tokenizer is None else int(ids.max()) + 1)}
     for label, folder in (checkpoints(s.runs) if s.runs else {}).items():
-        model = io.load(folder)
+        model = io.load_any(folder)
         check_vocabulary(model.config, ids, s.tokenizer)
         vectors[f"embeddings of {label}"] = model.embedding.weight.detach()
     found: dict[str, Any] = {"tokens": len(ids), "sequences": {}, "without": {}}

@@ -24,13 +24,9 @@ class Sizes(NamedTuple):
 MODIFIERS: Registry[Callable[[str, Options, Sizes], Options]] = Registry("modifier")
 
 EXCLUSIVE = (
-    ({"post", "post_norm"}, "a decay is wrapped once"),
-    ({"post", "post_optimal"}, "a decay is wrapped once"),
-    ({"post_norm", "post_optimal"}, "a decay is wrapped once"),
+    ({"post", "post_norm", "post_optimal"}, "a decay is wrapped once"),
     ({"scalar", "vector"}, "a decay has one granularity"),
-    ({"rope", "lrpe"}, "positions are encoded once"),
-    ({"rope", "tpe"}, "positions are encoded once"),
-    ({"lrpe", "tpe"}, "positions are encoded once"),
+    ({"rope", "lrpe", "tpe"}, "positions are encoded once"),
     ({"delta", "dplr"}, "a state has one update"),
     ({"attention", "ska"}, "a hybrid has one other mixer"),
 )
@@ -44,8 +40,8 @@ def check_modifiers(name: str, modifiers: list[str]) -> None:
     for i, modifier in enumerate(modifiers):
         if modifier in modifiers[:i]:
             raise ValueError(f"modifier {modifier!r} is given twice in {name!r}")
-    for clash, why in EXCLUSIVE:
-        if clash <= set(modifiers):
+    for group, why in EXCLUSIVE:
+        if len(clash := group & set(modifiers)) > 1:
             raise ValueError(f"{' and '.join(sorted(clash))} exclude each other in {name!r}: {why}")
 
 
