@@ -21,8 +21,10 @@ import timing  # noqa: E402
 from halflife import layers  # noqa: E402
 from halflife.layers import Mixer, State  # noqa: E402
 from halflife.models import preset  # noqa: E402
-from halflife.ops import koopman, koopman_attention, koopman_state  # noqa: E402
-from halflife.ops.koopman_state import KoopmanState, Sums  # noqa: E402
+from halflife.ops import koopman_attention  # noqa: E402
+from halflife.ops.koopman import op as koopman  # noqa: E402
+from halflife.ops.koopman import state as koopman_state  # noqa: E402
+from halflife.ops.koopman.state import KoopmanState, Sums  # noqa: E402
 
 HIDDEN, HEADS, PIECE = 768, 12, 2048
 RANKS, WIDTH = (64, 128), 64

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from halflife.analysis.language_figures import by_lengths, curves, lines
+from halflife.data.corpus import Corpus
 from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
-from halflife.experiments.language import opened, saved
+from halflife.experiments.train import opened, saved
 from halflife.files import read_json, write_text
-from halflife.models import io
-from halflife.training.corpus import Corpus
-from halflife.training.language import LanguageConfig, MicroBatches, documents, of_rows
+from halflife.models import checkpoint
+from halflife.report.figures.language import by_lengths, curves, lines
+from halflife.runs.language_run import LanguageConfig, MicroBatches, documents, of_rows
 
 EXCERPT = 700  # characters of a sample
 
@@ -51,7 +51,7 @@ def measure(folder: Path) -> dict[str, Any]:
     train, first = seen(config, corpus), 8 * found["documents"] / size
     followed = found["tokens"] / size
     bits = {
-        "rows": of_rows(io.load(folder).eval(), corpus, config) / np.log(2) * followed + first,
+        "rows": of_rows(checkpoint.load(folder).eval(), corpus, config) / np.log(2) * followed + first,
         "documents": found["nats"] / np.log(2) / size + first,
         "gzip -9, one stream": gzip_bits_per_byte(texts),
         "gzip -9, each document": gzip_bits_per_byte(texts, separately=True),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halflife import ops
-from halflife.ops import backend as backends
+from halflife.ops.backends import dispatch as backends
 
 # Largest error of an output, state or gradient, relative to the largest entry of the tensor: in bfloat16 four times the
 # worst measured in Triton's interpreter (1.1e-2); in float32 with room for what 131,072 tokens add to 4e-7.

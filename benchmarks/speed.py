@@ -15,7 +15,7 @@ import parity
 import timing
 import torch
 
-from halflife.ops import backend as backends
+from halflife.ops.backends import dispatch as backends
 
 LENGTHS = {"cuda": tuple(1024 << n for n in range(8)), "cpu": (64, 128)}
 SIZES = {"cuda": (64, 128), "cpu": (16,)}

@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
-from halflife.analysis import approximation
-from halflife.analysis.koopman import crossover, state_floats
-from halflife.analysis.spectrum import coherence
-from halflife.analysis.style import COLOURS, GOAL, INK, WIDTH, looks, styled
 from halflife.ops import koopman_attention
+from halflife.report.style import COLOURS, GOAL, INK, WIDTH, looks, styled
+from halflife.theory import approximation
+from halflife.theory.koopman import crossover, state_floats
+from halflife.theory.spectra import coherence
 
 IMAGES = Path(__file__).parent / "images"
 LENGTH = 512  # T of training, in the pictures

@@ -3,7 +3,7 @@
 import gzip
 import json
 
-from halflife.training.corpus import Corpus, CorpusConfig
+from halflife.data.corpus import Corpus, CorpusConfig
 
 WORDS = ("state", "decay", "forgets", "λ", "holds", "gate", "🙂", "writes")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halflife.analysis import allocation_figures as allocation
+from halflife.report.figures import allocation as allocation
 
 
 def model(name, layers, channels="heads"):

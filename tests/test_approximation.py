@@ -9,11 +9,11 @@ from helpers import generator
 from scipy.optimize import linprog
 
 from halflife import decay
-from halflife.analysis import approximation as approx
-from halflife.analysis import theory_figures
-from halflife.analysis.approximation_survey import SPECTRA, error_by_channels, error_by_position, slopes
-from halflife.analysis.spectra import response_as_run
-from halflife.decay import power_law
+from halflife.decay import minimax as power_law
+from halflife.report.figures import theory as theory_figures
+from halflife.theory import approximation as approx
+from halflife.theory.approximation_survey import SPECTRA, error_by_channels, error_by_position, slopes
+from halflife.theory.spectra import response_as_run
 
 AGREES = 4 * 6.6e-4  # with linear programs, four times the worst measured: the solver stops when within 1e-3
 ROUNDED = 4 * 2.2e-16  # a few roundings of float64

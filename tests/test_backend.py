@@ -10,9 +10,9 @@ from helpers import OPS, op_inputs, rounded, unchecked
 
 from halflife import ops
 from halflife.cli.about import refusals
-from halflife.ops import backend as backends
-from halflife.ops import fla
-from halflife.ops.backend import CannotRun
+from halflife.ops.backends import dispatch as backends
+from halflife.ops.backends import fla
+from halflife.ops.backends.dispatch import CannotRun
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")

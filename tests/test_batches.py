@@ -9,8 +9,8 @@ import torch
 from corpora import open_corpus, write_documents
 
 from halflife import LanguageModel, preset
+from halflife.data.batches import Batches, TokenFiles, permuted
 from halflife.tasks import IGNORED
-from halflife.training.batches import Batches, TokenFiles, permuted
 
 LENGTHS = (5, 1, 30, 8, 3, 16, 2, 41, 7, 4)  # of documents; token i is i, so that a batch says where it comes from
 

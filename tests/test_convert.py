@@ -12,7 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from halflife import LanguageModel, layers, preset
 from halflife.cli import main
-from halflife.models import io
+from halflife.models import checkpoint
 from halflife.models.convert import SOURCES, convert, load_layer, qwen3_next_mixer
 
 LENGTH, VOCABULARY = 33, 50
@@ -56,7 +56,7 @@ def edit(file, **changes):
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_mamba2_equals_transformers(num_groups, tied, tmp_path):
     theirs = mamba2(tmp_path / "in", n_groups=num_groups, tie_word_embeddings=tied)
-    ours = io.load(convert(tmp_path / "in", tmp_path / "out"))
+    ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "out"))
     tokens = ids()
     expected = theirs(tokens).logits
     assert_close(ours(tokens)[0], expected, TOLERANCE)
@@ -108,7 +108,7 @@ def test_what_transformers_does_not_read_does_not_matter(tmp_path):
         {**weights, "lm_head.weight": weights["backbone.embeddings.weight"].clone()}, source / "model.safetensors"
     )
     tokens = ids()
-    assert_close(io.load(convert(source, tmp_path / "out"))(tokens)[0], theirs(tokens).logits, TOLERANCE)
+    assert_close(checkpoint.load(convert(source, tmp_path / "out"))(tokens)[0], theirs(tokens).logits, TOLERANCE)
     save_file({**weights, "lm_head.weight": weights["backbone.embeddings.weight"] + 1}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"ties the embeddings, but lm_head\.weight"):
         convert(source, tmp_path / "again")
@@ -149,7 +149,7 @@ def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
 )
 def test_models_that_transformers_does_not_have_are_refused(name, options, message, tmp_path):
     config = preset(name, **{"hidden_size": 16, "num_layers": 1, "mlp": "none", **options})
-    io.save(LanguageModel(config), tmp_path / "ours")
+    checkpoint.save(LanguageModel(config), tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "ours", tmp_path / "out", to="transformers")
     assert not (tmp_path / "out").exists()
@@ -309,7 +309,7 @@ def test_command(tmp_path, capsys):
     main(["convert", str(source), str(out)])
     assert str(out) in capsys.readouterr().out
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
-    model = io.load(out)
+    model = checkpoint.load(out)
     direct, weights = SOURCES["gla"](
         json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
     )

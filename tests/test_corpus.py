@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from corpora import open_corpus, text, write_documents
 
-from halflife.training import documents, splits, store
-from halflife.training.corpus import Corpus, CorpusConfig, bits_per_byte
-from halflife.training.documents import Piece
-from halflife.training.tokens import load_tokenizer
+from halflife.data import documents, splits, store
+from halflife.data.corpus import Corpus, CorpusConfig, bits_per_byte
+from halflife.data.documents import Piece
+from halflife.data.tokenizers import load_tokenizer
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from halflife.analysis import decay_values as recorder
-from halflife.analysis.decay_values import decay_values, half_life, recording
+from halflife.analysis import decays as recorder
+from halflife.analysis.decays import decay_values, half_life, recording
 from halflife.analysis.spectrum import layer_decays
 from halflife.models import PRESETS, LanguageModel, preset
 from halflife.ops.gate_rank import masks

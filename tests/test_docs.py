@@ -22,7 +22,7 @@ from halflife.cli import Command
 from halflife.decay import DECAYS
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
-from halflife.ops import backend
+from halflife.ops.backends import dispatch as backend
 from halflife.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent

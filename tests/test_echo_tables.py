@@ -5,7 +5,7 @@ import math
 
 from halflife.experiments import echo_tables
 from halflife.experiments.echo_tables import TABLE_2, TABLE_3
-from halflife.experiments.markdown import in_distribution, percent
+from halflife.report.markdown import in_distribution, percent
 
 
 def row(model="mamba2", seed=0, test="niah", length=64, pairs=1, accuracy=0.5, **other):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import OPS, assert_close, each_granularity, each_op, op_inputs, relative_error, rounded, run_op, slices
 
-from halflife.ops import backend as backends
-from halflife.ops import fla
-from halflife.ops.backend import CannotRun
+from halflife.ops.backends import dispatch as backends
+from halflife.ops.backends import fla
+from halflife.ops.backends.dispatch import CannotRun
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 

@@ -9,9 +9,9 @@ import torch
 from halflife import LanguageModel, preset, tasks
 from halflife.analysis import forecast as aged
 from halflife.analysis import forecast_survey as survey
-from halflife.analysis.forecast_figures import forecasts
 from halflife.cli import main
-from halflife.models import io
+from halflife.models import checkpoint
+from halflife.report.figures.forecast import forecasts
 
 MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
 NIAH = {"name": "niah", "length": 16, "num_pairs": 2}
@@ -204,7 +204,7 @@ def test_lags():
 @pytest.fixture
 def run(tmp_path):
     for name in ("mamba2", "llama"):
-        io.save(model_of(name).float(), tmp_path / "run" / name)
+        checkpoint.save(model_of(name).float(), tmp_path / "run" / name)
         (tmp_path / "run" / name / "run.json").write_text(json.dumps({"seed": 3, "validation": [MQAR]}))
     return tmp_path / "run"
 

@@ -14,9 +14,9 @@ from halflife.experiments.gate_rank import PAIRS
 from halflife.files import read_json
 from halflife.layers import GateRank, gate_statistics
 from halflife.layers.gate_rank import SlowGate
+from halflife.runs.sweep import Cell
 from halflife.tasks import build, stream_seed
 from halflife.training.callbacks import Metrics
-from halflife.training.sweep import Cell
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
 WITH_GATES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halflife.ops import backend as backends
+from halflife.ops.backends import dispatch as backends
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from halflife import LanguageModel, Session, preset
 from halflife.cli import main
+from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from halflife.evaluation import batched, harness
 from halflife.hf import HalflifeForCausalLM
-from halflife.models import io
-from halflife.training.tokens import ByteTokenizer, HuggingFaceTokenizer
+from halflife.models import checkpoint
 
 NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "simple+tpe"]
 LETTERS = " \nabcdefghijklmnopqrstuvwxyz.?!"
@@ -294,7 +294,7 @@ def taught():
 @pytest.mark.filterwarnings("ignore")
 def test_eval_from_the_command_line(folder, tmp_path, capsys):
     model = taught()
-    io.save(model, tmp_path / "model")
+    checkpoint.save(model, tmp_path / "model")
     expected = direct(model)
     assert 0 < expected["write_here", "exact_match"] < 1
     assert 0 < expected["last_here", "acc"] < 1
@@ -387,7 +387,7 @@ def test_errors_of_tasks(folder, monkeypatch):
     ],
 )
 def test_eval_errors_are_one_line(arguments, message, tmp_path, capsys):
-    io.save(build("mamba2", vocab_size=256), tmp_path)
+    checkpoint.save(build("mamba2", vocab_size=256), tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as stop:
         main(["eval", str(tmp_path), *arguments, "--device", "cpu", "--quiet"])

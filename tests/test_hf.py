@@ -11,9 +11,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import halflife
 from halflife import LanguageModel, preset
-from halflife.decay import Float32Module
 from halflife.hf import HalflifeCache, HalflifeConfig, HalflifeForCausalLM
-from halflife.models import PRESETS, io
+from halflife.models import PRESETS, checkpoint
+from halflife.precision import Float32Module
 
 NAMES = [*PRESETS, "mamba2+gate_rank", "mamba2+ska"]
 FEW = ["mamba2", "rwkv7", "mamba2+ska"]
@@ -191,7 +191,7 @@ def test_folders_of_halflife_load(tmp_path):
     model = LanguageModel(preset("rwkv7", **TINY))
     wrapped = HalflifeForCausalLM.of(model)
     assert all(x is y for x, y in zip(wrapped.parameters(), model.parameters(), strict=True))
-    loaded = HalflifeForCausalLM.from_halflife(io.save(model, tmp_path / "ours"))
+    loaded = HalflifeForCausalLM.from_halflife(checkpoint.save(model, tmp_path / "ours"))
     same_weights(loaded.model, model)
     loaded.save_pretrained(tmp_path / "theirs")
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)

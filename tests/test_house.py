@@ -1,4 +1,4 @@
-"""The house: who may import whom, read off the syntax trees; what `import halflife` costs."""
+"""The house: who may import whom, read off the syntax trees; the sizes of rooms; what `import halflife` costs."""
 
 import ast
 import subprocess
@@ -9,46 +9,52 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "halflife"
 
-# Each part may import those before it (`decay`, `position` and `ops` not each other), and itself.
-ORDER = (
-    ("shapes", "registry", "files"),
-    ("decay", "position", "ops"),
+# From the ground up. A part may import those of the floors below it, and those named beside it here.
+FLOORS = (
+    ("shapes", "registry", "files", "precision"),
+    ("decay", "position", "ops", "tasks"),
     ("layers",),
     ("models",),
-    ("hf",),
-    ("evaluation", "analysis"),
-    ("training",),
+    ("data", "hf", "evaluation"),
+    ("theory", "training"),
+    ("analysis",),
+    ("runs",),
+    ("report",),
     ("experiments",),
     ("cli",),
 )
-ONLY_CORE = ("tasks",)  # import shapes, registry and files alone; every part from `models` on may import them
+ROOMY = 16  # files in a folder
+LONG = 330  # lines in a file
 LAZY = ("triton", "fla", "transformers", "datasets", "ray", "lm_eval", "matplotlib", "safetensors", "scipy")
 MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def part_of(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+NAMES = {name_of(path): path for path in MODULES}
 # The kernels' own files are imported when one of them is asked for.
 KERNELS = [p for p in MODULES if p.parent.name == "triton" and p.name != "__init__.py"]
-CORE = [
-    p for p in MODULES if part_of(p) not in ("hf", "analysis", "training", "experiments", "cli") and p not in KERNELS
-]
+LIGHT = {"__init__", *(name for floor in FLOORS[:6] for name in floor)} - {"hf", "training"}
+CORE = [p for p in MODULES if part_of(p) in LIGHT and p not in KERNELS]
 
 
 def allowed(part):
+    """The parts that a part may import."""
     if part == "__init__":
         return {"decay", "layers", "models", "ops", "tasks"}
-    if part in ONLY_CORE:
-        return {*ORDER[0], part}
-    rank = next(i for i, group in enumerate(ORDER) if part in group)
-    below = {name for group in ORDER[:rank] for name in group}
-    beside = {part} if part in ORDER[1] else set(ORDER[rank])
-    return below | beside | (set(ONLY_CORE) if rank >= 5 else set())
+    rank = next(i for i, floor in enumerate(FLOORS) if part in floor)
+    return {name for floor in FLOORS[:rank] for name in floor} | {part} | (set(FLOORS[0]) if rank == 0 else set())
 
 
 def imports(path, top_level_only=False):
+    """The modules that a file names in its imports, with the module a name is taken from spelled out."""
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level_only else ast.walk(tree)
     for node in nodes:
@@ -57,7 +63,32 @@ def imports(path, top_level_only=False):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (names if node.module == "halflife" else [node.module])
+            yield from (name if name in NAMES or node.module == "halflife" else node.module for name in names)
+
+
+def circles(arrows):
+    """Groups of two and more names that reach each other (Tarjan's strongly connected components)."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(name):
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in arrows[name]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in arrows:
+        if name not in index:
+            visit(name)
+    return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -70,6 +101,18 @@ def test_imports_only_what_stands_below(path):
             assert used in allowed(part) or (used == "__version__"), f"{part} imports {name}"
 
 
+def test_no_circle_inside_a_room_neither():
+    """A package's `__init__` hands names on, so what is taken from the package itself is no arrow."""
+    faces = {name for name, path in NAMES.items() if path.name == "__init__.py"}
+    arrows = {name: {n for n in imports(path) if n in NAMES} - {name} - faces for name, path in NAMES.items()}
+    assert sum(map(len, arrows.values())) > 300
+    assert circles(arrows) == []
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
 @pytest.mark.parametrize("path", CORE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_core_imports_no_heavy_library_at_its_top(path):
     assert not [name for name in imports(path, top_level_only=True) if name.split(".")[0] in LAZY]
@@ -77,7 +120,7 @@ def test_core_imports_no_heavy_library_at_its_top(path):
 
 def test_kernels_are_imported_by_name_alone():
     """Nothing names their modules at its top but themselves."""
-    names = {f"halflife.ops.triton.{path.stem}" for path in KERNELS}
+    names = {name_of(path) for path in KERNELS}
     assert len(names) > 3
     for path in set(MODULES) - set(KERNELS):
         assert not names & set(imports(path)), path
@@ -94,5 +137,23 @@ def test_import_needs_torch_alone():
 
 
 def test_files_are_short():
-    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > 330}
+    long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > LONG}
     assert not long
+
+
+def test_folders_are_small():
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in {path.parent for path in MODULES}}
+    assert not {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > ROOMY}
+
+
+def test_every_part_stands_on_a_floor():
+    parts = {part_of(path) for path in MODULES} - {"__init__"}
+    assert parts == {name for floor in FLOORS for name in floor}
+
+
+if __name__ == "__main__":  # prints the floors, from the top down
+    for floor in reversed(FLOORS):
+        for part in floor:
+            files = [path for path in MODULES if part_of(path) == part]
+            lines = sum(len(path.read_text().splitlines()) for path in files)
+            print(f"{part:12} {len(files):3} files {lines:6,} lines")

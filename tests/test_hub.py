@@ -9,8 +9,8 @@ import types
 import pytest
 from corpora import text
 
-from halflife.training import documents, hub
-from halflife.training.documents import find
+from halflife.data import documents, hub
+from halflife.data.documents import find
 
 COMMIT = "0123456789" * 4
 

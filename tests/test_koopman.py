@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers import assert_close, assert_same, generator, slices, unchecked
 
-from halflife.ops import koopman
-from halflife.ops.koopman import koopman_attention
-from halflife.ops.koopman_state import COMMITTED, rank_one
+from halflife.ops.koopman import op as koopman
+from halflife.ops.koopman.op import koopman_attention
+from halflife.ops.koopman.state import COMMITTED, rank_one
 
 HEADS, RANK, WIDTH = 2, 5, 3
 

@@ -9,9 +9,9 @@ from helpers import assert_close, generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halflife.analysis import koopman, koopman_bounds
-from halflife.analysis.koopman import Operator, norm
-from halflife.ops.koopman import koopman_attention
+from halflife.ops.koopman.op import koopman_attention
+from halflife.theory import koopman, koopman_bounds
+from halflife.theory.koopman import Operator, norm
 
 RANK, WIDTH = 5, 4
 

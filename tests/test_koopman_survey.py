@@ -9,14 +9,17 @@ import pytest
 import torch
 from helpers import generator
 
-from halflife.analysis import decay_survey, koopman, koopman_report
-from halflife.analysis.decay_figures import decays
-from halflife.analysis.decay_values import decay_values
-from halflife.analysis.koopman import Operator
-from halflife.analysis.koopman_bounds import eigenvector_condition
-from halflife.analysis.koopman_figures import operators
-from halflife.analysis.koopman_survey import koopman_survey, ska_layers
-from halflife.models import LanguageModel, io, preset
+from halflife.analysis import survey as decay_survey
+from halflife.analysis import tables
+from halflife.analysis.decays import decay_values
+from halflife.analysis.operators import koopman_survey, ska_layers
+from halflife.models import LanguageModel, checkpoint, preset
+from halflife.report import koopman as koopman_report
+from halflife.report.figures.decays import decays
+from halflife.report.figures.operators import operators
+from halflife.theory import koopman
+from halflife.theory.koopman import Operator
+from halflife.theory.koopman_bounds import eigenvector_condition
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 SINGLE = 4 * 4.4e-6  # the state is float32; worst measured, relative
@@ -152,8 +155,8 @@ def test_only_layers_of_ska():
 @pytest.fixture
 def run_dir(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
-    io.save(hybrid(layers=(0, 2)), tmp_path / "run" / "both")
-    io.save(LanguageModel(preset("tnl", hidden_size=16, num_layers=2, num_heads=2)), tmp_path / "run" / "tnl")
+    checkpoint.save(hybrid(layers=(0, 2)), tmp_path / "run" / "both")
+    checkpoint.save(LanguageModel(preset("tnl", hidden_size=16, num_layers=2, num_heads=2)), tmp_path / "run" / "tnl")
     return tmp_path / "run"
 
 
@@ -162,7 +165,7 @@ def write_all(folder, text, output):
     options = {"length": 32, "sequences": 3}
     result = decay_survey.survey([folder], [text], **options)
     return [
-        *decay_survey.write_tables(result, output),
+        *tables.write_tables(result, output),
         *koopman_report.write(read_operators([folder], [text], **options), output),
     ]
 
@@ -208,7 +211,7 @@ def test_no_operator_no_output(run_dir, tmp_path, capsys):
 
 def test_operators_without_any_decay(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
-    io.save(hybrid("llama"), tmp_path / "run")
+    checkpoint.save(hybrid("llama"), tmp_path / "run")
     result = decay_survey.survey([tmp_path / "run"], [tmp_path / "text"], length=32)
     assert result["models"][0]["layers"] == []
     figure = decays(result)

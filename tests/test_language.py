@@ -19,14 +19,15 @@ import torch
 from halflife import preset
 from halflife.cli import main
 from halflife.cli.train import number
+from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
-from halflife.experiments import language
+from halflife.experiments import train as language
 from halflife.files import alone
-from halflife.models import LanguageModel, io
+from halflife.models import LanguageModel, checkpoint
+from halflife.runs.language_run import MicroBatches, run
 from halflife.training.checkpoints import last_checkpoint
-from halflife.training.corpus import Corpus, CorpusConfig
-from halflife.training.fit import Execution, Objective
-from halflife.training.language import MicroBatches, run
+from halflife.training.config import Execution
+from halflife.training.fit import Objective
 from halflife.training.schedules import schedule
 from halflife.training.speed import Speed, operations
 
@@ -186,7 +187,7 @@ def test_a_run_writes_what_it_promises(corpus, whole):
     logged = [line for line in lines if "loss" in line]
     assert all(line["tokens_per_second"] > 0 and 0 < line["mfu"] < 1 for line in logged)
     assert logged[-1]["loss"] < logged[0]["loss"]
-    model = io.load(whole).eval()
+    model = checkpoint.load(whole).eval()
     split = corpus.split("validation")
     rows = split.batches(1, 32, 0)
     nats = count = 0.0
@@ -284,7 +285,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     assert (folder / "samples.txt").read_text().startswith("the state⟨")
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.randint(256, (1, 9))
-    torch.testing.assert_close(loaded(ids).logits, io.load(folder)(ids)[0])
+    torch.testing.assert_close(loaded(ids).logits, checkpoint.load(folder)(ids)[0])
     main(["generate", str(folder), "the", "--greedy", "--max-new-tokens", "3", "--device", "cpu"])
     with pytest.raises(SystemExit):
         main(["train", *arguments(text, folder)])  # the folder is taken
@@ -398,7 +399,7 @@ def trial(data, folder):
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 20))])
 def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, long, tmp_path, seed):
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["halflife.experiments.language", "halflife.training.trainer"])
+    processes.set_forkserver_preload(["halflife.experiments.train", "halflife.training.trainer"])
     draw, kept, kills = random.Random(seed), 0, 0
     while not (tmp_path / "result.json").exists():
         process = processes.Process(target=trial, args=(language.plain(corpus.config), tmp_path))

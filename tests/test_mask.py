@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from halflife.analysis import mask_figure
-from halflife.analysis.mask import (
+from halflife.analysis.masks import (
     TOLERANCE,
     Gates,
     block_ranks,
@@ -18,10 +17,11 @@ from halflife.analysis.mask import (
     off_diagonal_rank,
     survey,
 )
-from halflife.analysis.mask_figure import Head, example_gates, example_symbols, most_resets
 from halflife.cli import main
 from halflife.layers import gate_rank as gate_rank_layer
-from halflife.models import LanguageModel, io, preset
+from halflife.models import LanguageModel, checkpoint, preset
+from halflife.report.figures import masks as mask_figure
+from halflife.report.figures.masks import Head, example_gates, example_symbols, most_resets
 
 ROUNDING = 4 * 3e-15  # 4 times the largest σ₃/σ₁ (one decay: σ₂/σ₁) measured over 30 seeds, that of 80 tokens
 
@@ -288,7 +288,7 @@ def run_dir(tmp_path):
     """A run of two models, both trained on mqar."""
     run = tmp_path / "run"
     for name in ("mamba2+gate_rank", "mamba2"):
-        folder = io.save(tiny(name), run / name / "lr0.01-seed0")
+        folder = checkpoint.save(tiny(name), run / name / "lr0.01-seed0")
         task = {"name": "mqar", "vocab_size": 256, "length": 16, "num_pairs": 4}
         (folder / "run.json").write_text(json.dumps({"validation": [task]}))
     (tmp_path / "text").write_bytes(b"Before we proceed any further, hear me speak.\n" * 4)
@@ -352,7 +352,7 @@ def test_example_needs_no_model(tmp_path, capsys):
 )
 def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, capsys, arguments, message):
     (tmp_path / "empty").write_bytes(b"")
-    folder = io.save(tiny("llama"), tmp_path / "plain")
+    folder = checkpoint.save(tiny("llama"), tmp_path / "plain")
     if "{run}/.." not in arguments:
         task = {"name": "mqar", "vocab_size": 256, "length": 16, "num_pairs": 4}
         (folder / "run.json").write_text(json.dumps({"validation": [task]}))

@@ -12,7 +12,6 @@ import torch
 from combinations import SIZES, combinations
 
 from halflife import LanguageModel, preset
-from halflife.analysis.memory_figure import apart, memory, write_tables
 from halflife.cli import main
 from halflife.evaluation.memory import (
     LayerState,
@@ -26,6 +25,7 @@ from halflife.evaluation.memory import (
     ska_threshold,
     survey,
 )
+from halflife.report.figures.memory import apart, memory, write_tables
 
 D, LAYERS, HEADS = 64, 3, 2
 WIDTHS: dict[str, Any] = {"hidden_size": D, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": 31}

@@ -11,12 +11,16 @@ from helpers import assert_close
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
-from halflife.analysis import decay_survey, model_spectrum_figures, spectra
+from halflife.analysis import survey as decay_survey
+from halflife.analysis import tables
 from halflife.analysis.model_spectrum import model_spectrum, spectrum_at, taper_report
 from halflife.analysis.spectrum import effective_modes, layer_decays
 from halflife.cli import main
 from halflife.decay import DECAYS
-from halflife.models import LanguageModel, ModelConfig, io, preset
+from halflife.models import LanguageModel, ModelConfig, checkpoint, preset
+from halflife.models.load import checkpoints, load_any
+from halflife.report.figures import spectrum as model_spectrum_figures
+from halflife.theory import spectra
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured
@@ -142,7 +146,7 @@ def test_every_decay(decay, granularity, post):
     channels = 2 if granularity == "scalar" else 12
     for ids in (None, ids_of(2, 8)):
         found = model_spectrum(model, ids)
-        assert json.loads(json.dumps(decay_survey.finite(found), allow_nan=False))
+        assert json.loads(json.dumps(tables.finite(found), allow_nan=False))
         assert [layer["layer"] for layer in found["layers"]] == [0, 1]
         for layer in found["layers"]:
             assert ("taper" in layer) == post
@@ -242,15 +246,15 @@ def test_our_models_from_transformers(tmp_path, saving):
 
     model = tiny("mamba2+post")
     HalflifeForCausalLM.of(model).save_pretrained(tmp_path / "theirs", **saving)
-    loaded = io.load_any(tmp_path / "theirs")
+    loaded = load_any(tmp_path / "theirs")
     assert loaded.config == model.config
     for name, x in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], x), name
-    assert list(decay_survey.checkpoints([tmp_path])) == ["mamba2+post"]
+    assert list(checkpoints([tmp_path])) == ["mamba2+post"]
 
 
 def test_the_training_length_of_a_run(tmp_path):
-    folder = io.save(tiny("tnl"), tmp_path)
+    folder = checkpoint.save(tiny("tnl"), tmp_path)
     runs = {
         '{"context": 48}': 48,
         '{"stages": [[{"name": "mqar", "length": 8}], [{"name": "mqar", "length": 24}, {"name": "s5"}]]}': 24,
@@ -266,10 +270,10 @@ def test_the_training_length_of_a_run(tmp_path):
 
 def test_each_checkpoint_is_loaded_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_bytes(TEXT)
-    loaded, load = [], io.load_any
-    monkeypatch.setattr(io, "load_any", lambda folder, device: loaded.append(folder) or load(folder, device))
+    loaded, load = [], decay_survey.load_any
+    monkeypatch.setattr(decay_survey, "load_any", lambda folder, device: loaded.append(folder) or load(folder, device))
     for name in ("mamba2", "mamba2+ska"):
-        io.save(tiny(name, num_layers=3), tmp_path / "run" / name)
+        checkpoint.save(tiny(name, num_layers=3), tmp_path / "run" / name)
     main(["spectrum", str(tmp_path / "run"), "--text", str(tmp_path / "text"), "--length", "32", "--sequences", "1"])
     assert sorted(folder.name for folder in loaded) == ["mamba2", "mamba2+ska"]
     assert (tmp_path / "run" / "spectrum" / "koopman.png").exists()
@@ -281,7 +285,7 @@ def test_each_checkpoint_is_loaded_once(tmp_path, monkeypatch, capsys):
 
 def test_without_a_text(tmp_path, capsys):
     tensors = fla(tmp_path / "theirs", "gated_deltanet")
-    io.save(tiny("mamba2+post"), tmp_path / "ours")
+    checkpoint.save(tiny("mamba2+post"), tmp_path / "ours")
     main(["spectrum", str(tmp_path), "--output", str(tmp_path / "out"), "--heads"])
     out = capsys.readouterr().out
     assert "median" not in out
@@ -300,7 +304,7 @@ def test_without_a_text(tmp_path, capsys):
 
 def test_tables_fit_a_terminal(tmp_path, capsys):
     for name in ("mamba2+post", "rwkv7", "mamba2+gate_rank"):
-        io.save(tiny(name), tmp_path / "run" / name)
+        checkpoint.save(tiny(name), tmp_path / "run" / name)
     (tmp_path / "text").write_bytes(TEXT)
     main(["spectrum", str(tmp_path / "run"), "--text", str(tmp_path / "text"), "--length", "100", "--heads"])
     out = capsys.readouterr().out
@@ -348,7 +352,7 @@ def damaged(folder):
         (broken, "backbone.layers.1.mixer.A_log is missing"),
         (pickled, "a pickle"),
         (damaged, "A_log"),
-        (lambda folder: io.save(tiny("llama"), folder), "there is no decay"),
+        (lambda folder: checkpoint.save(tiny("llama"), folder), "there is no decay"),
         (lambda folder: folder.mkdir(), "holds no checkpoint"),
     ],
 )
@@ -369,10 +373,10 @@ def test_errors_are_one_line(tmp_path, capsys, make, message):
 def data(tmp_path):
     """What `decays.json` holds for four models: position-adaptive, of two states, and without a decay."""
     for name in ("mamba2+post", "gated_deltanet+gate_rank", "lightnet", "llama"):
-        io.save(tiny(name), tmp_path / "run" / name)
+        checkpoint.save(tiny(name), tmp_path / "run" / name)
     (tmp_path / "text").write_bytes(TEXT)
     result = decay_survey.survey([tmp_path / "run"], [tmp_path / "text"], length=32, sequences=2)
-    decay_survey.write_tables(result, tmp_path)
+    tables.write_tables(result, tmp_path)
     return json.loads((tmp_path / "decays.json").read_text(), parse_constant=pytest.fail)
 
 

@@ -14,7 +14,7 @@ from combinations import SIZES, combinations
 
 import halflife
 from halflife import LanguageModel, ModelConfig, preset
-from halflife.models import MODIFIERS, PRESETS, io
+from halflife.models import MODIFIERS, PRESETS, checkpoint
 
 MEANINGFUL, MEANINGLESS = combinations()
 
@@ -72,33 +72,33 @@ def test_initialisation_is_that_of_the_decay_not_of_the_framework():
 
 def test_bad_checkpoints_are_clear_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        io.load(tmp_path)
-    io.save(build("mamba2"), tmp_path)
+        checkpoint.load(tmp_path)
+    checkpoint.save(build("mamba2"), tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="truncated"):
-        io.load(tmp_path)
+        checkpoint.load(tmp_path)
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="missing"):
-        io.load(tmp_path)
+        checkpoint.load(tmp_path)
     weights.write_bytes(whole)
     config = tmp_path / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"format": 1', '"format": 99'))
     with pytest.raises(ValueError, match="format 99"):
-        io.load(tmp_path)
+        checkpoint.load(tmp_path)
     config.write_text(text[: len(text) // 2])
     with pytest.raises(ValueError, match="truncated or no JSON"):
-        io.load(tmp_path)
+        checkpoint.load(tmp_path)
     config.write_text(text.replace('"num_layers": 2', '"num_layers": 3'))
     with pytest.raises(ValueError, match="another model") as caught:
-        io.load(tmp_path)
+        checkpoint.load(tmp_path)
     assert "\n" not in str(caught.value)
     for other, message in (("[]", "no checkpoint of halflife"), ('{"format": 1}', "describes no model")):
         config.write_text(other)
         with pytest.raises(ValueError, match=message):
-            io.load(tmp_path)
+            checkpoint.load(tmp_path)
 
 
 def test_config_refuses_what_it_does_not_know():

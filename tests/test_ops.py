@@ -21,7 +21,7 @@ from helpers import (
 from jaxtyping import TypeCheckError
 
 from halflife import ops
-from halflife.ops import backend as backends
+from halflife.ops.backends import dispatch as backends
 
 # The worst error measured over this file's cases, relative to the largest entry of a tensor; four times that is
 # allowed. In float64, 70 steps of −750 (where the log-decay is floored) cost a slow decay beside them two digits.

@@ -12,16 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halflife.analysis.page_spectrum import grid
-from halflife.analysis.report import write_report
 from halflife.analysis.spectrum import layer_decays
 from halflife.cli import main
+from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.decay import PoST
-from halflife.experiments import compare, language
+from halflife.experiments import compare
+from halflife.experiments import train as language
 from halflife.files import read_json
-from halflife.models import io
-from halflife.training.corpus import Corpus, CorpusConfig
-from halflife.training.fit import Execution
+from halflife.models import checkpoint
+from halflife.report.page.render import write_report
+from halflife.report.page.spectrum import grid
+from halflife.training.config import Execution
 
 MODELS = ("mamba2", "mamba2+post")
 LENGTH = 16
@@ -180,7 +181,7 @@ def test_the_slider_stretches_the_spectrum_of_post_alone(shown, comparison):
     for name in MODELS:
         choose(page, f"{name}, seed 1", "1")
         [folder] = comparison.glob(f"{name}/lr*-seed1")
-        decay = dict(layer_decays(io.load(folder)))[1]
+        decay = dict(layer_decays(checkpoint.load(folder)))[1]
         slider = page.locator("#position")
         slider.focus()
         page.keyboard.press("Home")
@@ -212,7 +213,7 @@ def test_the_response_is_what_the_recurrence_leaves(name, request, comparison, t
         [folder] = comparison.glob("mamba2+post/lr*-seed0")
     else:
         folder = trained
-    decay = dict(layer_decays(io.load(folder)))[0]
+    decay = dict(layer_decays(checkpoint.load(folder)))[0]
     page.locator("#position").focus()
     page.keyboard.press("End")
     t = grid(LENGTH if name == "shown" else 32)[-1]

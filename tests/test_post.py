@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same
 
 from halflife import decay as decays
-from halflife.decay import DECAYS, PoST, power_law
-from halflife.decay.power_law import MEASURABLE, best_ends, geometric_rates, minimax_error
+from halflife.decay import DECAYS, PoST
+from halflife.decay import minimax as power_law
+from halflife.decay.minimax import MEASURABLE, best_ends, geometric_rates, minimax_error
 
 HEADS, CHANNELS, LENGTH = 4, 3, 512
 

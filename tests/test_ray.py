@@ -15,9 +15,10 @@ from filelock import FileLock
 
 from halflife.cli import main
 from halflife.experiments import compare as comparison
-from halflife.training import callbacks, pool
-from halflife.training.run import RunConfig
-from halflife.training.sweep import Cell, Job, perform
+from halflife.runs import pool
+from halflife.runs.sweep import Cell, Job, perform
+from halflife.runs.task_run import RunConfig
+from halflife.training import callbacks
 
 SMALL = {
     "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 6,

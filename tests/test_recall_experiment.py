@@ -6,16 +6,16 @@ import json
 import pytest
 import torch
 
-from halflife.analysis.figures import save_all
-from halflife.analysis.recall_grid import recall_grid
-from halflife.analysis.results import read
 from halflife.experiments import EXPERIMENTS, compare
 from halflife.experiments.echo import VARIANTS, variant
 from halflife.experiments.recall import grid, recall_model
 from halflife.experiments.tables import print_comparison
 from halflife.models import LanguageModel
+from halflife.report.figures.comparison import save_all
+from halflife.report.figures.recall import recall_grid
+from halflife.runs.folder import read
+from halflife.runs.sweep import Cell
 from halflife.tasks import build
-from halflife.training.sweep import Cell
 
 ECHO = EXPERIMENTS["echo-transfer"]()
 SMALL = ECHO.scales["small"]

@@ -18,9 +18,10 @@ from helpers import assert_close, assert_same, slices
 from safetensors.torch import load_file
 
 from halflife import LanguageModel, param_groups, preset
-from halflife.decay import DECAYS, Float32Module
+from halflife.decay import DECAYS
 from halflife.layers import LAYERS
-from halflife.models import PRESETS, io
+from halflife.models import PRESETS, checkpoint
+from halflife.precision import Float32Module
 
 # Modifiers that change what a model computes, on a base each.
 MODIFIED = (
@@ -219,7 +220,7 @@ def test_starts_from_the_meta_device(name):
 def test_files_round_trip(name, dtype, tmp_path):
     """To the bit, with the decays in float32 in the file as well."""
     model, ids = build(name).to(dtype), tokens(2, LENGTH)
-    loaded = io.load(io.save(model, tmp_path))
+    loaded = checkpoint.load(checkpoint.save(model, tmp_path))
     assert not list(tmp_path.glob(".*"))
     assert loaded.config == model.config
     assert everything(loaded).keys() == everything(model).keys()

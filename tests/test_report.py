@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from halflife.analysis import results
-from halflife.analysis.figures import save_all
-from halflife.analysis.report import write_report
-from halflife.analysis.style import looks
+from halflife.report.figures.comparison import save_all
+from halflife.report.page.render import write_report
+from halflife.report.style import looks
+from halflife.runs import folder as results
 
 MODELS = ("mamba2", "mamba2+post", "llama")
 LENGTH = 64
@@ -321,7 +321,7 @@ def test_only_the_selected_learning_rate_counts(tmp_path):
 
 def test_imports_are_light():
     code = "import sys, halflife; assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
-    code += "import halflife.analysis.report; assert 'matplotlib.pyplot' not in sys.modules"
+    code += "import halflife.report.page.render; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

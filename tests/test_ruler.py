@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from halflife import LanguageModel, preset
-from halflife.analysis.ruler_figure import ruler_figure, write_figure
+from halflife.data.tokenizers import ByteTokenizer
 from halflife.evaluation import ruler as evaluation
 from halflife.evaluation.batched import generate
+from halflife.report.figures.ruler import ruler_figure, write_figure
 from halflife.tasks.ruler import LEVELS, NEEDLES, NOISE, RULER, Request, example, names
-from halflife.training.tokens import ByteTokenizer
 
 ESSAY = " ".join(f"Some day number {i} of the year {i * i} was rather {'un' * (i % 5)}eventful." for i in range(900))
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")

@@ -11,7 +11,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from halflife import LanguageModel, Session, preset
 from halflife.cli import main
 from halflife.hf import HalflifeForCausalLM
-from halflife.models import io
+from halflife.models import checkpoint
 from halflife.models.session import draw, probabilities
 
 NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+tpe"]
@@ -63,7 +63,7 @@ def test_bad_files_are_one_line_errors(tmp_path):
     with pytest.raises(ValueError, match="truncated") as error:
         session.load(path)
     assert "\n" not in str(error.value)
-    io.save(session.model, tmp_path / "model")
+    checkpoint.save(session.model, tmp_path / "model")
     with pytest.raises(ValueError, match="of format"):
         session.load(tmp_path / "model" / "model.safetensors")
     assert session.position == 2
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_text_and_ends():
 
 def test_generate_reads_folders_of_both_kinds(tmp_path, capsys):
     model = build("mamba2", vocab_size=256)
-    io.save(model, tmp_path / "ours")
+    checkpoint.save(model, tmp_path / "ours")
     HalflifeForCausalLM.of(model).save_pretrained(tmp_path / "theirs")
     expected = "".join(Session(model).feed("ab").write(6, temperature=0))
     for folder in ("ours", "theirs"):
@@ -182,7 +182,7 @@ def test_generate_with_a_tokenizer(tmp_path, capsys):
     own = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     model = build("mamba2", vocab_size=4)
-    io.save(model, tmp_path)
+    checkpoint.save(model, tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path)
     main(["generate", str(tmp_path), "red green", "--greedy", "--max-new-tokens", "3", "--device", "cpu"])
     tokens = list(Session(model).feed([1, 2]).sample(3, temperature=0))
@@ -203,9 +203,9 @@ def test_generate_with_a_tokenizer(tmp_path, capsys):
     ],
 )
 def test_generate_errors_are_one_line(arguments, message, tmp_path, capsys):
-    io.save(build("mamba2", vocab_size=256), tmp_path / "bytes")
-    io.save(build("mamba2"), tmp_path / "words")
-    io.save(build("mamba2"), tmp_path / "broken")
+    checkpoint.save(build("mamba2", vocab_size=256), tmp_path / "bytes")
+    checkpoint.save(build("mamba2"), tmp_path / "words")
+    checkpoint.save(build("mamba2"), tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')

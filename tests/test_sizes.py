@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halflife import SIZES, LanguageModel, layers, preset
-from halflife.ops import triton
+from halflife.ops.backends import triton
 
 DECAY = [size for size in SIZES if size.startswith("decay")]
 

@@ -7,9 +7,10 @@ import torch
 from helpers import generator
 
 from halflife import decay
-from halflife.analysis import correlations, spectra, theory_figures
-from halflife.analysis.approximation import geometric_rates, linear_rates, taper
 from halflife.evaluation.language import octaves
+from halflife.report.figures import theory as theory_figures
+from halflife.theory import correlations, spectra
+from halflife.theory.approximation import geometric_rates, linear_rates, taper
 
 EXACT = 4 * 4.5e-16  # four times the worst measured, relative; so are the other multiples of 4
 PAIRS = [(1, 2), (2, 3), (3, 10), (10, 1000)]  # positions t₁ < t₂

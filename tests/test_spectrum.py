@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from halflife.analysis.decay_figures import decays
-from halflife.analysis.decay_survey import checkpoints, pieces, read_ids, survey, write_tables
-from halflife.analysis.decay_values import half_life
-from halflife.analysis.figures import save
+from halflife.analysis.decays import half_life
+from halflife.analysis.survey import survey
+from halflife.analysis.tables import write_tables
 from halflife.cli import main
-from halflife.models import LanguageModel, io, preset
+from halflife.data.tokenizers import pieces, read_ids
+from halflife.models import LanguageModel, checkpoint, preset
+from halflife.models.load import checkpoints
+from halflife.report.figures.comparison import save
+from halflife.report.figures.decays import decays
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 
@@ -53,7 +56,7 @@ def test_text_is_read_as_bytes_of_all_files(tmp_path):
 
 def test_labels_tell_models_apart(tmp_path):
     def put(name, *parts):
-        return io.save(tiny(name, num_layers=1), tmp_path.joinpath(*parts))
+        return checkpoint.save(tiny(name, num_layers=1), tmp_path.joinpath(*parts))
 
     put("tnl", "run", "tnl", "lr0.01-seed0")
     put("simple", "run", "simple", "lr0.01-seed0")
@@ -81,7 +84,7 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
     text.write_text("hear hear speak  louder")
     assert read_ids([text], str(tmp_path / "words")).tolist() == [2, 2, 1, 0]
     for size in (3, 2):
-        io.save(tiny("tnl", vocab_size=size), tmp_path / str(size))
+        checkpoint.save(tiny("tnl", vocab_size=size), tmp_path / str(size))
     result = survey([tmp_path / "3"], [text], tokenizer=str(tmp_path / "words"))
     assert (result["length"], result["sequences"]) == (4, 1)
     with pytest.raises(ValueError, match=r"token 2.* vocabulary of 2"):
@@ -99,7 +102,7 @@ def run_dir(tmp_path):
     run = tmp_path / "run"
     for name, seeds in {"mamba2": 2, "mamba2+post": 1, "lightnet": 1, "llama": 1}.items():
         for seed in range(seeds):
-            io.save(tiny(name), run / name / f"lr0.01-seed{seed}")
+            checkpoint.save(tiny(name), run / name / f"lr0.01-seed{seed}")
     (run / "config.json").write_text('{"models": ["mamba2"]}')
     (tmp_path / "text").write_bytes(TEXT)
     return run
@@ -148,7 +151,7 @@ def test_checkpoints_side_by_side(run_dir, tmp_path, capsys):
         (lambda run: (run.parent / "text").write_bytes(b""), "is empty"),
         (lambda run: (run.parent / "text").write_bytes(b"a"), "too short"),
         (lambda run: (run / "mamba2" / "lr0.01-seed1" / "config.json").write_text('{"format": 99}'), "format 99"),
-        (lambda run: io.save(tiny("mamba2", vocab_size=512), run / "a"), "--tokenizer"),
+        (lambda run: checkpoint.save(tiny("mamba2", vocab_size=512), run / "a"), "--tokenizer"),
         (lambda run: halve(run / "lightnet" / "lr0.01-seed0" / "model.safetensors"), "truncated"),
         (lambda run: (run / "lightnet" / "lr0.01-seed0" / "config.json").write_text("{"), "truncated"),
         (lambda run: [path.unlink() for path in run.glob("*/*/model.safetensors")], "no checkpoint"),

@@ -9,14 +9,14 @@ import pytest
 import torch
 from helpers import generator
 
-from halflife.analysis import approximation as approx
-from halflife.analysis import correlations, spectra
-from halflife.analysis.theory_figures import FIGURES, draw_all
-from halflife.analysis.theory_report import TOPICS, Settings, compute, write
 from halflife.cli import main
 from halflife.cli.theory import TABLES
 from halflife.files import read_json, write_json
-from halflife.models import LanguageModel, io, preset
+from halflife.models import LanguageModel, checkpoint, preset
+from halflife.report.figures.theory import FIGURES, draw_all
+from halflife.theory import approximation as approx
+from halflife.theory import correlations, spectra
+from halflife.theory.compute import TOPICS, Settings, compute, write
 
 SIZES = ("--channels", "3", "--length", "60", "--lengths", "20", "60", "--counts", "2", "--quiet")
 LOSSES = [(1, 1, 3.0), (2, 2, 2.5), (3, 4, 2.0), (5, 8, 1.7), (9, 16, 1.6), (17, 32, 1.9)]  # trained on 16
@@ -39,7 +39,9 @@ def inputs(tmp_path_factory):
     root = tmp_path_factory.mktemp("theory")
     (root / "text.txt").write_bytes(text())
     torch.manual_seed(0)
-    io.save(LanguageModel(preset("tnl", hidden_size=8, num_layers=1, num_heads=2, vocab_size=256)), root / "run")
+    checkpoint.save(
+        LanguageModel(preset("tnl", hidden_size=8, num_layers=1, num_heads=2, vocab_size=256)), root / "run"
+    )
     positions = [{"first": a, "last": b, "loss": loss} for a, b, loss in LOSSES]
     lengths = [{"length": 16, "perplexity": 1.0}, {"length": 32, "perplexity": 1.0}]
     write_json(root / "run" / "result.json", {"positions": positions, "lengths": lengths, "rows": 4})
@@ -235,7 +237,7 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
 
 
 def test_files_that_say_nothing(inputs, tmp_path):
-    io.save(io.load(inputs / "run"), tmp_path / "run")
+    checkpoint.save(checkpoint.load(inputs / "run"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"run has no losses by position: it is no finished run of `halflife train`"):
         compute(Settings(runs=(tmp_path / "run",)), ["information"])
     (tmp_path / "white.txt").write_bytes(bytes(torch.randint(97, 122, (4000,), generator=generator("white")).tolist()))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halflife.training.tokens import ByteTokenizer, check_vocabulary, load_tokenizer
+from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer
 
 TEXT = "λ = e^(−Δ·a), naïve 🙂 <|end|> text\n"
 

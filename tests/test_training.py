@@ -16,19 +16,19 @@ import torch
 from transformers import TrainerCallback
 
 from halflife import preset, tasks
+from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy
 from halflife.experiments import EXPERIMENTS, SCALES
 from halflife.experiments import compare as comparison
-from halflife.experiments.post import mqar_model
+from halflife.experiments.mqar import mqar_model
 from halflife.files import write_json
-from halflife.models import LanguageModel, io
+from halflife.models import LanguageModel, checkpoint
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec, run
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
 from halflife.training import checkpoints
-from halflife.training.data import TaskStream
 from halflife.training.fit import Objective
-from halflife.training.run import RunConfig, TestSpec, run
-from halflife.training.sweep import Cell
 
 TASK = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 2}
 
@@ -78,12 +78,12 @@ def test_a_run_writes_what_it_did(tmp_path):
     assert all({"loss", "learning_rate", "grad_norm"} < set(line) for line in lines if "loss" in line)
     assert [test["length"] for test in result["tests"]] == [16, 32]
     assert all(0 <= test["accuracy"] <= 1 for test in result["tests"])
-    assert result["parameters"] == io.load(tmp_path).num_parameters()
+    assert result["parameters"] == checkpoint.load(tmp_path).num_parameters()
     spectrum = json.loads((tmp_path / "spectrum.json").read_text())
     assert spectrum["channels"] == "heads"
     assert spectrum["layers"][0]["init"]["timescales"]["1"] == pytest.approx([16, 1])
     # The saved model is the one that was tested.
-    again = accuracy(io.load(tmp_path), tasks.build(**TASK), split="test", seed=0, num_examples=32)
+    again = accuracy(checkpoint.load(tmp_path), tasks.build(**TASK), split="test", seed=0, num_examples=32)
     assert again == result["tests"][0]["accuracy"]
     assert run(tiny(), tmp_path, name="x", show=False) == result
 

@@ -11,8 +11,8 @@ from helpers import assert_close, assert_same, generator, leaves, relative_error
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
-from halflife.ops.triton import delta, systems
-from halflife.ops.triton.gates import make_chunks
+from halflife.ops.backends.triton import delta, systems
+from halflife.ops.backends.triton.gates import make_chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

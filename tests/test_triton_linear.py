@@ -7,13 +7,13 @@ import pytest
 import torch
 from helpers import assert_close, assert_same, generator, leaves, rounded, slices, with_grads
 
-from halflife.ops import triton as kernels
+from halflife.ops.backends import triton as kernels
 
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
-from halflife.ops.triton import linear
-from halflife.ops.triton.gates import make_chunks
+from halflife.ops.backends.triton import linear
+from halflife.ops.backends.triton.gates import make_chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from halflife import tasks
-from halflife.analysis.decay_survey import checkpoints, finite
 from halflife.analysis.forecast import check, crossing, forecast, measure
+from halflife.analysis.tables import finite
 from halflife.files import read_json, write_json, write_text
-from halflife.models import io
+from halflife.models.load import checkpoints, load_any
 
 KINDS = ("mqar", "niah")
 LAGS = ("half_lag", "forecast_half_lag", "fade_lag", "fill_lag", "energy_lag")
@@ -63,7 +63,7 @@ def survey(
             refused[label] = f"no run on {' or '.join(KINDS)} (run.json)"
             continue
         try:
-            model = io.load_any(folder, device).eval()
+            model = load_any(folder, device).eval()
             check(model)
         except ValueError as error:
             refused[label] = str(error)

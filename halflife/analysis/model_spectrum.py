@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.analysis import approximation
-from halflife.analysis.decay_values import decay_values
+from halflife.analysis.decays import decay_values
 from halflife.analysis.spectrum import effective_modes, layer_decays, timescales
 from halflife.decay import PoST
 from halflife.models import LanguageModel
+from halflife.theory import approximation
 
 MULTIPLES = (1, 4, 16)  # of the training length T, at which a spectrum is looked at
 EDGE = 1e-5  # by which float32 may move a time-scale that stands on a limit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halflife.decay import Decay
 from halflife.models import LanguageModel
+from halflife.theory.spectra import coherence
 
 
 def layer_decays(model: LanguageModel) -> list[tuple[int, Decay]]:
@@ -50,15 +51,6 @@ def _at_rest(mixer: Any, decay: Decay, position: int) -> list[float]:
         return decay.timescales(position).flatten().tolist()
     rest = projection.up.bias.view(1, 1, *decay.shape)
     return (-1 / decay(rest, position=rest.new_tensor([position], dtype=torch.float32))).flatten().tolist()
-
-
-def coherence(log_rates: Tensor) -> Tensor:
-    """Spectral coherence of channels: `sech(|p_i − p_j| / 2)`, 1 on the diagonal: `[N]` → `[N, N]`.
-
-    The cosine between two decaying exponentials on [0, ∞) with rates e^{p_i}, e^{p_j} (PoST, Def. 2.3, which takes
-    rates, not log-rates). With all gaps at least δ it is at most sech(δ/2) off the diagonal (Prop. 4.5).
-    """
-    return 1 / torch.cosh((log_rates.unsqueeze(-1) - log_rates).abs() / 2)
 
 
 def effective_modes(timescales: Tensor) -> float:

@@ -16,7 +16,7 @@ class List:
         from halflife.decay import DECAYS
         from halflife.layers import LAYERS
         from halflife.models import MODIFIERS, PRESETS
-        from halflife.models.sizes import SIZES
+        from halflife.models.presets.sizes import SIZES
         from halflife.tasks import TASKS
 
         console = Console()
@@ -45,7 +45,7 @@ class Info:
         import torch
 
         from halflife import ops
-        from halflife.training.sweep import versions
+        from halflife.runs.sweep import versions
 
         for name, version in versions().items():
             print(f"{name:13} {version}")
@@ -64,7 +64,7 @@ class Info:
 def refusals(device: str) -> dict[tuple[str, str], list[str]]:
     """Which backends cannot run on `device`: `(backend, why) → ops`."""
     from halflife import ops
-    from halflife.ops import backend
+    from halflife.ops.backends import dispatch as backend
 
     found: dict[tuple[str, str], list[str]] = {}
     for op in ops.ops():

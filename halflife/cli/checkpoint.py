@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halflife.files import read_json
+from halflife.models.load import load_any
 
 if TYPE_CHECKING:
+    from halflife.data.tokenizers import Tokenizer
     from halflife.models import LanguageModel
-    from halflife.training.tokens import Tokenizer
 
 # Any of these beside the weights is a tokenizer of transformers.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -18,9 +19,8 @@ BYTES = 256
 
 def load_model(folder: Path) -> LanguageModel:
     """The model in a folder, whoever wrote it, on the CPU; errors as `models.io.load_any`."""
-    from halflife.models import io
 
-    return io.load_any(folder)
+    return load_any(folder)
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
@@ -30,7 +30,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         ValueError: there is none though the vocabulary is not of bytes, it cannot be read, or has more ids than the
             model.
     """
-    from halflife.training import tokens
+    from halflife.data import tokenizers as tokens
 
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         import halflife.hf  # noqa: F401 (AutoTokenizer asks for the model's configuration)

@@ -94,7 +94,7 @@ class Compare:
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.experiments.tables import print_comparison
-        from halflife.training.pool import executor
+        from halflife.runs.pool import executor
 
         on = executor(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:

@@ -116,7 +116,7 @@ class Eval:
 
     def about(self) -> dict[str, Any]:
         """The settings, and the versions that the numbers depend on."""
-        from halflife.training.sweep import versions
+        from halflife.runs.sweep import versions
 
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
         return {"settings": settings, "versions": versions()}
@@ -125,8 +125,8 @@ class Eval:
         self, found: dict[str, Any], output: Path, model: Any, tokenizer: Any, tasks: Sequence[str], essay: str | None
     ) -> None:
         """RULER's tasks: adds "ruler" and rows to `found`, and draws them."""
-        from halflife.analysis.ruler_figure import write_figure
         from halflife.evaluation import ruler
+        from halflife.report.figures.ruler import write_figure
 
         result = ruler.evaluate(
             model, tokenizer, tasks, self.lengths, examples=20 if self.examples is None else self.examples,

@@ -26,7 +26,7 @@ class Figures:
     """png, svg, pdf."""
 
     def run(self) -> None:
-        from halflife.analysis.redraw import redraw
+        from halflife.report.redraw import redraw
 
         for folder in self.runs:
             for file in redraw(folder, self.formats):

@@ -44,9 +44,9 @@ class Forecast:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        from halflife.analysis.figures import save
-        from halflife.analysis.forecast_figures import forecasts
         from halflife.analysis.forecast_survey import markdown, survey, write
+        from halflife.report.figures.comparison import save
+        from halflife.report.figures.forecast import forecasts
 
         if min(self.window, self.examples) < 1 or self.longest < self.window:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 if TYPE_CHECKING:
-    from halflife.analysis.mask import Gates
+    from halflife.analysis.masks import Gates
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Mask:
     """Where to run; by default the GPU if there is one, else the CPU."""
 
     def run(self) -> None:
-        from halflife.analysis import mask_figure
+        from halflife.report.figures import masks as mask_figure
 
         if self.example == bool(self.folders):
             raise ValueError("name at least one checkpoint or run, or give --example alone")
@@ -74,7 +74,7 @@ class Mask:
     def _survey(self) -> dict[str, list[Gates]]:
         import torch
 
-        from halflife.analysis.mask import survey
+        from halflife.analysis.masks import survey
 
         return survey(
             self.folders, text=self.text, task=self.task, tokens=self.tokens, sequences=self.sequences,
@@ -88,8 +88,8 @@ def print_table(found: dict[str, list[Gates]], block: int) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from halflife.analysis.decay_survey import print_wide
-    from halflife.analysis.mask import head_numbers
+    from halflife.analysis.masks import head_numbers
+    from halflife.report.tables import print_wide
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="decay masks", title_justify="left")
     for heading in ("model", "layer", "head", "resets", "segment", "fast", "slow", "rank", "mean"):

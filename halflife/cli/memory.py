@@ -44,9 +44,9 @@ class Memory:
     """The folder to write. Default: runs/<time>-memory."""
 
     def run(self) -> None:
-        from halflife.analysis.figures import save
-        from halflife.analysis.memory_figure import memory, write_tables
         from halflife.evaluation.memory import survey
+        from halflife.report.figures.comparison import save
+        from halflife.report.figures.memory import memory, write_tables
 
         result = survey(
             self.models, self.lengths, hidden_size=self.hidden_size, num_layers=self.num_layers,

@@ -51,8 +51,12 @@ class Spectrum:
     def run(self) -> None:
         import torch
 
-        from halflife.analysis import decay_figures, decay_survey, koopman_report, model_spectrum_figures
-        from halflife.analysis.figures import save
+        from halflife.analysis import survey as decay_survey
+        from halflife.analysis import tables
+        from halflife.report import koopman as koopman_report
+        from halflife.report.figures import decays as decay_figures
+        from halflife.report.figures import spectrum as model_spectrum_figures
+        from halflife.report.figures.comparison import save
 
         result = decay_survey.survey(
             self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
@@ -65,10 +69,10 @@ class Spectrum:
         print_spectra(result)
         if self.heads:
             print_heads(result)
-        files = decay_survey.write_tables(result, output)
+        files = tables.write_tables(result, output)
         if self.text:
             files += save(decay_figures.decays(result), output, "decays")
-        for name, figure in model_spectrum_figures.all_of(decay_survey.finite(result)).items():
+        for name, figure in model_spectrum_figures.all_of(tables.finite(result)).items():
             files += save(figure, output, name)
         files += koopman_report.write(koopman_report.operators_of(result), output)
         print(f"written to {output}: {', '.join(file.name for file in files)}")
@@ -76,7 +80,7 @@ class Spectrum:
 
 def print_decays(result: dict[str, Any]) -> None:
     """Prints the decays on the text that `decay_survey.survey` gives, a row a layer, two under GateRank."""
-    from halflife.analysis.decay_survey import table_rows
+    from halflife.analysis.tables import table_rows
 
     headings = ("model", "layer", "median", "quartiles", "half-life", "slowest", "horizon")
     rows = [[_decay_cells(row) for row in table_rows(model)] for model in result["models"]]
@@ -174,7 +178,7 @@ def _print_table(title: str, headings: tuple[str, ...], sections: list[list[tupl
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from halflife.analysis.decay_survey import print_wide
+    from halflife.report.tables import print_wide
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
     for heading in headings:

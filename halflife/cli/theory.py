@@ -52,8 +52,8 @@ class Theory:
     """No progress bar."""
 
     def run(self) -> None:
-        from halflife.analysis import theory_report
-        from halflife.analysis.theory_figures import draw_all
+        from halflife.report.figures.theory import draw_all
+        from halflife.theory import compute as theory_report
 
         settings = theory_report.Settings(
             **{field.name: getattr(self, field.name) for field in fields(theory_report.Settings)}
@@ -84,7 +84,7 @@ def print_tables(found: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from halflife.analysis.decay_survey import print_wide
+    from halflife.report.tables import print_wide
 
     for name, data in found.items():
         for title, headings, rows, note in TABLES[name](data) if name in TABLES else ():

@@ -98,8 +98,8 @@ class Train:
     HOW = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "tensorboard", "prompts", "quiet")
 
     def run(self) -> None:
-        from halflife.experiments import language
-        from halflife.training.fit import Execution, rank
+        from halflife.experiments import train as language
+        from halflife.training.config import Execution, rank
 
         execution = Execution(
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing, fsdp=self.fsdp,
@@ -122,7 +122,7 @@ class Train:
             report(result, folder)
 
     def _folder(self) -> Path:
-        from halflife.training.fit import world_size
+        from halflife.training.config import world_size
 
         if self.model is None or not self.data:
             raise ValueError("give a model and --data, or --resume and the folder of a run")
@@ -134,8 +134,8 @@ class Train:
         return folder
 
     def _config(self, show: bool):
-        from halflife.experiments import language
-        from halflife.training.corpus import Corpus, CorpusConfig
+        from halflife.data.corpus import Corpus, CorpusConfig
+        from halflife.experiments import train as language
 
         corpus = Corpus.open(
             CorpusConfig(

@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from halflife.precision import Float32Module
 from halflife.registry import Registry
 
 DECAYS: Registry[type[Decay]] = Registry("decay")
 
 GRANULARITIES = ("scalar", "vector")
-
-
-class Float32Module(nn.Module):
-    """A module whose own parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.
-
-    They are made so too, whatever torch's default dtype is at the time. Decay parameters in bfloat16 lose the spectrum:
-    neighbouring rates become equal, and `A` near 0 becomes 0. Children that are not `Float32Module`s are cast as usual.
-    """
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and _is_narrow(param):
-            param = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
-        super().register_parameter(name, param)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        if tensor is not None and _is_narrow(tensor):
-            tensor = tensor.float()
-        super().register_buffer(name, tensor, persistent)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        def keep(x: Tensor) -> Tensor:
-            moved = fn(x)
-            return x.to(moved.device) if _is_narrow(moved) else moved
-
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        return super()._apply(keep, recurse=False)
-
-
-def _is_narrow(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dtype.itemsize < 4
 
 
 class Decay(Float32Module):
@@ -194,16 +162,6 @@ class Decay(Float32Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, granularity={self.granularity}"
-
-
-def inverse_softplus(y: Tensor) -> Tensor:
-    """x with softplus(x) = y, for y > 0: `y + log(1 − e^{−y})`."""
-    return y + torch.log(-torch.expm1(-y))
-
-
-def inverse_softplus_of(y: float) -> float:
-    """`inverse_softplus` of one number: works while modules are built on the meta device."""
-    return y + math.log(-math.expm1(-y))
 
 
 def build(

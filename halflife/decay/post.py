@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import Decay, inverse_softplus_of
-from halflife.decay.power_law import FASTEST, best_ends
+from halflife.decay.base import Decay
+from halflife.decay.minimax import FASTEST, best_ends
+from halflife.precision import inverse_softplus_of
 
 
 class PoST(Decay):

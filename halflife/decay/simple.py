@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, Decay, inverse_softplus
+from halflife.decay.base import DECAYS, Decay
+from halflife.precision import inverse_softplus
 
 
 @DECAYS.add("simple")

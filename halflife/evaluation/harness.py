@@ -24,7 +24,7 @@ BOOTSTRAP = 1000  # resamples for the error of metrics that have no formula for 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What is needed of `halflife.training.tokens.Tokenizer`."""
+    """What is needed of `halflife.data.tokenizers.Tokenizer`."""
 
     vocab_size: int
     eos: int | None

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.registry import Registry, unknown
-from halflife.training.run import RunConfig
-from halflife.training.sweep import Cell
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig
 
 SCALES = ("smoke", "small", "paper")
 

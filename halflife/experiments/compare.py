@@ -13,7 +13,7 @@ from typing import Any
 
 from halflife.experiments.base import EXPERIMENTS
 from halflife.files import read_json, write_text
-from halflife.training.sweep import Cell, Execute, create, one_by_one, sweep
+from halflife.runs.sweep import Cell, Execute, create, one_by_one, sweep
 
 
 def new(
@@ -87,7 +87,7 @@ def execute(
     Raises:
         FileNotFoundError: there is no comparison in the folder.
     """
-    from halflife.analysis.report import write_report
+    from halflife.report.page.render import write_report
 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no comparison (no config.json)")

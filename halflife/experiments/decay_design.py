@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halflife.analysis.decay_figures import against_paper
-from halflife.analysis.figures import save
 from halflife.experiments.decay_findings import report
 from halflife.files import read_json, write_json, write_text
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.training.sweep import create
+from halflife.report.figures.comparison import save
+from halflife.report.figures.decays import against_paper
+from halflife.runs.sweep import create
 from halflife.training.text import Text, TextConfig, run, standard_library
 
 

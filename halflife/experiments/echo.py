@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from halflife.experiments import echo_tables
 from halflife.experiments.base import EXPERIMENTS
-from halflife.experiments.markdown import Rows
-from halflife.experiments.post import MQARExperiment, MQARSettings, mqar_model
+from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.experiments.recall import SMOKE as RECALL_SMOKE
 from halflife.experiments.recall import RecallExperiment, RecallSettings, recall_model
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import unknown
+from halflife.report.markdown import Rows
 
 
 def _ska(power: int, mix: str = "learned", **options: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from halflife.experiments.markdown import Rows, markdown, models, percent
-from halflife.training.sweep import Cell
+from halflife.report.markdown import Rows, markdown, models, percent
+from halflife.runs.sweep import Cell
 
 COLUMNS = ("SSM", "SSM+Attn", "SSM+SKA")  # the paper's
 # Table 3: means over lengths and KV, percent.

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from halflife.experiments import gate_rank_tables
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
-from halflife.experiments.markdown import Rows
-from halflife.experiments.post import SMALL as MQAR_SMALL
-from halflife.experiments.post import SMOKE as MQAR_SMOKE
-from halflife.experiments.post import MQARExperiment, MQARSettings, mqar_model
+from halflife.experiments.mqar import SMALL as MQAR_SMALL
+from halflife.experiments.mqar import SMOKE as MQAR_SMOKE
+from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.experiments.recall import RecallExperiment, RecallSettings
 from halflife.models import ModelConfig
 from halflife.registry import unknown
+from halflife.report.markdown import Rows
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import build
-from halflife.training.run import RunConfig, TestSpec
-from halflife.training.sweep import Cell
 
 # Options of the mixers, by what stands behind the colon of a model's name.
 VARIANTS: dict[str, dict[str, Any]] = {

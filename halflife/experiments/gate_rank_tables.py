@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from halflife.analysis.results import Comparison, read
-from halflife.experiments.markdown import Rows, in_distribution, markdown
+from halflife.report.markdown import Rows, in_distribution, markdown
+from halflife.runs.folder import Comparison, read
 
 
 def tracking(folder: Path, rows: Rows) -> str:

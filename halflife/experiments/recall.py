@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import TASKS, build
-from halflife.training.run import RunConfig, TestSpec
-from halflife.training.sweep import Cell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from halflife.models import ModelConfig, io, preset
+from halflife.models import ModelConfig, checkpoint, preset
 
 # What transformers calls the fields of a `ModelConfig` that it asks for.
 FIELDS = {
@@ -70,8 +70,8 @@ class HalflifeConfig(PreTrainedConfig):
         for name, own in FIELDS.items():
             if (value := kwargs.pop(name, self.model[own])) != self.model[own]:
                 raise ValueError(f"{name} is {value}, but {own} of the model is {self.model[own]}")
-        if (found := kwargs.pop("format", io.FORMAT)) != io.FORMAT:
-            raise ValueError(f"this checkpoint has format {found}; this version reads {io.FORMAT}")
+        if (found := kwargs.pop("format", checkpoint.FORMAT)) != checkpoint.FORMAT:
+            raise ValueError(f"this checkpoint has format {found}; this version reads {checkpoint.FORMAT}")
         super().__init__(**kwargs)
 
     @classmethod

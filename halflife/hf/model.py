@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as activations
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -17,7 +17,7 @@ from halflife import layers
 from halflife.hf.cache import HalflifeCache
 from halflife.hf.config import HalflifeConfig
 from halflife.layers import State
-from halflife.models import LanguageModel, io
+from halflife.models import LanguageModel, checkpoint
 from halflife.models.lm import ModelState
 
 
@@ -56,8 +56,8 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_halflife(cls, folder: str | Path, device: torch.device | str = "cpu") -> HalflifeForCausalLM:
-        """The model in a folder that `halflife.models.io.save` wrote; see `halflife.models.io.load`."""
-        return cls.of(io.load(folder, device)).eval()
+        """The model in a folder that `halflife.models.checkpoint.save` wrote; see `halflife.models.checkpoint.load`."""
+        return cls.of(checkpoint.load(folder, device)).eval()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -106,7 +106,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
                 "layer hands on to another"
             )
         self.gradient_checkpointing = enable
-        self._gradient_checkpointing_func = gradient_checkpointing_func or checkpoint
+        self._gradient_checkpointing_func = gradient_checkpointing_func or activations.checkpoint
         self._every_n_layers = every_n_layers
 
     # -------------------------------------------------------------------------------------------- forward

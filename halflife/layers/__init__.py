@@ -1,6 +1,5 @@
 """Projections + decay + op: `(x, state) → (y, state)`."""
 
-from halflife.decay import Float32Module
 from halflife.layers import (  # noqa: F401 (each registers itself)
     attention,
     gated_deltanet,
@@ -13,12 +12,12 @@ from halflife.layers import (  # noqa: F401 (each registers itself)
     tpe,
 )
 from halflife.layers.gate_rank import GateRank, gate_statistics
-from halflife.layers.koopman_mlp import KoopmanMLP
 from halflife.layers.mixer import LAYERS, LinearMixer, Mixer, Shared, State, build
-from halflife.layers.mlp import SwiGLU
-from halflife.layers.norm import ShortConv
+from halflife.layers.mlp import KoopmanMLP, SwiGLU
 from halflife.layers.packing import repad, unpad
+from halflife.layers.parts import ShortConv
 from halflife.layers.rwkv7 import RWKV7ChannelMix
+from halflife.precision import Float32Module
 
 __all__ = [
     "LAYERS", "Float32Module", "GateRank", "KoopmanMLP", "LinearMixer", "Mixer", "RWKV7ChannelMix", "Shared",

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import Float32Module
-from halflife.layers.linear import UniformLinear
+from halflife.layers.init import UniformLinear
 from halflife.ops import causal_conv1d, delta_rule, gate_rank, linear_attention
-from halflife.ops.recurrent import compute_dtype
+from halflife.precision import Float32Module, compute_dtype
 
 State = dict[str, Tensor]
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import Decay, Float32Module
+from halflife.decay import Decay
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, remember
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.norm import GatedRMSNorm, ShortConv
+from halflife.layers.parts import GatedRMSNorm, ShortConv
+from halflife.precision import Float32Module
 
 
 class Skip(Float32Module):

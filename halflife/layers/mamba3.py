@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import Decay, Float32Module
+from halflife.decay import Decay
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, remember
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.ops.chunking import make_layout
-from halflife.ops.recurrent import compute_dtype
+from halflife.ops.chunked.layout import make_layout
 from halflife.position import rotate
+from halflife.precision import Float32Module, compute_dtype
 
 
 class NormBias(Float32Module):

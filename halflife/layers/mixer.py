@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, remember
-from halflife.layers.norm import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
+from halflife.layers.parts import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
 from halflife.ops import dplr
 from halflife.ops.recurrent import check_cu_seqlens
 from halflife.position import check_pairs, lrpe, rope

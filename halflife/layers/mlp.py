@@ -1,9 +1,67 @@
-"""The channel mixer: SwiGLU."""
+"""Echo's channel mixer: one step of a linear system with eigenvalues in the unit disc."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from halflife.precision import Float32Module
+
+
+class Eigenvalues(Float32Module):
+    """γ + iω = σ(·) e^{iθ} of each pair, at the start of modulus 0.95 with angles evenly spread over half a turn."""
+
+    MODULUS = 0.95
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()
+        self.modulus_logit, self.angle = nn.Parameter(torch.empty(pairs)), nn.Parameter(torch.empty(pairs))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.modulus_logit.fill_(math.log(self.MODULUS / (1 - self.MODULUS)))
+        self.angle.copy_(torch.linspace(0, math.pi, len(self.angle)))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """γ and ω, `[pairs]`."""
+        modulus = self.modulus_logit.sigmoid()
+        return modulus * self.angle.cos(), modulus * self.angle.sin()
+
+
+class KoopmanMLP(nn.Module):
+    """`W_read R SiLU(W_lift x)`, R block-diagonal with blocks `[[γ, ω], [−ω, γ]]`, `|γ + iω| < 1` by construction.
+
+    R contracts and turns each pair of channels; it is orthogonal only in the limit of modulus 1 (Echo, Appendix J,
+    against its §3.3). Source: Echo, §3.3.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: width inside, even; None means 8/3 D, rounded up to a multiple of 64.
+        gated: multiplies by `σ(W_gate x)` before the read-out (the parameters of a SwiGLU).
+
+    Raises:
+        ValueError: an odd width.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int | None = None, *, gated: bool = False) -> None:
+        super().__init__()
+        width = intermediate_size or -(-8 * hidden_size // 3 // 64) * 64
+        if width % 2:
+            raise ValueError(f"the Koopman MLP turns pairs of channels: intermediate_size must be even; got {width}")
+        self.lift = nn.Linear(hidden_size, width, bias=False)
+        self.gate = nn.Linear(hidden_size, width, bias=False) if gated else None
+        self.read = nn.Linear(width, hidden_size, bias=False)
+        self.eigenvalues = Eigenvalues(width // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = F.silu(self.lift(x)).unflatten(-1, (-1, 2)).unbind(-1)
+        real, imaginary = (part.to(x.dtype) for part in self.eigenvalues())
+        turned = torch.stack([real * first + imaginary * second, real * second - imaginary * first], -1).flatten(-2)
+        return self.read(turned if self.gate is None else turned * self.gate(x).sigmoid())
 
 
 class SwiGLU(nn.Module):

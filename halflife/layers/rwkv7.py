@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers import packing
-from halflife.layers.linear import UniformLinear
+from halflife.layers.init import UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.norm import l2_normalize
+from halflife.layers.parts import l2_normalize
 from halflife.ops import dplr
 
 # Exponents e of the start of each μ, 1 − (i/D)^{e (1 − layer/layers)} in channel i.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import Float32Module
 from halflife.layers import packing
-from halflife.layers.linear import OrthogonalLinear, UniformLinear
+from halflife.layers.init import OrthogonalLinear, UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.ops import koopman_attention
-from halflife.ops.koopman import check_settings
-from halflife.ops.recurrent import compute_dtype
+from halflife.ops.koopman.op import check_settings
+from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
 
 

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import Float32Module
 from halflife.layers import packing
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.ops import linear_attention
+from halflife.precision import Float32Module
 
 
 class ToeplitzKernel(Float32Module):

@@ -2,8 +2,8 @@
 
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel, ModelState, param_groups
-from halflife.models.modifiers import MODIFIERS
-from halflife.models.presets import PRESETS, preset
-from halflife.models.sizes import SIZES
+from halflife.models.presets.modifiers import MODIFIERS
+from halflife.models.presets.presets import PRESETS, preset
+from halflife.models.presets.sizes import SIZES
 
 __all__ = ["MODIFIERS", "PRESETS", "SIZES", "LanguageModel", "ModelConfig", "ModelState", "param_groups", "preset"]

@@ -1,11 +1,11 @@
 """How memory is written and read: `(q, k, v, g, …, state) → (o, state)`."""
 
-from halflife.ops.backend import available_backends, ops
+from halflife.ops.backends.dispatch import available_backends, ops
 from halflife.ops.conv import causal_conv1d
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.dplr import dplr
 from halflife.ops.gate_rank import gate_rank
-from halflife.ops.koopman import koopman_attention
+from halflife.ops.koopman.op import koopman_attention
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.selfcheck import selfcheck
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backend import choose, implements
-from halflife.ops.recurrent import check_cu_seqlens, compute_dtype
+from halflife.ops.backends.dispatch import choose, implements
+from halflife.ops.recurrent import check_cu_seqlens
+from halflife.precision import compute_dtype
 from halflife.shapes import Float, Int
 
 ACTIVATIONS = {"silu": F.silu, None: lambda y: y}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops import chunking, recurrent
-from halflife.ops.backend import dispatch, implements
-from halflife.ops.chunk_decay import Grads
+from halflife.ops import recurrent
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.chunked import layout
+from halflife.ops.chunked.decays import Grads
 from halflife.shapes import Float, Int
 
 
@@ -90,10 +91,10 @@ def chunked(
 
     so that U = X − Y S with (I + L) [X, Y] = β ⊙ [V, e^b ⊙ K], which does not depend on S.
     """
-    return chunking.run(Block, (q, k, v, beta, g), scale, initial_state, cu_seqlens, chunk_size)
+    return layout.run(Block, (q, k, v, beta, g), scale, initial_state, cu_seqlens, chunk_size)
 
 
-class Block(chunking.Block):
+class Block(layout.Block):
     """A block of chunks with the triangular system of each one solved."""
 
     def __init__(self, *args):
@@ -102,14 +103,14 @@ class Block(chunking.Block):
         self.beta = beta.unsqueeze(-1)
         self.overlap = self.decay.scores(self.k, self.k).tril_(-1)  # (k_i · k_j) e^{b_i − b_j}
         # One solve against the identity costs a third of one against [V, K] (docs/log.md).
-        self.inverse = chunking.unit_lower_inverse(self.beta * self.overlap)
+        self.inverse = layout.unit_lower_inverse(self.beta * self.overlap)
         self.x = self.inverse @ (self.beta * self.v)
         self.y = self.inverse @ (self.beta * self.decay.reading(self.k))
 
     def forward(self, state, initial, final):
         entering, written, state = self.states(state, initial, final)
         o = self.decay.read(self.q, entering)
-        return chunking.add_product_(o, self.decay.scores(self.q, self.k), written), state
+        return layout.add_product_(o, self.decay.scores(self.q, self.k), written), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk, the values written, and the state leaving the block."""
@@ -121,7 +122,7 @@ class Block(chunking.Block):
             written[:, :, c] = u
             return self.decay.carry(c, s, left[:, :, c] @ u)
 
-        entering, state = chunking.scan(step, state, *self.where, initial, final)
+        entering, state = layout.scan(step, state, *self.where, initial, final)
         return entering, written, state
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
@@ -136,10 +137,10 @@ class Block(chunking.Block):
             dwritten[:, :, c] += left[:, :, c] @ ds
             return decay.carry_back(c, ds, read[:, :, c] - y[:, :, c] @ dwritten[:, :, c])
 
-        leaving, dstate = chunking.scan_back(step, dstate, *self.where, dinitial, dfinal)
+        leaving, dstate = layout.scan_back(step, dstate, *self.where, dinitial, dfinal)
 
         # o = scores(q, k) U + (e^b q) S
-        dscores, diagonal = chunking.split_diagonal(do @ written.transpose(-1, -2))
+        dscores, diagonal = layout.split_diagonal(do @ written.transpose(-1, -2))
         dq, dk, pairs = decay.scores_grad(dscores, q, k, scores)
         dread = decay.reading_grad(do @ entering.transpose(-1, -2))
         # outgoing state: e^{b_C} S + (e^{b_C − b} k)ᵀ U

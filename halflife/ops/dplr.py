@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops import chunking, recurrent
-from halflife.ops.backend import dispatch, implements
-from halflife.ops.chunk_decay import Grads
+from halflife.ops import recurrent
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.chunked import layout
+from halflife.ops.chunked.decays import Grads
 from halflife.shapes import Float, Int
 
 
@@ -97,7 +98,7 @@ def chunked(
 
     so that U = X + Y S with X and Y independent of S.
     """
-    return chunking.run(_Block, (q, k, v, a, b, g), scale, initial_state, cu_seqlens, chunk_size)
+    return layout.run(_Block, (q, k, v, a, b, g), scale, initial_state, cu_seqlens, chunk_size)
 
 
 def _earlier(x: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ def _later(x: Tensor) -> Tensor:
     return F.pad(x[..., :-1, :], (0, 0, 1, 0))
 
 
-class _Block(chunking.Block):
+class _Block(layout.Block):
     """A block of chunks with the triangular system of each one solved; `a` stands one row earlier than its token."""
 
     def __init__(self, *args):
@@ -120,7 +121,7 @@ class _Block(chunking.Block):
         self.a, self.first = _earlier(a), a[..., :1, :]
         # e^{c_{i−1}} a_i: the chunk's first token reads the entering state as it is.
         self.read = torch.cat([self.first, decay.reading(self.a)[..., :-1, :]], -2)
-        self.inverse = chunking.unit_lower_inverse(-_later(decay.scores(self.a, self.b)))
+        self.inverse = layout.unit_lower_inverse(-_later(decay.scores(self.a, self.b)))
         self.from_keys = _later(decay.scores(self.a, self.k))
         self.x = self.inverse @ (self.from_keys @ self.v)
         self.y = self.inverse @ self.read
@@ -128,8 +129,8 @@ class _Block(chunking.Block):
     def forward(self, state, initial, final):
         q, decay = self.q, self.decay
         entering, corrected, state = self.states(state, initial, final)
-        o = chunking.add_product_(decay.read(q, entering), decay.scores(q, self.k), self.v)
-        return chunking.add_product_(o, decay.scores(q, self.b), corrected), state
+        o = layout.add_product_(decay.read(q, entering), decay.scores(q, self.k), self.v)
+        return layout.add_product_(o, decay.scores(q, self.b), corrected), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk, the corrections U, and the state leaving the block."""
@@ -142,7 +143,7 @@ class _Block(chunking.Block):
             corrected[:, :, c] = u
             return self.decay.carry(c, s, update[:, :, c] + left[:, :, c] @ u)
 
-        entering, state = chunking.scan(step, state, *self.where, initial, final)
+        entering, state = layout.scan(step, state, *self.where, initial, final)
         return entering, corrected, state
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
@@ -157,13 +158,13 @@ class _Block(chunking.Block):
             dcorrected[:, :, c] += left[:, :, c] @ ds
             return decay.carry_back(c, ds, read[:, :, c] + y[:, :, c] @ dcorrected[:, :, c])
 
-        leaving, dstate = chunking.scan_back(step, dstate, *self.where, dinitial, dfinal)
+        leaving, dstate = layout.scan_back(step, dstate, *self.where, dinitial, dfinal)
         r = self.inverse.transpose(-1, -2) @ dcorrected  # adjoint of the system's right-hand side
 
         # o = scores(q, k) V + scores(q, b) U + (e^c q) S
-        dkeys, diagonal_k = chunking.split_diagonal(do @ v.transpose(-1, -2))
+        dkeys, diagonal_k = layout.split_diagonal(do @ v.transpose(-1, -2))
         dq, dk, _ = decay.scores_grad(dkeys, q, k, scores_k)
-        dscores, diagonal_b = chunking.split_diagonal(do @ corrected.transpose(-1, -2))
+        dscores, diagonal_b = layout.split_diagonal(do @ corrected.transpose(-1, -2))
         dq_b, db, _ = decay.scores_grad(dscores, q, b, scores_b)
         dq += dq_b
         dq += decay.reading_grad(do @ entering.transpose(-1, -2))
@@ -190,7 +191,7 @@ class _Block(chunking.Block):
         """What L_k and L_b give: adds their off-diagonal parts to da, dk and db; returns the diagonals of both."""
         diagonals = []
         for read_by, y, dy in ((self.v, self.k, dk), (corrected, self.b, db)):
-            dscores, diagonal = chunking.split_diagonal(_earlier(r @ read_by.transpose(-1, -2)).tril_())
+            dscores, diagonal = layout.split_diagonal(_earlier(r @ read_by.transpose(-1, -2)).tril_())
             more, added, _ = self.decay.scores_grad(dscores, self.a, y, None)
             da += more
             dy += added

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops import chunking, recurrent
-from halflife.ops.backend import dispatch, implements
-from halflife.ops.chunk_decay import FLOOR, wide
+from halflife.ops import recurrent
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.chunked import layout
+from halflife.ops.chunked.decays import FLOOR, wide
+from halflife.ops.chunked.gate_decay import GateDecay
 from halflife.ops.delta_rule import Block as DeltaBlock
-from halflife.ops.gate_decay import GateDecay
 from halflife.ops.linear_attention import Block as LinearBlock
+from halflife.precision import compute_dtype
 from halflife.shapes import Float, Int
 
 States = tuple[Tensor, Tensor]
@@ -133,13 +135,13 @@ def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
     last = torch.minimum(until.unsqueeze(-2), steps.unsqueeze(-1))  # min(n(j), i)
     at_last = b.unsqueeze(-1).expand(*last.shape).gather(-2, last)
     slow, fast = a.unsqueeze(-1) - a.unsqueeze(-2), at_last - b.unsqueeze(-2)
-    dtype = recurrent.compute_dtype(g_fast)
+    dtype = compute_dtype(g_fast)
     return tuple(x.masked_fill(~lower, -torch.inf).to(dtype).exp() for x in (slow, fast))
 
 
 def _cumulative(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A and B `[B, H, T]` in float64, and the first reset at t or later `[B, H, T + 1]`, T where there is none."""
-    floor = FLOOR[recurrent.compute_dtype(g_fast)]
+    floor = FLOOR[compute_dtype(g_fast)]
     slow, fast = (wide(g).transpose(1, 2) for g in (g_slow, g_fast))
     reset, length = slow != 0, slow.shape[-1]
     at = F.pad(torch.where(reset, torch.arange(length, device=slow.device), length), (0, 1), value=length)
@@ -210,7 +212,7 @@ def chunked(
     """`linear_attention`'s and `delta_rule`'s chunks with the weights of `GateDecay` and both states carried."""
     g = torch.stack(torch.broadcast_tensors(g_slow, g_fast), -1)
     block, inputs = (_Linear, (q, k, v, g)) if beta is None else (_Delta, (q, k, v, beta, g))
-    return chunking.run(block, inputs, scale, initial_state, cu_seqlens, chunk_size)
+    return layout.run(block, inputs, scale, initial_state, cu_seqlens, chunk_size)
 
 
 class _Linear(LinearBlock):

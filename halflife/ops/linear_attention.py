@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halflife.ops import chunking, recurrent
-from halflife.ops.backend import dispatch, implements
-from halflife.ops.chunk_decay import Grads
+from halflife.ops import recurrent
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.chunked import layout
+from halflife.ops.chunked.decays import Grads
 from halflife.shapes import Float, Int
 
 
@@ -78,10 +79,10 @@ def chunked(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same by matrix products inside chunks of C tokens, the state carried from chunk to chunk."""
-    return chunking.run(Block, (q, k, v, g), scale, initial_state, cu_seqlens, chunk_size)
+    return layout.run(Block, (q, k, v, g), scale, initial_state, cu_seqlens, chunk_size)
 
 
-class Block(chunking.Block):
+class Block(layout.Block):
     """`o = scores(q, k) V + (e^b q) S` and `S ← e^{b_C} S + (e^{b_C − b} k)ᵀ V` in each chunk."""
 
     def __init__(self, *args):
@@ -91,22 +92,22 @@ class Block(chunking.Block):
     def forward(self, state, initial, final):
         entering, state = self.states(state, initial, final)
         o = self.decay.read(self.q, entering)
-        return chunking.add_product_(o, self.decay.scores(self.q, self.k), self.v), state
+        return layout.add_product_(o, self.decay.scores(self.q, self.k), self.v), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk `[b, H, c, K', V]`, and the one leaving the block."""
         update = self.decay.leaving(self.k).transpose(-1, -2) @ self.v
-        return chunking.scan(lambda c, s: self.decay.carry(c, s, update[:, :, c]), state, *self.where, initial, final)
+        return layout.scan(lambda c, s: self.decay.carry(c, s, update[:, :, c]), state, *self.where, initial, final)
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
         q, k, v, decay = self.q, self.k, self.v, self.decay
         entering, _ = self.states(state, initial)
         read = decay.reading(q).transpose(-1, -2) @ do
-        leaving, dstate = chunking.scan_back(
+        leaving, dstate = layout.scan_back(
             lambda c, ds: decay.carry_back(c, ds, read[:, :, c]), dstate, *self.where, dinitial, dfinal
         )
         # The diagonal has weight 1 whatever the decay: left out of what the log-decays' gradient sums.
-        dscores, diagonal = chunking.split_diagonal(do @ v.transpose(-1, -2))
+        dscores, diagonal = layout.split_diagonal(do @ v.transpose(-1, -2))
         scores = decay.scores(q, k)
         dv = scores.transpose(-1, -2) @ do
         dv += decay.leaving(k) @ leaving

@@ -8,10 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, float32 for all others: the dtype of decays, solves and states."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+from halflife.precision import compute_dtype
 
 
 def check_inputs(

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backend import CannotRun, available_backends, registered
+from halflife.ops.backends.dispatch import CannotRun, available_backends, registered
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.dplr import dplr
 from halflife.ops.gate_rank import gate_rank
-from halflife.ops.koopman import koopman_attention
-from halflife.ops.koopman_state import COMMITTED
+from halflife.ops.koopman.op import koopman_attention
+from halflife.ops.koopman.state import COMMITTED
 from halflife.ops.linear_attention import linear_attention
 
 # Largest error relative to the largest entry: four times the worst measured on a CPU (5e-7 and 3.5e-3).

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from halflife.files import read_bytes, write_json
-from halflife.models import LanguageModel, io
+from halflife.models import LanguageModel, checkpoint
 from halflife.tasks import stream_seed
-from halflife.training.fit import Execution, TrainConfig, begin, fit
+from halflife.training.config import Execution, TrainConfig
+from halflife.training.fit import begin, fit
 
 BLOCK = 1 << 14  # bytes; of every 20 blocks one is for validation and one for the test
 PERIOD = 20
@@ -169,7 +170,7 @@ def run(config: TextConfig, text: Text, folder: Path, *, name: str, show: bool =
         "test": math.nan if diverged else loss(model, test),
         **({"diverged": diverged} if diverged else {}),
     }
-    io.save(model, folder)
+    checkpoint.save(model, folder)
     write_json(folder / "result.json", result)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return result

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from halflife.data.task_stream import only
 from halflife.models import param_groups
 from halflife.training import sharding
-from halflife.training.data import only
-from halflife.training.fit import TrainConfig
+from halflife.training.config import TrainConfig
 
 SCHEDULER = "scheduler.pt"
 

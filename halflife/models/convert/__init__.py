@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halflife.models import io
+from halflife.models import checkpoint
 from halflife.models.convert import fla_linear, fla_rwkv7, mamba2, qwen3_next  # noqa: F401 (each registers itself)
 from halflife.models.convert.files import Checkpoint, load_layer, read_object, save_layer, write_model
 from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
@@ -57,13 +57,13 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     if to == "transformers":
         if not ours or layer is not None:
             raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is another")
-        return write_model(target, *to_transformers_mamba2(io.load(source)))
+        return write_model(target, *to_transformers_mamba2(checkpoint.load(source)))
     if ours:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
     converter = SOURCES[str(kind)]
     tensors = Checkpoint(source)
     if layer is None:
-        return io.save(assemble(*converter(config, tensors)), target)
+        return checkpoint.save(assemble(*converter(config, tensors)), target)
     if kind != "qwen3_next":
         raise ValueError(f"--layer takes one mixer of a qwen3_next; a {kind} converts as a whole")
     options, weights = qwen3_next_mixer(config, tensors, layer)

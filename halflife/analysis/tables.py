@@ -1,0 +1,56 @@
+"""The decays of models as files: `decays.json` and `decays.csv`."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from halflife.analysis.decays import QUANTILES
+from halflife.analysis.model_spectrum import training_position
+from halflife.files import write_json, write_text
+
+SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "layers")  # of what `survey` gives
+
+
+COLUMNS = (
+    "model", "layer", "state", "mean", *QUANTILES, "half_life", "slowest_half_life", "erased", "horizon", "position",
+    "fastest", "slowest", "modes", "too_slow", "too_fast",
+)  # fmt: skip
+
+
+def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes what `survey` gives, without operators, as `decays.json` (null: not finite) and, a row a layer and a
+    state, `decays.csv`; its spectrum is the base one at T."""
+    models = [{key: model[key] for key in SAVED} for model in result["models"]]
+    table = StringIO()
+    writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"model": model["model"], **row} for model in models for row in table_rows(model))
+    files = [folder / "decays.json", folder / "decays.csv"]
+    write_json(files[0], finite({**result, "models": models}))
+    write_text(files[1], table.getvalue())
+    return files
+
+
+def table_rows(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Flat numbers of each layer of one model, and under GateRank those of its slow state as well."""
+    position = training_position(model)
+    for layer in model["layers"]:
+        spectrum = layer["spectra"][str(position)]
+        ends = {"position": position, "fastest": min(spectrum["timescales"]), "slowest": max(spectrum["timescales"])}
+        yield {**layer, "state": "fast" if "slow" in layer else "", **spectrum, **ends}
+        if "slow" in layer:
+            yield {"layer": layer["layer"], "state": "slow", **layer["slow"]}
+
+
+def finite(data: Any) -> Any:
+    """The same data with None for numbers that JSON has no word for."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,183 @@
+"""Batches of a tokenised split, found by their step: nothing is held but the memory map of the tokens."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from halflife.registry import unknown
+from halflife.tasks import IGNORED, stream_seed
+
+MODES = ("packed", "concatenated")
+ROUNDS = 8  # of the permutation
+
+
+class TokenFiles:
+    """The tokens of a split and where its documents start, memory-mapped when they are first read.
+
+    Args:
+        folder, split, dtype: of a cache (see `halflife.data.store`).
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: str) -> None:
+        self.folder, self.split, self.dtype = folder, split, dtype
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """`[tokens]`, unsigned integers."""
+        return self._map("tokens", self.dtype)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """`[documents + 1]`, int64: where each document starts, and the end of the last one."""
+        return self._map("offsets", "int64")
+
+    def _map(self, name: str, dtype: str) -> np.ndarray:
+        path = self.folder / f"{self.split}.{name}"
+        if not path.stat().st_size:  # of which there is no map
+            return np.empty(0, dtype=dtype)
+        return np.memmap(path, dtype=dtype, mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps, of which a worker process makes its own."""
+        return {name: getattr(self, name) for name in ("folder", "split", "dtype")}
+
+
+class Batches(Dataset[dict[str, Tensor]]):
+    """Batches of rows of `context` tokens; item i is the batch of step i, whoever asks and whenever.
+
+    An epoch cuts the split's tokens into rows and takes each row once, in an order that depends on the seed and the
+    epoch. Tokens that make no whole batch are left out: fewer than a batch, and others in each epoch. A label is the
+    token that follows, also at the end of a row.
+
+    - "packed": `input_ids` and `labels` `[1, batch_size·context]` and `cu_seqlens` `[N + 1]`, int32: a sequence starts
+      at each row and each document, so that no state, convolution or position reaches from one into the next. The last
+      token of a document has no label (−100).
+    - "concatenated": `input_ids` and `labels` `[batch_size, context]`; documents follow each other, and the first token
+      of a document is predicted from the one before.
+
+    Args:
+        files: of the split.
+        batch_size, context: rows of a batch (of all ranks together) and tokens of a row.
+        seed: of the order.
+        mode: "packed" or "concatenated".
+        rank, world_size: which part of each batch this process gets; all of them in their order are the batch.
+        steps: batches in all; None for one epoch.
+
+    Raises:
+        ValueError: settings that make no sense, or a split that is smaller than a batch.
+    """
+
+    def __init__(
+        self, files: TokenFiles, batch_size: int, context: int, seed: int = 0, mode: str = "packed",
+        rank: int = 0, world_size: int = 1, steps: int | None = None,
+    ) -> None:  # fmt: skip
+        if mode not in MODES:
+            raise unknown("mode", mode, list(MODES))
+        for name, value in (("batch_size", batch_size), ("context", context), ("world_size", world_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in [0, {world_size}); got {rank}")
+        if batch_size % world_size:
+            raise ValueError(f"batch_size {batch_size} cannot be shared equally by {world_size} processes")
+        if steps is not None and steps < 0:
+            raise ValueError(f"steps must be 0 or more; got {steps}")
+        self.files, self.batch_size, self.context, self.seed, self.mode = files, batch_size, context, seed, mode
+        self.rank, self.world_size = rank, world_size
+        self.total = len(files.tokens)
+        self.rows = self.total // context
+        self.steps_per_epoch = self.rows // batch_size
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"the {files.split} split has {self.total} tokens, fewer than a batch of {batch_size} x {context}"
+            )
+        self.steps = self.steps_per_epoch if steps is None else steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of {self.steps}")
+        starts = self.starts(step)
+        ids, labels = self._rows(starts)
+        if self.mode == "concatenated":
+            return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        bounds = self._separate(starts, labels)
+        return {
+            "input_ids": torch.from_numpy(ids).view(1, -1),
+            "labels": torch.from_numpy(labels).view(1, -1),
+            "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
+        }
+
+    def starts(self, step: int) -> np.ndarray:
+        """Where this process's rows start among the tokens: `[batch_size / world_size]`."""
+        epoch, turn = divmod(step, self.steps_per_epoch)
+        key = stream_seed(self.files.split, self.seed, epoch)
+        share = self.batch_size // self.world_size
+        index = turn * self.batch_size + self.rank * share + np.arange(share)
+        shift = key % (self.total % self.context + 1)  # so that the tokens after the last row have their turn
+        return shift + permuted(index, self.rows, key) * self.context
+
+    def _rows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and labels `[rows, context]`, int64."""
+        tokens, context = self.files.tokens, self.context
+        ids = np.empty((len(starts), context + 1), dtype=np.int64)
+        for row, start in enumerate(starts.tolist()):
+            found = tokens[start : start + context + 1]
+            ids[row, : len(found)] = found
+            ids[row, len(found) :] = IGNORED  # nothing follows the last token of all
+        return ids[:, :-1].copy(), ids[:, 1:].copy()  # of one row, slices would share their memory
+
+    def _separate(self, starts: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Removes the labels across documents, in place; returns the boundaries of the sequences, `[N + 1]`."""
+        offsets, context, bounds = self.files.offsets, self.context, []
+        first, last = (np.searchsorted(offsets, starts + n, side="right") for n in (0, context))
+        for row, start in enumerate(starts.tolist()):
+            ends = np.asarray(offsets[first[row] : last[row]]) - start  # of documents, in (0, context]
+            labels[row, ends - 1] = IGNORED
+            bounds.append(np.concatenate([[0], ends[ends < context]]) + row * context)
+        return np.concatenate([*bounds, [labels.size]])
+
+
+def permuted(index: np.ndarray, count: int, key: int) -> np.ndarray:
+    """Where a pseudo-random permutation of range(count) sends these indices, without holding the permutation.
+
+    A Feistel network permutes the numbers of 2n bits, the fewest that reach `count`; where it leads out of the range,
+    it is followed on until it comes back (Black & Rogaway 2002: on average less than four times).
+
+    Args:
+        index: `[n]`, in [0, count).
+        count: size of the range.
+        key: which permutation.
+
+    Returns:
+        `[n]`, int64.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    keys = _mixed(np.uint64(key) + np.arange(1, ROUNDS + 1, dtype=np.uint64))
+    found = index.astype(np.uint64)
+    out = np.ones(len(found), dtype=bool)
+    while out.any():
+        left, right = found[out] >> shift, found[out] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mixed(right + round_key) & mask)
+        found[out] = (left << shift) | right
+        out = found >= count
+    return found.astype(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The mixer of SplitMix64: all bits of `[n]` uint64 depend on all bits (Steele, Lea & Flood 2014)."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

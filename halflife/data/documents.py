@@ -1,0 +1,243 @@
+"""Documents of text, one after the other, from files, folders and data sets of the Hugging Face Hub.
+
+| name               | documents                                                                       |
+|--------------------|---------------------------------------------------------------------------------|
+| `.jsonl`           | one a line: the string in `field` of the line's object                          |
+| `.parquet`         | one a row: the string in column `field` (needs pyarrow)                         |
+| anything else      | the file (a folder gives its `.txt`, `.md`, `.jsonl` and `.parquet` files only) |
+| `hf:owner/name`    | one a row of a data set of the hub (needs datasets; see `halflife.data.hub`)|
+
+Any of the files may be packed: `.txt.gz`, `.jsonl.gz`. A long document is read in pieces, so that memory does not grow
+with it; of `.jsonl` and `.parquet` one line or row must fit.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
+
+PIECE = 1 << 20  # bytes; tokenisers see longer documents in pieces
+LINE = 1 << 30  # bytes; a longer line is no record but the wrong format
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")  # what a folder is searched for
+
+
+class Piece(NamedTuple):
+    """Bytes of a document; `last` says that it ends with them."""
+
+    data: bytes
+    last: bool
+
+
+def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[bytes]:
+    """The documents of all sources, whole, in the order of `find`; those without a byte are left out.
+
+    Raises:
+        FileNotFoundError, ValueError: a source that is missing, empty, truncated, binary or has no `field`; the message
+            names the file, and the line where there is one.
+        ImportError: a source needs a package that is not installed.
+    """
+    for path in find(sources, field):
+        held: list[bytes] = []
+        for data, last in pieces(path, field):
+            held.append(data)
+            if last:
+                yield b"".join(held)
+                held = []
+
+
+def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None = None) -> list[Path]:
+    """The files of `sources`: in their order, those of a glob or folder sorted, none twice.
+
+    Args:
+        sources: files, folders, globs (`**` reaches into folders), data sets of the hub (`hf:…`, which are downloaded).
+        field: of the hub's data sets that is kept; cache: where to.
+
+    Raises:
+        FileNotFoundError: a source that is not there, or matches nothing.
+    """
+    if not sources:
+        raise ValueError("a corpus needs at least one source")
+    found: dict[Path, Path] = {}
+    for source in sources:
+        for path in _files(source, field, cache):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def _files(source: str | Path, field: str, cache: Path | None) -> list[Path]:
+    if str(source).startswith("hf:"):
+        from halflife.data.hub import fetch
+
+        return [fetch(str(source), field, cache)]
+    path = Path(source).expanduser()
+    if path.is_dir():
+        inside = (p for p in path.rglob("*") if not _hidden(p.relative_to(path)) and p.is_file())
+        files = sorted(p for p in inside if kind(p) in SUFFIXES)
+        if not files:
+            raise FileNotFoundError(f"the folder {path} has no {', '.join(SUFFIXES)} file (.gz or not)")
+        return files
+    if path.exists():
+        return [path]
+    if not glob.has_magic(str(path)):
+        raise FileNotFoundError(f"there is no file {path}")
+    files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    if not files:
+        raise FileNotFoundError(f"no file matches {path}")
+    return files
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def kind(path: Path) -> str:
+    """The suffix that says how a file is read, in small letters and without `.gz`."""
+    path = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    return path.suffix.lower()
+
+
+def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterator[Piece]:
+    """The documents of one file, each in pieces of at most `limit` bytes (None: `PIECE`).
+
+    A document is cut before white space where there is some, else between characters of UTF-8; where depends on its
+    bytes and `limit` alone.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: as `documents`.
+    """
+    limit = PIECE if limit is None else limit
+    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".json": _json}
+    if (reader := readers.get(kind(path))) is None:
+        yield from _text(path, limit)
+        return
+    empty = True
+    for document in reader(path, field):
+        start = 0
+        while len(document) - start > limit:
+            cut = start + _cut(document[start : start + limit + 1], limit)
+            yield Piece(document[start:cut], False)
+            start = cut
+        if document:
+            yield Piece(document[start:], True)
+            empty = False
+    if empty:
+        raise ValueError(f"{path} is empty: no document in it has any text")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file, unpacked; errors while it is read name it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            yield file  # pyright: ignore
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or no gzip: {error}") from error
+
+
+def _refuse_binary(path: Path, data: bytes) -> None:
+    if b"\0" in data:
+        raise ValueError(f"{path} is binary or UTF-16 (it has NUL bytes); a corpus is read as UTF-8 text")
+
+
+def _text(path: Path, limit: int) -> Iterator[Piece]:
+    held = b""
+    with _opened(path) as file:
+        while chunk := file.read(limit):
+            _refuse_binary(path, chunk)
+            held += chunk
+            while len(held) > limit:
+                cut = _cut(held, limit)
+                yield Piece(held[:cut], False)
+                held = held[cut:]
+    if not held:
+        raise ValueError(f"{path} is empty")
+    yield Piece(held, True)
+
+
+def _cut(data: bytes, limit: int) -> int:
+    """Where to cut `data`, which is longer than `limit`: the last white space of its second half, or a character."""
+    space = max(data.rfind(b" ", limit // 2, limit), data.rfind(b"\n", limit // 2, limit))
+    if space > 0:
+        return space
+    starts = (i for i in range(limit, max(limit - 4, 0), -1) if data[i] & 0xC0 != 0x80)
+    return next(starts, limit)
+
+
+def _jsonl(path: Path, field: str) -> Iterator[bytes]:
+    number = 0
+    with _opened(path) as file:
+        while line := file.readline(LINE):
+            number += 1
+            _refuse_binary(path, line)
+            if len(line) == LINE:
+                raise ValueError(f"{path}:{number} is longer than {LINE:,} bytes: no JSON lines")
+            if line.strip():
+                yield _field(line, field, f"{path}:{number}")
+    if not number:
+        raise ValueError(f"{path} is empty")
+
+
+def _field(line: bytes, field: str, place: str) -> bytes:
+    try:
+        record = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is no JSON object but {type(record).__name__}")
+    if field not in record:
+        raise ValueError(f"{place} has no field {field!r}; its fields are {', '.join(map(str, record)) or 'none'}")
+    return encoded(record[field], f"{place}: {field!r}")
+
+
+def encoded(text: object, place: str) -> bytes:
+    """A string of a record as bytes.
+
+    Raises:
+        ValueError: it is no string; the message begins with `place`.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{place} is no string but {type(text).__name__}")
+    try:
+        return text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 are themselves again
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")  # half a surrogate pair, which JSON can spell, is no UTF-8
+
+
+def _json(path: Path, field: str) -> Iterator[bytes]:
+    raise ValueError(f"{path} is JSON; a corpus takes JSON lines: one object a line, in a file named .jsonl")
+
+
+def _parquet(path: Path, field: str) -> Iterator[bytes]:
+    try:
+        import pyarrow  # pyright: ignore
+        import pyarrow.parquet as parquet  # pyright: ignore
+    except ImportError as error:
+        raise ImportError(f"{path} needs the package pyarrow: pip install pyarrow") from error
+    row = 0
+    with _opened(path) as file:
+        try:
+            table = parquet.ParquetFile(file)
+            if field not in table.schema_arrow.names:
+                raise ValueError(
+                    f"{path} has no column {field!r}; its columns are {', '.join(table.schema_arrow.names)}"
+                )
+            for batch in table.iter_batches(batch_size=64, columns=[field]):
+                column = batch.column(0)
+                strings = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+                # As bytes: pyarrow reads what is no UTF-8, but cannot make strings of it.
+                for text in (column.cast(pyarrow.large_binary()) if strings else column).to_pylist():
+                    row += 1
+                    yield text if strings and text is not None else encoded(text, f"{path}, row {row}: {field!r}")
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is truncated or no parquet: {reason}") from error

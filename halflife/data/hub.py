@@ -1,0 +1,120 @@
+"""Text of the Hugging Face Hub: a data set is streamed once, and kept as JSON lines beside the other caches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from halflife.data.cache import cache_folder, locked
+from halflife.files import replacing
+
+GRAMMAR = "hf:owner/name[@revision][:configuration[:split]], the split as in train or train[:10000]"
+TIMEOUT = 5  # seconds in which the hub must answer
+_SOURCE = re.compile(
+    r"hf:(?P<name>[^:@\s]+)(@(?P<revision>[^:\s]+))?"
+    r"(:(?P<configuration>[^:\s]*)(:(?P<split>[^:\[\s]+)(\[:(?P<rows>\d+)\])?)?)?"
+)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set of the hub.
+
+    Attributes:
+        name: "owner/name".
+        revision: a commit, branch or tag; a whole commit (40 hexadecimal digits) is looked for nowhere else once it is
+            here, so that it works without a network.
+        configuration: one of the data set's, None for its default.
+        split: of the data set, all of whose documents are taken; rows: only so many, the first (None: all).
+    """
+
+    name: str
+    revision: str | None = None
+    configuration: str | None = None
+    split: str = "train"
+    rows: int | None = None
+
+    @classmethod
+    def parse(cls, source: str) -> HubSource:
+        """What `hf:…` says.
+
+        Raises:
+            ValueError: it is not of that form.
+        """
+        if (match := _SOURCE.fullmatch(source)) is None:
+            raise ValueError(f"{source!r} is no data set of the hub; write {GRAMMAR}")
+        found = match.groupdict()
+        rows = None if found["rows"] is None else int(found["rows"])
+        if rows == 0:
+            raise ValueError(f"{source!r} asks for no row")
+        return cls(found["name"], found["revision"], found["configuration"] or None, found["split"] or "train", rows)
+
+
+def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
+    """The JSON lines of a data set, downloaded (streaming: row by row) unless that revision is here already.
+
+    Raises:
+        ValueError: `source` is not of the form above; the data set has no such configuration, split or column, or a
+            row that is no string.
+        ImportError: `datasets` is not installed.
+        ConnectionError: the hub cannot be reached (this is known within seconds), or has no such data set.
+    """
+    wanted = HubSource.parse(source)
+    commit = wanted.revision if re.fullmatch("[0-9a-f]{40}", wanted.revision or "") else _commit(wanted)
+    assert commit is not None
+    parts = [wanted.name, commit, wanted.configuration, wanted.split, wanted.rows, field]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    path = cache_folder(cache) / "downloads" / f"{wanted.name.replace('/', '--')}-{key}.jsonl"
+    if not path.exists():
+        with locked(path):
+            if not path.exists():
+                _download(wanted, commit, field, path)
+    return path
+
+
+def _commit(wanted: HubSource) -> str:
+    """The commit that the revision (default: the newest) stands for."""
+    from huggingface_hub import HfApi
+
+    try:
+        return str(HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=TIMEOUT).sha)
+    except Exception as error:  # whatever the client's HTTP library raises
+        raise ConnectionError(
+            f"cannot ask the hub about {wanted.name} ({_line(error)}); a data set that is here already needs no "
+            "network if its commit is given: hf:owner/name@commit"
+        ) from error
+
+
+def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
+    try:
+        import datasets  # pyright: ignore
+    except ImportError as error:
+        raise ImportError(f"hf:{wanted.name} needs the package datasets: pip install datasets") from error
+    _commit(wanted)  # a hub that cannot be reached is an error now; `datasets` would try again for half a minute
+    try:
+        rows = datasets.load_dataset(
+            wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
+        )  # fmt: skip
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for i, row in enumerate(rows if wanted.rows is None else rows.take(wanted.rows)):
+                file.write(json.dumps({field: _text(row, field, i + 1)}) + "\n")
+    except ValueError as error:
+        raise ValueError(f"hf:{wanted.name}: {_line(error)}") from error
+    except Exception as error:  # whatever the library's readers raise
+        raise ConnectionError(f"cannot download hf:{wanted.name}: {_line(error)}") from error
+
+
+def _text(row: dict[str, object], field: str, number: int) -> str:
+    if field not in row:
+        raise ValueError(f"no column {field!r}; its columns are {', '.join(row)}")
+    text = row[field]
+    if not isinstance(text, str):
+        raise ValueError(f"row {number}: {field!r} is no string but {type(text).__name__}")
+    return text
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

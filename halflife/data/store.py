@@ -1,0 +1,193 @@
+"""Tokens of a corpus on the disk: every document goes to its split, is tokenised once, and is memory-mapped after.
+
+A cache is a folder named after a digest of everything that its tokens depend on: `<split>.tokens` (flat, the smallest
+unsigned integers that hold the vocabulary), `<split>.offsets` (int64: where each document starts, and the end), and
+`index.json` (counts and checksums). It is built in a folder beside it, and moved into place when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halflife.data import documents
+from halflife.data.cache import locked
+from halflife.data.documents import Piece
+from halflife.data.splits import Advance, Plan, Settings, divided
+from halflife.files import read_json, write_json
+from halflife.tasks.base import SPLITS
+
+FORMAT = 1
+READ = 1 << 20  # bytes hashed at a time
+BATCH = 1 << 20  # bytes tokenised at a time, in parallel where the tokenizer can
+
+
+def digest(files: Sequence[Path], settings: Settings, advance: Advance) -> str:
+    """SHA-256 of the files' bytes in their order, of how they are read, and of the settings; not of their names."""
+    found = hashlib.sha256()
+    parts = [
+        FORMAT, documents.PIECE, settings.tokenizer.fingerprint(), settings.field, settings.fractions, settings.strict
+    ]  # fmt: skip
+    found.update(json.dumps(parts).encode())
+    for path in files:
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(READ):
+                content.update(chunk)
+                advance(len(chunk))
+        packed = path.suffix.lower() == ".gz"
+        found.update(json.dumps([documents.kind(path), packed, content.hexdigest()]).encode())
+    return found.hexdigest()
+
+
+class Writer:
+    """Appends documents to the files of one split."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        with ExitStack() as stack:
+            self.tokens = stack.enter_context((folder / f"{split}.tokens").open("wb"))
+            self.offsets = stack.enter_context((folder / f"{split}.offsets").open("wb"))
+            self.files = stack.pop_all()
+        self.checksum, self.dtype = hashlib.sha256(), dtype
+        self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
+        self.started = False  # whether a document is open that has a token
+
+    def add(self, ids: np.ndarray, size: int, last: bool, eos: int | None) -> None:
+        """A piece of a document: its token ids `[T]` and how many bytes they stand for."""
+        if last and eos is not None:
+            ids = np.append(ids, eos)
+        if len(ids) and not self.started:
+            self._offset()
+        self.started = (self.started or len(ids) > 0) and not last
+        self.tokens.write(ids.astype(self.dtype).tobytes())
+        self.counts["tokens"] += len(ids)
+        self.counts["bytes"] += size
+
+    def _offset(self) -> None:
+        data = np.int64(self.counts["tokens"]).tobytes()
+        self.offsets.write(data)
+        self.checksum.update(data)
+        self.counts["documents"] += 1
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def finish(self) -> dict[str, Any]:
+        """Writes the last offset, the end; what the index says of the files."""
+        self._offset()
+        self.counts["documents"] -= 1  # the end is no document
+        return {**self.counts, "offsets": self.checksum.hexdigest()}
+
+
+def dtype_of(vocab_size: int) -> np.dtype:
+    """The smallest unsigned integers that hold the ids."""
+    return np.dtype("uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32")
+
+
+def write(files: Sequence[Path], settings: Settings, plan: Plan, folder: Path, advance: Advance) -> dict[str, Any]:
+    """Tokenises the files into `folder`: the second reading. Returns what the index says of each split."""
+    tokenizer, dtype = settings.tokenizer, dtype_of(settings.tokenizer.vocab_size)
+    stream = (piece for path in files for piece in documents.pieces(path, settings.field))
+    stream = divided(stream, plan.cuts) if plan.cuts else stream
+    document = 0
+    with ExitStack() as stack:
+        writers = [stack.enter_context(Writer(folder, split, dtype)) for split in SPLITS]
+        for batch in _batches(stream):
+            for piece, ids in zip(batch, tokenizer.encode_batch([piece.data for piece in batch]), strict=True):
+                if document == len(plan.splits):
+                    raise ValueError("the files changed while they were read")
+                writers[plan.splits[document]].add(ids, len(piece.data), piece.last, tokenizer.eos)
+                document += piece.last
+            advance(sum(len(piece.data) for piece in batch))
+        found = {split: writer.finish() for split, writer in zip(SPLITS, writers, strict=True)}
+    if document != len(plan.splits) or sum(counts["bytes"] for counts in found.values()) != plan.size:
+        raise ValueError("the files changed while they were read")
+    return found
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    held, size = [], 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece.data)
+        if size >= BATCH:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The index of the cache `folder`, which is made if it is not there, or not whole.
+
+    Args:
+        folder: where it belongs.
+        key: its digest.
+        make: makes a folder with the files and returns the index, without its checksum.
+    """
+    if not folder.exists():
+        reason = None
+    else:
+        try:
+            return read_index(folder, key)
+        except (OSError, ValueError) as error:
+            reason = error
+    with locked(folder):
+        try:
+            return read_index(folder, key)  # another process made it meanwhile
+        except (OSError, ValueError):
+            pass
+        if reason is not None:
+            warnings.warn(f"the cache {folder} is damaged ({reason}); it is made again", stacklevel=2)
+        for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            index = make(temporary)
+            write_json(temporary / "index.json", {**index, "checksum": _checksum(index)})
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return read_index(folder, key)
+
+
+def _checksum(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def read_index(folder: Path, key: str) -> dict[str, Any]:
+    """The index of a cache, after a check of the index, the offsets and the files' sizes.
+
+    Raises:
+        OSError, ValueError: the cache is not whole, or is not the one of this digest.
+    """
+    index = read_json(folder / "index.json")
+    if not isinstance(index, dict) or index.pop("checksum", None) != _checksum(index):
+        raise ValueError("its index has another checksum")
+    if (index.get("format"), index.get("digest")) != (FORMAT, key):
+        raise ValueError("it belongs to another corpus")
+    itemsize = np.dtype(index["dtype"]).itemsize
+    for split, found in index["splits"].items():
+        size = (folder / f"{split}.tokens").stat().st_size
+        if size != found["tokens"] * itemsize:
+            raise ValueError(f"{split}.tokens has {size} bytes, not {found['tokens'] * itemsize}")
+        with (folder / f"{split}.offsets").open("rb") as file:
+            content = hashlib.sha256()
+            while chunk := file.read(READ):
+                content.update(chunk)
+        if content.hexdigest() != found["offsets"]:
+            raise ValueError(f"{split}.offsets has another checksum")
+    return index

@@ -1,0 +1,92 @@
+"""Norms, gates and the short convolution: the small parts that mixers share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.ops import causal_conv1d
+from halflife.precision import compute_dtype
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / √(‖x‖² + eps)` over the last axis, in float32; zero vectors stay zero, with finite gradients."""
+    wide = x.to(compute_dtype(x))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """Mamba-2's output norm: `RMSNorm(y ⊙ silu(z)) ⊙ weight`, over groups of channels.
+
+    Args:
+        size: channels D of `y, z [B, T, D]`.
+        groups: the mean square is taken over each of so many equal groups.
+    """
+
+    def __init__(self, size: int, groups: int = 1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        gated = (y * F.silu(z)).unflatten(-1, (self.groups, -1))
+        return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2) * self.weight
+
+
+class HeadwiseGate(nn.Module):
+    """`RMSNorm(o) ⊙ silu(x W)`, the norm over each head: the output gate of GLA, RetNet and Gated DeltaNet."""
+
+    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(value_dim, eps=eps)
+        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:
+        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
+        return self.norm(o).flatten(-2) * F.silu(self.proj(x))
+
+
+class LowRankGate(nn.Module):
+    """`RMSNorm(o ⊙ σ(x W₁ W₂))`, the norm over all heads: the output gate of the Decay Linear Transformer."""
+
+    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(num_heads * value_dim, eps=eps)
+        self.down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
+        self.up = nn.Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:
+        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
+        return self.norm(o.flatten(-2) * self.up(self.down(x)).sigmoid())
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution of W taps with SiLU; its state is the last W − 1 inputs `[B, D, W − 1]`."""
+
+    def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.size)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x [B, T, D]` → `(y [B, T, D], state)`."""
+        y, state = causal_conv1d(
+            x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+        )
+        assert state is not None
+        return y, state

@@ -1,0 +1,66 @@
+"""A model in a folder: `config.json` and `model.safetensors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from halflife.files import read_json, replacing, write_json
+from halflife.models.config import ModelConfig
+from halflife.models.lm import LanguageModel
+
+FORMAT = 1  # raised when a checkpoint of before can no longer be read
+
+
+def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None) -> Path:
+    """Writes the model's configuration and weights into `folder`; returns the folder.
+
+    transformers reads it too: `AutoModelForCausalLM.from_pretrained(folder)`, after `import halflife.hf`.
+
+    Args:
+        tokenizer: name of the one built in that the model reads ("bytes", "bytes+eos"), if any.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "model.safetensors") as temporary:
+        save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
+    named = {} if tokenizer is None else {"tokenizer": tokenizer}
+    write_json(folder / "config.json", {"format": FORMAT, **known, **named, "model": model.config.to_dict()})
+    return folder
+
+
+def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
+    """The model in `folder`, as `save` wrote it.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: another format, a truncated file, or weights that do not fit the configuration.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or "format" not in config:
+        raise ValueError(f"{folder} holds no checkpoint of halflife: its config.json names no format")
+    if config["format"] != FORMAT:
+        raise ValueError(f"{folder} holds a checkpoint of format {config['format']}; this version reads {FORMAT}")
+    if "model" not in config:
+        raise ValueError(f"{folder} holds a damaged checkpoint: its config.json describes no model")
+    weights = folder / "model.safetensors"
+    if not weights.exists():
+        raise FileNotFoundError(f"{weights} is missing")
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig.from_dict(config["model"]))
+    try:
+        tensors = load_file(weights, device=str(device))
+        model.load_state_dict(tensors, assign=True)
+    except (SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{weights} is truncated or of another model: {reason}") from error
+    return model

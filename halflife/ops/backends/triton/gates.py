@@ -1,0 +1,325 @@
+"""What every kernel knows of a chunk: its tokens, and the weights that its log-decays give to all products.
+
+A chunk is a row of a table made on the host, for batches and packed sequences alike; tokens are rows of `[B·T, H, D]`.
+With the inclusive sums A of the slow log-decay and B of the fast one (0 before the chunk), a *reset* being a token
+whose slow log-decay is not 0, and f the first reset of the chunk:
+
+    D_ij = e^{B_i − B_j}                          no reset after j and up to i
+         = e^{A_i − A_j + (B_n(j) − B_j)}         otherwise, n(j) the first reset after j
+    queries read the entering fast state with e^{A_i + B_min(f, i)}, the slow one with e^{A_i}
+    key j leaves to the fast state with e^{B_C − B_j} if no reset follows, else to the slow one with
+    e^{A_C − A_j + (B_n(j) − B_j)}
+
+Sums are float64 vectors, their C×C differences those of (high, low) pairs of float32: a slow decay beside a full reset
+stays exact. `B_n(j) − B_j` is a masked sum of log-decays, in which nothing cancels. No exponent is above 0.
+
+No kernel transposes the result of a product into an operand of the next one, which Triton has compiled to wrong
+numbers on Hopper: where the transpose is needed, it is a product (and a D) of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.backends.triton import interpreted
+
+# MODE of a kernel: how the state fades. GATE_RANK has two states, rows 0 … K−1 (fast) and K … 2K−1 (slow) of one.
+NONE, SCALAR, GATE_RANK = 0, 1, 2
+
+Gates = tuple[Tensor | None, Tensor | None]  # the log-decays (slow, fast), each [B, T, H]
+
+# exp(-110) is 0 in float32: clamping the log-decay here changes nothing, and makes −inf a number.
+FLOOR = tl.constexpr(-110.0)
+
+_INTERPRETED = tl.constexpr(interpreted())
+
+
+# ------------------------------------------------------------------------------------------------ on the host
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Where the chunks stand.
+
+    Attributes:
+        size: tokens a chunk, C: a power of two from 16 to 64.
+        chunks: `[n, 3]` int64, the first token of each chunk (a row of `[B·T, …]`), its number of tokens (0 to C) and
+            its sequence.
+        sequences: `[N, 2]` int64, the first chunk of each sequence and its number of chunks.
+    """
+
+    size: int
+    chunks: Tensor
+    sequences: Tensor
+
+
+def make_chunks(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Chunks:
+    """The chunks of `q [B, T, H, K]`, or of sequences packed with boundaries `cu_seqlens [N + 1]`.
+
+    Made on the device without waiting for it: of packed sequences it has as many chunks as they might need, the last
+    ones without tokens.
+    """
+    batch, length, _, key = q.shape
+    # Products of float32 have no tensor cores: a longer chunk costs them more, and more registers than there are.
+    size = 64 if key <= 128 and q.element_size() == 2 else 32
+    while size > 16 and (size > chunk_size or size >= 2 * length):
+        size //= 2
+    if cu_seqlens is None:
+        return _batch_chunks(batch, length, size, q.device)
+    return _chunks(cu_seqlens.to(q.device, torch.int64), length // size + len(cu_seqlens) - 1, size)
+
+
+@lru_cache(maxsize=64)
+def _batch_chunks(batch: int, length: int, size: int, device: torch.device) -> Chunks:
+    return _chunks(torch.arange(batch + 1, device=device) * length, batch * -(-length // size), size)
+
+
+def _chunks(bounds: Tensor, count: int, size: int) -> Chunks:
+    """`count` chunks of sequences with these boundaries `[N + 1]`: no fewer than they need."""
+    lengths = bounds[1:] - bounds[:-1]
+    counts = (lengths + size - 1) // size
+    ends = counts.cumsum(0)
+    index = torch.arange(count if len(lengths) else 0, device=bounds.device)
+    sequence = torch.searchsorted(ends, index, right=True).clamp(max=max(len(lengths) - 1, 0))
+    done = (index - (ends - counts)[sequence]) * size
+    tokens = (lengths[sequence] - done).clamp(min=0, max=size)
+    chunks = torch.stack((bounds[sequence] + done, tokens, sequence), 1)
+    return Chunks(size, chunks, torch.stack((ends - counts, counts), 1))
+
+
+def mode_of(g_slow: Tensor | None, g_fast: Tensor | None) -> int:
+    """The MODE of a kernel with these log-decays."""
+    return NONE if g_fast is None else SCALAR if g_slow is None else GATE_RANK
+
+
+def first_state(q: Tensor, v: Tensor, gates: Gates, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The states before the first tokens, float32 `[N, H, K', V]` (K' = 2K with two states)."""
+    if initial_state is not None:
+        return initial_state.float()
+    rows = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    keys = q.shape[-1] * (2 if mode_of(*gates) == GATE_RANK else 1)
+    return q.new_zeros(rows, q.shape[2], keys, v.shape[-1], dtype=torch.float32)
+
+
+def precision_of(x: Tensor) -> str:
+    """How products with a float32 operand are formed: exactly for float32 inputs; for bfloat16 and float16 inputs in
+    TF32, whose 11 bits are no fewer than theirs, with the range of float32."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def block(size: int, most: int = 64) -> int:
+    """Columns a kernel takes at once of `size`: a power of two from 16 to `most`."""
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
+def tuned(*key: str):
+    """Decorator: a kernel's warps and stages are those that were fastest for its `key`; the interpreter has neither."""
+    if interpreted():
+        return lambda kernel: kernel
+    configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2, 3)]
+    return triton.autotune(configs, key=list(key))
+
+
+# ------------------------------------------------------------------------------------------------- in kernels
+
+
+@triton.jit
+@no_type_check
+def chunk_rows(chunks, n, h, H, C: tl.constexpr):
+    """Chunk n, head h: the rows of its tokens in `[B·T·H, D]` (int64 `[C]`), and which of them there are."""
+    first = tl.load(chunks + 3 * n)
+    size = tl.load(chunks + 3 * n + 1)
+    rows = tl.arange(0, C)
+    return (first + rows) * H + h, rows < size
+
+
+@triton.jit
+@no_type_check
+def tile(x, rows, cols, inside, size):
+    """Rows `[C]` (those `inside`) and columns `[D]` (those below `size`) of `x [rows, size]`: `[C, D]`, else 0."""
+    mask = inside[:, None] & (cols < size)[None, :]
+    return tl.load(x + rows[:, None] * size + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def put(x, value, rows, cols, inside, size):
+    """The inverse of `tile`."""
+    mask = inside[:, None] & (cols < size)[None, :]
+    tl.store(x + rows[:, None] * size + cols[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def dot(x, y, out, PRECISION: tl.constexpr):
+    """`x y + out`, float32. The interpreter takes bfloat16 for integers: it gets the same numbers in float32."""
+    if _INTERPRETED:
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y, out, input_precision=PRECISION)
+
+
+@triton.jit
+@no_type_check
+def load_gates(g_slow, g_fast, rows, inside, C: tl.constexpr, MODE: tl.constexpr):
+    """`(a, b, fast, reset, seg)` of a chunk, each `[C]`: float64 sums A and B, the float32 fast log-decay, whether the
+    token is a reset (int32), and how many resets there are up to and with it. Zeros where a MODE has none."""
+    fast = tl.zeros([C], tl.float32)
+    slow = tl.zeros([C], tl.float32)
+    reset = tl.zeros([C], tl.int32)
+    if MODE != 0:
+        fast = tl.load(g_fast + rows, mask=inside, other=0.0).to(tl.float32)
+        fast = tl.where(fast < FLOOR, FLOOR, fast)
+    if MODE == 2:
+        given = tl.load(g_slow + rows, mask=inside, other=0.0)
+        reset = (given != 0).to(tl.int32)
+        slow = given.to(tl.float32)
+        slow = tl.where(slow < FLOOR, FLOOR, slow)
+    a = tl.cumsum(slow.to(tl.float64), 0)
+    b = tl.cumsum(fast.to(tl.float64), 0)
+    return a, b, fast, reset, tl.cumsum(reset, 0)
+
+
+@triton.jit
+@no_type_check
+def last(x, C: tl.constexpr):
+    """The last entry of `x [C]`."""
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0), 0)
+
+
+@triton.jit
+@no_type_check
+def until_joined(fast, reset, seg, C: tl.constexpr):
+    """`B_n(j) − B_j [C]`, or `B_C − B_j` where no reset follows."""
+    index = tl.arange(0, C)
+    counted = (index[None, :] > index[:, None]) & ((seg - reset)[None, :] == seg[:, None])
+    return tl.sum(tl.where(counted, fast[None, :], 0.0), 1)
+
+
+@triton.jit
+@no_type_check
+def difference(x):
+    """`x_i − x_j` of a float64 `[C]`, exactly where they are close: float32 `[C, C]`."""
+    high = x.to(tl.float32)
+    low = (x - high.to(tl.float64)).to(tl.float32)
+    return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+
+
+@triton.jit
+@no_type_check
+def decay_matrix(a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """D `[C, C]` float32, lower triangular with ones on its diagonal; or Dᵀ, without a transposition."""
+    index = tl.arange(0, C)
+    if TRANSPOSED:  # x_j − x_i is the difference of −x, to the bit
+        a = -a
+        b = -b
+        index = -index
+    causal = index[:, None] >= index[None, :]
+    if MODE == 0:
+        return causal.to(tl.float32)
+    else:
+        exponent = difference(b)
+        if MODE == 2:
+            until = until_joined(fast, reset, seg, C)
+            through = difference(a) + (until[:, None] if TRANSPOSED else until[None, :])
+            exponent = tl.where(seg[:, None] == seg[None, :], exponent, through)
+        # Where it is not causal, or by rounding, a difference can be above 0. A NaN is not, and stays.
+        return tl.where(causal, tl.exp(tl.where(exponent > 0, 0.0, exponent)), 0.0)
+
+
+@triton.jit
+@no_type_check
+def read_weights(a, fast, reset, seg):
+    """`(fast, slow)` float32 `[C]`: with what each query reads the entering states; slow is ones where it has none."""
+    until = tl.cumsum(tl.where(seg == reset, fast, 0.0).to(tl.float64), 0)  # B_min(f, i)
+    return tl.exp((a + until).to(tl.float32)), tl.exp(a.to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def leave_weights(a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr):
+    """`(fast, slow)` float32 `[C]`: with what each key leaves to the outgoing states."""
+    left = tl.exp((tl.sum(fast.to(tl.float64), 0) - b).to(tl.float32))
+    slow = tl.zeros([C], tl.float32)
+    if MODE == 2:
+        stays = seg == tl.sum(reset, 0)
+        total = last(a, C)
+        slow = tl.exp((total - a).to(tl.float32) + until_joined(fast, reset, seg, C))
+        slow = tl.where(stays, 0.0, slow)
+        left = tl.where(stays, left, 0.0)
+    return left, slow
+
+
+@triton.jit
+@no_type_check
+def carry_weights(a, b, fast, reset, seg, C: tl.constexpr):
+    """`(fast to fast, fast to slow, slow to slow)`, float32 scalars: how the entering states pass the chunk."""
+    resets = tl.sum(reset, 0)
+    until = tl.sum(tl.where(seg == reset, fast, 0.0).to(tl.float64), 0)  # B_f, or B_C without a reset
+    total = last(a, C)
+    passed = tl.exp((total + until).to(tl.float32))
+    return tl.where(resets == 0, passed, 0.0), tl.where(resets == 0, 0.0, passed), tl.exp(total.to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def pair_sums(pairs, seg, C: tl.constexpr, MODE: tl.constexpr):
+    """`(within, across, gone)` of the pairs `[C, C]` (scores times their gradient), each `[C]`: row sums less column
+    sums of the pairs without a reset between them and of those with one, and the column sums of the latter. The
+    diagonal, whose weight is 1 whatever the decay, is left out."""
+    index = tl.arange(0, C)
+    pairs = tl.where(index[:, None] > index[None, :], pairs, 0.0)
+    through = tl.zeros([C], tl.float32)
+    gone = tl.zeros([C], tl.float32)
+    if MODE == 2:
+        across = tl.where(seg[:, None] == seg[None, :], 0.0, pairs)
+        pairs -= across
+        gone = tl.sum(across, 0)
+        through = tl.sum(across, 1) - gone
+    return tl.sum(pairs, 1) - tl.sum(pairs, 0), through, gone
+
+
+@triton.jit
+@no_type_check
+def log_grads_of_sums(
+    within, across, gone, read_fast, read_slow, left_fast, left_slow, kept, joined, slow, reset, seg, C: tl.constexpr
+):
+    """`(slow, fast)`: the gradients `[C]` of the log-decays from those of everything that they weigh.
+
+    A log-decay of t weighs what a token i ≥ t reads from before t, and what a key i < t leaves. Splitting it so keeps
+    strong decays exact: no large terms cancel.
+
+    Args:
+        within, across, gone: of `pair_sums`.
+        read_fast, read_slow: of each token, what it reads of an entering state times its gradient `[C]`.
+        left_fast, left_slow: of each key, what it leaves to an outgoing state times its gradient `[C]`.
+        kept, joined, slow: scalars, what the chunk lets pass times its gradient: of the entering fast state in all,
+            of its part that joins the slow state, and of the entering slow state.
+        reset, seg: of `load_gates`.
+    """
+    index = tl.arange(0, C)
+    later = index[:, None] >= index[None, :]  # [i, t]
+    before = seg - reset  # resets before t
+    untouched = before == 0
+    same = seg[:, None] == before[None, :]
+    after = within[:, None] + tl.where(untouched[None, :], read_fast[:, None], 0.0)
+    earlier = left_fast[:, None] + tl.where(same, (gone + left_slow)[:, None], 0.0)
+    fast_grad = tl.sum(tl.where(later, after, earlier), 0) + tl.where(untouched, kept, 0.0)
+    after_slow = across + read_fast + read_slow
+    slow_grad = tl.sum(tl.where(later, after_slow[:, None], left_slow[:, None]), 0) + joined + slow
+    return tl.where(reset != 0, slow_grad, 0.0), fast_grad
+
+
+@triton.jit
+@no_type_check
+def put_log_grad(dg, grad, g, rows, inside):
+    """Writes the gradient of a log-decay `[C]`: exactly 0 where nothing passes."""
+    given = tl.load(g + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dg + rows, tl.where(given < FLOOR, 0.0, grad).to(dg.dtype.element_ty), mask=inside)

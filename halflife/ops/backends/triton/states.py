@@ -1,0 +1,236 @@
+"""States and outputs of chunks as Triton kernels: what linear attention is made of, and the delta rule's outputs.
+
+`products` forms what each chunk adds to a state, `scan` turns that into the states entering the chunks, and `outputs`
+reads them. The first and the last run in parallel over chunks, the scan over the entries of the state. Each of them
+also serves the backward pass: what queries read is a product with other weights, the scan can walk back, and the
+adjoint of the outputs in the values has their form.
+
+Accumulators, states and weights are float32. A product of data is formed in the inputs' dtype, the weighted operand
+rounded to it; one with a state keeps the state in float32 (`gates.precision_of`).
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halflife.ops.backends.triton.gates import (
+    GATE_RANK,
+    Chunks,
+    Gates,
+    block,
+    carry_weights,
+    chunk_rows,
+    decay_matrix,
+    dot,
+    leave_weights,
+    load_gates,
+    mode_of,
+    precision_of,
+    put,
+    read_weights,
+    tile,
+    tuned,
+)
+
+_SCAN_BLOCK = 512
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+@no_type_check
+def pair_products(x, y, rows, inside, D: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr):
+    """`X Yᵀ` `[C, C]`, float32, of a chunk's rows of `x` and `y [rows, D]`; in float32 where their dtypes differ."""
+    out = tl.zeros([C, C], tl.float32)
+    for start in range(0, D, BD):
+        cols = start + tl.arange(0, BD)
+        xs = tile(x, rows, cols, inside, D)
+        ys = tile(y, rows, cols, inside, D)
+        if xs.dtype != ys.dtype:
+            xs = xs.to(tl.float32)
+            ys = ys.to(tl.float32)
+        out = dot(xs, tl.trans(ys), out, PRECISION)
+    return out
+
+
+@tuned("K", "V", "C", "MODE", "READ")
+@triton.jit
+@no_type_check
+def _products_kernel(
+    x, y, g_slow, g_fast, out, carried, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    MODE: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """`(w ⊙ x)ᵀ y` of chunk n, head h, a block of K and one of V: w the weights of queries or of keys."""
+    at = tl.program_id(0)
+    rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
+    kk = tl.program_id(1) * BK + tl.arange(0, BK)
+    vv = tl.program_id(2) * BV + tl.arange(0, BV)
+    a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE)
+    if READ:
+        weight, weight_slow = read_weights(a, fast, reset, seg)
+    else:
+        weight, weight_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
+        if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+            kept, joined, slow = carry_weights(a, b, fast, reset, seg, C)
+            place = carried + at.to(tl.int64) * 3
+            tl.store(place, kept)
+            tl.store(place + 1, joined)
+            tl.store(place + 2, slow)
+    xs = tl.trans(tile(x, rows, kk, inside, K).to(tl.float32) * scale)
+    ys = tile(y, rows, vv, inside, V)
+    zeros = tl.zeros([BK, BV], tl.float32)
+    if MODE == 2:
+        state = out + at.to(tl.int64) * (2 * K * V)
+        product = dot((xs * weight_slow[None, :]).to(ys.dtype), ys, zeros, PRECISION)
+        put(state + K * V, product, kk, vv, kk < K, V)
+    else:
+        state = out + at.to(tl.int64) * (K * V)
+    put(state, dot((xs * weight[None, :]).to(ys.dtype), ys, zeros, PRECISION), kk, vv, kk < K, V)
+
+
+@triton.jit
+@no_type_check
+def _scan_kernel(
+    states, first, last, carried, sequences, H, SIZE: tl.constexpr,
+    MODE: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one sequence and head, a block of the state's entries: from chunk to chunk, `state ← carry(state) + entry`,
+    each entry replaced by the state that met it. BACK walks from the last chunk and carries gradients."""
+    STATE: tl.constexpr = 2 * SIZE if MODE == 2 else SIZE
+    program = tl.program_id(0).to(tl.int64)
+    row = program // H
+    head = program % H
+    start = tl.load(sequences + 2 * row)
+    count = tl.load(sequences + 2 * row + 1)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < SIZE
+    fast = tl.load(first + program * STATE + entry, mask=mask, other=0.0)
+    slow = tl.zeros([BLOCK], tl.float32)
+    if MODE == 2:
+        slow = tl.load(first + program * STATE + SIZE + entry, mask=mask, other=0.0)
+    for step in range(0, count.to(tl.int32)):
+        chunk = start + step
+        if BACK:
+            chunk = start + count - 1 - step
+        place = chunk * H + head
+        here = states + place * STATE + entry
+        kept = tl.load(carried + 3 * place)
+        added = tl.load(here, mask=mask, other=0.0)
+        tl.store(here, fast, mask=mask)
+        if MODE == 2:
+            joined = tl.load(carried + 3 * place + 1)
+            stays = tl.load(carried + 3 * place + 2)
+            added_slow = tl.load(here + SIZE, mask=mask, other=0.0)
+            tl.store(here + SIZE, slow, mask=mask)
+            if BACK:
+                fast = kept * fast + joined * slow + added
+                slow = stays * slow + added_slow
+            else:
+                slow = stays * slow + joined * fast + added_slow
+                fast = kept * fast + added
+        else:
+            fast = kept * fast + added
+    tl.store(last + program * STATE + entry, fast, mask=mask)
+    if MODE == 2:
+        tl.store(last + program * STATE + SIZE + entry, slow, mask=mask)
+
+
+@tuned("K", "V", "C", "MODE", "BACK")
+@triton.jit
+@no_type_check
+def _outputs_kernel(
+    q, k, u, g_slow, g_fast, states, out, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    MODE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """`scale · [(Q Kᵀ ⊙ D) U + weights ⊙ (Q S)]` of chunk n, head h, a block of V. BACK is its adjoint: with q and k
+    exchanged, the gradient of the outputs for U and those of the leaving states for S, it is
+    `scale · (Q Kᵀ ⊙ Dᵀ) U + weights ⊙ (Q S)`."""
+    at = tl.program_id(0)
+    rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
+    vv = tl.program_id(1) * BV + tl.arange(0, BV)
+    scores = tl.zeros([C, C], tl.float32)
+    fast_part = tl.zeros([C, BV], tl.float32)
+    slow_part = tl.zeros([C, BV], tl.float32)
+    state = states + at.to(tl.int64) * (2 * K * V if MODE == 2 else K * V)
+    for start in range(0, K, BK):
+        kk = start + tl.arange(0, BK)
+        qs = tile(q, rows, kk, inside, K)
+        ks = tile(k, rows, kk, inside, K)
+        scores = dot(qs, tl.trans(ks), scores, PRECISION)
+        wide = qs.to(tl.float32)
+        fast_part = dot(wide, tile(state, kk, vv, kk < K, V), fast_part, PRECISION)
+        if MODE == 2:
+            slow = tile(state + K * V, kk, vv, kk < K, V)
+            slow_part = dot(wide, slow, slow_part, PRECISION)
+    a, b, fast, reset, seg = load_gates(g_slow, g_fast, rows, inside, C, MODE)
+    scores *= decay_matrix(a, b, fast, reset, seg, C, MODE, BACK) * scale
+    if BACK:
+        weight, weight_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
+    else:
+        weight, weight_slow = read_weights(a, fast, reset, seg)
+        weight *= scale
+        weight_slow *= scale
+    us = tile(u, rows, vv, inside, V)
+    result = weight[:, None] * fast_part
+    if MODE == 2:
+        result += weight_slow[:, None] * slow_part
+    result = dot(scores.to(us.dtype), us, result, PRECISION)
+    put(out, result, rows, vv, inside, V)
+
+
+# ------------------------------------------------------------------------------------------ on the host
+
+
+def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, read: bool) -> tuple[Tensor, Tensor]:
+    """What each chunk adds to a state: `scale · (w ⊙ x)ᵀ y`, `[n, H, K', V]` float32 (K' = 2K with two states), with
+    the weights of its keys or, for `read`, of its queries; and how it carries the states, `[n, H, 3]`
+    (`gates.carry_weights`; not written for `read`)."""
+    (heads, key), value, mode, n = x.shape[2:], y.shape[-1], mode_of(*gates), len(chunks.chunks)
+    out = x.new_empty(n, heads, key * (2 if mode == GATE_RANK else 1), value, dtype=torch.float32)
+    carried = x.new_empty(n, heads, 3, dtype=torch.float32)
+    bk, bv = block(key), block(value)
+    if n * heads:
+        _products_kernel[n * heads, triton.cdiv(key, bk), triton.cdiv(value, bv)](
+            x, y, *gates, out, carried, chunks.chunks, scale, heads, key, value, chunks.size,
+            mode, read, precision_of(x), bk, bv,
+        )  # fmt: skip
+    return out, carried
+
+
+def scan(states: Tensor, first: Tensor, carried: Tensor, chunks: Chunks, mode: int, back: bool = False) -> Tensor:
+    """Replaces, in place, what each chunk adds by the state entering it (`back`: the gradient of the state leaving
+    it), from `first [N, H, K', V]` on; returns the one after the last."""
+    last = torch.empty_like(first)
+    sequences, heads, rows, value = first.shape
+    size = rows * value // (2 if mode == GATE_RANK else 1)
+    if sequences * heads:
+        _scan_kernel[sequences * heads, triton.cdiv(size, _SCAN_BLOCK)](
+            states, first, last, carried, chunks.sequences, heads, size, mode, back, _SCAN_BLOCK
+        )
+    return last
+
+
+def outputs(
+    q: Tensor, k: Tensor, u: Tensor, gates: Gates, states: Tensor, chunks: Chunks, scale: float, like: Tensor,
+    back: bool = False,
+) -> Tensor:  # fmt: skip
+    """`scale · [(Q Kᵀ ⊙ D) U + what Q reads of the entering states]`, in the shape and dtype of `like [B, T, H, V]`.
+
+    With `back`, its adjoint in U: u is then the gradient of the outputs, `states` those of the leaving states.
+    """
+    out, n, (heads, key), value = torch.empty_like(like), len(chunks.chunks), q.shape[2:], u.shape[-1]
+    bk, bv = block(key), block(value)
+    if back:
+        q, k = k, q
+    if n * heads:
+        _outputs_kernel[n * heads, triton.cdiv(value, bv)](
+            q, k, u, *gates, states, out, chunks.chunks, scale, heads, key, value, chunks.size,
+            mode_of(*gates), back, precision_of(q), bk, bv,
+        )  # fmt: skip
+    return out

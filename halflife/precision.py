@@ -1,0 +1,56 @@
+"""Numbers that stay float32: parameters, buffers, and what decays and sums are computed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class Float32Module(nn.Module):
+    """A module whose own parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.
+
+    They are made so too, whatever torch's default dtype is at the time. Decay parameters in bfloat16 lose the spectrum:
+    neighbouring rates become equal, and `A` near 0 becomes 0. Children that are not `Float32Module`s are cast as usual.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and _is_narrow(param):
+            param = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if tensor is not None and _is_narrow(tensor):
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def keep(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return x.to(moved.device) if _is_narrow(moved) else moved
+
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(keep, recurse=False)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype.itemsize < 4
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """x with softplus(x) = y, for y > 0: `y + log(1 − e^{−y})`."""
+    return y + torch.log(-torch.expm1(-y))
+
+
+def inverse_softplus_of(y: float) -> float:
+    """`inverse_softplus` of one number: works while modules are built on the meta device."""
+    return y + math.log(-math.expm1(-y))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float64 for float64 inputs, float32 for all others: the dtype of decays, solves and states."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,1 @@
+"""The figures, a file a subject."""

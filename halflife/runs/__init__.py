@@ -1,0 +1,1 @@
+"""Folders of runs: one run, many runs, and what their files hold."""

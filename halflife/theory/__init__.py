@@ -1,0 +1,1 @@
+"""What spectra and operators can do, computed from formulas."""

@@ -1,0 +1,186 @@
+"""The minimax error of t^{−β} against the number of channels and against the position, beside what PoST claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.decay.minimax import MEASURABLE, POINTS
+from halflife.theory.approximation import (
+    adapted_rates,
+    best_ends,
+    best_step,
+    best_weights,
+    geometric_rates,
+    linear_rates,
+    minimax_error,
+    random_rates,
+)
+from halflife.theory.spectra import response_as_run, spread
+
+SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
+NORMS = {"integers": False, "interval": True}
+ENDS = {  # in units of (1/T, 1): the paper's, and two further out
+    "geometric on [1/T, 1]": (1.0, 1.0), "geometric on [0.1/T, 6]": (0.1, 6.0), "geometric on [0.5/T, 4]": (0.5, 4.0),
+}  # fmt: skip
+
+
+def error_by_channels(
+    channels: Sequence[int], lengths: Sequence[float], beta: float = 0.5, *,
+    draws: int = 9, seed: int = 0, continuous: bool = False, cache: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Error against N for every spectrum and T, and how fast it falls (PoST, Table 1).
+
+    Args:
+        channels: N, ascending.
+        lengths: T.
+        beta: exponent of the power law.
+        draws: of random rates; their median is taken.
+        seed: of those draws.
+        continuous: over the interval [1, T] rather than its integers.
+        cache: JSON file that keeps the best ends and steps.
+
+    Returns:
+        "beta", "channels", "lengths", "continuous", "draws"; "errors", spectrum → T (as a string) → one error a N; and
+        "slopes", what `slopes` gives.
+    """
+    options: dict[str, Any] = {"continuous": continuous, "cache": cache}
+
+    def drawn(count: int, length: float, law: str) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        found = [random_rates(count, length, generator, law) for _ in range(draws)]
+        return torch.tensor([minimax_error(r, length, beta, continuous=continuous) for r in found]).median().item()
+
+    def error(rates: Tensor, length: float) -> float:
+        return minimax_error(rates, length, beta, continuous=continuous)
+
+    makers: dict[str, Callable[[int, float], float]] = {
+        "random": lambda n, t: drawn(n, t, "uniform"),
+        "random, log-uniform": lambda n, t: drawn(n, t, "log-uniform"),
+        "linear": lambda n, t: error(linear_rates(n, best_step(n, t, beta, **options)), t),
+        "geometric on [1/T, 1]": lambda n, t: error(geometric_rates(n, t), t),
+        "geometric, best ends": lambda n, t: error(geometric_rates(n, t, *best_ends(n, t, beta, **options)), t),
+    }
+    errors = {
+        name: {f"{t:g}": [makers[name](n, t) for n in channels] for t in lengths} for name in SPECTRA
+    }  # fmt: skip
+    return {"beta": beta, "channels": list(channels), "lengths": list(lengths), "continuous": continuous,
+            "draws": draws, "errors": errors, "slopes": slopes(errors, channels, beta)}  # fmt: skip
+
+
+def slopes(
+    errors: dict[str, dict[str, list[float]]], channels: Sequence[int], beta: float
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Least-squares slopes of log error against N, and against log N, beside those that PoST gives with a constant.
+
+    Of Table 1 they are π² / (log T + C₆) a channel for geometric rates, and the power β for linear ones. Random
+    rates are said to fall as exp(−Ω(N / log N)) with no constant.
+
+    Returns:
+        One dict a spectrum and T: "per_channel" −d log E / dN, "claimed_per_channel" (with C₆ = 0, or None), "offset"
+        the C₆ that would make them equal, "power" −d log E / d log N, "claimed_power" (or None), "points" the number
+        of errors in them. Errors under 1e-12 are left out; with fewer than two the slopes are None.
+    """
+    rows = []
+    for name, by_length in errors.items():
+        for length, found in by_length.items():
+            kept = [(n, math.log(e)) for n, e in zip(channels, found, strict=True) if e > MEASURABLE]
+            rate = -_slope([n for n, _ in kept], [y for _, y in kept]) if len(kept) > 1 else None
+            power = -_slope([math.log(n) for n, _ in kept], [y for _, y in kept]) if len(kept) > 1 else None
+            geometric = name.startswith("geometric")
+            rows.append({
+                "spectrum": name, "length": float(length), "points": len(kept),
+                "per_channel": rate,
+                "claimed_per_channel": math.pi**2 / math.log(float(length)) if geometric else None,
+                "offset": math.pi**2 / rate - math.log(float(length)) if geometric and rate else None,
+                "power": power, "claimed_power": beta if name == "linear" else None,
+            })  # fmt: skip
+    return rows
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    both = torch.tensor([x, y], dtype=torch.float64)
+    centred = both - both.mean(-1, keepdim=True)
+    return ((centred[0] @ centred[1]) / (centred[0] @ centred[0])).item()
+
+
+def error_by_ends(
+    channels: int, length: float, beta: float = 0.5, *, draws: int = 9, seed: int = 0, cache: Path | None = None
+) -> dict[str, Any]:
+    """Error of geometric rates against their ends, and of other spectra beside them, in both norms.
+
+    Args:
+        channels, length, beta, draws, seed, cache: as `error_by_channels` has them.
+
+    Returns:
+        "channels", "length", "beta", "draws"; "low", "high" (ends in units of (1/T, 1)) and "errors" `[low][high]`
+        over the integers: a map; "rows", a dict a spectrum: "spectrum", "low", "high" (its ends in those units, or
+        None) and its errors over the "integers" and over the "interval".
+    """
+
+    def error(low: float, high: float, continuous: bool = False) -> float:
+        return minimax_error(geometric_rates(channels, length, low / length, high), length, beta, continuous=continuous)
+
+    best = [best_ends(channels, length, beta, continuous=on, cache=cache) for on in NORMS.values()]
+    chosen = ENDS | {
+        f"geometric, best on the {norm}": (low * length, high) for norm, (low, high) in zip(NORMS, best, strict=True)
+    }
+    rows: list[dict[str, Any]] = [
+        {"spectrum": name, "low": low, "high": high, **{norm: error(low, high, on) for norm, on in NORMS.items()}}
+        for name, (low, high) in chosen.items()
+    ]
+    found = {
+        norm: error_by_channels([channels], [length], beta, draws=draws, seed=seed, continuous=on, cache=cache)[
+            "errors"
+        ]
+        for norm, on in NORMS.items()
+    }
+    for name in SPECTRA[:3]:
+        errors = {norm: found[norm][name][f"{length:g}"][0] for norm in NORMS}
+        rows.append({"spectrum": name, "low": None, "high": None, **errors})
+    low, high = ([2 ** (i / 2) for i in range(*ends)] for ends in ((-14, 5), (-2, 9)))
+    return {"channels": channels, "length": length, "beta": beta, "draws": draws, "low": low, "high": high,
+            "errors": [[error(a, b) for b in high] for a in low], "rows": rows}  # fmt: skip
+
+
+def error_by_position(
+    channels: int, length: float, positions: Sequence[int], beta: float = 0.5, *,
+    ends: tuple[float, float] | None = None, continuous: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Error on [1, t] at positions t of one geometric spectrum made for T, as it is and adapted to t (Prop. 4.9).
+
+    "static" keeps the rates; "adapted" has those of Theorem 4.11 at t, `r_k (t/T)^{−α_k}`, as if they had been so
+    all along. A recurrence had another gate at every step before t, and responds to the lags s = 1 … t − 1 of its
+    inputs by `exp(−r_k Σ_{j = t−s+1}^t (j/T)^{−α_k})`: "as run". The theorem leaves that out, and it undoes the gain
+    for the paper's ends: a slow response (1 − s/t)^r falls to 0 at the oldest input. With a slow end near 0.01/T as
+    run is as good as adapted.
+    (Proposition 4.9 bounds the static error at t by one that grows as t falls; but [1, t] is part of [1, T].)
+
+    Args:
+        channels, length: N, T.
+        positions: t, at least 3.
+        beta: exponent of the power law.
+        ends: the slowest and the fastest rate at T; (1/T, 1) unless given.
+        continuous: "static" and "adapted" over the interval [1, t] rather than its integers.
+
+    Returns:
+        "channels", "length", "beta", "ends", "positions", and "errors": "static", "adapted", "as run" → one a t.
+    """
+    low, high = ends or (1 / length, 1.0)
+    rates = geometric_rates(channels, length, low, high)
+    errors: dict[str, list[float]] = {"static": [], "adapted": [], "as run": []}
+    for t in positions:
+        adapted = adapted_rates(rates, t, length)
+        errors["static"].append(minimax_error(rates, t, beta, continuous=continuous))
+        errors["adapted"].append(minimax_error(adapted, t, beta, continuous=continuous))
+        lags = spread(1, t - 1, POINTS)
+        columns = response_as_run(rates, lags.long(), t, length).mT
+        weights, _, _ = best_weights(columns, lags**-beta)
+        errors["as run"].append((lags**-beta - columns @ weights).abs().max().item())
+    return {"channels": channels, "length": length, "beta": beta, "ends": [low, high],
+            "positions": list(positions), "errors": errors}  # fmt: skip
