@@ -134,7 +134,7 @@ def _updates(rank: int, batch: int) -> dict[str, Callable[[], object]]:
     q, k, v = (x[:, -1:] for x in (q, k, v))
     _, state = koopman_attention(q, k, v, initial_state=state, **options)
     assert state is not None
-    filter_ = koopman.Filter(1.0, 1.0, 1e-3, 2, k)
+    filter_ = koopman.KoopmanReadout(1.0, 1.0, 1e-3, 2, k)
     z = k[:, 0] / state["norm"].sqrt().unsqueeze(-1)
     eye = 1e-3 * torch.eye(rank)
     return {
@@ -146,7 +146,9 @@ def _updates(rank: int, batch: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def _factorised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: KoopmanState, filter_: koopman.Filter):
+def _factorised(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: KoopmanState, filter_: koopman.KoopmanReadout
+):
     """As `koopman._step`, with a Cholesky factorisation and solves by it where that has the inverse factor."""
     y = filter_.read(Sums(*(state[name] for name in Sums._fields)), q.transpose(1, 2)).transpose(1, 2)
     return y, koopman_state.commit(k[:, 0], v[:, 0], state)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from halflife import decay
 from halflife.ops import koopman_attention
-from halflife.report.style import COLOURS, GOAL, INK, WIDTH, looks, styled
+from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 from halflife.theory import approximation
 from halflife.theory.koopman import crossover, state_floats
 from halflife.theory.spectra import coherence
@@ -27,12 +27,12 @@ def decays() -> Figure:
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = torch.logspace(0, 4, 200)
-    for value, look in looks(("0.9", "0.97", "0.99", "0.997")).items():
+    for value, look in model_styles(("0.9", "0.97", "0.99", "0.997")).items():
         half = math.log(0.5) / math.log(float(value))
         left.plot(steps, float(value) ** steps, color=look.color, linestyle=look.linestyle, label=f"λ = {value}")
         left.plot(half, 0.5, look.marker, color=look.color)
         left.annotate(f"{half:.0f}", (half, 0.5), (5, 4), textcoords="offset points", fontsize=8)
-    left.axhline(0.5, **GOAL)
+    left.axhline(0.5, **REFERENCE_LINE)
     left.set(xscale="log", xlabel="tokens since it was written, s", ylabel=r"what is left, $\lambda^s$")
     left.legend(loc="upper right")
     for row, name in enumerate(STRATEGIES):
@@ -70,9 +70,9 @@ def spectra() -> Figure:
         axes.grid(False)
     figure.colorbar(image, ax=panels[:2], location="bottom", shrink=0.5, label="coherence", aspect=30)
     t = torch.linspace(0, math.log(LENGTH), 400, dtype=torch.float64).exp()
-    best = approximation.geometric_rates(16, LENGTH, *approximation.best_ends(16, LENGTH))
+    best = approximation.geometric_rates(16, LENGTH, *approximation.best_endpoints(16, LENGTH))
     fits = {"random": random, "geometric, [1/T, 1]": geometric, "geometric, best ends": best}
-    for (name, look), rates in zip(looks(tuple(fits)).items(), fits.values(), strict=True):
+    for (name, look), rates in zip(model_styles(tuple(fits)).items(), fits.values(), strict=True):
         found = approximation.fit(rates, LENGTH, continuous=True)
         left = (t**-0.5 - torch.exp(-t.unsqueeze(-1) * rates) @ found.weights).abs()
         panels[2].plot(t, left.clamp(min=1e-12), color=look.color, linestyle=look.linestyle, linewidth=1.2, label=name)
@@ -96,8 +96,8 @@ def stretching() -> Figure:
         shades = torch.linspace(0.15, 1, 16).flip(0)
         for channel in range(16):
             axes.plot(positions, scales[:, channel], color=COLOURS[0], alpha=float(shades[channel]), linewidth=1.1)
-        axes.plot(positions, positions, **GOAL)
-        axes.axvline(LENGTH, **GOAL)
+        axes.plot(positions, positions, **REFERENCE_LINE)
+        axes.axvline(LENGTH, **REFERENCE_LINE)
         axes.annotate("T", (LENGTH, 0.45), (3, 0), textcoords="offset points")
         axes.set(xscale="log", yscale="log", xlabel="position t", ylim=(0.3, 3e7))
         axes.set_title(r"$t_{ref} = $" + ("1, the algorithm" if reference == 1 else "T, the theorem"))
@@ -109,7 +109,7 @@ def stretching() -> Figure:
 def tapered(axes: Axes) -> None:
     """The response after s tokens of the slowest channel, one between and the fastest, at T and at 16 T."""
     lags = torch.logspace(-0.5, 5, 200)
-    for alpha, look in zip((1.0, 0.5, 0.0), looks("abc").values(), strict=True):
+    for alpha, look in zip((1.0, 0.5, 0.0), model_styles("abc").values(), strict=True):
         for factor, line in ((1, "-"), (16, (0, (3, 2)))):
             scale = (factor * LENGTH) ** alpha
             axes.plot(lags, torch.exp(-lags / scale), color=look.color, linestyle=line, linewidth=1.4)
@@ -125,17 +125,17 @@ def koopman() -> Figure:
     left, right = figure.subplots(1, 2)
     pairs = (4, 8, 16, 24, 32, 48, 64)
     names = {"K = 0": 0, "K = 1": 1, "K = 2": 2}
-    for (name, look), power in zip(looks(tuple(names)).items(), names.values(), strict=True):
+    for (name, look), power in zip(model_styles(tuple(names)).items(), names.values(), strict=True):
         left.plot(pairs, [100 * recall(count, power) for count in pairs], **look._asdict(), label=name)
-    left.axvline(48, **GOAL)
+    left.axvline(48, **REFERENCE_LINE)
     left.annotate("r = 48", (48, 52), (-38, 0), textcoords="offset points", fontsize=8)
     left.set(xlabel="pairs", ylabel="recalled, %", title="an untrained layer, asked with a key", ylim=(-3, 103))
     tokens = torch.logspace(1, 4, 60)
     rank = width = 48
     sizes = {"KV cache": (rank + width) * tokens, "SKA": state_floats(rank, width), "linear attention": rank * width}
-    for (name, look), size in zip(looks(tuple(sizes)).items(), sizes.values(), strict=True):
+    for (name, look), size in zip(model_styles(tuple(sizes)).items(), sizes.values(), strict=True):
         right.plot(tokens, size * torch.ones(60), color=look.color, linestyle=look.linestyle, label=name)
-    right.axvline(crossover(rank, width), **GOAL)
+    right.axvline(crossover(rank, width), **REFERENCE_LINE)
     right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="floats a head", title="what is kept")
     right.legend(loc="lower right")
     right.set_ylim(30, None)

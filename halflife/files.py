@@ -13,7 +13,7 @@ from typing import Any
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary neighbour to write to; it is moved into place at the end, and removed after an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` through a temporary neighbour: a reader never sees half a file."""
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -68,7 +68,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextmanager
-def alone(folder: Path, patience: float = 0) -> Iterator[None]:
+def folder_lock(folder: Path, patience: float = 0) -> Iterator[None]:
     """Keeps other processes that ask for it out of `folder`; the system frees what a killed process held.
 
     Args:

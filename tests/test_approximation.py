@@ -158,8 +158,8 @@ def test_known_figures():
     assert error(approx.geometric_rates(16, 1e4, 5e-5, 4)) == pytest.approx(8e-6, rel=0.3)
 
 
-def test_best_ends_lie_a_little_outside():
-    low, high = approx.best_ends(16, 1e4, continuous=True)
+def test_best_endpoints_lie_a_little_outside():
+    low, high = approx.best_endpoints(16, 1e4, continuous=True)
     best = approx.minimax_error(approx.geometric_rates(16, 1e4, low, high), 1e4, continuous=True)
     assert best == pytest.approx(3.2e-6, rel=0.1)
     assert 0.3 < low * 1e4 < 1
@@ -229,14 +229,14 @@ def test_the_error_as_run_is_that_of_a_linear_program():
 # --------------------------------------------------------------------------------------------------- cache
 
 
-def test_best_ends_are_kept(tmp_path, monkeypatch):
+def test_best_endpoints_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(power_law, "_FOUND", {})
     cache = tmp_path / "ends.json"
-    ends = approx.best_ends(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)
+    ends = approx.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)
     monkeypatch.setattr(power_law, "descend", None)
     monkeypatch.setattr(approx, "descend", None)
-    assert (approx.best_ends(3, 50), approx.best_step(3, 50)) == ends
+    assert (approx.best_endpoints(3, 50), approx.best_step(3, 50)) == ends
     monkeypatch.setattr(power_law, "_FOUND", {})
-    assert (approx.best_ends(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)) == ends
+    assert (approx.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)) == ends
     with pytest.raises(TypeError):
-        approx.best_ends(3, 50, continuous=True, cache=cache)  # another question
+        approx.best_endpoints(3, 50, continuous=True, cache=cache)  # another question

@@ -34,7 +34,11 @@ def test_another_field(tmp_path):
         ("a.txt", b"", "a.txt is empty"),
         ("a.txt.gz", gzip.compress(b"", mtime=0), "a.txt.gz is empty"),
         ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:25], "a.txt.gz is truncated or no gzip"),
-        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-8], "a.txt.gz is truncated or no gzip"),  # all but the checksum
+        (
+            "a.txt.gz",
+            gzip.compress(b"x" * 9999, mtime=0)[:-8],
+            "a.txt.gz is truncated or no gzip",
+        ),  # all but the checksum
         ("a.txt.gz", b"plain text", "a.txt.gz is truncated or no gzip"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-4], "a.jsonl.gz is truncated or no gzip"),
         ("a.txt", b"text\0more", r"a.txt is binary or UTF-16 \(it has NUL bytes\)"),

@@ -22,11 +22,11 @@ from halflife.cli.train import number
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
 from halflife.experiments import train as language
-from halflife.files import alone
+from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.language_run import MicroBatches, run
 from halflife.training.checkpoints import last_checkpoint
-from halflife.training.config import Execution
+from halflife.training.config import ExecutionConfig
 from halflife.training.fit import Objective
 from halflife.training.schedules import schedule
 from halflife.training.speed import Speed, operations
@@ -59,7 +59,7 @@ def tiny(corpus, model="mamba2+post", tokens=12 * 4 * 32, **options):
 
 
 def quiet(**options):
-    return Execution(show=False, **options)
+    return ExecutionConfig(show=False, **options)
 
 
 def numbers(folder):
@@ -108,12 +108,12 @@ def test_documents_do_not_see_each_other_in_a_batch(corpus):
     objective = Objective(LanguageModel(config.model))
     batch = MicroBatches(corpus.split("train"), config, 1)[0]
     bounds = batch["cu_seqlens"].tolist()
-    alone = 0.0
+    folder_lock = 0.0
     for a, b in pairwise(bounds):
         ids, labels = batch["input_ids"][:, a:b], batch["labels"][:, a:b]
         if (labels != -100).any():
-            alone += objective(ids, labels)["loss"] * (labels != -100).sum()
-    torch.testing.assert_close(alone / (batch["labels"] != -100).sum(), objective(**batch)["loss"])
+            folder_lock += objective(ids, labels)["loss"] * (labels != -100).sum()
+    torch.testing.assert_close(folder_lock / (batch["labels"] != -100).sum(), objective(**batch)["loss"])
 
 
 def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
@@ -290,7 +290,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     with pytest.raises(SystemExit):
         main(["train", *arguments(text, folder)])  # the folder is taken
     assert "--resume" in capsys.readouterr().err
-    with alone(folder), pytest.raises(SystemExit):
+    with folder_lock(folder), pytest.raises(SystemExit):
         main(["train", "--resume", str(folder)])
     assert "another process is at work" in capsys.readouterr().err
     main(["train", "--resume", str(folder), "--quiet"])  # is done: prints its result again

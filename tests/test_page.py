@@ -22,7 +22,7 @@ from halflife.files import read_json
 from halflife.models import checkpoint
 from halflife.report.page.render import write_report
 from halflife.report.page.spectrum import grid
-from halflife.training.config import Execution
+from halflife.training.config import ExecutionConfig
 
 MODELS = ("mamba2", "mamba2+post")
 LENGTH = 16
@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
         sizes={"hidden_size": 160, "num_layers": 1, "num_heads": 2}, warmup=0.0,
     )  # fmt: skip
     output = tmp_path_factory.mktemp("run")
-    language.execute(config, output, execution=Execution(show=False), samples=("slow",), command="halflife train")
+    language.execute(config, output, execution=ExecutionConfig(show=False), samples=("slow",), command="halflife train")
     return output
 
 

@@ -10,7 +10,7 @@ from helpers import assert_close, assert_same
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST
 from halflife.decay import minimax as power_law
-from halflife.decay.minimax import MEASURABLE, best_ends, geometric_rates, minimax_error
+from halflife.decay.minimax import MEASURABLE, best_endpoints, geometric_rates, minimax_error
 
 HEADS, CHANNELS, LENGTH = 4, 3, 512
 
@@ -70,10 +70,10 @@ def test_starts_geometric_with_a_linear_taper(name, granularity):
 
 @each_geometric
 def test_optimal_endpoints(name, granularity):
-    """Base rates are those of `best_ends`; no others nearby approximate the power law better."""
+    """Base rates are those of `best_endpoints`; no others nearby approximate the power law better."""
     optimal = post(name, granularity, endpoints="optimal", beta=0.7)
     channels = math.prod(optimal.shape)
-    low, high = best_ends(channels, LENGTH, 0.7)
+    low, high = best_endpoints(channels, LENGTH, 0.7)
     assert_close(optimal.timescales(1).flatten(), 1 / geometric(channels, low, high), TOLERANCE)
     least = minimax_error(geometric_rates(channels, LENGTH, low, high), LENGTH, 0.7)
     for ends in ((1 / LENGTH, 1.0), (low / 1.5, high), (low, high * 1.5), (low * 1.5, high / 1.5)):

@@ -13,7 +13,7 @@ import pytest
 
 from halflife.report.figures.comparison import save_all
 from halflife.report.page.render import write_report
-from halflife.report.style import looks
+from halflife.report.style import model_styles
 from halflife.runs import folder as results
 
 MODELS = ("mamba2", "mamba2+post", "llama")
@@ -326,7 +326,7 @@ def test_imports_are_light():
 
 
 def test_looks_differ():
-    assert len(set(looks([str(i) for i in range(56)]).values())) == 56
+    assert len(set(model_styles([str(i) for i in range(56)]).values())) == 56
 
 
 def test_drawing_leaves_matplotlib_alone(run_dir):

@@ -99,9 +99,9 @@ class Train:
 
     def run(self) -> None:
         from halflife.experiments import train as language
-        from halflife.training.config import Execution, rank
+        from halflife.training.config import ExecutionConfig, rank
 
-        execution = Execution(
+        execution = ExecutionConfig(
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing, fsdp=self.fsdp,
             tensorboard=self.tensorboard, show=not self.quiet,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halflife.data.cache import cache_folder, locked
-from halflife.files import replacing
+from halflife.files import atomic_path
 
 GRAMMAR = "hf:owner/name[@revision][:configuration[:split]], the split as in train or train[:10000]"
 TIMEOUT = 5  # seconds in which the hub must answer
@@ -98,7 +98,7 @@ def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
         rows = datasets.load_dataset(
             wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
         )  # fmt: skip
-        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             for i, row in enumerate(rows if wanted.rows is None else rows.take(wanted.rows)):
                 file.write(json.dumps({field: _text(row, field, i + 1)}) + "\n")
     except ValueError as error:

@@ -143,11 +143,11 @@ class Decay(Float32Module):
         """Log of the factor between `e^{log_rate}` and the decay rate at zero activation, under PoST."""
         return 0.0
 
-    def base_of(self, rate: float) -> float:
+    def post_base(self, rate: float) -> float:
         """What PoST orders, of a channel with this decay rate at zero activation: by default its log-rate."""
         return math.log(rate) - self.rate_offset()
 
-    def log_rates_of(self, base: Tensor) -> Tensor:
+    def post_log_rates(self, base: Tensor) -> Tensor:
         """The log-rates of ordered quantities, up to a constant: PoST's taper compares them."""
         return base
 
@@ -155,7 +155,7 @@ class Decay(Float32Module):
         """f and the bias, if any, that PoST leaves in it and that base rates do not count."""
         return f
 
-    def stretched(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
+    def stretch_log_decay(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
         """The law when each rate is multiplied by `e^{log_stretch}`, `[…, T, H]` or `[…, T, H, K]`."""
         g = self.log_decay(f, base)
         return g * log_stretch.exp().to(g.dtype)

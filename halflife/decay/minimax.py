@@ -190,7 +190,7 @@ def geometric_rates(channels: int, length: float, low: float | None = None, high
 _FOUND: dict[str, list[float]] = {}
 
 
-def best_ends(
+def best_endpoints(
     channels: int, length: float, beta: float = 0.5, *,
     fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None,
 ) -> tuple[float, float]:  # fmt: skip

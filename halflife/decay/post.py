@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import Decay
-from halflife.decay.minimax import FASTEST, best_ends
+from halflife.decay.minimax import FASTEST, best_endpoints
 from halflife.precision import inverse_softplus_of
 
 
@@ -61,7 +61,7 @@ class PoST(Decay):
         self.shares_keys = decay.shares_keys
         self.decay = decay
         self.train_length, self.reference_length, self.endpoints = train_length, reference_length, endpoints
-        self.base_ends = decay.base_of(low), decay.base_of(high)
+        self.base_ends = decay.post_base(low), decay.post_base(high)
         self.channels = math.prod(self.shape)
         self.theta = nn.Parameter(torch.empty(()))
         self.delta = nn.Parameter(torch.empty(self.channels - 1))
@@ -82,7 +82,7 @@ class PoST(Decay):
 
     def log_rates(self) -> Tensor:
         """The ordered log-rates p, `[N]`, strictly increasing."""
-        return self.decay.log_rates_of(self.base())
+        return self.decay.post_log_rates(self.base())
 
     def taper(self) -> Tensor:
         """The exponents α, `[N]`, in [0, 1]; 0 when there is one channel."""
@@ -116,7 +116,7 @@ class PoST(Decay):
         return -1 / self._at(rest, rest.new_full((1,), position))[0, 0]
 
     def _at(self, f: Tensor, position: Tensor) -> Tensor:
-        return self.decay.stretched(f, self.base().view(self.shape), self.log_stretch(position))
+        return self.decay.stretch_log_decay(f, self.base().view(self.shape), self.log_stretch(position))
 
     def extra_repr(self) -> str:
         return f"train_length={self.train_length}, reference_length={self.reference_length}, endpoints={self.endpoints}"
@@ -126,7 +126,7 @@ def _ends(decay: Decay, train_length: int, endpoints: tuple[float, float] | str,
     """The slowest and the fastest base rate."""
     if endpoints == "optimal":
         fastest = decay.fastest_rate if decay.bounded else FASTEST
-        return best_ends(math.prod(decay.shape), train_length, beta, fastest=fastest)
+        return best_endpoints(math.prod(decay.shape), train_length, beta, fastest=fastest)
     if isinstance(endpoints, str) or len(endpoints) != 2:
         raise ValueError(f'endpoints are two numbers or "optimal"; got {endpoints!r}')
     return endpoints[0] / train_length, endpoints[1] * decay.fastest_rate

@@ -61,16 +61,16 @@ class RWKV7Decay(Decay):
         self.logit, self.zigzag = None, nn.Parameter(torch.empty(self.shape))
         self.reset_parameters()
 
-    def base_of(self, rate: float) -> float:
+    def post_base(self, rate: float) -> float:
         if not 0 < rate < FASTEST:
             raise ValueError(f"RWKV-7's rates lie below e^(−1/2) = {FASTEST:.4f}; the end points ask for {rate:.4f}")
         return math.log(rate / (FASTEST - rate))
 
-    def log_rates_of(self, base: Tensor) -> Tensor:
+    def post_log_rates(self, base: Tensor) -> Tensor:
         return F.logsigmoid(base)
 
     def activation(self, f: Tensor) -> Tensor:
         return f if self.zigzag is None else f + self.zigzag
 
-    def stretched(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
+    def stretch_log_decay(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
         return self.log_decay(f, base + log_stretch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from halflife.experiments.base import EXPERIMENTS
 from halflife.files import read_json, write_text
-from halflife.runs.sweep import Cell, Execute, create, one_by_one, sweep
+from halflife.runs.sweep import Cell, Runner, create, one_by_one, sweep
 
 
 def new(
@@ -72,7 +72,7 @@ def new(
 
 
 def execute(
-    folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True, on: Execute = one_by_one
+    folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True, on: Runner = one_by_one
 ) -> list[dict[str, Any]]:
     """Runs, or goes on with, the comparison in `folder`; then writes its table, figures and report.
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from halflife.data.corpus import Corpus, CorpusConfig
-from halflife.files import alone, read_json, write_json
+from halflife.files import folder_lock, read_json, write_json
 from halflife.models import ModelConfig, preset
 from halflife.models.presets.sizes import SIZES
 from halflife.registry import unknown
 from halflife.runs.language_run import LanguageConfig, run
 from halflife.runs.sweep import versions
-from halflife.training.config import Execution, rank
+from halflife.training.config import ExecutionConfig, rank
 from halflife.training.schedules import schedule
 
 
@@ -98,7 +98,7 @@ def saved(folder: Path) -> LanguageConfig:
 
 
 def execute(
-    config: LanguageConfig, folder: Path, *, execution: Execution, samples: Sequence[str] = (), command: str = ""
+    config: LanguageConfig, folder: Path, *, execution: ExecutionConfig, samples: Sequence[str] = (), command: str = ""
 ) -> dict[str, Any]:
     """Runs or goes on with `config` in `folder`; writes figures and samples. Returns the result.
 
@@ -106,12 +106,12 @@ def execute(
         samples: prompts that the model continues at the end, into `samples.txt`.
         command: that started it, for `command.txt`.
     """
-    with alone(folder) if rank() == 0 else nullcontext():
+    with folder_lock(folder) if rank() == 0 else nullcontext():
         return _execute(config, folder, execution, samples, command)
 
 
 def _execute(
-    config: LanguageConfig, folder: Path, execution: Execution, samples: Sequence[str], command: str
+    config: LanguageConfig, folder: Path, execution: ExecutionConfig, samples: Sequence[str], command: str
 ) -> dict[str, Any]:
     corpus = opened(config.data, execution.show and rank() == 0)
     if rank() == 0 and not (folder / "versions.json").exists():

@@ -119,7 +119,7 @@ class GateRank(nn.Module):
         }  # fmt: skip
 
 
-def remember(
+def apply_update(
     gate: GateRank | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
     state: State, cu_seqlens: Tensor | None, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, remember
+from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.parts import GatedRMSNorm, ShortConv
 from halflife.precision import Float32Module
@@ -112,7 +112,7 @@ class Mamba2(Mixer):
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
         v = values * self.decay.step(f).unsqueeze(-1).to(values.dtype)
-        y, kept = remember(
+        y, kept = apply_update(
             self.gate_rank, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip

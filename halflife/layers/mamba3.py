@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, remember
+from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.ops.chunked.layout import make_layout
@@ -167,7 +167,7 @@ class Mamba3(Mixer):
         v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
         weight = g.exp() * (before + (1 - end) * step)
         written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-        y, kept = remember(
+        y, kept = apply_update(
             self.gate_rank, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip

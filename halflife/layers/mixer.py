@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halflife import decay as decays
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, remember
+from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.parts import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
 from halflife.ops import dplr
 from halflife.ops.recurrent import check_cu_seqlens
@@ -265,7 +265,7 @@ class LinearMixer(Mixer):
             )  # fmt: skip
             kept: dict[str, Any] = {"memory": memory}
         else:
-            o, kept = remember(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
+            o, kept = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
         new |= kept
         o = o.to(x.dtype)
         gated = self.gate(o).flatten(-2) if isinstance(self.gate, nn.RMSNorm) else self.gate(o, x)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from halflife.files import read_json, replacing, write_json
+from halflife.files import atomic_path, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
 
@@ -25,7 +25,7 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "model.safetensors") as temporary:
+    with atomic_path(folder / "model.safetensors") as temporary:
         save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}

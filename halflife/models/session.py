@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halflife.files import replacing
+from halflife.files import atomic_path
 from halflife.models.lm import LanguageModel, ModelState
 
 FORMAT = 1  # raised when a state of before can no longer be read
@@ -178,7 +178,7 @@ class Session:
         about = {"format": str(FORMAT), "model": self._fingerprint(), "position": str(self.position)}
         # Copies: tensors of a file may not share memory, those of a state may.
         copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if x is not None}
-        with replacing(Path(path)) as temporary:
+        with atomic_path(Path(path)) as temporary:
             save_file(copies, temporary, about)
         return Path(path)
 

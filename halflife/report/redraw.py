@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from halflife.analysis.forecast_survey import saved
-from halflife.files import read_json, replacing
+from halflife.files import atomic_path, read_json
 from halflife.report.figures import language as language_figures
 from halflife.report.figures import theory as theory_figures
 from halflife.report.figures.comparison import FORMATS, check_format, save, save_all
@@ -76,7 +76,7 @@ def _language(run: LanguageRun, formats: Sequence[str]) -> list[Path]:
     }  # fmt: skip
     files = [run.path / "figures" / f"{name}.{suffix}" for name in drawings for suffix in formats]
     for file in files:
-        with replacing(file) as temporary:
+        with atomic_path(file) as temporary:
             whole = temporary.with_suffix(file.suffix)  # which says the format
             drawings[file.stem](whole)
             whole.replace(temporary)

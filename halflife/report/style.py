@@ -22,7 +22,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "guess": {"color": INK, "linewidth": 1.2, "linestyle": (0, (1, 1.2)), "label": "guess (ignores the key)"},
     "chance": {"color": INK, "linewidth": 1.2, "linestyle": (0, (1, 4)), "label": "chance"},
 }
-GOAL: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (5, 3)), "alpha": 0.7}
+REFERENCE_LINE: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (5, 3)), "alpha": 0.7}
 WIDTH = 7.2  # inches: of a page of print
 
 STYLE = {
@@ -47,7 +47,7 @@ STYLE = {
 styled = matplotlib.style.context(["default", STYLE])  # a decorator; whatever the user's own style is
 
 
-class Look(NamedTuple):
+class ModelStyle(NamedTuple):
     """How a model is drawn in every figure."""
 
     color: str
@@ -55,17 +55,17 @@ class Look(NamedTuple):
     linestyle: Any
 
 
-def looks(models: Sequence[str]) -> dict[str, Look]:
+def model_styles(models: Sequence[str]) -> dict[str, ModelStyle]:
     """One look a model, by its place in the command; no two of the first 280 are alike."""
     return {
-        model: Look(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], LINES[i % len(LINES)])
+        model: ModelStyle(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], LINES[i % len(LINES)])
         for i, model in enumerate(models)
     }
 
 
 def model_handles(models: Sequence[str]) -> list[Line2D]:
     """Legend entries of models."""
-    return [Line2D([], [], **look._asdict(), label=plain(model)) for model, look in looks(models).items()]
+    return [Line2D([], [], **look._asdict(), label=plain(model)) for model, look in model_styles(models).items()]
 
 
 def legend(figure: Figure, handles: list[Line2D]) -> None:

@@ -20,8 +20,8 @@ from halflife.evaluation.language import by_position, octaves, of_documents, per
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.tasks import IGNORED
-from halflife.training.config import Execution, TrainConfig, rank, world_size
-from halflife.training.fit import Objective, begin, fit
+from halflife.training.config import ExecutionConfig, TrainConfig, rank, world_size
+from halflife.training.fit import Objective, claim_run_folder, fit
 from halflife.training.speed import Speed, gemm_rate, operations
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
@@ -76,7 +76,7 @@ class MicroBatches(Dataset[dict[str, Tensor]]):
 
 
 def run(
-    config: LanguageConfig, corpus: Corpus, folder: Path, *, name: str, execution: Execution | None = None
+    config: LanguageConfig, corpus: Corpus, folder: Path, *, name: str, execution: ExecutionConfig | None = None
 ) -> dict[str, Any]:
     """Trains on `corpus`, evaluates and writes into `folder`; continues from its last checkpoint if it holds one.
 
@@ -96,13 +96,13 @@ def run(
         ValueError: the folder belongs to a run with another configuration, or the text is another one.
         Stopped: the process was asked to end (SIGTERM), and has saved.
     """
-    execution = execution or Execution()
+    execution = execution or ExecutionConfig()
     if corpus.digest != config.digest:
         raise ValueError(f"this is not the text of the run: {corpus.digest[:12]}…, not {config.digest[:12]}…")
     check_vocabulary(corpus.tokenizer, config.model.vocab_size)
     parts = execution.parts(config.batch_size)
     data, validate = MicroBatches(corpus.split("train"), config, parts), _validation(corpus, config)
-    if (finished := begin(config, folder)) is not None:
+    if (finished := claim_run_folder(config, folder)) is not None:
         return finished
     torch.manual_seed(config.seed)
     model = LanguageModel(config.model)
@@ -153,12 +153,12 @@ def _speed(model: LanguageModel, config: LanguageConfig) -> Speed:
     return Speed(config.batch_size * config.context, operations(model, config.context), rate * world_size())
 
 
-def _validation(corpus: Corpus, config: LanguageConfig, alone: bool = False) -> Callable[[nn.Module], float]:
+def _validation(corpus: Corpus, config: LanguageConfig, folder_lock: bool = False) -> Callable[[nn.Module], float]:
     """The mean loss on the same rows of the validation split every time.
 
     Each process reads its share of them, or, `alone`, the one that calls it all.
     """
-    processes, own = (1, 0) if alone else (world_size(), rank())
+    processes, own = (1, 0) if folder_lock else (world_size(), rank())
     split = corpus.split("validation")
     rows = min(config.validation_tokens, split.tokens) // config.context
     if not rows:
@@ -191,7 +191,7 @@ def _validation(corpus: Corpus, config: LanguageConfig, alone: bool = False) -> 
 def of_rows(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> float:
     """The mean loss on the validation split in rows as in training, nats a token."""
     limit = min(config.test_tokens, corpus.split("validation").tokens)
-    return _validation(corpus, replace(config, validation_tokens=limit), alone=True)(Objective(model))
+    return _validation(corpus, replace(config, validation_tokens=limit), folder_lock=True)(Objective(model))
 
 
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:

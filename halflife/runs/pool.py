@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from halflife.runs.sweep import Execute, Job, one_by_one, perform
+from halflife.runs.sweep import Job, Runner, one_by_one, perform
 from halflife.training.fit import Stopped
 
 RETRIES = 5  # of a run whose worker is gone; each costs at most the steps since its last checkpoint
 PATIENCE = 60.0  # seconds; a file server may hold the lock of a machine that is gone about so long
 
 
-def executor(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_run: float | None = None) -> Execute:
+def executor(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_run: float | None = None) -> Runner:
     """What does the runs of a sweep.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from halflife.files import alone, read_json, write_json, write_text
+from halflife.files import folder_lock, read_json, write_json, write_text
 from halflife.runs.task_run import RunConfig, run
 
 COLUMNS = (
@@ -51,7 +51,7 @@ class Job:
 
 
 # How the jobs of a sweep are done: takes them, and whether to draw progress bars; each writes into its folder.
-Execute = Callable[[Sequence[Job], bool], None]
+Runner = Callable[[Sequence[Job], bool], None]
 
 
 def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -> Iterator[Cell]:
@@ -78,7 +78,7 @@ def perform(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, A
     Raises:
         ValueError: it does not, or the folder belongs to a run with another configuration.
     """
-    with alone(job.folder, patience):
+    with folder_lock(job.folder, patience):
         return run(job.config, job.folder, name=job.name, show=show)
 
 
@@ -88,7 +88,7 @@ def sweep(
     *,
     seeds: Sequence[int] | None = None,
     show: bool = True,
-    execute: Execute = one_by_one,
+    execute: Runner = one_by_one,
 ) -> list[dict[str, Any]]:
     """Runs every cell of the sweep described by `folder/config.json`, and writes `results.csv`.
 

@@ -17,8 +17,8 @@ from halflife.evaluation.recall import accuracy, by_position
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.tasks import build as build_task
-from halflife.training.config import Execution, TrainConfig
-from halflife.training.fit import begin, fit
+from halflife.training.config import ExecutionConfig, TrainConfig
+from halflife.training.fit import claim_run_folder, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     """
     from halflife.data.task_stream import TaskStream
 
-    if (finished := begin(config, folder)) is not None:
+    if (finished := claim_run_folder(config, folder)) is not None:
         return finished
     torch.manual_seed(config.seed)
     model = LanguageModel(config.model)
@@ -100,7 +100,7 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
 
     diverged, metrics = fit(
         model, config, TaskStream(stages, config.steps, config.batch_size, config.seed), folder,
-        validate=validate, measure="accuracy", name=name, execution=Execution(show=show),
+        validate=validate, measure="accuracy", name=name, execution=ExecutionConfig(show=show),
     )  # fmt: skip
     model.eval()
     after = timescales(model, positions)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from halflife.decay.minimax import (
     Fit,
-    best_ends,
+    best_endpoints,
     best_weights,
     descend,
     fit,
@@ -36,7 +36,7 @@ from halflife.decay.minimax import (
 from halflife.shapes import Float
 
 __all__ = [
-    "Fit", "adapted_rates", "best_ends", "best_step", "best_weights", "fit", "geometric_rates", "linear_rates",
+    "Fit", "adapted_rates", "best_endpoints", "best_step", "best_weights", "fit", "geometric_rates", "linear_rates",
     "minimax_error", "random_rates", "taper",
 ]  # fmt: skip
 
@@ -76,7 +76,7 @@ def adapted_rates(rates: Float[Tensor, " N"], position: float, reference_length:
 def best_step(
     channels: int, length: float, beta: float = 0.5, *, continuous: bool = False, cache: Path | None = None
 ) -> float:
-    """The step of the linear rates that approximate t^{−β} best; as `best_ends`."""
+    """The step of the linear rates that approximate t^{−β} best; as `best_endpoints`."""
 
     def error(x: Sequence[float]) -> float:
         return minimax_error(linear_rates(channels, math.exp(x[0])), length, beta, continuous=continuous)

@@ -13,7 +13,7 @@ from torch import Tensor
 from halflife.decay.minimax import MEASURABLE, POINTS
 from halflife.theory.approximation import (
     adapted_rates,
-    best_ends,
+    best_endpoints,
     best_step,
     best_weights,
     geometric_rates,
@@ -64,7 +64,7 @@ def error_by_channels(
         "random, log-uniform": lambda n, t: drawn(n, t, "log-uniform"),
         "linear": lambda n, t: error(linear_rates(n, best_step(n, t, beta, **options)), t),
         "geometric on [1/T, 1]": lambda n, t: error(geometric_rates(n, t), t),
-        "geometric, best ends": lambda n, t: error(geometric_rates(n, t, *best_ends(n, t, beta, **options)), t),
+        "geometric, best ends": lambda n, t: error(geometric_rates(n, t, *best_endpoints(n, t, beta, **options)), t),
     }
     errors = {
         name: {f"{t:g}": [makers[name](n, t) for n in channels] for t in lengths} for name in SPECTRA
@@ -126,7 +126,7 @@ def error_by_ends(
     def error(low: float, high: float, continuous: bool = False) -> float:
         return minimax_error(geometric_rates(channels, length, low / length, high), length, beta, continuous=continuous)
 
-    best = [best_ends(channels, length, beta, continuous=on, cache=cache) for on in NORMS.values()]
+    best = [best_endpoints(channels, length, beta, continuous=on, cache=cache) for on in NORMS.values()]
     chosen = ENDS | {
         f"geometric, best on the {norm}": (low * length, high) for norm, (low, high) in zip(NORMS, best, strict=True)
     }

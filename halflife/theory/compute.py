@@ -21,7 +21,7 @@ from halflife.models.load import checkpoints, load_any
 from halflife.registry import unknown
 from halflife.theory.approximation import (
     adapted_rates,
-    best_ends,
+    best_endpoints,
     best_step,
     geometric_rates,
     linear_rates,
@@ -102,7 +102,7 @@ def _ends(s: Settings, cache: Path | None) -> dict[str, Any]:
 def _positions(s: Settings, cache: Path | None) -> list[dict[str, Any]]:
     """Static, adapted and as run for the paper's ends, the best and far ones."""
     low, high = FAR_ENDS
-    ends = (1 / s.length, 1.0), best_ends(s.channels, s.length, s.beta, cache=cache), (low / s.length, high)
+    ends = (1 / s.length, 1.0), best_endpoints(s.channels, s.length, s.beta, cache=cache), (low / s.length, high)
     first = max(4, min(2 * s.channels, s.length // 2))  # N weights fit as many positions
     positions = spread(first, s.length, 16).int().tolist()
     return [error_by_position(s.channels, s.length, positions, s.beta, ends=pair) for pair in ends]
@@ -248,7 +248,7 @@ def compute(
         at = names.index("errors")
         steps[at:at] = [
             partial(search, count, length, settings.beta, cache=cache)
-            for length in settings.lengths for count in settings.all_counts for search in (best_ends, best_step)
+            for length in settings.lengths for count in settings.all_counts for search in (best_endpoints, best_step)
         ]  # fmt: skip
     console = Console(stderr=True)
     hidden = not (show and console.is_terminal)

@@ -54,7 +54,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class ExecutionConfig:
     """How a run is carried out: memory, processes and what it shows. Its numbers change by rounding alone.
 
     Attributes:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED
-from halflife.training.config import Execution, TrainConfig, as_json, defaults, rank, world_size
+from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
 
 if TYPE_CHECKING:
     from halflife.training.callbacks import Metrics
@@ -53,7 +53,7 @@ class Objective(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 
-def begin(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
+def claim_run_folder(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
     """Claims `folder` for a run of this configuration; the result, if the run is finished already.
 
     Raises:
@@ -84,7 +84,7 @@ def fit(
     validate: Callable[[nn.Module], float],
     measure: str,
     name: str,
-    execution: Execution,
+    execution: ExecutionConfig,
     speed: Speed | None = None,
 ) -> tuple[str | None, Metrics]:
     """Trains in place, from the last checkpoint in `folder` if there is one.
@@ -109,14 +109,14 @@ def fit(
     from halflife.training import sharding
     from halflife.training.callbacks import Bar, Diverged, Metrics, Stop
     from halflife.training.checkpoints import MarkComplete, last_checkpoint
-    from halflife.training.trainer import OwnOptimizer, Sharded
+    from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
     metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
     bar, stop = Bar(name, metrics), Stop()
     objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
     if execution.fsdp:
         sharding.shard(objective, model, arguments.device)
-    trainer = (Sharded if execution.fsdp else OwnOptimizer)(
+    trainer = (FSDPTrainer if execution.fsdp else HalflifeTrainer)(
         config,
         model=objective,
         args=arguments,
@@ -142,7 +142,7 @@ class Stopped(Exception):
     """The run was asked to end, has saved a checkpoint, and can go on."""
 
 
-def _arguments(config: TrainConfig, folder: Path, execution: Execution) -> Any:
+def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
     from transformers import TrainingArguments
 
     log_every = math.gcd(config.save_every, 20)  # a resumed run must log the same averages

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from halflife.files import read_bytes, write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.tasks import stream_seed
-from halflife.training.config import Execution, TrainConfig
-from halflife.training.fit import begin, fit
+from halflife.training.config import ExecutionConfig, TrainConfig
+from halflife.training.fit import claim_run_folder, fit
 
 BLOCK = 1 << 14  # bytes; of every 20 blocks one is for validation and one for the test
 PERIOD = 20
@@ -151,14 +151,14 @@ def run(config: TextConfig, text: Text, folder: Path, *, name: str, show: bool =
     """
     if text.digest != config.digest:
         raise ValueError(f"this is not the text of the run: SHA-256 {text.digest[:12]}…, not {config.digest[:12]}…")
-    if (finished := begin(config, folder)) is not None:
+    if (finished := claim_run_folder(config, folder)) is not None:
         return finished
     torch.manual_seed(config.seed)
     model = LanguageModel(config.model)
     validation = text.windows("validation", config.length, config.validation_windows)
     diverged, metrics = fit(
         model, config, TextStream(text, config.length, config.steps, config.batch_size, config.seed), folder,
-        validate=lambda _: loss(model, validation), measure="loss", name=name, execution=Execution(show=show),
+        validate=lambda _: loss(model, validation), measure="loss", name=name, execution=ExecutionConfig(show=show),
     )  # fmt: skip
     model.eval()
     test = text.windows("test", config.length, config.test_windows)

@@ -19,7 +19,7 @@ from halflife.training.config import TrainConfig
 SCHEDULER = "scheduler.pt"
 
 
-class OwnOptimizer(Trainer):
+class HalflifeTrainer(Trainer):
     """A Trainer whose items are whole batches and whose optimiser is AdamW on `param_groups`."""
 
     def __init__(self, config: TrainConfig, **settings: Any) -> None:
@@ -34,8 +34,8 @@ class OwnOptimizer(Trainer):
         return self.optimizer
 
 
-class Sharded(OwnOptimizer):
-    """An `OwnOptimizer` for a model that lies in shards on all processes (`sharding.shard`).
+class FSDPTrainer(HalflifeTrainer):
+    """A `HalflifeTrainer` for a model that lies in shards on all processes (`sharding.shard`).
 
     accelerate shards on GPUs alone (on CPUs it takes `fsdp` for DDP, without a word), so the model comes in shards and
     the Trainer is told that it looks after itself; checkpoints are written and read by every process.

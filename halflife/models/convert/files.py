@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halflife import layers
-from halflife.files import read_json, replacing, write_json
+from halflife.files import atomic_path, read_json, write_json
 from halflife.layers import Mixer
 
 INDEX = "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file, whole or not at all."""
     from safetensors.torch import save_file
 
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, {"format": "pt"})
 
 

@@ -82,7 +82,7 @@ def koopman_attention(
     chunk_size = 1 if refresh == "token" else chunk_size
     with torch.autocast(k.device.type, enabled=False):
         tokens = q.to(dtype), k.to(dtype), v.to(dtype)
-        filter_ = Filter(gamma, mix, ridge, power, k)
+        filter_ = KoopmanReadout(gamma, mix, ridge, power, k)
         state = koopman_state.checked(initial_state, tokens, cu_seqlens, chunk_size)
         if mode != "chunk":
             y, state = _prefix(*tokens, mask, state, filter_)
@@ -122,7 +122,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mode: str, mask: Tensor | None, cu_s
     check_cu_seqlens(cu_seqlens, *k.shape[:2])
 
 
-class Filter:
+class KoopmanReadout:
     """The read-out: γ, μ, ε and K of the op, applied to operators."""
 
     def __init__(self, gamma: float | Tensor, mix: float | Tensor, ridge: float, power: int, like: Tensor) -> None:
@@ -230,7 +230,7 @@ def cholesky(gram: Tensor) -> Tensor:
 
 
 def _prefix(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: Filter
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: KoopmanReadout
 ) -> tuple[Tensor, KoopmanState]:
     """One operator for all tokens, those of the state included; all queries read it."""
     k, v = koopman_state.with_pending(k, v, mask, state)
@@ -241,7 +241,7 @@ def _prefix(
 
 @implements(OP, "chunked")
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: Filter, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: KoopmanReadout, chunk_size: int,
     normalization: str, cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, KoopmanState]:  # fmt: skip
     """An operator a chunk, all in one batch: sums of each chunk, running sums, one factorisation, K + 1 solves."""
@@ -264,7 +264,7 @@ def _is_step(state: KoopmanState, k: Tensor, cu_seqlens: Tensor | None) -> bool:
 
 
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: Filter
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_: KoopmanReadout
 ) -> tuple[Tensor, KoopmanState]:
     """One token, O(K r²): it reads by the inverse factor of the state, and then waits or is added at once."""
     waits = state["pending_keys"].shape[1] > 0

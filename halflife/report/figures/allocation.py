@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from halflife.report.figures.recall import SCALE
-from halflife.report.style import WIDTH, legend, looks, model_handles, note, plain, styled
+from halflife.report.style import WIDTH, legend, model_handles, model_styles, note, plain, styled
 
 Data = dict[str, Any]
 POINTS = 200  # of a density
@@ -29,7 +29,7 @@ def distributions(data: Data) -> Figure:
     models = {model["model"]: model for model in data["models"] if model["layers"]}
     figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for label, look in looks(list(models)).items():
+    for label, look in model_styles(list(models)).items():
         layers = [_logs(layer) for layer in models[label]["layers"]]
         x, y = density(np.concatenate(layers))
         left.plot(10**x, y, color=look.color, linestyle=look.linestyle, linewidth=1.4)

@@ -13,10 +13,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from halflife.files import replacing
+from halflife.files import atomic_path
 from halflife.report.figures.gates import gates, has_gates, has_positions, positions
 from halflife.report.figures.recall import is_grid, recall_grid
-from halflife.report.style import GOAL, INK, LEVELS, WIDTH, legend, looks, model_handles, note, plain, styled
+from halflife.report.style import (
+    INK,
+    LEVELS,
+    REFERENCE_LINE,
+    WIDTH,
+    legend,
+    model_handles,
+    model_styles,
+    note,
+    plain,
+    styled,
+)
 from halflife.runs.folder import Comparison, Training, mean, read
 
 SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales beyond are drawn at these
@@ -61,7 +72,7 @@ def _accuracy_panel(axes: Axes, run: Comparison, test: str) -> None:
     for name, look in LEVELS.items():
         levels = [mean(getattr(s, name) for s in run.scores if (s.test, s.length) == (test, n)) for n in lengths]
         axes.plot(lengths, levels, **look)
-    for model, look in looks(run.models).items():
+    for model, look in model_styles(run.models).items():
         for seed in run.seeds(model):
             values = [run.mean(model, "accuracy", test=test, length=n, seed=seed) for n in lengths]
             axes.plot(lengths, values, **look._asdict(), linewidth=0.7, markersize=2.5, alpha=0.55)
@@ -131,7 +142,7 @@ def _panels_of(run: Comparison, model: str) -> list[Panel]:
 
 
 def _spectrum_panel(axes: Axes, run: Comparison, panel: Panel) -> None:
-    color = looks(run.models)[panel.model].color
+    color = model_styles(run.models)[panel.model].color
     init, trained = (_at_ends(panel.layer[when], run) for when in ("init", "trained"))
     channels = np.arange(1, len(init[0]) + 1)
     crowded = len(channels) > CROWDED
@@ -145,7 +156,7 @@ def _spectrum_panel(axes: Axes, run: Comparison, panel: Panel) -> None:
         axes.plot(x, init[where], **dots, markerfacecolor="none", markeredgewidth=0.5 if crowded else 0.8)
         axes.plot(x, trained[where], **dots, markeredgewidth=0)
     if run.train_length:
-        axes.axhline(run.train_length, **GOAL)
+        axes.axhline(run.train_length, **REFERENCE_LINE)
     axes.set(yscale="log", title=f"{plain(panel.model)}, layer {panel.layer['layer']}", xlabel=panel.channels)
     axes.set_xlim(0.4, len(channels) + 0.6)
     if len(channels) <= 8:
@@ -174,7 +185,7 @@ def _spectrum_handles(run: Comparison, rows: list[list[Panel]]) -> list[Line2D]:
         handles += [Line2D([], [], **dots, markerfacecolor="none", label=f"initial{where}")]
         handles += [Line2D([], [], **dots, label=f"trained{where}")]
     if run.train_length:
-        handles.append(Line2D([], [], **GOAL, label=f"training length T = {run.train_length:,}"))
+        handles.append(Line2D([], [], **REFERENCE_LINE, label=f"training length T = {run.train_length:,}"))
     return handles
 
 
@@ -200,7 +211,7 @@ def _curves(axes: Axes, run: Comparison, key: str) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.set_xlabel("step")
-    for i, (model, look) in enumerate(looks(run.models).items()):
+    for i, (model, look) in enumerate(model_styles(run.models).items()):
         for one in run.trainings_of(model):
             steps, values = one.curve(key)
             every = max(1, len(steps) // 5)
@@ -249,7 +260,7 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMA
     """
     files = [folder / f"{name}.{check_format(suffix)}" for suffix in formats]
     for file, suffix in zip(files, formats, strict=True):
-        with replacing(file) as temporary:
+        with atomic_path(file) as temporary:
             figure.savefig(temporary, format=suffix, dpi=150, metadata=_METADATA[suffix])
     return files
 

@@ -13,7 +13,18 @@ from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
 from halflife.report.figures.comparison import FASTEST, SLOWEST
-from halflife.report.style import GOAL, INK, WIDTH, Look, legend, looks, model_handles, note, plain, styled
+from halflife.report.style import (
+    INK,
+    REFERENCE_LINE,
+    WIDTH,
+    ModelStyle,
+    legend,
+    model_handles,
+    model_styles,
+    note,
+    plain,
+    styled,
+)
 
 FEW = 4  # models; with more, bars from quartile to quartile would cover each other
 BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
@@ -29,11 +40,11 @@ def decays(result: dict[str, Any]) -> Figure:
     models = {model["model"]: model["layers"] for model in result["models"] if model["layers"]}
     figure = Figure(figsize=(WIDTH, 3), layout="constrained")
     values, lives = figure.subplots(1, 2)
-    for i, (label, look) in enumerate(looks(list(models)).items()):
+    for i, (label, look) in enumerate(model_styles(list(models)).items()):
         shift = 0.13 * (i - (len(models) - 1) / 2) if len(models) <= FEW else 0.0
         for axes, shown in ((values, float), (lives, _shown_life)):
             _model(axes, models[label], look, shift, shown, bars=len(models) <= FEW)
-    lives.axhline(result["length"], **GOAL)
+    lives.axhline(result["length"], **REFERENCE_LINE)
     values.set(ylabel="median decay λ", ylim=(-0.03, 1.03))
     lives.set(ylabel="half-life (tokens)", yscale="log")
     deepest = max((layer["layer"] for layers in models.values() for layer in layers), default=0)
@@ -47,7 +58,12 @@ def decays(result: dict[str, Any]) -> Figure:
 
 
 def _model(
-    axes: Axes, layers: list[dict[str, Any]], look: Look, shift: float, shown: Callable[[float], float], bars: bool
+    axes: Axes,
+    layers: list[dict[str, Any]],
+    look: ModelStyle,
+    shift: float,
+    shown: Callable[[float], float],
+    bars: bool,
 ) -> None:
     x = np.array([layer["layer"] for layer in layers]) + shift
     low, middle, high = ([shown(layer[key]) for layer in layers] for key in ("q25", "median", "q75"))
@@ -62,7 +78,7 @@ def _shown_life(decay: float) -> float:
 
 
 def _handles(result: dict[str, Any], bars: bool) -> list[Line2D]:
-    handles = [Line2D([], [], **GOAL, label=f"tokens read at a time, {result['length']:,}")]
+    handles = [Line2D([], [], **REFERENCE_LINE, label=f"tokens read at a time, {result['length']:,}")]
     if bars:
         handles.append(Line2D([], [], color=INK, **BAR, label="from quartile to quartile"))
     return handles
@@ -85,7 +101,7 @@ def against_paper(data: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     for name, paper, losses in shown:
         group, _, own = name.partition("/")
-        look = looks(groups)[group]
+        look = model_styles(groups)[group]
         axes.vlines(paper, min(losses), max(losses), color=look.color, **BAR)
         axes.plot(paper, float(np.mean(losses)), color=look.color, marker=look.marker)
         axes.annotate(

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from halflife.report.style import GOAL, INK, WIDTH, legend, looks, plain, styled
+from halflife.report.style import INK, REFERENCE_LINE, WIDTH, legend, model_styles, plain, styled
 
 CURVES = 6  # models whose recall is drawn by lag
 
@@ -27,7 +27,7 @@ def forecasts(result: Mapping[str, Any]) -> Figure:
     """
     rows = [row for row in result["models"] if row["measured"][0] >= 0.5] or list(result["models"])
     kinds = list(dict.fromkeys(_kind(row) for row in rows))
-    shown = looks(kinds)
+    shown = model_styles(kinds)
     figure = Figure(figsize=(1.45 * WIDTH, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     drawn = [_within(row, row[key]) for row in rows for key in ("half_lag", "forecast_half_lag", "energy_lag")]
@@ -46,7 +46,7 @@ def forecasts(result: Mapping[str, Any]) -> Figure:
         for lags, key, line in (("lags", "measured", "-"), ("forecast_lags", "forecast", (0, (1, 1.5)))):
             x, y = np.array(row[lags]), 100 * np.array(row[key])
             right.plot(x[x > 0], y[x > 0], color=shown[kind].color, linestyle=line, linewidth=1.4)
-    right.axhline(50, **GOAL)
+    right.axhline(50, **REFERENCE_LINE)
     right.set(xscale="log", xlabel="tokens between the pairs and the question", ylabel="recall (%)", ylim=(-3, 103))
     handles = [
         Line2D([], [], color=look.color, marker=look.marker, linestyle="none", label=plain(kind))

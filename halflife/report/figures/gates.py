@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from halflife.report.style import GOAL, WIDTH, legend, looks, model_handles, styled
+from halflife.report.style import REFERENCE_LINE, WIDTH, legend, model_handles, model_styles, styled
 from halflife.runs.folder import Comparison, mean
 
 GATES = {
@@ -34,7 +34,7 @@ def positions(run: Comparison) -> Figure:
     panels = dict(zip(("accuracy", "loss"), figure.subplots(1, 2), strict=True))
     length = max(found["length"] for one in run.trainings for found in one.positions)
     for name, axes in panels.items():
-        for model, look in looks(run.models).items():
+        for model, look in model_styles(run.models).items():
             lines = [f[name] for one in run.trainings_of(model) for f in one.positions if f["length"] == length]
             x, style = np.arange(1, length + 1), {"color": look.color, "linestyle": look.linestyle}
             for line in lines:
@@ -42,7 +42,7 @@ def positions(run: Comparison) -> Figure:
             if lines:
                 axes.plot(x, np.mean(lines, 0), **look._asdict(), markevery=_marks(length))
         if run.train_length:
-            axes.axvline(run.train_length, **GOAL)
+            axes.axvline(run.train_length, **REFERENCE_LINE)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
         axes.set(xlabel="position (from 1)")
@@ -66,7 +66,7 @@ def gates(run: Comparison) -> Figure:
     figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
     gated = []
     for (name, label), axes in zip(GATES.items(), figure.subplots(1, 3), strict=True):
-        for model, look in looks(run.models).items():
+        for model, look in model_styles(run.models).items():
             for one in run.trainings_of(model):
                 if not one.gates():
                     continue

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from halflife.report.style import GOAL, WIDTH, looks, styled
+from halflife.report.style import REFERENCE_LINE, WIDTH, model_styles, styled
 
 BITS = 1 / math.log(2)
 
@@ -25,7 +25,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def curves(folders: Mapping[str, Path], path: Path, goals: Mapping[str, float] | None = None) -> None:
     """Validation loss (lines) and training loss (thin) of runs against their steps; `goals` are horizontal lines."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
-    for name, look in looks(list(folders)).items():
+    for name, look in model_styles(list(folders)).items():
         logged = lines(folders[name])
         styles: dict[str, dict[str, Any]] = {
             "loss": {"alpha": 0.35, "linewidth": 0.8}, "validation_loss": {"label": name},
@@ -34,7 +34,7 @@ def curves(folders: Mapping[str, Path], path: Path, goals: Mapping[str, float] |
             found = [(line["step"], line[key] * BITS) for line in logged if key in line]
             axes.plot(*zip(*found, strict=True), color=look.color, linestyle=look.linestyle, **style)
     for name, value in (goals or {}).items():
-        axes.axhline(value, **GOAL)
+        axes.axhline(value, **REFERENCE_LINE)
         axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     axes.set(xlabel="step", ylabel="loss (bits a token)", xscale="log")
     axes.legend()
@@ -51,7 +51,7 @@ def curve(folder: Path, path: Path) -> None:
 def by_lengths(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Left: loss by position in the context. Right: perplexity at multiples of the training length."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
-    for name, look in looks(list(results)).items():
+    for name, look in model_styles(list(results)).items():
         result, style = results[name], {"color": look.color, "marker": look.marker, "linestyle": look.linestyle}
         buckets = result["positions"]
         left.plot([b["last"] for b in buckets], [b["loss"] * BITS for b in buckets], label=name, **style)
@@ -70,7 +70,7 @@ def by_lengths(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def _trained(axes: Axes, length: int) -> None:
-    axes.axvline(length, **GOAL)
+    axes.axvline(length, **REFERENCE_LINE)
     axes.annotate(
         "trained", (length, 1), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=8, rotation=90
     )

@@ -18,8 +18,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
 from halflife.analysis.masks import Gates, cut_values
-from halflife.files import replacing
-from halflife.report.style import COLOURS, INK, WIDTH, legend, looks, plain, styled
+from halflife.files import atomic_path
+from halflife.report.style import COLOURS, INK, WIDTH, legend, model_styles, plain, styled
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
 FAINTEST = 1e-3  # entries below are drawn like it; colours begin at the smallest entry if that is larger
@@ -137,9 +137,9 @@ def _cuts(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
         values = cut_values(entries)[:, k].clamp(min=SMALLEST)
         lines.extend(axes.step(range(len(values)), values, where="mid", label=label, linewidth=1.2, **look))
 
-    alone = heads[0].gates._replace(g_slow=None)
-    draw(heads[0]._replace(gates=alone).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
-    for one, look in zip(heads, looks([one.label for one in heads]).values(), strict=True):
+    folder_lock = heads[0].gates._replace(g_slow=None)
+    draw(heads[0]._replace(gates=folder_lock).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
+    for one, look in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
         for k, linestyle in ((1, "-"), (2, (0, (1, 1)))):
             label = f"{plain(one.label)}, σ{'₁₂₃'[k]}"
             draw(one.masks()[2], k, label, color=look.color, linestyle=linestyle)
@@ -209,7 +209,7 @@ def save(figure: Figure, file: Path) -> None:
         ValueError: see `check_suffix`.
     """
     check_suffix(file)
-    with replacing(file) as temporary:
+    with atomic_path(file) as temporary:
         figure.savefig(temporary, format=file.suffix[1:], **FORMATS[file.suffix])
 
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from halflife.evaluation.memory import Size, readable
 from halflife.files import write_json, write_text
-from halflife.report.style import INK, WIDTH, looks, plain, styled
+from halflife.report.style import INK, WIDTH, model_styles, plain, styled
 
 COLUMNS = ("model", "length", "bytes", "cache_bytes", "smaller_from")
 CACHE: dict[str, Any] = {"color": INK, "linewidth": 4, "alpha": 0.35, "solid_capstyle": "butt"}
@@ -44,7 +44,7 @@ def memory(result: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     x = np.geomspace(*span, 200)
     axes.plot(x, cache.per_token * x, **CACHE)
-    for model, (name, look) in zip(models, looks(list(sizes)).items(), strict=True):
+    for model, (name, look) in zip(models, model_styles(list(sizes)).items(), strict=True):
         size = sizes[name]
         axes.plot(x, size.constant + size.per_token * x, color=look.color, linestyle=look.linestyle)
         axes.plot(
@@ -80,7 +80,7 @@ def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
 def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, Size], end: float) -> None:
     """Each line's name at its right end, moved apart where lines end close together; the cache's name is ""."""
     crossings = {model["model"]: model["smaller_from"] for model in result["models"]}
-    models = looks(list(crossings))
+    models = model_styles(list(crossings))
     low, high = np.log(axes.get_ylim())
     ends = [float(np.log(size.constant + size.per_token * end) - low) / float(high - low) for size in sizes.values()]
     beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle
 
 from halflife.report.figures.comparison import MAX_LAYERS
-from halflife.report.style import GOAL, INK, WIDTH, legend, looks, plain, styled
+from halflife.report.style import INK, REFERENCE_LINE, WIDTH, legend, model_styles, plain, styled
 
 EDGE = 1.12  # of the panels, around the unit circle
 DOTS: dict[str, Any] = {"linestyle": "none", "markersize": 3.5, "markeredgewidth": 0, "alpha": 0.75}
@@ -54,7 +54,7 @@ def _shown(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _disc(axes: Axes, title: str, layer: dict[str, Any]) -> None:
     axes.add_patch(Circle((0, 0), 1, fill=False, edgecolor=INK, linewidth=0.8))
     if layer["power"]:
-        axes.add_patch(Circle((0, 0), 0.5 ** (1 / layer["power"]), fill=False, **GOAL))
+        axes.add_patch(Circle((0, 0), 0.5 ** (1 / layer["power"]), fill=False, **REFERENCE_LINE))
     for head, look in zip(layer["heads"], _looks(len(layer["heads"])), strict=True):
         points = np.array(head["eigenvalues"], dtype=float)
         axes.plot(points[:, 0], points[:, 1], color=look.color, marker=look.marker, **DOTS)
@@ -64,7 +64,7 @@ def _disc(axes: Axes, title: str, layer: dict[str, Any]) -> None:
 
 
 def _looks(heads: int) -> list[Any]:
-    return list(looks([str(h) for h in range(heads)]).values())
+    return list(model_styles([str(h) for h in range(heads)]).values())
 
 
 def _handles(result: dict[str, Any]) -> list[Line2D]:
@@ -76,5 +76,5 @@ def _handles(result: dict[str, Any]) -> list[Line2D]:
     powers = {layer["power"] for model in result["models"] for layer in model["layers"]} - {0}
     if powers:
         which = ", ".join(str(power) for power in sorted(powers))
-        handles.append(Line2D([], [], **GOAL, label=f"half is kept (K = {which})"))
+        handles.append(Line2D([], [], **REFERENCE_LINE, label=f"half is kept (K = {which})"))
     return handles

@@ -12,7 +12,18 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from halflife.report.figures.allocation import distributions, heads
 from halflife.report.figures.comparison import CROWDED, FASTEST, MAX_LAYERS, SLOWEST
-from halflife.report.style import COLOURS, GOAL, INK, WIDTH, legend, looks, model_handles, note, plain, styled
+from halflife.report.style import (
+    COLOURS,
+    INK,
+    REFERENCE_LINE,
+    WIDTH,
+    legend,
+    model_handles,
+    model_styles,
+    note,
+    plain,
+    styled,
+)
 
 Data = dict[str, Any]
 
@@ -55,7 +66,10 @@ def timescales(data: Data) -> Figure:
             Line2D([], [], color=color, marker=marker, linestyle="none", label=_label(place, drawn))
             for place, color, marker in _place_looks() if place in drawn
         ]  # fmt: skip
-        legend(figure, [*handles, *([Line2D([], [], **GOAL, label="T")] if any(map(_length, data["models"])) else [])])
+        legend(
+            figure,
+            [*handles, *([Line2D([], [], **REFERENCE_LINE, label="T")] if any(map(_length, data["models"])) else [])],
+        )
     return figure
 
 
@@ -73,7 +87,7 @@ def _timescale_panel(axes: Axes, model: Data, layer: Data) -> set[str]:
                 x, y, color=color, marker=marker, linestyle="none", markersize=size, markeredgewidth=0, alpha=0.85
             )
     if length := _length(model):
-        axes.axhline(length, **GOAL)
+        axes.axhline(length, **REFERENCE_LINE)
     axes.set(yscale="log", xlabel=model["channels"], xlim=(0.4, count + 0.6))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     return set(shown)
@@ -116,7 +130,7 @@ def modes(data: Data) -> Figure:
     models = {model["model"]: model for model in data["models"] if model["layers"]}
     figure = Figure(figsize=(WIDTH, 2.8), layout="constrained")
     panels: dict[str, Axes] = dict(zip(("modes", "too_slow", "too_fast"), figure.subplots(1, 3), strict=True))
-    for label, look in looks(list(models)).items():
+    for label, look in model_styles(list(models)).items():
         layers = [layer["layer"] for layer in models[label]["layers"]]
         for place, filled in ((str(_reference(models[label])), True), ("text", False)):
             spectra = [layer["spectra"].get(place) for layer in models[label]["layers"]]

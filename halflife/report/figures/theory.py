@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from halflife.decay.minimax import MEASURABLE
 from halflife.report.figures.comparison import FORMATS, save
 from halflife.report.figures.recall import SCALE
-from halflife.report.style import GOAL, INK, WIDTH, legend, looks, model_handles, plain, styled
+from halflife.report.style import INK, REFERENCE_LINE, WIDTH, legend, model_handles, model_styles, plain, styled
 
 LAW: dict[str, Any] = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1.5))}  # what a formula says
 SIMULATED: dict[str, Any] = {"linestyle": "none", "marker": ".", "markersize": 3.5, "color": INK, "alpha": 0.45}
@@ -36,7 +36,7 @@ def _panels(count: int, height: float, **options: Any) -> tuple[Figure, list[Axe
 
 def _line_handles(labels: Sequence[str]) -> list[Line2D]:
     """Legend entries of lines without markers."""
-    shown = looks(labels).items()
+    shown = model_styles(labels).items()
     return [Line2D([], [], color=look.color, linestyle=look.linestyle, label=plain(label)) for label, look in shown]
 
 
@@ -45,7 +45,7 @@ def _line_handles(labels: Sequence[str]) -> list[Line2D]:
 
 def _errors(axes: Axes, x: Any, errors: Mapping[str, Sequence[float]]) -> None:
     """A line a name, down to what float64 tells from 0."""
-    for name, look in looks(list(errors)).items():
+    for name, look in model_styles(list(errors)).items():
         axes.plot(x, np.maximum(errors[name], MEASURABLE), **look._asdict(), linewidth=1.3, markersize=3.5)
     axes.set_yscale("log")
 
@@ -84,7 +84,7 @@ def errors_by_ends(data: Mapping[str, Any]) -> Figure:
     decades = np.arange(math.ceil(errors.min()), errors.max())
     axes.contour(*ends, errors, decades, colors=INK, linewidths=0.5, linestyles="-")
     handles = []
-    for row, look in zip(data["rows"], looks([row["spectrum"] for row in data["rows"]]).values(), strict=True):
+    for row, look in zip(data["rows"], model_styles([row["spectrum"] for row in data["rows"]]).values(), strict=True):
         if row["low"] is not None:
             style = RINGED | {"marker": look.marker, "color": look.color, "label": row["spectrum"]}
             handles += axes.plot(row["low"], row["high"], **style)
@@ -124,7 +124,7 @@ def gaps(data: Mapping[str, Any]) -> Figure:
     """
     figure, (axes,) = _panels(1, 3.2)
     names = {"least gap, simulated": "mean", "largest gap, simulated": "largest", "even spacing": "even"}
-    for name, look in looks(list(names)).items():
+    for name, look in model_styles(list(names)).items():
         axes.plot(data["channels"], data[names[name]], **look._asdict())
     axes.plot(data["channels"], data["bound"], **LAW)
     axes.set(xlabel="channels N", ylabel="gap", xscale="log", yscale="log")
@@ -165,7 +165,7 @@ def channels_in_use(data: Mapping[str, Any]) -> Figure:
         data: what `spectra.effective_channels` gives.
     """
     figure, (axes,) = _panels(1, 2.8)
-    (name, look), *_ = looks(["counted: time-scale in [1, t]"]).items()
+    (name, look), *_ = model_styles(["counted: time-scale in [1, t]"]).items()
     axes.step(data["positions"], data["counted"], where="post", color=look.color)
     axes.plot(data["positions"], data["law"], **LAW)
     axes.set(xlabel="position t", ylabel="channels in use", xscale="log", ylim=(0, 1.08 * data["channels"]))
@@ -196,7 +196,7 @@ def impulse_responses(data: Mapping[str, Any]) -> Figure:
     grid = figure.subplots(2, len(chosen), squeeze=False, sharey=True)
     names = [f"t = {t:,}" for t in data["positions"]]
     for column, channel in enumerate(chosen):
-        for i, look in enumerate(looks(names).values()):
+        for i, look in enumerate(model_styles(names).values()):
             lags = np.array(data["lags"][i])
             for axes, x in zip(grid[:, column], (lags, lags / data["positions"][i]), strict=True):
                 axes.plot(x, data["frozen"][i][channel], color=look.color, linestyle=look.linestyle, linewidth=1.4)
@@ -223,7 +223,7 @@ def energy_growth(data: Mapping[str, Any]) -> Figure:
     few = np.searchsorted(positions, np.geomspace(1, positions[-1], 40).round())
     names = ["continuous", "frozen", "as run"]
     for axes, channel in zip(panels, chosen, strict=True):
-        for name, look in looks(names).items():
+        for name, look in model_styles(names).items():
             axes.plot(positions, data[name][channel], color=look.color, linestyle=look.linestyle, linewidth=1.4)
         axes.plot(positions[few], np.array(data["simulated"][channel])[few], **SIMULATED)
         axes.set(title=f"α = {data['tapers'][channel]:.2f}", xlabel="position t", xscale="log", yscale="log")
@@ -246,7 +246,7 @@ def taper_bands(data: Mapping[Any, Mapping[str, Sequence[float]]]) -> Figure:
     figure, panels = _panels(len(data), 3.0, sharey=True)
     best: dict[str, Any] = {"color": INK, "marker": "o", "markersize": 3, "linewidth": 0.8}
     bands = {"paper": ("paper's bound", 0.18), "sharp": ("sharp bound", 0.4)}
-    shown = looks([name for name, _ in bands.values()])
+    shown = model_styles([name for name, _ in bands.values()])
     for axes, (slack, found) in zip(panels, data.items(), strict=True):
         count = len(found["paper"])
         channel, ideal = np.arange(1, count + 1), np.linspace(1, 0, count)
@@ -274,7 +274,7 @@ def autocovariances(data: Mapping[str, Mapping[str, Any]]) -> Figure:
     """
     figure, (axes,) = _panels(1, 3.4)
     handles = []
-    for i, ((name, found), look) in enumerate(zip(data.items(), looks(list(data)).values(), strict=True)):
+    for i, ((name, found), look) in enumerate(zip(data.items(), model_styles(list(data)).values(), strict=True)):
         used, aside = np.array(found["used"]), 1.06**i  # so that bars do not cover each other
         lags, scale = np.array(found["lags"]), found["autocovariance"][0]
         values, error = np.array(found["autocovariance"]) / scale, np.array(found["error"]) / scale
@@ -298,11 +298,11 @@ def information(data: Mapping[str, Mapping[str, Any]]) -> Figure:
     """
     figure, (axes,) = _panels(1, 3.0)
     handles = []
-    for (name, found), look in zip(data.items(), looks(list(data)).values(), strict=True):
+    for (name, found), look in zip(data.items(), model_styles(list(data)).values(), strict=True):
         axes.plot(found["scales"], found["information"], **look._asdict())
         slack = f"ε = {found['slack']:.2f}" if found["slack"] is not None and found["slack"] < 1 else "not even"
         handles.append(Line2D([], [], **look._asdict(), label=f"{plain(name)} ({slack})"))
-    axes.axhline(0, **GOAL)
+    axes.axhline(0, **REFERENCE_LINE)
     axes.set(xlabel="context σ, doubled (tokens)", ylabel="information J(σ) (bits a token)")
     axes.set_xscale("log", base=2)
     legend(figure, handles)

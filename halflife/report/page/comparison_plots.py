@@ -24,7 +24,7 @@ from halflife.report.page.plots import (
     rounded,
     short,
 )
-from halflife.report.style import looks
+from halflife.report.style import model_styles
 from halflife.runs.folder import Comparison, Training, mean
 
 SEEDS = "Thick lines are means over seeds, thin lines single seeds. "
@@ -63,7 +63,7 @@ def _accuracy(run: Comparison, test: str) -> Panel:
     for name in ("guess", "chance"):
         found = [mean(getattr(s, name) for s in run.scores if (s.test, s.length) == (test, n)) for n in lengths]
         traces.append(levels(name, lengths, found, f"at {hover}"))
-    for model, look in looks(run.models).items():
+    for model, look in model_styles(run.models).items():
         seeds: dict[int, Curve] = {
             seed: (lengths, [run.mean(model, "accuracy", test=test, length=n, seed=seed) for n in lengths])
             for seed in run.seeds(model)
@@ -121,7 +121,7 @@ def positions(run: Comparison) -> Plot:
         ("loss", linear("cross-entropy (nats)", rangemode="tozero"), "%{y:.4g} nats"),
     ):
         traces = []
-        for model, look in looks(run.models).items():
+        for model, look in model_styles(run.models).items():
             seeds = {
                 one.seed: (range(1, length + 1), found[name])
                 for one in run.trainings_of(model) for found in one.positions if found["length"] == length
@@ -148,7 +148,7 @@ def training(run: Comparison) -> Plot:
         ("validation accuracy", "validation_accuracy", percentages("accuracy"), "%{y:.2%}"),
     ):
         traces = []
-        for model, look in looks(run.models).items():
+        for model, look in model_styles(run.models).items():
             seeds = _seeds(run.trainings_of(model), key)
             traces += bundle(model, look, seeds, f"step %{{x:,}}: {hover}")
         panels.append(Panel(title, traces, layout(linear("step", rangemode="tozero"), axis)))

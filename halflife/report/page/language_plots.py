@@ -16,7 +16,7 @@ from halflife.report.page.plots import (
     octaves,
     trace,
 )
-from halflife.report.style import INK, looks
+from halflife.report.style import INK, model_styles
 from halflife.runs.folder import LanguageRun
 
 BITS = 1 / math.log(2)
@@ -32,7 +32,7 @@ def plots(run: LanguageRun) -> list[Plot]:
 def lengths(run: LanguageRun) -> Plot:
     """Perplexity at multiples of the training length, and loss (bits a token) by position."""
     names = ["whole text", "its last context"]
-    look = looks(names)
+    look = model_styles(names)
     rows, buckets = run.result["lengths"], run.result["positions"]
     sizes = [row["length"] for row in rows]
     hover = "%{x:,} tokens: %{y:.4g}"
@@ -67,7 +67,7 @@ def lengths(run: LanguageRun) -> Plot:
 def loss(run: LanguageRun) -> Plot:
     """Training and validation loss (bits a token) and the learning rate, against the step."""
     names = ["validation", "training"]
-    look = looks(names)
+    look = model_styles(names)
     traces = []
     for name, key in (("training", "loss"), ("validation", "validation_loss")):
         steps, values = run.training.curve(key)

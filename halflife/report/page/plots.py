@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from halflife.report.style import INK, LEVELS, Look, looks
+from halflife.report.style import INK, LEVELS, ModelStyle, model_styles
 from halflife.runs.folder import Training, mean
 
 # Of a matplotlib marker: plotly's symbol, and its outline in an SVG of 8 × 8 around 0.
@@ -58,7 +58,7 @@ class Plot(NamedTuple):
 # ---------------------------------------------------------------------------------------------- traces
 
 
-def bundle(label: str, look: Look, seeds: Mapping[int, Curve], hover: str) -> list[dict[str, Any]]:
+def bundle(label: str, look: ModelStyle, seeds: Mapping[int, Curve], hover: str) -> list[dict[str, Any]]:
     """A model's curves: a thin line a seed, and their mean, thick, where all have values.
 
     Args:
@@ -81,7 +81,7 @@ def bundle(label: str, look: Look, seeds: Mapping[int, Curve], hover: str) -> li
 
 
 def trace(
-    name: str, group: str, x: Sequence[float], y: Sequence[float], look: Look, hover: str, *,
+    name: str, group: str, x: Sequence[float], y: Sequence[float], look: ModelStyle, hover: str, *,
     thick: bool = True, note: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """One line, thick with markers or thin without; `group` is the legend's entry that it belongs to."""
@@ -97,7 +97,7 @@ def trace(
 def levels(label: str, x: Sequence[float], y: Sequence[float], hover: str) -> dict[str, Any]:
     """The dotted line of "guess" or "chance"."""
     look = LEVELS[label]
-    drawn = trace(label, look["label"], x, y, Look(INK, "o", look["linestyle"]), hover)
+    drawn = trace(label, look["label"], x, y, ModelStyle(INK, "o", look["linestyle"]), hover)
     return {**drawn, "mode": "lines", "line": {**drawn["line"], "width": 1.4}}
 
 
@@ -113,7 +113,7 @@ def rounded(value: float, digits: int = 6) -> float | None:
 
 def model_keys(models: Sequence[str]) -> list[Key]:
     """The legend of models."""
-    drawn = looks(models)
+    drawn = model_styles(models)
     return [Key(model, look.color, dash(look.linestyle), MARKS[look.marker][1]) for model, look in drawn.items()]
 
 
@@ -184,7 +184,7 @@ def gates(trainings: Mapping[str, Sequence[Training]]) -> Plot:
     panels = []
     for name, (title, hover) in GATES.items():
         traces = []
-        for model, look in looks(list(trainings)).items():
+        for model, look in model_styles(list(trainings)).items():
             seeds = {one.seed: _gate(one, name) for one in trainings[model]}
             traces += bundle(model, look, seeds, f"step %{{x:,}}: {hover}")
         axis = percentages("") if name == "slow_share" else decades("", traces)
