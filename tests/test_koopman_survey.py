@@ -14,9 +14,9 @@ from halflife.analysis import tables
 from halflife.analysis.decays import decay_values
 from halflife.analysis.operators import koopman_survey, ska_layers
 from halflife.models import LanguageModel, checkpoint, preset
-from halflife.report import koopman as koopman_report
 from halflife.report.figures.decays import decays
 from halflife.report.figures.operators import operators
+from halflife.report.tables import operators as koopman_report
 from halflife.theory import koopman
 from halflife.theory.koopman import Operator
 from halflife.theory.koopman_bounds import eigenvector_condition

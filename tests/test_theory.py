@@ -116,7 +116,7 @@ def test_a_second_command_keeps_the_other_topics(made, inputs, capsys):
 
 def test_numbers_are_those_of_the_functions(made):
     data = read_json(made / "theory.json")
-    low, high = approx.best_ends(3, 60)
+    low, high = approx.best_endpoints(3, 60)
     errors = data["errors"]
     assert (errors["channels"], errors["lengths"]) == ([2, 3], [20, 60])
     paper, best = (errors["errors"][name]["60"][1] for name in ("geometric on [1/T, 1]", "geometric, best ends"))

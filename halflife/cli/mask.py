@@ -89,7 +89,7 @@ def print_table(found: dict[str, list[Gates]], block: int) -> None:
     from rich.table import Table
 
     from halflife.analysis.masks import head_numbers
-    from halflife.report.tables import print_wide
+    from halflife.report.tables.terminal import print_wide
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="decay masks", title_justify="left")
     for heading in ("model", "layer", "head", "resets", "segment", "fast", "slow", "rank", "mean"):

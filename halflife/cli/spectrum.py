@@ -53,10 +53,10 @@ class Spectrum:
 
         from halflife.analysis import survey as decay_survey
         from halflife.analysis import tables
-        from halflife.report import koopman as koopman_report
         from halflife.report.figures import decays as decay_figures
         from halflife.report.figures import spectrum as model_spectrum_figures
         from halflife.report.figures.comparison import save
+        from halflife.report.tables import operators as koopman_report
 
         result = decay_survey.survey(
             self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
@@ -178,7 +178,7 @@ def _print_table(title: str, headings: tuple[str, ...], sections: list[list[tupl
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from halflife.report.tables import print_wide
+    from halflife.report.tables.terminal import print_wide
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
     for heading in headings:

@@ -84,7 +84,7 @@ def print_tables(found: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from halflife.report.tables import print_wide
+    from halflife.report.tables.terminal import print_wide
 
     for name, data in found.items():
         for title, headings, rows, note in TABLES[name](data) if name in TABLES else ():

@@ -12,7 +12,7 @@ from halflife.analysis.decays import QUANTILES
 from halflife.analysis.operators import DELTA, KEPT, RHO
 from halflife.analysis.tables import finite
 from halflife.files import write_json, write_text
-from halflife.report.tables import print_wide
+from halflife.report.tables.terminal import print_wide
 
 LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_floats", "crossover")
 HEAD = (

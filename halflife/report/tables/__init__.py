@@ -1,0 +1,1 @@
+"""Tables of the commands, on a terminal and as files, a file a subject."""
