@@ -108,12 +108,12 @@ def test_documents_do_not_see_each_other_in_a_batch(corpus):
     objective = Objective(LanguageModel(config.model))
     batch = MicroBatches(corpus.split("train"), config, 1)[0]
     bounds = batch["cu_seqlens"].tolist()
-    folder_lock = 0.0
+    total = 0.0
     for a, b in pairwise(bounds):
         ids, labels = batch["input_ids"][:, a:b], batch["labels"][:, a:b]
         if (labels != -100).any():
-            folder_lock += objective(ids, labels)["loss"] * (labels != -100).sum()
-    torch.testing.assert_close(folder_lock / (batch["labels"] != -100).sum(), objective(**batch)["loss"])
+            total += objective(ids, labels)["loss"] * (labels != -100).sum()
+    torch.testing.assert_close(total / (batch["labels"] != -100).sum(), objective(**batch)["loss"])
 
 
 def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
