@@ -369,7 +369,7 @@ def finish(processes, environment, *own):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, environment, kind):
     process = subprocess.Popen(start(1, *arguments(text, tmp_path, *LONG)), env=environment, stderr=subprocess.PIPE)
     after_first_checkpoint(tmp_path, process)
@@ -396,7 +396,8 @@ def trial(data, folder):
     run(tiny(corpus, tokens=25600), corpus, folder, name="trial", execution=quiet())
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 20))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
 def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, long, tmp_path, seed):
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["halflife.experiments.train", "halflife.training.trainer"])
@@ -415,13 +416,16 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, 
     assert numbers(tmp_path) == numbers(long)
 
 
-@pytest.mark.parametrize("how", [(), ("--fsdp",), pytest.param(("--micro-batch-size", "1"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ((), ("--micro-batch-size", "1"))), ("--fsdp",)]
+)
 def test_two_processes_give_the_numbers_of_one(text, whole, tmp_path, environment, how):
     finish(2, environment, *arguments(text, tmp_path, *how))
     same_numbers(tmp_path, whole)
 
 
-@pytest.mark.parametrize("how", [pytest.param((), marks=pytest.mark.slow), ("--fsdp",)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--fsdp",)])
 def test_two_processes_are_stopped_and_another_number_goes_on(text, long, tmp_path, environment, how):
     process = subprocess.Popen(
         start(2, *arguments(text, tmp_path, *LONG, *how)), env=environment, stderr=subprocess.PIPE
