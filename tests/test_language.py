@@ -20,7 +20,7 @@ from halflife import preset
 from halflife.cli import main
 from halflife.cli.train import number
 from halflife.data.corpus import Corpus, CorpusConfig
-from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
+from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.experiments import train as language
 from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
@@ -127,11 +127,11 @@ def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
     found = by_position(model, rows)
     torch.testing.assert_close(found, expected.mean(0), rtol=1e-5, atol=1e-5)
     assert perplexity(found, 5) == pytest.approx(math.exp(expected[:, :5].mean().item()), rel=1e-5)
-    buckets = octaves(found)
+    buckets = octave_means(found)
     assert [(a, b) for a, b, _ in buckets] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 40)]
     assert buckets[-1][2] == pytest.approx(found[32:].mean().item())
     documents = [ids[0, :3], ids[1, :2], ids[2], torch.tensor([], dtype=torch.long), ids[0, :1]]
-    measured = of_documents(model, documents)
+    measured = document_loss(model, documents)
     assert (measured.tokens, measured.documents) == (2 + 1 + 40, 4)
     nats = expected[0, :2].sum() + expected[1, :1].sum() + expected[2].sum()
     assert measured.nats == pytest.approx(nats.item(), rel=1e-5)
