@@ -21,7 +21,7 @@ from halflife.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS, GateRank
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import unknown
-from halflife.training.config import TrainConfig
+from halflife.training.config import TrainConfig, as_json
 
 Config = TypeVar("Config", bound=TrainConfig)
 Options = dict[str, Any]
@@ -39,7 +39,7 @@ PLACE: dict[str, str] = dict.fromkeys(
     ("hidden_size", "layer_idx", "num_layers"), "the model sets it for all of its layers"
 )
 # Fields of a run that say what it is trained on.
-DATA = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode")
+DATA = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode", "test_split")
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,20 @@ def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
     if any(options for group, options in chosen.items() if group != "training"):
         _on_meta(config.model, lambda: LanguageModel(config.model))
     return config
+
+
+def model_overrides(model: ModelConfig, base: ModelConfig) -> Options:
+    """Return the overrides that turn the model `base` into `model`, which has the same sizes and mixer."""
+    new, old = (as_json(config.to_dict()) for config in (model, base))
+    changed = {f"model.{name}": value for name, value in new.items() if name not in MODEL and value != old[name]}
+    before = old["mixer_options"]
+    for name, value in new["mixer_options"].items():
+        if isinstance(value, Mapping):
+            group, entries = name.removesuffix("_options"), before.get(name) or {}
+            changed |= {f"{group}.{key}": v for key, v in value.items() if key not in entries or entries[key] != v}
+        elif name not in before or before[name] != value:
+            changed[f"mixer.{name}"] = value
+    return changed
 
 
 def _set_group(config: Config, name: str, options: Options) -> Config:
@@ -200,7 +214,8 @@ def _training(config: TrainConfig) -> Group:
             raise unknown("schedule", options["schedule"], names)
         return {"schedule_options": {}, **options}  # the settings of one schedule are errors for another
 
-    types = {name: hint for name, hint in get_type_hints(type(config)).items() if name not in DATA}
+    hints = get_type_hints(type(config))
+    types = {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name not in DATA}
     return Group("a run", types, write)
 
 

@@ -115,3 +115,15 @@ def describe(hint: Any) -> str:
         own = [describe(part) for part in parts if part is not Ellipsis]
         return f"a list, each entry {own[0]}" if Ellipsis in parts else f"a list of {' and '.join(own)}"
     return WORDS.get(origin or hint, "a mapping")
+
+
+def parse_count(text: str) -> int:
+    """Return a number of tokens that is written as 500K, 20M, 1.5B or 1000000.
+
+    Raises:
+        ValueError: the text is no such number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper().replace("_", ""))
+    if not match:
+        raise ValueError(f"{text!r} is no number of tokens; write 500K, 20M, 1.5B or 1000000")
+    return round(float(match[1]) * 1000 ** " KMBT".index(match[2] or " "))
