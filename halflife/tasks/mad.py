@@ -179,12 +179,12 @@ class NoisyRecall(Task):
         which = torch.randint(self.num_pairs, (num_examples, self.num_motifs), generator=draw)
         race = torch.rand(num_examples, self.num_motifs - 1, generator=draw)
         # Each key that has occurred has one first pair, so all these keys are equally likely.
-        first = latest(which)[:, :-1] < 0
+        first = previous_occurrence(which)[:, :-1] < 0
         which[:, -1:] = which.gather(1, torch.where(first, race, -1.0).argmax(1, keepdim=True))
-        return which, latest(which)
+        return which, previous_occurrence(which)
 
 
-def latest(ids: Tensor) -> Tensor:
+def previous_occurrence(ids: Tensor) -> Tensor:
     """Return for each of the ids `[N, P]` the position of its previous occurrence in the row, or −1: `[N, P]`."""
     ordered, order = ids.sort(dim=1, stable=True)
     before = torch.full_like(ids, -1)
