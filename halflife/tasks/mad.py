@@ -78,8 +78,9 @@ class NoisyRecall(Task):
     """Noisy in-context recall: repeated pairs `k v` with noise between them; at a repeated key → its value.
 
     A sequence has T/2 motifs of two tokens. A motif is either noise, which is two meaningless ids, or a pair `k v`.
-    Each pair has a uniform one of K keys, and a key always has the same value. The last motif is a pair with a repeated
-    key, and all repeated keys are equally likely. Every repeated key is scored at its position; its value follows.
+    The key of a pair is uniform among K keys, and a key always has the same value. The last motif is a pair with a
+    repeated key, and all repeated keys are equally likely. Every repeated key is scored at its position; its value
+    follows.
 
     Args:
         vocab_size: V. The last `noise_vocab_size` ids are noise. Of the ids below them, the lower half are keys and the
