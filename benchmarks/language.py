@@ -96,8 +96,8 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
 
-These models of bytes were trained on this machine's documentation. It has {first["train"] / 1e6:.1f} MB for training and
-{first["validation"] / 1e6:.2f} MB of other documents for validation (SHA-256 of the corpus {config.digest[:16]}…).
+These models of bytes were trained on this machine's documentation.
+It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6:.2f} MB of other documents for validation (SHA-256 of the corpus {config.digest[:16]}…).
 Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
 <!-- record -->
@@ -108,17 +108,17 @@ python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results
 
 {chr(10).join(table)}
 
-Bits per byte are those of the validation documents. The bold column has rows of {config.context} bytes as in training. For
-"whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average). The first
-byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated
+Bits per byte are those of the validation documents. The bold column has rows of {config.context} bytes as in training.
+For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
+The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated
 Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
 
 ![Loss while training]({figures}_loss.png)
 
 {chr(10).join(lengths)}
 
-The perplexity in brackets is that of the last {config.context} bytes. The models were trained at {config.context}. All lengths are the
-starts of the same windows, in which documents follow each other without a boundary.
+The perplexity in brackets is that of the last {config.context} bytes. The models were trained at {config.context}.
+All lengths are the starts of the same windows, in which documents follow each other without a boundary.
 
 ![Loss by position, perplexity by length]({figures}_length.png)
 
