@@ -97,7 +97,8 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     return f"""# Language models on documentation
 
 These models of bytes were trained on this machine's documentation.
-It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6:.2f} MB of other documents for validation (SHA-256 of the corpus {config.digest[:16]}…).
+It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6:.2f} MB of other documents
+for validation (SHA-256 of the corpus {config.digest[:16]}…).
 Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
 <!-- record -->
@@ -110,8 +111,8 @@ python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results
 
 Bits per byte are those of the validation documents. The bold column has rows of {config.context} bytes as in training.
 For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
-The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated
-Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
+The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is
+interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
 
 ![Loss while training]({figures}_loss.png)
 
