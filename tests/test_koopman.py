@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close, assert_same, generator, slices, unchecked
+from pairwise import crossed
 
 from halflife.ops.koopman import op as koopman
 from halflife.ops.koopman.op import koopman_attention
@@ -90,9 +91,7 @@ def test_every_prefix_solved_directly(chunk_size, refresh):
         assert_close(got, wanted, INVERTED)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9])
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8, 64])
-@pytest.mark.parametrize("normalization", ["causal", "sequence"])
+@crossed(length=[0, 1, 2, 7, 8, 9], chunk_size=[1, 2, 3, 7, 8, 64], normalization=["causal", "sequence"])
 def test_chunked_is_the_reference(length, chunk_size, normalization):
     """Outputs, states, and the gradients of both."""
     found = {}
@@ -415,14 +414,11 @@ def extreme(kind, scale, length):
     return [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.clone().requires_grad_()]
 
 
-each_scale = pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6, 1e12])
-each_kind = pytest.mark.parametrize("kind", ["random", "zero", "one direction", "mixed", "mixed, falling"])
+SCALES = (1e-12, 1e-6, 1.0, 1e6, 1e12)
+KINDS = ("random", "zero", "one direction", "mixed", "mixed, falling")
 
 
-@each_scale
-@each_kind
-@pytest.mark.parametrize("length", [0, 1, 4, 20])
-@pytest.mark.parametrize("chunk_size", [1, 3])
+@crossed(scale=SCALES, kind=KINDS, length=[0, 1, 4, 20], chunk_size=[1, 3])
 def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chunk_size):
     """Also fewer keys than the rank."""
     x = extreme(kind, scale, length)
@@ -434,8 +430,8 @@ def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chu
         assert_close(y, koopman_attention(*extreme(kind, 1, length), chunk_size=chunk_size, gamma=1.5)[0], 10 * SINGLE)
 
 
-@each_scale
-@each_kind
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_extreme_keys_one_at_a_time(scale, kind):
     """Rank-one updates, and factorisations anew where norms grow; the float64 loop says what they should give."""
     x = extreme(kind, scale, 20)

@@ -63,7 +63,7 @@ class DocumentLoss(NamedTuple):
 
 
 @torch.no_grad()
-def of_documents(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
+def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
     """The loss on whole documents, each read from its first token on with the state carried to its end.
 
     The first token of a document follows nothing and is not in the sum.
@@ -106,7 +106,7 @@ def _packs(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield held
 
 
-def octaves(losses: Tensor) -> list[tuple[int, int, float]]:
+def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:
     """The losses `[T]` of `by_position` in buckets that double: (first position, last, mean loss), from 1 on."""
     edges = [0, *(2**i for i in range(len(losses).bit_length()) if 2**i < len(losses)), len(losses)]
     return [(a + 1, b, losses[a:b].mean().item()) for a, b in pairwise(edges)]

@@ -28,7 +28,7 @@ SKA_PENDING = ("pending_keys", "pending_values")
 
 
 @dataclass(frozen=True)
-class Size:
+class LinearSize:
     """`constant + per_token · T`, in numbers or in bytes, after T tokens."""
 
     constant: int = 0
@@ -38,13 +38,13 @@ class Size:
         """The size after `length` tokens."""
         return self.constant + self.per_token * length
 
-    def __add__(self, other: Size) -> Size:
-        return Size(self.constant + other.constant, self.per_token + other.per_token)
+    def __add__(self, other: LinearSize) -> LinearSize:
+        return LinearSize(self.constant + other.constant, self.per_token + other.per_token)
 
-    def __mul__(self, times: int) -> Size:
-        return Size(self.constant * times, self.per_token * times)
+    def __mul__(self, times: int) -> LinearSize:
+        return LinearSize(self.constant * times, self.per_token * times)
 
-    def smaller_from(self, other: Size) -> int | None:
+    def smaller_from(self, other: LinearSize) -> int | None:
         """The first length (1 or more) from which on this is smaller than `other`; None if that never happens."""
         gained, owed = other.per_token - self.per_token, self.constant - other.constant
         if gained <= 0:
@@ -53,15 +53,15 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StateTensor:
     """One tensor of a layer's state: its shape after the first token, how many numbers it holds, bytes a number."""
 
     shape: tuple[int, ...]
-    numbers: Size
+    numbers: LinearSize
     item: int
 
     @property
-    def bytes(self) -> Size:
+    def bytes(self) -> LinearSize:
         return self.numbers * self.item
 
 
@@ -77,12 +77,12 @@ class LayerState:
 
     mixer: str
     layers: tuple[int | str, ...]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StateTensor]
 
     @property
-    def bytes(self) -> Size:
+    def bytes(self) -> LinearSize:
         """Of one layer."""
-        return sum((stored.bytes for stored in self.tensors.values()), Size())
+        return sum((stored.bytes for stored in self.tensors.values()), LinearSize())
 
 
 # ------------------------------------------------------------------------------------------ measurement
@@ -101,7 +101,7 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
         ValueError: an unknown dtype, or a state that is neither constant nor grows evenly.
     """
     _check_dtypes(dtype, cache_dtype)
-    small, layers = one_of_each(config)
+    small, layers = one_layer_of_each_kind(config)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         model = LanguageModel(small).to(DTYPES[dtype])
     after: dict[int, tuple[State, ...]] = {}
@@ -111,12 +111,12 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
         after[length] = state
     names = [small.mixer_of(i)[0] for i in range(small.num_layers)] + ["tpe"] * (config.position == "tpe")
     return [
-        LayerState(name, where, _stored(name, [after[length][i] for length in PROBES], cache_dtype))
+        LayerState(name, where, _state_tensors(name, [after[length][i] for length in PROBES], cache_dtype))
         for i, (name, where) in enumerate(zip(names, layers, strict=True))
     ]
 
 
-def one_of_each(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
+def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
     """A model with one layer of each kind, and where these kinds stand in the whole one.
 
     Vocabulary and MLP width do not enter any state, and are made small.
@@ -129,7 +129,7 @@ def one_of_each(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str,
     return small, kinds + [("embedding",)] * (config.position == "tpe")
 
 
-def _stored(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, Stored]:
+def _state_tensors(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, StateTensor]:
     """The tensors of a layer's states after `PROBES` tokens, of one sequence."""
     found = {}
     for name in dict.fromkeys(name for state in states for name in state):
@@ -138,26 +138,26 @@ def _stored(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dic
             continue
         counts = [x.numel() for x in tensors]
         per_token = (counts[-1] - counts[0]) // (PROBES[-1] - PROBES[0])
-        numbers = Size(counts[0] - per_token * PROBES[0], per_token)
+        numbers = LinearSize(counts[0] - per_token * PROBES[0], per_token)
         if counts != [numbers.at(length) for length in PROBES]:
             raise ValueError(
                 f"{name!r} of {mixer} holds {counts} numbers after {list(PROBES)} tokens: that is neither constant nor "
                 "as much with every token, so longer sequences cannot be told from it"
             )
         item = CACHE_DTYPES[cache_dtype] if per_token and cache_dtype else tensors[0].element_size()
-        found[name] = Stored(tuple(tensors[0].shape), numbers, item)
+        found[name] = StateTensor(tuple(tensors[0].shape), numbers, item)
     return found
 
 
-def model_size(states: Sequence[LayerState]) -> Size:
+def model_state_size(states: Sequence[LayerState]) -> LinearSize:
     """Bytes of the state of a whole model."""
-    return sum((state.bytes * len(state.layers) for state in states), Size())
+    return sum((state.bytes * len(state.layers) for state in states), LinearSize())
 
 
-def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> Size:
+def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> LinearSize:
     """Bytes of the softmax cache of a llama with as many key and value heads as queries: 2 · D · layers · T numbers."""
     _check_dtypes("float32", cache_dtype)
-    return Size(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
+    return LinearSize(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
 
 
 def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
@@ -191,9 +191,9 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
     heads, rank = state.tensors["gram"].shape[1:3]
     value_dim = state.tensors["values"].shape[2]
     committed, pending = (
-        sum((state.tensors[name].numbers for name in names), Size()) for names in (SKA_COMMITTED, SKA_PENDING)
+        sum((state.tensors[name].numbers for name in names), LinearSize()) for names in (SKA_COMMITTED, SKA_PENDING)
     )
-    cache = Size(per_token=heads * (rank + value_dim))
+    cache = LinearSize(per_token=heads * (rank + value_dim))
     return {
         "layers": list(state.layers), "heads": heads, "rank": rank, "value_dim": value_dim,
         "committed": committed.constant, "pending": pending.constant,
@@ -205,7 +205,7 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- many models
 
 
-def survey(
+def measure_memory(
     models: Sequence[str],
     lengths: Sequence[int],
     *,
@@ -248,14 +248,16 @@ def survey(
     return {
         **sizes, "num_heads": num_heads, "dtype": dtype, "cache_dtype": cache_dtype or dtype, "lengths": lengths,
         "cache": {"per_token": cache.per_token, "bytes": [cache.at(length) for length in lengths]},
-        "models": [_row(config, layer_states(config, dtype, cache_dtype), lengths, cache) for config in configs],
+        "models": [_model_row(config, layer_states(config, dtype, cache_dtype), lengths, cache) for config in configs],
     }  # fmt: skip
 
 
-def _row(config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: Size) -> dict[str, Any]:
+def _model_row(
+    config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: LinearSize
+) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = LanguageModel(config).num_parameters()
-    size = model_size(states)
+    size = model_state_size(states)
     return {
         "model": config.name, "parameters": parameters, **dataclasses.asdict(size),
         "bytes": [size.at(length) for length in lengths], "smaller_from": size.smaller_from(cache),
@@ -270,7 +272,7 @@ def _row(config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[in
     }  # fmt: skip
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes with a binary unit and three digits, two below 1: "1.5 MiB", "0.98 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 999.5:  # what would be rounded to 1000 is of the next unit
