@@ -6,9 +6,9 @@ import torch
 from helpers import assert_close, assert_same, generator, slices, unchecked
 from pairwise import crossed
 
-from halflife.ops.koopman import op as koopman
-from halflife.ops.koopman.op import koopman_attention
-from halflife.ops.koopman.state import COMMITTED, rank_one
+from halflife.ops.koopman import KoopmanCall, attend, koopman_attention, readout, solve
+from halflife.ops.koopman.solve import rank_one
+from halflife.ops.koopman.state import COMMITTED
 
 HEADS, RANK, WIDTH = 2, 5, 3
 
@@ -239,8 +239,9 @@ def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
     """A step is O(r²) with an operator a chunk too: one factorisation where a chunk ends, and one for the next."""
     x, whole = inputs(21), koopman_attention(*inputs(21), chunk_size=5)[0]
     first, state = koopman_attention(*(part[:, :6] for part in x), chunk_size=5, output_final_state=True)
-    calls, cholesky, outputs = [], koopman.cholesky, [first]
-    monkeypatch.setattr(koopman, "cholesky", lambda gram: calls.append(t) or cholesky(gram))
+    calls, cholesky, outputs = [], solve.cholesky, [first]
+    for module in (solve, readout):
+        monkeypatch.setattr(module, "cholesky", lambda gram: calls.append(t) or cholesky(gram))
     for t in range(6, 21):
         one = [part[:, t : t + 1] for part in x]
         y, state = koopman_attention(*one, chunk_size=5, initial_state=state, output_final_state=True)
@@ -471,10 +472,10 @@ def test_a_factorisation_that_fails_is_repeated_and_counted():
     """A ridge below the rounding errors of a long sum: not silent, and not NaN."""
     q, k, v = inputs(400, batch=1, dtype=torch.float32)
     k = k[:, :1].expand_as(k) + 1e-5 * k
-    before = koopman.retries
-    y, _ = koopman_attention(q, k, v, ridge=1e-12, chunk_size=50)
-    assert koopman.retries > before
-    assert y.isfinite().all()
+    result = attend(KoopmanCall(q, k, v, ridge=1e-12, chunk_size=50))
+    assert result.retries > 0
+    assert result.y.isfinite().all()
+    assert attend(KoopmanCall(q, k, v, chunk_size=50)).retries == 0
     k[:, 3] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         koopman_attention(q, k, v, chunk_size=50)

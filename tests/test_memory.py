@@ -1,4 +1,4 @@
-"""The bytes of states: closed forms, real states, where a KV cache becomes larger; the command and its figure."""
+"""Sizes of states: closed forms, real states, crossover with a KV cache; the command and its figure."""
 
 import csv
 import dataclasses
@@ -36,13 +36,13 @@ def config(name, **options):
 
 
 def attention_at(*layers, **options):
-    """Mamba-2 with softmax attention in some layers."""
+    """Return Mamba-2 with softmax attention in some layers."""
     other = {"mixer": "attention", "options": {"num_heads": HEADS, **options}, "layers": list(layers)}
     return dataclasses.replace(config("mamba2"), hybrid=other)
 
 
 def real_bytes(model_config, length, dtype):
-    """Bytes of the whole model's state after one pass over `length` tokens."""
+    """Return the bytes of the whole model's state after one pass over `length` tokens."""
     model = LanguageModel(model_config).to(dtype)
     with torch.no_grad():
         _, state = model.hidden(torch.arange(length).remainder(31).unsqueeze(0))
@@ -54,7 +54,7 @@ def real_bytes(model_config, length, dtype):
 
 @pytest.mark.parametrize("name", combinations()[0])
 def test_every_model_has_the_state_that_was_foretold(name):
-    """At lengths that were not probed, within a chunk of SKA and across it."""
+    """Sizes are right at lengths that were not probed, inside a chunk of SKA and beyond it."""
     model_config = preset(name, **SIZES)
     for dtype in (torch.float32, torch.bfloat16):
         size = model_state_size(layer_states(model_config, str(dtype).removeprefix("torch.")))
@@ -73,7 +73,7 @@ def test_hybrids_with_attention(model_config):
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
 def test_closed_forms(dtype, item):
-    """Memory is float32 in any model; short convolutions and caches are in the model's own dtype."""
+    """Recurrent states are float32 in any model; short convolutions and caches have the model's dtype."""
     inner, state = 2 * D, 128
     value = D // HEADS
     expected = {
@@ -167,7 +167,7 @@ def test_crossovers_of_models():
         model_state_size(layer_states(model, "float32")).smaller_from(cache)
         for model in (attention_at(1), attention_at(0, 1, 2), attention_at(0, 1, 2, num_kv_heads=1))
     )
-    assert some == rows["mamba2"]["smaller_from"]  # the other layers save what they saved, a layer
+    assert some == rows["mamba2"]["smaller_from"]  # each replaced layer saves as many bytes as before
     assert (all_, shared) == (None, 1)
 
 
@@ -244,7 +244,7 @@ def test_end_to_end(tmp_path, capsys):
     assert rows[-1]["smaller_from"] == "never"
     assert files["memory.png"].startswith(b"\x89PNG")
     main(arguments)
-    assert sorted(path.name for path in folder.iterdir()) == names  # nothing else, no temporary file
+    assert sorted(path.name for path in folder.iterdir()) == names  # no temporary file remains
     assert {name: (folder / name).read_bytes() for name in names} == files
 
 
@@ -265,7 +265,7 @@ def test_help_shows_examples(capsys):
 
 
 def made_up(sizes, lengths, per_token=1024):
-    """What `measure_memory` gives, for models of given (constant, per_token) bytes."""
+    """Make a result of `measure_memory` for models of given (constant, per_token) bytes."""
     cache = LinearSize(per_token=per_token)
     models = [
         {"model": f"model ${i}", "constant": a, "per_token": b, "bytes": [LinearSize(a, b).at(n) for n in lengths],
