@@ -96,9 +96,10 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
 
-Models of bytes, trained on this machine's documentation: {first["train"] / 1e6:.1f} MB for training,
-{first["validation"] / 1e6:.2f} MB of other documents for validation (SHA-256 of the corpus {config.digest[:16]}…).
-Each saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
+These models of bytes were trained on this machine's documentation.
+It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6:.2f} MB of other documents
+for validation (SHA-256 of the corpus {config.digest[:16]}…).
+Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
 <!-- record -->
 ```bash
@@ -108,23 +109,23 @@ python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results
 
 {chr(10).join(table)}
 
-Bits per byte of the validation documents, in rows of {config.context} bytes as in training (bold), and with the state
-carried from the first byte of a document to its last (on average {size:,.0f}). The first byte of a document is charged
-8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is interpolated Kneser-Ney on exactly the
-bytes that the model saw. Minutes are those of the steps; validation comes on top.
+Bits per byte are those of the validation documents. The bold column has rows of {config.context} bytes as in training.
+For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
+The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is
+interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
 
 ![Loss while training]({figures}_loss.png)
 
 {chr(10).join(lengths)}
 
-In brackets: of the last {config.context} bytes alone. Trained at {config.context}; all lengths are the starts of the
-same windows, documents following each other without a boundary.
+The perplexity in brackets is that of the last {config.context} bytes. The models were trained at {config.context}.
+All lengths are the starts of the same windows, in which documents follow each other without a boundary.
 
 ![Loss by position, perplexity by length]({figures}_length.png)
 
 ## Samples
 
-Temperature 0.8, after the start of a validation document; the model begins at ⟨…⟩.
+Each sample follows the start of a validation document, at temperature 0.8. The model's text begins at ⟨…⟩.
 
 {chr(10).join(samples)}"""
 

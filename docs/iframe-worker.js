@@ -1,4 +1,4 @@
-// Browsers start no worker from a file: there, search runs in a hidden frame.
+// Browsers start no worker for a page that was opened as a file. There the search runs in a hidden frame.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {
