@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and read with an error that names them; folders for one process at a time."""
+"""Atomic writes of files, reads whose errors name the file, and a lock on folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary neighbour to write to; it is moved into place at the end, and removed after an exception."""
+    """Give a temporary path in the same folder. It is moved to `path` at the end, or deleted after an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -25,22 +25,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` through a temporary neighbour: a reader never sees half a file."""
+    """Write `text` atomically (see `atomic_path`), so that a reader never sees half a file."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """`write_text` of JSON."""
+    """Write `data` as JSON atomically."""
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`.
+    """Return the content of the JSON file `path`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is truncated or no JSON; the message names it.
+        ValueError: the file is truncated or not JSON; the message names it.
     """
     text = path.read_text(encoding="utf-8")
     try:
@@ -69,11 +69,11 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a text file, unpacked if its name ends in `.gz`.
+    """Return the bytes of a text file, decompressed if its name ends in `.gz`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is empty, or truncated gzip; the message names it.
+        ValueError: the file is empty or not complete gzip data; the message names it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -88,13 +88,14 @@ def read_bytes(path: Path) -> bytes:
 
 @contextmanager
 def folder_lock(folder: Path, patience: float = 0) -> Iterator[None]:
-    """Keeps other processes that ask for it out of `folder`; the system frees what a killed process held.
+    """Lock `folder` against other processes that use this lock. The system releases the lock of a killed process.
 
     Args:
-        patience: seconds that another process is given to leave.
+        folder: the folder, which is created if it does not exist.
+        patience: seconds to wait for another process to release the lock.
 
     Raises:
-        ValueError: it does not.
+        ValueError: another process still holds the lock.
     """
     from filelock import FileLock, Timeout
 
@@ -103,7 +104,7 @@ def folder_lock(folder: Path, patience: float = 0) -> Iterator[None]:
     try:
         lock.acquire(timeout=patience)
     except Timeout:
-        raise ValueError(f"another process is at work in {folder}; let it finish, or end it") from None
+        raise ValueError(f"another process is at work in {folder}; wait until it ends, or stop it") from None
     try:
         yield
     finally:

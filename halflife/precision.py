@@ -1,4 +1,4 @@
-"""Numbers that stay float32: parameters, buffers, and what decays and sums are computed in."""
+"""Numbers that stay float32: parameters and buffers of decays, and the dtype of decays, solves and states."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 
 class Float32Module(nn.Module):
-    """A module whose own parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.
+    """A module whose direct parameters and buffers stay float32 (or wider) through `.to()`, `.half()`, `.bfloat16()`.
 
-    They are made so too, whatever torch's default dtype is at the time. Decay parameters in bfloat16 lose the spectrum:
-    neighbouring rates become equal, and `A` near 0 becomes 0. Children that are not `Float32Module`s are cast as usual.
+    They are also created in float32 if torch's default dtype is narrower. Decay parameters in bfloat16 would lose the
+    spectrum, because neighbouring rates become equal and `A` near 0 becomes 0. Children that are not `Float32Module`s
+    are cast as usual.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -42,15 +43,15 @@ def _is_narrow(x: Tensor) -> bool:
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
-    """x with softplus(x) = y, for y > 0: `y + log(1 − e^{−y})`."""
+    """Solve softplus(x) = y for y > 0: `x = y + log(1 − e^{−y})`."""
     return y + torch.log(-torch.expm1(-y))
 
 
 def inverse_softplus_of(y: float) -> float:
-    """`inverse_softplus` of one number: works while modules are built on the meta device."""
+    """`inverse_softplus` of one number, which also works while modules are built on the meta device."""
     return y + math.log(-math.expm1(-y))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, float32 for all others: the dtype of decays, solves and states."""
+    """The dtype of decays, solves and states: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -10,21 +10,21 @@ Entry = TypeVar("Entry")
 
 
 def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
-    """The error for a name that is not there: it lists the choices and guesses what was meant."""
+    """Return the error for an unknown name. Its message lists the choices and the most similar one."""
     close = difflib.get_close_matches(str(name), choices, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(f"unknown {kind} {name!r}.{hint} Choose from: {', '.join(choices)}")
 
 
 class Registry(Generic[Entry]):
-    """An ordered mapping from a name to a class (or any entry), filled by `add`."""
+    """An ordered mapping from names to classes or other entries; `add` fills it."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str) -> Callable[[Entry], Entry]:
-        """Decorator: `@DECAYS.add("simple")`. A name can be taken once."""
+        """Register the decorated entry under a name, as in `@DECAYS.add("simple")`. Each name can be used once."""
 
         def register(entry: Entry) -> Entry:
             if name in self._entries:
@@ -46,9 +46,9 @@ class Registry(Generic[Entry]):
         return iter(self._entries)
 
     def names(self) -> list[str]:
-        """All names, in the order of registration."""
+        """Return all names in the order of registration."""
         return list(self._entries)
 
     def summary(self, name: str) -> str:
-        """The first line of the entry's docstring: what `halflife list` prints."""
+        """Return the first line of an entry's docstring, which `halflife list` prints."""
         return (self[name].__doc__ or "").strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""What the letters in shapes mean, everywhere in this library.
+"""The meaning of the letters in shapes, everywhere in this library.
 
 | letter | meaning                                                                    |
 |--------|----------------------------------------------------------------------------|
@@ -13,9 +13,10 @@
 | D      | hidden size of a model, or channels of a convolution                       |
 | W      | taps of a short convolution                                                |
 
-Tensors are `[B, T, H, K]`; states are `[B, H, K, V]`, one row a sequence.
-The aliases below are jaxtyping's when it is installed (it is under pytest, which checks them),
-and plain tensors otherwise: `import halflife` needs torch alone.
+Tensors are `[B, T, H, K]`. States are `[B, H, K, V]`, with one row a sequence.
+
+Where jaxtyping is installed, `Float` and `Int` are its types, and pytest checks the shapes in annotations. Elsewhere
+they are plain tensors, because `import halflife` needs torch alone.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import torch
 
 try:
     from jaxtyping import Float, Int  # pyright: ignore
-except ImportError:  # an annotation only: nothing is decided by it at run time
+except ImportError:  # annotations only; no code path depends on this
 
     class Float:  # type: ignore
-        """Stands for jaxtyping.Float where that is not installed."""
+        """A stand-in for jaxtyping.Float."""
 
         def __class_getitem__(cls, item: object) -> type[torch.Tensor]:
             return torch.Tensor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same
 
 from halflife import decay as decays
-from halflife.decay import DECAYS, PoST
+from halflife.decay import DECAYS, PoST, SpectralDecay
 
 HEADS, CHANNELS, LAYER, LAYERS = 4, 3, 2, 5
 
@@ -17,7 +17,7 @@ HEADS, CHANNELS, LAYER, LAYERS = 4, 3, 2, 5
 TOLERANCE = 4 * 1.9e-7
 
 CASES = [(name, granularity) for name in DECAYS for granularity in DECAYS[name].granularities]
-SPECTRAL = [(name, granularity) for name, granularity in CASES if DECAYS[name].spectral]
+SPECTRAL = [(name, granularity) for name, granularity in CASES if issubclass(DECAYS[name], SpectralDecay)]
 
 each_case = pytest.mark.parametrize(("name", "granularity"), CASES)
 each_spectral = pytest.mark.parametrize(("name", "granularity"), SPECTRAL)

@@ -106,7 +106,7 @@ def test_two_states_are_counted():
         ("llama+gate_rank", "has none"),
         ("deltanet+gate_rank", "has none"),
         ("rwkv7+gate_rank", "DPLR"),
-        ("simple+gate_rank", "one number a head"),
+        ("simple+gate_rank", "a scalar decay"),
         ("simple+scalar+dplr+gate_rank", "linear or the delta update"),
     ],
 )

@@ -153,7 +153,7 @@ def test_normalising_by_the_sequence_is_a_ridge():
 
 
 def test_the_whitened_operator_never_expands():
-    """σ_max(A_w) ≤ 1 for any keys: the paper's spectral normalisation cannot act (math.md §5)."""
+    """σ_max(A_w) ≤ 1 for any keys: the paper's spectral normalisation cannot act (docs/equations.md, section 5)."""
     for trial in range(200):
         draw = generator("contraction", trial)
         keys = torch.randn(1 + trial % 17, RANK, generator=draw, dtype=torch.float64) * 10 ** (trial % 5 - 2)

@@ -30,7 +30,7 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
         impossible = "share_keys writes k = 1 − λ.*needs a vector decay"
     elif strategy and granularity not in strategy.granularities:
         impossible = f"is defined for granularity {strategy.granularities[0]}; got {granularity!r}"
-    elif post and not (strategy and strategy.spectral):
+    elif post and not (strategy and issubclass(strategy, decay.SpectralDecay)):
         impossible = "no base rates" if strategy else "a layer without a decay has none"
     if impossible:
         with pytest.raises(ValueError, match=impossible):

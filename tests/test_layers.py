@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import assert_close, assert_same, slices
 
-from halflife import decay, layers
+from halflife import layers
 from halflife.layers import LAYERS
+from halflife.precision import Float32Module
 
 HIDDEN, LENGTH = 32, 11
 
@@ -234,7 +235,7 @@ def test_every_parameter_learns(case):
 
 def float32_parameters(layer):
     """Parameters and buffers of the modules that must stay in float32."""
-    kept = [module for module in layer.modules() if isinstance(module, decay.Float32Module)]
+    kept = [module for module in layer.modules() if isinstance(module, Float32Module)]
     return [x for module in kept for x in (*module.parameters(), *module.buffers())]
 
 
@@ -286,7 +287,7 @@ def test_either_packed_or_padded(case):
         ({"cu_seqlens": torch.tensor([0, LENGTH])}, "batch size 1"),
         ({"x": torch.zeros(1, LENGTH, HIDDEN), "cu_seqlens": torch.tensor([0, 5])}, "rise from 0"),
         ({"x": torch.zeros(LENGTH, HIDDEN)}, r"x must be \[B, T, D\]"),
-        ({"x": torch.zeros(3, 1, HIDDEN), "state": 2}, "state is of 2 sequences, the input of 3"),
+        ({"x": torch.zeros(3, 1, HIDDEN), "state": 2}, "state has 2 sequences, but the input has 3"),
     ],
 )
 def test_inputs_that_do_not_fit_are_errors(case, arguments, message):

@@ -70,7 +70,7 @@ def token_loop(layer, x):
     outputs = []
     for t in range(length):
         z, v, b, c, f, trapezoid, rate = F.linear(x[:, t], layer.in_proj.weight).split(layer.splits, -1)
-        step = layer.decay.step(f)
+        step = layer.decay.step_size(f)
         alpha = layer.decay(f.unsqueeze(1), position=torch.tensor([t + 1]))[:, 0].exp()
         end = 1 / (1 + (-trapezoid).exp())
         angle = angle + step[..., None] * math.pi * rate.tanh()[:, None]
@@ -133,7 +133,7 @@ def test_ending_every_step_without_rotation_is_mamba2():
     y, state = layer(x)
     z, v, b, c, f, _, _ = layer.in_proj(x).split(layer.splits, -1)
     v = v.unflatten(-1, (HEADS, VALUE))
-    scaled = v * layer.decay.step(f).unsqueeze(-1)
+    scaled = v * layer.decay.step_size(f).unsqueeze(-1)
     o, memory = linear_attention(layer.query(c), layer.key(b), scaled, layer.decay(f), scale=1, output_final_state=True)
     expected = layer.out_proj(layer.skip(o, v).flatten(-2) * F.silu(z))
     assert_close({"y": y, "memory": state["memory"]}, {"y": expected, "memory": memory}, OUTPUTS)
@@ -147,7 +147,7 @@ def test_beginning_every_step_writes_a_token_later():
     assert first["memory"].count_nonzero() == 0
     _, state = layer(x[:, 1:], first)
     f = layer.in_proj(x[:, 1:]).split(layer.splits, -1)[4]
-    weight = layer.decay.step(f) * layer.decay(f).exp()
+    weight = layer.decay.step_size(f) * layer.decay(f).exp()
     expected = weight[:, 0, :, None, None] * first["key"].unsqueeze(-1) * first["value"].unsqueeze(-2)
     assert_close(state["memory"], expected, OUTPUTS)
 
@@ -196,7 +196,7 @@ def test_long_sums_of_angles_lose_nothing():
         ({"num_groups": 3}, "num_groups must divide num_heads; got 3 and 4"),
         ({"num_groups": 0}, "num_groups must divide num_heads"),
         ({"num_heads": 5}, "num_heads must divide"),
-        ({"decay": "simple"}, "a step size, which 'simple' has none of"),
+        ({"decay": "simple"}, "a step size, but 'simple' has no step size"),
         ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
     ],
 )

@@ -16,7 +16,7 @@ from halflife.analysis import tables
 from halflife.analysis.model_spectrum import model_spectrum, spectrum_at, taper_report
 from halflife.analysis.spectrum import effective_modes, layer_decays
 from halflife.cli import main
-from halflife.decay import DECAYS
+from halflife.decay import DECAYS, SpectralDecay
 from halflife.models import LanguageModel, ModelConfig, checkpoint, preset
 from halflife.models.load import checkpoints, load_any
 from halflife.report.figures import spectrum as model_spectrum_figures
@@ -26,7 +26,7 @@ TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured
 ABSOLUTE = 4 * 2.4e-8  # of tapers, in [0, 1], in float32; worst measured
 EXACT = 4 * 3.4e-16  # of modes in float64, relative; worst measured
-SPECTRAL = [name for name in DECAYS if DECAYS[name].spectral]
+SPECTRAL = [name for name in DECAYS if issubclass(DECAYS[name], SpectralDecay)]
 CASES = [
     (name, granularity, post)
     for name in DECAYS for granularity in DECAYS[name].granularities

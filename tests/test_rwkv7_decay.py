@@ -142,7 +142,7 @@ def test_post_end_points():
     rates = decay.base_log_rate().exp().flatten()
     assert rates[0].item() == pytest.approx(0.1 / TRAIN_LENGTH, rel=1e-5)
     assert rates[-1].item() == pytest.approx(1.5 * SCALE * torch.tensor(0.5).sigmoid().item(), rel=1e-5)
-    with pytest.raises(ValueError, match=r"below e\^\(−1/2\) = 0\.6065; the end points ask for 0\.7551"):
+    with pytest.raises(ValueError, match=r"below e\^\(−1/2\) = 0\.6065; got the end point 0\.7551"):
         build_post(endpoints=(1.0, 2.0))
     optimal = build_post(endpoints="optimal").base_log_rate().exp().flatten()
     assert optimal[-1].item() <= (1 + 1e-6) * SCALE * torch.tensor(0.5).sigmoid().item()

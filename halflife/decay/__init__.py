@@ -3,6 +3,6 @@
 from halflife.decay import gla, hgrn2, lightnet, mamba2, retnet, rwkv7, simple, tnl  # noqa: F401 (each registers itself)
 from halflife.decay.base import DECAYS, Decay, build
 from halflife.decay.post import PoST
-from halflife.precision import Float32Module
+from halflife.decay.spectral import SpectralDecay
 
-__all__ = ["DECAYS", "Decay", "Float32Module", "PoST", "build"]
+__all__ = ["DECAYS", "Decay", "PoST", "SpectralDecay", "build"]

@@ -10,7 +10,7 @@ from halflife.decay.base import DECAYS, Decay
 
 @DECAYS.add("gla")
 class GLADecay(Decay):
-    """λ = σ(f)^{1/τ}, τ = 16: a sigmoid gate kept near 1 by a temperature.
+    """λ = σ(f)^{1/τ}, τ = 16: a sigmoid gate that the temperature τ brings near 1.
 
     g = logsigmoid(f) / τ (not logsigmoid(f/τ)). Range (0, 1); no parameters; time-scale τ / log 2 = 23 tokens at
     f = 0. Source: Yang et al. 2024; Decay, Table 1.

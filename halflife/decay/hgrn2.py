@@ -11,11 +11,11 @@ from halflife.decay.base import DECAYS, Decay
 
 @DECAYS.add("hgrn2")
 class HGRN2Decay(Decay):
-    """λ = γ + (1 − γ) σ(f): a lower bound γ that grows with depth.
+    """λ = γ + (1 − γ) σ(f): the lower bound γ grows with depth.
 
-    g = log(γ + (1 − γ) σ(f)); γ of layer l is the sum of the first l of L shares, a softmax over layers of learned
-    logits, so that the first layer has γ = 0. Range (γ, 1). Initialisation: logits 0, γ = l/L. Each layer has
-    logits of its own. Source: Qin et al. 2024; Decay, Table 1.
+    g = log(γ + (1 − γ) σ(f)). A softmax over learned logits gives L shares, one a layer, and γ of layer l is the sum of
+    the first l shares. The first layer therefore has γ = 0. Range (γ, 1). Initialisation: logits 0, γ = l/L. Each layer
+    has its separate set of L logits. Source: Qin et al. 2024; Decay, Table 1.
     """
 
     shares_keys = True

@@ -14,8 +14,8 @@ class LightNetDecay(Decay):
     """λ_t = exp(lse f_{<t} − lse f_{≤t}): with k = 1 − λ, a running softmax over the past.
 
     g_t = −softplus(f_t − lse f_{<t}). Range [0, 1); the first token of a sequence has λ = 0. No parameters.
-    Time-scale at constant f: `1 / log(t/(t−1))`, about t: it grows with the context. Streaming carries the running
-    logsumexp. Source: Qin et al. 2024; Decay, Table 1.
+    Time-scale at constant f: `1 / log(t/(t−1))`, about t, so it grows with the context. Streaming carries the running
+    logsumexp (lse). Source: Qin et al. 2024; Decay, Table 1.
     """
 
     shares_keys = True
@@ -32,7 +32,7 @@ class LightNetDecay(Decay):
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`g` and the running logsumexp `[N, H]` or `[N, H, K]` (−inf: nothing seen yet)."""
+        """Return `g` and the running logsumexp `[N, H]` or `[N, H, K]`, which is −inf before the first token."""
         f = f if f.dtype == torch.float64 else f.float()
         if cu_seqlens is None:
             return _running(f, state)

@@ -1,10 +1,10 @@
-"""How well N exponentials imitate a power law, and the end points of geometric rates with which they do it best.
+"""Power laws approximated by sums of exponentials: the minimax error, and the geometric rates with the smallest error.
 
-PoST (§4) takes `t^{−β}` for what a memory should keep of the token t steps ago, and measures a spectrum by the minimax
-error of `Σ_k w_k e^{−r_k t}` on [1, T] with the best weights. Here that error lies between a lower and an upper bound
-which hold whatever the paper says.
+PoST (§4) assumes that a memory should weigh the token t steps ago by `t^{−β}`. It measures a spectrum of rates r_k by
+the minimax error of `Σ_k w_k e^{−r_k t}` on [1, T] with the best weights w_k. This module computes that error together
+with a lower bound, independently of the paper's claims about it.
 
-Rates are `[N]`, ascending, in float64: the slowest channel is the first.
+Rates are `[N]`, ascending, in float64, so the slowest channel comes first.
 """
 
 from __future__ import annotations
@@ -20,54 +20,62 @@ from torch import Tensor
 from halflife.files import read_json, write_json
 from halflife.shapes import Float
 
-POINTS = 1000  # of the first grid, spaced evenly in log t
-CLOSE = 1e-3  # upper and lower bound agree to this
-NOISE = 1e-12  # singular values below, relative to the largest, are rounding errors
-FLOOR = 1e-14  # errors below are, too
-MEASURABLE = 1e-12  # errors below are not told apart
-MANY = 64  # channels: more make no difference in float64
-START = (0.5, 4.0)  # ends, slowest · T and fastest, from which the best are searched
-FEW = 8  # channels: up to here there are other valleys, some far out at large T
-FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (1024.0, 0.5))
-LAWSON_STEPS = 8  # they bring the peaks near their places; few, as they converge slowly from there
-REFINEMENTS = 5  # grids at most
-FASTEST = 700  # of rates; e^{−r} is 0 beyond
+POINTS = 1000  # points of the first grid, spaced evenly in log t
+CLOSE = 1e-3  # relative difference of upper and lower bound at which the search ends
+NOISE = 1e-12  # singular values below this, relative to the largest, are rounding errors
+FLOOR = 1e-14  # errors below this are rounding errors
+MEASURABLE = 1e-12  # the search for end points does not distinguish errors below this
+MANY = 64  # more channels than this make no difference in float64
+START = (0.5, 4.0)  # end points (slowest · T, fastest) at which the search for the best ones starts
+FEW = 8  # up to this number of channels there are other local minima, some of them far away at large T
+FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (1024.0, 0.5))  # further starts for few channels
+LAWSON_STEPS = 8  # enough to bring the peaks near their places; later steps converge slowly
+REFINEMENTS = 5  # largest number of grids
+FASTEST = 700  # largest rate; e^{−r} is 0 beyond it
 
 
 class Fit(NamedTuple):
     """The best approximation of t^{−β} with given rates.
 
-    `error` is what the weights reach, `lower` what no weights in the span go below; `rank` is the dimension of the
-    span in float64. Where it is less than N, larger weights than float64 can add up might do better.
+    Attributes:
+        error: the largest error of these weights.
+        lower: a lower bound on the error of all weights in the numerical span of the exponentials.
+        weights: w_k `[N]`.
+        positions: the grid `[M]`.
+        residual: `t^{−β} − Σ_k w_k e^{−r_k t}` on the grid `[M]`.
+        rank: dimension of the numerical span in float64. If it is less than N, weights too large for float64 might give
+            a smaller error.
     """
 
     error: float
     lower: float
-    weights: Tensor  # [N]
-    positions: Tensor  # [M], the grid
-    residual: Tensor  # [M], t^{−β} − Σ_k w_k e^{−r_k t}
+    weights: Tensor
+    positions: Tensor
+    residual: Tensor
     rank: int
 
 
 def minimax_error(rates: Float[Tensor, " N"], length: float, beta: float = 0.5, *, continuous: bool = False) -> float:
-    """`min_w max_t |t^{−β} − Σ_k w_k e^{−r_k t}|` on t = 1, 2, …, T, or on all of [1, T]; see `fit`."""
+    """Compute `min_w max_t |t^{−β} − Σ_k w_k e^{−r_k t}|` on t = 1, 2, …, T, or on all of [1, T]; see `fit`."""
     return fit(rates, length, beta, continuous=continuous).error
 
 
 def fit(rates: Float[Tensor, " N"], length: float, beta: float = 0.5, *, continuous: bool = False) -> Fit:
-    """The weights for which Σ_k w_k e^{−r_k t} is closest to t^{−β} in the maximum norm.
+    """Find the weights for which `Σ_k w_k e^{−r_k t}` is closest to t^{−β} in the maximum norm.
 
-    The grid has 1,000 points evenly in log t (rounded to integers, all of them up to 70 at T = 1e4), and is refined
-    around the peaks of the error until it grows no more.
+    The grid has 1,000 points spaced evenly in log t. For the norm over integers they are rounded, so that at T = 1e4
+    the grid contains every integer up to 70. It is refined around the peaks of the error until the error no longer
+    grows.
 
     Args:
         rates: r_k ≥ 0, in any order.
         length: T, at least 2.
         beta: exponent of the power law, positive.
-        continuous: the paper's norm, over the interval [1, T]; otherwise over its integers, where tokens are.
+        continuous: whether the norm is over the interval [1, T], as in the paper, or over its integers, the positions
+            of tokens.
 
     Raises:
-        ValueError: a rate, T or β out of range.
+        ValueError: a rate, T or β is out of range.
     """
     rates = torch.as_tensor(rates, dtype=torch.float64)
     if length < 2 or beta <= 0 or not len(rates) or not ((rates >= 0) & (rates <= FASTEST)).all():
@@ -87,7 +95,7 @@ def fit(rates: Float[Tensor, " N"], length: float, beta: float = 0.5, *, continu
 
 
 def _exponentials(rates: Tensor, positions: Tensor) -> Tensor:
-    """Columns e^{−r_k (t − 1)} `[M, N]`: scaled to 1 at t = 1, so that fast ones do not vanish."""
+    """Columns e^{−r_k (t − 1)} `[M, N]`, which are 1 at t = 1, so that fast exponentials do not vanish."""
     return torch.exp(-rates * (positions.unsqueeze(-1) - 1))
 
 
@@ -97,7 +105,7 @@ def _grid(length: float, continuous: bool) -> Tensor:
 
 
 def _around(positions: Tensor, residual: Tensor, continuous: bool) -> Tensor:
-    """Points between the neighbours of every local maximum of |residual|."""
+    """Points between the two neighbours of each local maximum of |residual|."""
     size = torch.nn.functional.pad(residual.abs(), (1, 1))
     at = torch.nonzero((size[1:-1] >= size[:-2]) & (size[1:-1] >= size[2:])).flatten()
     low, high = positions[(at - 1).clamp(min=0)], positions[(at + 1).clamp(max=len(positions) - 1)]
@@ -110,11 +118,15 @@ def _around(positions: Tensor, residual: Tensor, continuous: bool) -> Tensor:
 
 
 def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> tuple[Tensor, float, int]:
-    """The weights `[N]` that minimise `max |target − columns · w|`, a lower bound of it, and the rank of the columns.
+    """Find the weights `[N]` that minimise `max |target − columns · w|`.
 
-    Decaying exponentials are all but dependent, so we work in the span of their leading left singular vectors. As
-    they are totally positive, those are a Chebyshev system too (Gantmacher and Krein): the best residual has one
-    more alternating peak than there are vectors. Remez' exchange finds these peaks, given a start by Lawson's.
+    Decaying exponentials are almost linearly dependent, so the search works in the span of their leading left singular
+    vectors. Exponentials are totally positive, so these vectors form a Chebyshev system too (Gantmacher and Krein), and
+    the best residual has one more alternating peak than there are vectors. Remez' exchange algorithm finds these peaks.
+    Lawson's algorithm gives its start.
+
+    Returns:
+        The weights, a lower bound on the error in the span, and the rank of the columns.
     """
     left, sizes, right = torch.linalg.svd(columns, full_matrices=False)
     rank = int((sizes > NOISE * sizes[0]).sum())
@@ -124,9 +136,13 @@ def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> 
 
 
 def _lawson(span: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    """Least squares with more and more weight where the error is large: coefficients, and a lower bound of the error.
+    """Lawson's algorithm: least squares with growing weights where the error is large.
 
-    Weights that sum to 1 make the root of the weighted mean square at most the maximum, for all coefficients.
+    For any coefficients, the root of the weighted mean square (weights that sum to 1) is at most the maximum. Its
+    minimum over coefficients is therefore a lower bound on the error.
+
+    Returns:
+        The coefficients, and the lower bound.
     """
     weights = torch.full_like(target, 1 / len(target))
     best, lower, least = span.mT @ target, 0.0, math.inf
@@ -142,7 +158,13 @@ def _lawson(span: Tensor, target: Tensor) -> tuple[Tensor, float]:
 
 
 def _remez(span: Tensor, target: Tensor, best: Tensor, lower: float) -> tuple[Tensor, float]:
-    """Levels the error at rank + 1 alternating peaks, until no other is higher; the level is a lower bound."""
+    """Remez' algorithm: equalise the error at rank + 1 alternating peaks until no other point has a larger error.
+
+    The common error at the peaks is a lower bound.
+
+    Returns:
+        The coefficients, and the lower bound.
+    """
     rank = span.shape[1]
     signs = (-1.0) ** torch.arange(rank + 1, dtype=target.dtype)
     residual = target - span @ best
@@ -153,7 +175,7 @@ def _remez(span: Tensor, target: Tensor, best: Tensor, lower: float) -> tuple[Te
             break
         solved, failed = torch.linalg.solve_ex(torch.cat([span[at], signs.unsqueeze(-1)], -1), target[at])
         level = float(solved[-1].abs())
-        if failed or not level <= least:  # it is at most the minimum; what says otherwise is rounding
+        if failed or not level <= least:  # the level is at most the minimum, except for rounding errors
             break
         lower, residual = max(lower, level), target - span @ solved[:-1]
         if float(residual.abs().max()) < least:
@@ -162,7 +184,7 @@ def _remez(span: Tensor, target: Tensor, best: Tensor, lower: float) -> tuple[Te
 
 
 def _alternation(residual: Tensor, count: int) -> Tensor:
-    """Up to `count` points where the residual peaks with alternating signs, the highest peak among them."""
+    """Up to `count` points where the residual peaks with alternating signs; the highest peak is one of them."""
     turns = torch.nonzero((residual[1:] >= 0) != (residual[:-1] >= 0)).flatten() + 1
     runs = torch.arange(len(residual)).tensor_split(turns)
     peaks = [int(run[residual[run].abs().argmax()]) for run in runs]
@@ -173,19 +195,19 @@ def _alternation(residual: Tensor, count: int) -> Tensor:
             del peaks[0 if sizes[peaks[0]] < sizes[peaks[-1]] else -1]
         elif i in (0, len(peaks) - 1):
             del peaks[i]
-        else:  # with its smaller neighbour, that signs go on alternating
+        else:  # its smaller neighbour goes too, so that signs still alternate
             i -= sizes[peaks[i - 1]] < sizes[peaks[i + 1]]
             del peaks[i : i + 2]
     return torch.tensor(peaks)
 
 
 def geometric_rates(channels: int, length: float, low: float | None = None, high: float = 1.0) -> Tensor:
-    """N rates evenly spaced in their logarithm from `low` (1/T unless given) to `high` (Theorem 4.7)."""
+    """N rates spaced evenly in their logarithm from `low` (None means 1/T) to `high` (PoST, Theorem 4.7)."""
     low = 1 / length if low is None else low
     return torch.linspace(math.log(low), math.log(high), channels, dtype=torch.float64).exp()
 
 
-# --------------------------------------------------------------------------------------------- best ends
+# ---------------------------------------------------------------------------------------- best end points
 
 _FOUND: dict[str, list[float]] = {}
 
@@ -194,16 +216,18 @@ def best_endpoints(
     channels: int, length: float, beta: float = 0.5, *,
     fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """Slowest and fastest of the geometric rates that approximate t^{−β} best (within a few percent of the error; of
-    up to 4 channels on a million tokens perhaps not the best valley).
+    """Find the slowest and the fastest of the geometric rates that approximate t^{−β} best.
 
-    As `endpoints` of `halflife.decay.PoST` they are `(low · T, high)`; "optimal" there are these. With so many
-    channels that float64 sees no error any more (about 30 at T = 1e3), they are (0.5/T, 4). Above 64, those of 64.
+    Their error is within a few percent of the best. With up to 4 channels on a million tokens, the search may end in
+    another local minimum. With so many channels that the error is below float64's precision (about 30 at T = 1e3), the
+    result is (0.5/T, 4). More than 64 channels get the result of 64.
+
+    `halflife.decay.PoST` uses these end points for `endpoints="optimal"`, in the form `(low · T, high)`.
 
     Args:
-        channels, length, beta, continuous: N, T, β and the norm, as `fit` has them.
-        fastest: no rate above; for decays that have a limit.
-        cache: JSON file that keeps what was found; memory keeps it in any case.
+        channels, length, beta, continuous: N, T, β and the norm, as in `fit`.
+        fastest: upper limit of the rates, for decays whose rates are bounded.
+        cache: JSON file in which results are stored, or None. Results also stay in memory.
     """
 
     channels = min(channels, MANY)
@@ -227,18 +251,18 @@ def best_endpoints(
 
 
 def remembered(key: str, find: Callable[[], list[float]], cache: Path | None) -> list[float]:
-    """What was found under `key`, in memory or in the JSON file `cache`; else what `find` finds."""
-    kept = read_json(cache) if cache is not None and cache.exists() else {}
+    """Return the result stored under `key` in memory or in the JSON file `cache`; if there is none, call `find`."""
+    stored = read_json(cache) if cache is not None and cache.exists() else {}
     if key not in _FOUND:
-        with torch.device("cpu"):  # also while a model is built on the meta device
-            _FOUND[key] = kept[key] if key in kept else find()
-    if cache is not None and key not in kept:
-        write_json(cache, {**kept, key: _FOUND[key]})
+        with torch.device("cpu"):  # needed while a model is built on the meta device
+            _FOUND[key] = stored[key] if key in stored else find()
+    if cache is not None and key not in stored:
+        write_json(cache, {**stored, key: _FOUND[key]})
     return _FOUND[key]
 
 
 def descend(error: Callable[[Sequence[float]], float], at: list[float], step: float = 1.0) -> list[float]:
-    """A minimum by compass search: along every axis by `step`, which halves where nothing is lower, to 1/32."""
+    """Find a local minimum by compass search. It moves by `step` along axes, and halves a step that fails, to 1/32."""
     least = error(at)
     while step >= 1 / 32:
         moves = [[x + d * (i == j) for j, x in enumerate(at)] for i in range(len(at)) for d in (step, -step)]

@@ -7,19 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS
+from halflife.decay.spectral import SpectralDecay
 
 
 @DECAYS.add("retnet")
-class RetNetDecay(Decay):
-    """λ = 1 − 2^{−5 − 3j/(h−1)}: fixed, one a head, j = 0 … h − 1.
+class RetNetDecay(SpectralDecay):
+    """λ = 1 − 2^{−5 − 3j/(h−1)}: one fixed rate a head, j = 0 … h − 1.
 
-    Time-scales 31 to 255 tokens. Under PoST the rates become the learned, ordered `γ_h = exp(−e^{p_h})`, which is
-    also PoST's model of GLA. Source: Sun et al. 2023; Decay, Table 1; PoST, Algorithm 4.
+    Time-scales 31 to 255 tokens. Under PoST the decays are `exp(−e^{p_h})` with learned, sorted p. The PoST paper uses
+    the same form as its model of GLA. Source: Sun et al. 2023; Decay, Table 1; PoST, Algorithm 4.
     """
 
     data_dependent = False
-    spectral = True
     granularities = ("scalar",)
 
     def __init__(self, **sizes) -> None:
@@ -34,8 +34,8 @@ class RetNetDecay(Decay):
             self.log_rate.copy_((-torch.log1p(-(-exponent * math.log(2)).exp())).log())
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        own: Tensor | None = self.log_rate
-        rate = (own if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
+        fixed: Tensor | None = self.log_rate
+        rate = (fixed if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
         return (-rate).to(f.dtype).expand(f.shape)
 
     def release_rates(self) -> None:

@@ -8,31 +8,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS
+from halflife.decay.spectral import SpectralDecay
 
-FASTEST = math.exp(-0.5)  # the limit of all rates
+FASTEST = math.exp(-0.5)  # the upper limit of all rates
 
 
 def zigzag(num_heads: int, head_dim: int) -> Tensor:
-    """`u|u|` with u from −1 to 1 along each head, `[H, K]`: what tells the channels of a head apart."""
+    """`u|u|` with u from −1 to 1 along each head, `[H, K]`; it makes the channels of a head differ."""
     half = (head_dim - 1) / 2
     u = (torch.arange(head_dim, dtype=torch.float32) - half) / (half or 1)
     return (u * u.abs()).expand(num_heads, -1)
 
 
 @DECAYS.add("rwkv7")
-class RWKV7Decay(Decay):
-    """λ = exp(−e^{−1/2} σ(f + w₀)): a sigmoid whose λ never falls below 0.545.
+class RWKV7Decay(SpectralDecay):
+    """λ = exp(−e^{−1/2} σ(f + w₀)): a sigmoid, with λ always above 0.545.
 
     Range (0.545, 1). Initialisation, channel n = 0 … C − 1 of C = H·K, depth r from 0 (first layer) to 1 (last):
     `w₀ = −5.5 + 6 (n/(C−1))^{1 + r^0.3} + 2.5 zigzag`. Time-scale at f = 0: `e^{1/2} / σ(w₀)`, 1.7 to 4,900 tokens.
-    Under PoST the ordered quantities are logits, from rate 1/T to logit 0.5 (2.65 tokens); the zigzag becomes a
-    learned bias of f, which base rates and taper do not count; and the stretch adds to the logit:
+    Under PoST the sorted parameters are logits w, from rate 1/T to logit 0.5 (2.65 tokens). The zigzag becomes a
+    learned bias of f, which is no part of the base rates and the taper. The stretch is added to the logit:
     `g = −e^{−1/2} σ(w + zigzag + f − α log(t / t_ref))`.
     Source: Peng et al. 2025 and its code; PoST, §5.3, Algorithm 3.
     """
 
-    spectral = True
     granularities = ("vector",)
     fastest_rate = FASTEST / (1 + math.exp(-0.5))
     bounded = True
@@ -54,8 +54,8 @@ class RWKV7Decay(Decay):
             self.logit.copy_(6 * rise.view(self.shape) - 5.5 + 2.5 * zigzag(*self.shape))
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        own: Tensor = self.logit  # pyright: ignore[reportAssignmentType] (None only if others are passed)
-        return -FASTEST * torch.sigmoid(f + (own if log_rate is None else log_rate))
+        logit: Tensor = self.logit if log_rate is None else log_rate  # pyright: ignore[reportAssignmentType]
+        return -FASTEST * torch.sigmoid(f + logit)
 
     def release_rates(self) -> None:
         self.logit, self.zigzag = None, nn.Parameter(torch.empty(self.shape))
@@ -63,7 +63,7 @@ class RWKV7Decay(Decay):
 
     def post_base(self, rate: float) -> float:
         if not 0 < rate < FASTEST:
-            raise ValueError(f"RWKV-7's rates lie below e^(−1/2) = {FASTEST:.4f}; the end points ask for {rate:.4f}")
+            raise ValueError(f"RWKV-7's rates lie below e^(−1/2) = {FASTEST:.4f}; got the end point {rate:.4f}")
         return math.log(rate / (FASTEST - rate))
 
     def post_log_rates(self, base: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Simple Decay: one sigmoid, and an offset that says where it starts."""
+"""Simple Decay: a sigmoid with an offset that sets the initial decay."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS
+from halflife.decay.spectral import SpectralDecay, no_base_rates
 from halflife.precision import inverse_softplus
 
 
 @DECAYS.add("simple")
-class SimpleDecay(Decay):
-    """λ = σ(f + Δ), Δ = logit(p): p is the decay at the start; 0.99 by default.
+class SimpleDecay(SpectralDecay):
+    """λ = σ(f + Δ), Δ = logit(p): p is the initial decay, 0.99 by default.
 
-    g = −softplus(−f − Δ). Range (0, 1). Initialisation: Δ = logit(p) in every channel, learnable; the paper tries
-    p = 0.8, 0.9, 0.95, 0.99, and p = 0 means no offset at all, λ = σ(f) (§5.6).
-    Time-scale at f = 0: `1 / −log p`, 100 tokens. Under PoST the spectrum is that of Δ:
-    softplus(−Δ) = e^p. Source: Decay, Eq. 4.
+    g = −softplus(−f − Δ). Range (0, 1). Initialisation: Δ = logit(p) in every channel, learnable. The paper tries
+    p = 0.8, 0.9, 0.95, 0.99; p = 0 means no offset, λ = σ(f) (§5.6).
+    Time-scale at f = 0: `1 / −log p`, 100 tokens. Under PoST Δ has the sorted spectrum of log-rates p_k,
+    softplus(−Δ) = e^{p_k}. Source: Decay, Eq. 4.
     """
-
-    spectral = True
 
     def __init__(self, *, p: float = 0.99, **sizes) -> None:
         super().__init__(**sizes)
         if not 0 <= p < 1:
-            raise ValueError(f"p, the decay at the start, must lie between 0 and 1 (0: no offset); got {p}")
+            raise ValueError(f"p, the initial decay, must lie between 0 and 1, and 0 means no offset; got {p}")
         self.p = p
         self.delta = nn.Parameter(torch.empty(self.shape)) if p else None
         self.reset_parameters()
@@ -43,5 +42,5 @@ class SimpleDecay(Decay):
 
     def release_rates(self) -> None:
         if not self.p:
-            super().release_rates()
+            raise no_base_rates(self)
         self.delta = None

@@ -1,4 +1,4 @@
-"""The decays of TransNormerLLM: fixed, and learnable from the same start."""
+"""The decays of TransNormerLLM: one fixed, and one learnable from the same initial rates."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, Decay
+from halflife.decay.spectral import SpectralDecay
 
 
 @DECAYS.add("tnl")
 class TNLDecay(Decay):
-    """λ = exp(−8 j/h · (1 − l/L)): fixed, one a head, slower in deeper layers.
+    """λ = exp(−8 j/h · (1 − l/L)): one fixed rate a head, slower in deeper layers.
 
-    Head j = 1 … h of h, layer l = 0 … L − 1 of L, so that λ < 1 everywhere. Time-scale `h / (8 j (1 − l/L))`.
+    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. Time-scale `h / (8 j (1 − l/L))`.
     Source: Qin et al. 2024; Decay, Table 1.
     """
 
@@ -36,19 +37,18 @@ class TNLDecay(Decay):
             self.log_rate.copy_((8 * head * (1 - self.layer_idx / self.num_layers)).log())
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        own: Tensor | None = self.log_rate
-        rate = (own if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
+        learned: Tensor | None = self.log_rate
+        rate = (learned if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
         return (-rate).to(f.dtype).expand(f.shape)
 
 
 @DECAYS.add("tnl_l")
-class LearnableTNLDecay(TNLDecay):
-    """λ = exp(−e^p), p learnable, starting where TNL stands.
+class LearnableTNLDecay(SpectralDecay, TNLDecay):
+    """λ = exp(−e^p) with learnable p, which starts at the rates of TNL.
 
     Source: Decay, §4.
     """
 
-    spectral = True
     learnable = True
 
     def release_rates(self) -> None:

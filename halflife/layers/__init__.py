@@ -1,4 +1,4 @@
-"""Projections + decay + op: `(x, state) → (y, state)`."""
+"""Sequence mixers, `(x, state) → (y, state)`: projections, a decay and an op."""
 
 from halflife.layers import (  # noqa: F401 (each registers itself)
     attention,
@@ -17,9 +17,8 @@ from halflife.layers.mlp import KoopmanMLP, SwiGLU
 from halflife.layers.packing import repad, unpad
 from halflife.layers.parts import ShortConv
 from halflife.layers.rwkv7 import RWKV7ChannelMix
-from halflife.precision import Float32Module
 
 __all__ = [
-    "LAYERS", "Float32Module", "GateRank", "KoopmanMLP", "LinearMixer", "Mixer", "RWKV7ChannelMix", "Shared",
+    "LAYERS", "GateRank", "KoopmanMLP", "LinearMixer", "Mixer", "RWKV7ChannelMix", "Shared",
     "ShortConv", "State", "SwiGLU", "build", "gate_statistics", "repad", "unpad",
 ]  # fmt: skip

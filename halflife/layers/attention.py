@@ -1,4 +1,4 @@
-"""Softmax attention with RoPE and a KV cache: the baseline whose memory grows."""
+"""Softmax attention with RoPE and a KV cache, the baseline whose state grows with the context."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from halflife.position import check_pairs, rope
 
 @LAYERS.add("attention")
 class Attention(Mixer):
-    """Causal softmax attention (LLaMA's): `softmax(q kᵀ / √K) v` with RoPE; the state is the KV cache.
+    """LLaMA's causal softmax attention `softmax(q kᵀ / √K) v` with RoPE. Its state is the KV cache.
 
     Args:
         hidden_size: D.
         num_heads: query heads H.
-        num_kv_heads: heads of keys and values, each serving H / num_kv_heads query heads; None means H.
+        num_kv_heads: heads of keys and values, each shared by H / num_kv_heads query heads; None means H.
         rope_base: base of the rotary frequencies.
 
     Raises:
-        ValueError: heads that do not divide, or an odd head size.
+        ValueError: a number of heads does not divide, or the head size is odd.
     """
 
     def __init__(
@@ -45,33 +45,31 @@ class Attention(Mixer):
         self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        seen = None if state is None else state["position"]
-        position = packing.positions(x, seen, cu_seqlens)
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        position = packing.positions(x, state.get("position"), cu_seqlens)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))
         q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
-        new = packing.lengths(x, cu_seqlens)
-        total = new if seen is None else new + seen
-        if state is None and cu_seqlens is None:
+        if not state and cu_seqlens is None:
             cache, o = {"keys": k, "values": v}, self._attend(q, k, v, None)
         else:
-            o, cache = self._with_cache(q, k, v, state, cu_seqlens, new, total)
-        return self.out_proj(o.flatten(-2)), {"position": total, **cache}
+            o, cache = self._with_cache(q, k, v, state, cu_seqlens, packing.lengths(x, cu_seqlens))
+        return self.out_proj(o.flatten(-2)), cache
 
     def _with_cache(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: State | None,
+        state: State,
         cu_seqlens: Tensor | None,
         new: Tensor,
-        total: Tensor,
     ) -> tuple[Tensor, State]:
-        """One row a sequence, tokens at their own positions, later slots masked: rows may differ in length."""
-        rows, seen = len(total), total - new
+        """Attention of `new [N]` tokens a sequence to the cache and to themselves, one row a sequence.
+
+        Rows may differ in length. Each token stands at its position, and later slots are masked.
+        """
+        rows, seen = len(new), state["position"] if state else torch.zeros_like(new)
+        total = seen + new
         if cu_seqlens is None:
             row = torch.arange(rows, device=q.device).repeat_interleave(q.shape[1])
             slot = torch.arange(q.shape[1], device=q.device).repeat(rows)
@@ -86,8 +84,8 @@ class Attention(Mixer):
                 filled[:, : old.shape[1]] = old[:, :size]
             return filled.index_put((row, at), tokens.flatten(0, 1))
 
-        keys = place(k, longest, slot + seen[row], None if state is None else state["keys"])
-        values = place(v, longest, slot + seen[row], None if state is None else state["values"])
+        keys = place(k, longest, slot + seen[row], state.get("keys"))
+        values = place(v, longest, slot + seen[row], state.get("values"))
         at = torch.arange(width, device=q.device) + seen.unsqueeze(1)  # [N, width]: index of each query
         visible = torch.arange(longest, device=q.device) <= at.unsqueeze(-1)
         o = self._attend(place(q, width, slot, None), keys, values, visible.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""GateRank in a layer: the gate of the slow state, and the op on both states in place of the layer's own."""
+"""GateRank in a layer: the gate of the slow state, and the op that updates the fast and the slow state."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ State = dict[str, Tensor]
 
 
 class SlowGate(Float32Module):
-    """`log α_t = −A_slow · relu(conv(f)_t + b)`, one a head, in float32; 0, no reset, wherever the sum is negative.
+    """`log α_t = −A_slow · relu(conv(f)_t + b)`, one a head, in float32. It is 0 (no reset) where the sum is negative.
 
-    For f of unit variance the sum starts as a standard normal number plus b, `b = Φ⁻¹(reset_rate)`. `A_slow` starts
+    For f of unit variance, conv(f) is initially a standard normal number, and `b = Φ⁻¹(reset_rate)`. `A_slow` starts
     log-uniform in [0.01, 1].
-    Source: GateRank, Eq. 8 (with the subscripts of A put right); b and A's start are ours (docs/log.md).
+    Source: GateRank, Eq. 8 (with corrected subscripts of A). The initial values of b and A are ours (docs/log.md).
 
     Args:
         num_heads: H.
-        reset_rate: the share of tokens that reset at the start, in (0, 1); 0.5 is a bias of zero.
+        reset_rate: initial share of tokens that are resets, in (0, 1); 0.5 is a bias of zero.
         conv_size: taps of the causal convolution.
     """
 
@@ -35,7 +35,7 @@ class SlowGate(Float32Module):
     def __init__(self, num_heads: int, reset_rate: float, conv_size: int) -> None:
         super().__init__()
         if not 0 < reset_rate < 1:
-            raise ValueError(f"reset_rate is a share of the tokens, between 0 and 1; got {reset_rate}")
+            raise ValueError(f"reset_rate is a share of the tokens and must lie between 0 and 1; got {reset_rate}")
         if conv_size < 1:
             raise ValueError(f"GateRank's conv_size must be at least 1; got {conv_size}")
         self.quantile = NormalDist().inv_cdf(reset_rate)
@@ -64,12 +64,12 @@ class SlowGate(Float32Module):
 
 
 class GateRank(nn.Module):
-    """A mixer's op with two states: `ops.gate_rank`, the mixer's own decay as the fast one, `SlowGate` on f = x W.
+    """`ops.gate_rank` in a mixer. The mixer's decay acts on the fast state, `SlowGate` of f = x W on the slow state.
 
-    While it trains it counts, for `statistics`.
+    In training mode it counts resets, which `statistics` reports.
 
     Args:
-        hidden_size, num_heads: of the mixer.
+        hidden_size, num_heads: those of the mixer.
         reset_rate, conv_size: see `SlowGate`.
     """
 
@@ -85,9 +85,10 @@ class GateRank(nn.Module):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
         cu_seqlens: Tensor | None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """The op on `q, k, v, g, beta` as in `ops.gate_rank`, with the gate computed from `x [B, T, D]`.
+        """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.
 
-        Returns `o [B, T, H, V]` and the new `memory` (fast), `slow` and `slow_conv` states.
+        Returns:
+            `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
         """
         g_slow, conv = self.slow_gate(self.proj(x), state.get("slow_conv"), cu_seqlens)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
@@ -106,9 +107,13 @@ class GateRank(nn.Module):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def statistics(self) -> dict[str, float]:
-        """What happened since the last call: `reset_rate` (share of tokens and heads), `segment_length` (mean, in
-        tokens; a sequence that never resets is one segment), `slow_share` (of the energy ‖fast‖² + ‖slow‖² of the
-        final states). Empty if there was no training in between."""
+        """Return statistics of the training steps since the last call, or an empty dict if there were none.
+
+        Returns:
+            `reset_rate`, the share of resets over tokens and heads; `segment_length`, the mean number of tokens between
+            resets, where a sequence without resets is one segment; and `slow_share`, the share of ‖slow‖² in
+            ‖fast‖² + ‖slow‖² of the final states.
+        """
         if self._sums is None:
             return {}
         resets, segments, tokens, fast, slow = self._sums.tolist()
@@ -123,9 +128,10 @@ def apply_update(
     gate: GateRank | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
     state: State, cu_seqlens: Tensor | None, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """The update of a mixer on its memory: linear (beta None) or delta, with one state, or two under a `gate`.
+    """Apply the linear (beta None) or the delta update to the state of a mixer, or to its two states under a `gate`.
 
-    Returns `o [B, T, H, V]` and the new states by name.
+    Returns:
+        `o [B, T, H, V]` and the new states by name.
     """
     if gate is not None:
         assert g is not None
@@ -140,6 +146,6 @@ def apply_update(
 
 
 def gate_statistics(model: nn.Module) -> dict[str, dict[str, float]]:
-    """`GateRank.statistics` of every such layer of a model that trained since the last call, by module name."""
-    found = {name: m.statistics() for name, m in model.named_modules() if isinstance(m, GateRank)}
-    return {name: values for name, values in found.items() if values}
+    """`GateRank.statistics` of all GateRank modules that trained since the last call, by module name."""
+    statistics = {name: m.statistics() for name, m in model.named_modules() if isinstance(m, GateRank)}
+    return {name: values for name, values in statistics.items() if values}

@@ -11,8 +11,8 @@ from halflife.layers.mixer import LAYERS, LinearMixer
 class GatedDeltaNet(LinearMixer):
     """Gated DeltaNet (Yang et al. 2025): the delta rule under Mamba-2's decay.
 
-    The design-space block with short convolutions, L2-normalised q and k, and a SiLU output gate after a norm a
-    head. `options` are `LinearMixer`'s.
+    This is the design-space block with short convolutions, L2-normalised q and k, and a SiLU output gate after a norm
+    over each head. `options` are `LinearMixer`'s.
     """
 
     DECAY: str | None = "mamba2"
@@ -28,7 +28,7 @@ class GatedDeltaNet(LinearMixer):
 class DeltaNet(GatedDeltaNet):
     """DeltaNet (Yang et al. 2024): the delta rule without decay.
 
-    Otherwise as Gated DeltaNet.
+    It equals Gated DeltaNet otherwise.
     """
 
     DECAY = None

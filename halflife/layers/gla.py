@@ -11,8 +11,8 @@ from halflife.layers.mixer import LAYERS, LinearMixer, check_heads
 class GLA(LinearMixer):
     """Gated Linear Attention (Yang et al. 2024): vector decay σ(f)^{1/16} through rank 16, keys of half size.
 
-    The design-space block with no activation on q and k and a SiLU output gate after a norm a head. `options` are
-    `LinearMixer`'s.
+    This is the design-space block without an activation on q and k, and with a SiLU output gate after a norm over each
+    head. `options` are `LinearMixer`'s.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Linear maps that start in their own way."""
+"""Linear maps with special initial weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class UniformLinear(nn.Linear):
-    """`x W`, W uniform within ±`gain`/√D of D inputs; gain 0 starts it at zero."""
+    """`x W` with initial W uniform in ±`gain`/√D for D inputs. With gain 0, W starts at zero."""
 
     def __init__(self, inputs: int, outputs: int, gain: float) -> None:
-        self.bound = gain / math.sqrt(inputs)  # nn.Linear resets itself at once
+        self.bound = gain / math.sqrt(inputs)  # before nn.Linear's constructor, which calls reset_parameters
         super().__init__(inputs, outputs, bias=False)
 
     @torch.no_grad()
@@ -22,7 +22,7 @@ class UniformLinear(nn.Linear):
 
 
 class OrthogonalLinear(nn.Linear):
-    """`x W`, W with orthonormal rows, or columns where those are fewer."""
+    """`x W` with initial W orthonormal in its rows, or in its columns if there are fewer of them."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)

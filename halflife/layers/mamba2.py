@@ -17,7 +17,7 @@ from halflife.precision import Float32Module
 
 
 class Skip(Float32Module):
-    """`y + D ⊙ x`, one D a head, starting at 1."""
+    """`y + D ⊙ x` with one D a head, which starts at 1."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -36,24 +36,25 @@ class Skip(Float32Module):
 class Mamba2(Mixer):
     """Mamba-2 (Dao & Gu 2024): linear attention with key B, query C, value Δx and decay e^{−e^A Δ}.
 
-    `[z, xBC, f] = x W`; xBC through a short convolution; `S_t = e^{g_t} S_{t−1} + B_t (Δ_t x_t)ᵀ`,
-    `y_t = S_tᵀ C_t + D x_t`; out through `RMSNorm(y ⊙ silu(z))`. B and C are shared by groups of heads.
+    `[z, xBC, f] = x W`, and xBC goes through a short convolution. Then `S_t = e^{g_t} S_{t−1} + B_t (Δ_t x_t)ᵀ` and
+    `y_t = S_tᵀ C_t + D x_t`. The output is `RMSNorm(y ⊙ silu(z)) W_o`. Groups of heads share B and C.
 
     Args:
         hidden_size: model width.
         num_heads: H.
-        expand: inner width over hidden_size.
+        expand: inner width divided by hidden_size.
         head_dim: V, channels a head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
-        num_groups: groups of heads that share B and C; it must divide H.
+        num_groups: number of groups of heads that share B and C; it must divide H.
         conv_size: taps of the short convolution.
-        post: options of `decay.PoST` to wrap the decay in, or None.
-        gate_rank: options of `GateRank` to hold a slow state beside the fast one, or None.
-        layer_idx, num_layers: where the layer stands.
+        decay, decay_options: the name of one of Mamba-2's decays, and its options.
+        post: options of `decay.PoST`, which then wraps the decay, or None.
+        gate_rank: options of `GateRank`, which adds a slow state, or None.
+        layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
 
     Raises:
-        ValueError: heads or groups that do not divide.
+        ValueError: a number of heads or groups does not divide, or the decay has no step size.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Mamba2(Mixer):
         super().__init__()
         if not decay.startswith("mamba2"):
             raise ValueError(
-                f"Mamba-2's layer scales its values by its decay's step size, which {decay!r} has none of; "
+                f"Mamba-2's layer scales its values by the step size of its decay, but {decay!r} has no step size; "
                 "for other decays use the design-space block (layer 'linear')"
             )
         if num_groups < 1 or num_heads % num_groups:
@@ -101,24 +102,20 @@ class Mamba2(Mixer):
         self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        state = state or {}
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
         z, xbc, f = self.in_proj(x).split(self.splits, -1)
         xbc, conv = self.conv(xbc, state.get("conv"), cu_seqlens)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
-        v = values * self.decay.step(f).unsqueeze(-1).to(values.dtype)
-        y, kept = apply_update(
+        v = values * self.decay.step_size(f).unsqueeze(-1).to(values.dtype)
+        y, memory = apply_update(
             self.gate_rank, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         y = self.norm(self.skip(y, values).flatten(-2), z)
-        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
-        return self.out_proj(y), {"position": seen, "conv": conv, **kept}
+        return self.out_proj(y), {"conv": conv, **memory}
 
 
 def expand_groups(x: Tensor, num_heads: int) -> Tensor:

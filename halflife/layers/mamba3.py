@@ -1,4 +1,4 @@
-"""Mamba-3's layer: Mamba-2's recurrence with trapezoidal steps and a rotation whose speed the input sets."""
+"""Mamba-3's layer: Mamba-2's recurrence with trapezoidal steps and a rotation whose speed depends on the input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from halflife.precision import Float32Module, compute_dtype
 
 
 class NormBias(Float32Module):
-    """`RMSNorm(x) ⊙ weight` over the channels of each group, then `+ bias`, one a head; both start at 1."""
+    """`RMSNorm(x) ⊙ weight + bias`, with the norm over the channels of each group and one bias a head.
+
+    Weight and bias start at 1.
+    """
 
     def __init__(self, num_heads: int, state_size: int, eps: float) -> None:
         super().__init__()
@@ -45,36 +48,38 @@ class NormBias(Float32Module):
 class Mamba3(Mixer):
     """Mamba-3, SISO (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
 
-    `[z, x, B, C, f, l, r] = u W`; the step `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's; `λ = σ(l)`
-    says how much of a step's input is taken at its end:
+    `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's.
+    `λ = σ(l)` is the share of a step's input that is taken at the end of the step:
 
         φ_t = φ_{t−1} + Δ_t π tanh(r_t),   k_t = R(φ_t) (norm(B_t) + b),   q_t = R(φ_t) (norm(C_t) + c)
         S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t + D x_t
 
-    Out through `y ⊙ silu(z)`; no short convolution. R(φ) turns the pairs (i, i + P) of the first 2P channels; all
-    heads share r, each with its own Δ. tanh and π are the authors' code's, and so is every initial value but that of
-    the decay: theirs draws its rate from the input, ours is learned, so that PoST can order the rates.
+    The output is `(y ⊙ silu(z)) W_o`, and there is no short convolution. R(φ) rotates the pairs (i, i + P) of the first
+    2P channels. All heads share r, but each has a separate Δ. tanh and π follow the authors' code, and so do all
+    initial values except the decay's. Their decay rate depends on the input. Ours is learned, so that PoST can sort the
+    rates.
 
     Args:
         hidden_size: model width.
         num_heads: H.
-        expand: inner width over hidden_size.
+        expand: inner width divided by hidden_size.
         head_dim: V, channels a head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
-        num_groups: groups of heads that share B and C; it must divide H.
+        num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
-        decay, decay_options: one of Mamba-2's decays, and its options.
-        post: options of `decay.PoST` to wrap the decay in, or None.
-        gate_rank: options of `GateRank` to hold a slow state beside the fast one, or None.
-        norm_eps: of the norms of B and C.
-        layer_idx, num_layers: where the layer stands.
+        decay, decay_options: the name of one of Mamba-2's decays, and its options.
+        post: options of `decay.PoST`, which then wraps the decay, or None.
+        gate_rank: options of `GateRank`, which adds a slow state, or None.
+        norm_eps: eps of the norms of B and C.
+        layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
 
-    The state: `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and `angle [N, H, P]`, its
-    φ in turns (of 2π) between −½ and ½.
+    The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as
+    `angle [N, H, P]` in turns of 2π, between −½ and ½.
 
     Raises:
-        ValueError: heads or groups that do not divide, channels that do not pair up, or a decay without a step size.
+        ValueError: a number of heads or groups does not divide, the rotated channels do not pair up, or the decay has
+            no step size.
     """
 
     ROPE_FRACTIONS = (0.5, 1)
@@ -101,7 +106,7 @@ class Mamba3(Mixer):
     ) -> None:
         super().__init__()
         if not decay.startswith("mamba2"):
-            raise ValueError(f"Mamba-3's layer needs a decay with a step size, which {decay!r} has none of")
+            raise ValueError(f"Mamba-3's layer needs a decay with a step size, but {decay!r} has no step size")
         if num_groups < 1 or num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         if rope_fraction not in self.ROPE_FRACTIONS:
@@ -127,71 +132,74 @@ class Mamba3(Mixer):
         self.skip = Skip(num_heads)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        state = state or {}
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
         z, v, b, c, f, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
-        step, g = self.decay.step(f), self.decay(f, position=position)
+        step, g = self.decay.step_size(f), self.decay(f, position=position)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
         q, k = (rotate(part, 2 * math.pi * angle) for part in (self.query(c), self.key(b)))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
-        y, written = self.integrate(x, q, k, v, g, step, end, state, cu_seqlens)
+        y, memory = self.integrate(x, q, k, v, g, step, end, state, cu_seqlens)
         y = self.skip(y, v).flatten(-2) * F.silu(z)
-        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
-        return self.out_proj(y), {"position": seen, "angle": last, **written}
+        return self.out_proj(y), {"angle": last, **memory}
 
     def integrate(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
         state: State, cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """The trapezoidal rule as one linear attention: `q, k [B, T, H, K]`, `v [B, T, H, V]`, the rest `[B, T, H]`.
+        """Compute the trapezoidal rule as one linear attention.
 
-        What token t − 1 writes, at its own step's end and at the next one's beginning, enters at token t, scaled:
+        Token t − 1 writes at the end of its step and at the beginning of the next one. Both writes are added together
+        at token t:
 
             W_t = α_t W_{t−1} + α_t (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) k_{t−1} v_{t−1}ᵀ,   S_t = W_t + λ_t Δ_t k_t v_tᵀ
 
-        Writing it at token t − 1 and taking off there what is too much would cost the same, but then rounding
-        errors of t − 1 depend on token t: outputs would look ahead.
+        They could be written at token t − 1 at the same cost and corrected there. Then the rounding errors of t − 1
+        would depend on token t, and outputs would look ahead.
 
-        So under GateRank a token enters the fast state with the token after it, after a reset there: it leaves with
-        the next one. A piece's end then cannot be written ahead of its time either: what is missing is kept apart.
+        Under GateRank, token t − 1 therefore enters the fast state at token t, after a reset at t. It moves to the slow
+        state at the next reset. The write of the last token of a piece is stored apart in the state (`gain`).
+
+        Args:
+            x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
+            g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
+            state, cu_seqlens: as in `Mixer.forward`.
         """
         gain, two_states = end * step, self.gate_rank is not None
-        # Without GateRank, a piece's memory holds its last token's first share already.
+        # Without GateRank, the memory of a piece already holds the first write of its last token.
         before, last_gain = packing.delay(gain, state.get("gain") if two_states else None, cu_seqlens)
         k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
         v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
         weight = g.exp() * (before + (1 - end) * step)
         written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-        y, kept = apply_update(
+        y, memory = apply_update(
             self.gate_rank, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
-        kept |= {"key": key, "value": value}
+        memory |= {"key": key, "value": value}
         if two_states:
-            kept["gain"] = last_gain
+            memory["gain"] = last_gain
         else:
             last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
-            kept["memory"] = kept["memory"] + last
-        own = gain * (q * k).sum(-1)
-        return torch.addcmul(y, own.unsqueeze(-1).to(v.dtype), v), kept
+            memory["memory"] = memory["memory"] + last
+        current = gain * (q * k).sum(-1)
+        return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
 
 
 def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last one.
+    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
 
-    Angles are in turns, of which whole ones are dropped exactly: nothing grows, whatever the length. The sums go
-    chunk by chunk, each sequence in its own; differences of one sum over all would mix rounding errors of others in.
+    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
+    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
+    errors of other sequences in.
     """
     layout = make_layout(turns.shape[1], 64, cu_seqlens, turns.device)
     inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
     bounds = None if cu_seqlens is None else F.pad(-(-cu_seqlens.diff() // layout.chunk).cumsum(0), (1, 0))
     totals = inside[:, :, -1]
-    if layout.num_chunks > len(layout.first):  # a sequence has several
+    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
         totals, _ = running_angle(_drop_turns(totals), start, bounds)
     entering, _ = packing.delay(totals, start, bounds)
     angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))

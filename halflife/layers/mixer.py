@@ -1,7 +1,7 @@
-"""The contract of a layer, and the design-space block: any decay × any update in one mixer.
+"""The contract of a layer, and the design-space block, which combines any decay with any update.
 
-Every mixer is `(x, state) → (y, state)`. A state is a dict of tensors with one row a sequence; feeding a
-sequence in pieces, each with the state that the piece before returned, gives what one call gives.
+Every mixer is `(x, state) → (y, state)`. A state is a dict of tensors with one row a sequence. A sequence may be fed in
+pieces, each with the state that the previous piece returned; the outputs equal those of a single call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LAYERS: Registry[type[Mixer]] = Registry("layer")
 class Mixer(nn.Module):
     """A sequence mixer: `y, state = mixer(x, state, cu_seqlens, attention_mask)`.
 
-    A subclass writes `mix`; padding is dealt with here, by packing, so that it changes nothing. Every state holds
-    `position [N]`, the tokens seen.
+    A subclass writes `mix`. This class packs padded inputs, so that padding has no effect, and counts the tokens that
+    each sequence has seen, which every state holds as `position [N]`.
     """
 
-    reads_action_mask = False  # whether it heeds `shared["action_mask"]`
+    reads_action_mask = False  # whether it uses `shared["action_mask"]`
 
     def forward(
         self,
@@ -45,59 +45,71 @@ class Mixer(nn.Module):
         attention_mask: Tensor | None = None,
         shared: Shared | None = None,
     ) -> tuple[Tensor, State]:
-        """Mixes `x [B, T, D]` along T.
+        """Mix `x [B, T, D]` along T.
 
         Args:
             x: inputs `[B, T, D]`.
-            state: what the previous piece returned, one row a sequence; None at the start. It is not modified.
+            state: the state after the previous piece, one row a sequence, or None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
-            attention_mask: `[B, T]`, 0 at padding, left or right: those positions are left out (y is 0 there).
-            shared: what the layers of one forward pass hand on to later ones (RWKV-7's first values), and what is
-                given to all of them (SKA's action mask); a model gives all of its layers the same dict.
+            attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
+            shared: a dict that all layers of one forward pass share. It holds values that a layer passes to later ones
+                (RWKV-7's first values) and inputs of all layers (SKA's action mask).
 
         Returns:
             `y [B, T, D]` and the new state.
 
         Raises:
-            ValueError: both cu_seqlens and attention_mask, or a shape that does not fit.
+            ValueError: cu_seqlens and attention_mask are both given, or a shape does not fit.
         """
         if x.ndim != 3:
             raise ValueError(f"x must be [B, T, D]; got {tuple(x.shape)}")
         sequences = check_cu_seqlens(cu_seqlens, *x.shape[:2])
         if state and len(state["position"]) != sequences:
-            raise ValueError(f"the state is of {len(state['position'])} sequences, the input of {sequences}")
+            raise ValueError(f"the state has {len(state['position'])} sequences, but the input has {sequences}")
         if attention_mask is None:
-            return self.mix(x, state, cu_seqlens, shared)
+            return self._mix_and_count(x, state or {}, cu_seqlens, shared)
         if cu_seqlens is not None:
             raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
         packed, cu_seqlens, index = packing.unpad(x, attention_mask)
-        y, state = self.mix(packed, state, cu_seqlens, shared)
+        y, state = self._mix_and_count(packed, state or {}, cu_seqlens, shared)
         return packing.repad(y, index, *x.shape[:2]), state
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
+    def _mix_and_count(
+        self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None
     ) -> tuple[Tensor, State]:
-        """`forward` without padding."""
+        y, new = self.mix(x, state, cu_seqlens, shared)
+        return y, {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0), **new}
+
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        """Mix inputs without padding.
+
+        Args:
+            x, cu_seqlens, shared: as in `forward`.
+            state: the state after the previous piece; an empty dict at the start.
+
+        Returns:
+            `y [B, T, D]` and the new state without `position`.
+        """
         raise NotImplementedError
 
 
 def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
-    """The layer `name`, one of `LAYERS.names()`; `options` are its own (see its docstring).
+    """Build the layer `name`, one of `LAYERS.names()`, with the options in its docstring.
 
     Raises:
-        ValueError: an unknown name (the message lists the choices) or an option that makes no sense.
+        ValueError: the name is unknown (the message lists the choices), or the options contradict each other.
     """
     return LAYERS[name](hidden_size=hidden_size, **options)
 
 
 class DecayProjection(nn.Module):
-    """The activation f of a decay: one number a head, or one a channel through a low-rank or full map.
+    """The projection to the activation f of a decay. For a vector decay it may have low rank.
 
     Args:
         hidden_size: D of the input.
-        shape: `(H,)` or `(H, K)`, that of one token's log-decays.
-        rank: width between the two maps of a vector decay; None for one full map.
-        bias: of the last map.
+        shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
+        rank: rank of the projection for a vector decay; None for full rank.
+        bias: whether the last map has a bias.
     """
 
     def __init__(self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool) -> None:
@@ -115,10 +127,10 @@ class DecayProjection(nn.Module):
 
 @LAYERS.add("linear")
 class LinearMixer(Mixer):
-    """The design-space block: any decay × granularity × key sharing × position × update.
+    """The design-space block, which combines any decay, granularity, key sharing, position encoding and update.
 
-    The defaults are the Decay Linear Transformer's (Decay, §3): SiLU on queries and keys, a low-rank sigmoid output
-    gate, then RMS norm. GLA, RetNet, DeltaNet and Gated DeltaNet are this block with other settings.
+    The defaults are those of the Decay Linear Transformer (Decay, §3): SiLU on queries and keys, a low-rank sigmoid
+    output gate, then an RMS norm. GLA, RetNet, DeltaNet and Gated DeltaNet are this block with other settings.
 
     Args:
         hidden_size: D.
@@ -126,30 +138,31 @@ class LinearMixer(Mixer):
         head_dim: K; None means D / H.
         value_dim: V; None means D / H.
         decay: a name of `decay.DECAYS`, or None for no decay.
-        decay_options: the strategy's own options.
+        decay_options: options of that decay.
         granularity: "scalar" or "vector".
-        post: options of `decay.PoST` to wrap the decay in, or None.
-        share_keys: write `k = 1 − λ` instead of a key of its own (vector decay only).
-        update: "linear", "delta", or "dplr": `S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ`, which reads the
-            state before it decays, where the delta rule reads it after; without a decay they are the same.
+        post: options of `decay.PoST`, which then wraps the decay, or None.
+        gate_rank: options of `GateRank`, which adds a slow state, or None. It needs a scalar decay and the linear or
+            the delta update.
+        share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
+        allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
+            can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
+        update: "linear", "delta", or "dplr", `S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ`. DPLR reads the
+            state before the decay, and the delta rule after it; without a decay they are the same.
         position: "none", "rope", or "lrpe", which doubles the rows of the state.
-        tie_pairs: RoPE under a vector decay: the two channels that it rotates share one decay. None means: where
-            RoPE needs it; False is refused there.
+        tie_pairs: whether the two channels that RoPE rotates share one decay. With RoPE and a vector decay it must be
+            True, elsewhere False. None means the value that fits.
         conv_size: taps of a short convolution on q, k, v; 0 for none.
-        activation: "silu" or "none", on q and k (the short convolution has its own SiLU, on q, k and v).
-        gate_rank: options of `GateRank` to hold a slow state beside the fast one, or None; it needs a scalar decay
-            and the linear or the delta update.
-        allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1), so that the delta rule's transition
-            `I − β k kᵀ` can have negative eigenvalues and track states (Grazzi et al. 2025).
-        qk_norm: L2-normalise q and k; None means: for the delta rule and DPLR, which need it.
-        gate: "low_rank" (the paper's), "swish" (norm a head, then a full SiLU gate) or "none".
-        decay_rank: low rank of a vector decay's projection; None means D / H, 0 a full map.
-        decay_bias: bias of that projection.
-        layer_idx, num_layers: where the layer stands.
+        activation: "silu" or "none", on q and k. With a short convolution, its SiLU on q, k and v takes this place.
+        qk_norm: whether to L2-normalise q and k. None means True for the delta rule and DPLR, which need it.
+        gate: "low_rank" (the paper's), "swish" (a norm over each head, then a full SiLU gate) or "none".
+        decay_rank: rank of the projection of a vector decay; None means D / H, and 0 full rank.
+        decay_bias: whether that projection has a bias.
+        norm_eps: eps of the output norm.
+        layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
 
     Raises:
-        ValueError: an unknown name, or a combination that has no meaning; the message says why.
+        ValueError: a name is unknown, or a combination has no meaning; the message gives the reason.
     """
 
     UPDATES = ("linear", "delta", "dplr")
@@ -197,12 +210,14 @@ class LinearMixer(Mixer):
             if value not in choices:
                 raise unknown(kind, value, list(choices))
         if share_keys and (decay is None or granularity != "vector"):
-            raise ValueError("share_keys writes k = 1 − λ, one number a channel: it needs a vector decay")
+            raise ValueError("share_keys writes k = 1 − λ with one λ a channel, so it needs a vector decay")
         if allow_neg_eigval and update == "linear":
-            raise ValueError("allow_neg_eigval is about the writing strength β of the delta rule: the update is linear")
+            raise ValueError(
+                "allow_neg_eigval changes the writing strength β of the delta rule, but the update is linear"
+            )
         if gate_rank is not None and (decay is None or granularity != "scalar" or update == "dplr"):
             raise ValueError(
-                "GateRank has a fast decay of one number a head and the linear or the delta update; got "
+                "GateRank needs a scalar decay and the linear or the delta update; got "
                 f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
             )
         self.update, self.position, self.activation = update, position, activation
@@ -215,10 +230,11 @@ class LinearMixer(Mixer):
             check_pairs(self.head_dim)
         if tie_pairs is not None and tie_pairs != rotated:
             raise ValueError(
-                "RoPE keeps its relative meaning only if the two channels of a rotated pair decay alike (Decay, App. "
-                f"A.3): tie_pairs goes with RoPE and a vector decay; got {tie_pairs} with {position} and {granularity}"
+                "RoPE encodes relative positions only if the two channels of a rotated pair have one decay (Decay, "
+                "App. A.3), so tie_pairs is True for RoPE with a vector decay and False elsewhere; "
+                f"got {tie_pairs} with {position} and {granularity}"
             )
-        # The encoded keys have two channels for each decay: RoPE's pair, or LRPE's cosine and sine.
+        # The encoded keys have two channels for each decay, RoPE's pair or LRPE's cosine and sine.
         self.paired = rotated or (position == "lrpe" and decay is not None and granularity == "vector")
         self.decay = build_decay(
             decay, decay_options, post, num_heads=num_heads, granularity=granularity, layer_idx=layer_idx,
@@ -240,11 +256,8 @@ class LinearMixer(Mixer):
         ) if gate != "none" else nn.RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        state = state or {}
-        new = {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0)}
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        new: dict[str, Any] = {}
         position = packing.positions(x, state.get("position"), cu_seqlens)
         g, decayed = self.log_decays(x, position, state.get("decay"), cu_seqlens)
         if decayed is not None:
@@ -258,15 +271,14 @@ class LinearMixer(Mixer):
         if self.update == "dplr":
             assert beta is not None
             written = k * beta.unsqueeze(-1)
-            # A view: torch.compile refuses an autograd function that gets one tensor twice.
-            o, memory = dplr(
+            # The view is needed because torch.compile refuses an autograd function that gets one tensor twice.
+            o, new["memory"] = dplr(
                 q, written, v, -k, written.view_as(written), g, initial_state=state.get("memory"),
                 output_final_state=True, cu_seqlens=cu_seqlens, **options,
             )  # fmt: skip
-            kept: dict[str, Any] = {"memory": memory}
         else:
-            o, kept = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
-        new |= kept
+            o, memory = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
+            new |= memory
         o = o.to(x.dtype)
         gated = self.gate(o).flatten(-2) if isinstance(self.gate, nn.RMSNorm) else self.gate(o, x)
         return self.out_proj(gated), new
@@ -274,7 +286,7 @@ class LinearMixer(Mixer):
     def log_decays(
         self, x: Tensor, position: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`g [B, T, H]` or `[B, T, H, K]` and the decay's own state, if it has one."""
+        """`g [B, T, H]` or `[B, T, H, K]`, and the state of the decay or None."""
         if self.decay is None:
             return None, None
         shape = (*x.shape[:2], *self.decay.shape)
@@ -297,7 +309,7 @@ class LinearMixer(Mixer):
 
 
 def check_heads(hidden_size: int, num_heads: int) -> int:
-    """Channels a head, D / H; an error if the heads do not divide the hidden size."""
+    """Return the channels a head, D / H; raise a ValueError if H does not divide D."""
     if num_heads < 1 or hidden_size % num_heads:
         raise ValueError(f"num_heads must divide hidden_size; got {num_heads} and {hidden_size}")
     return hidden_size // num_heads
@@ -309,7 +321,7 @@ def build_decay(
     """The decay of a layer, wrapped in PoST if `post` gives its options; None stays None."""
     if name is None:
         if post is not None:
-            raise ValueError("PoST orders decay rates: a layer without a decay has none")
+            raise ValueError("PoST orders decay rates, and a layer without a decay has none")
         return None
     decay = decays.build(name, **sizes, **(options or {}))
     return decay if post is None else decays.PoST(decay, **post)

@@ -1,4 +1,4 @@
-"""Echo's channel mixer: one step of a linear system with eigenvalues in the unit disc."""
+"""Channel mixers: SwiGLU, and Echo's Koopman MLP, one step of a linear system with eigenvalues in the unit disc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from halflife.precision import Float32Module
 
 
 class Eigenvalues(Float32Module):
-    """γ + iω = σ(·) e^{iθ} of each pair, at the start of modulus 0.95 with angles evenly spread over half a turn."""
+    """The eigenvalues `γ + iω = σ(·) e^{iθ}`, one a pair of channels.
+
+    Their modulus starts at 0.95, and their angles are spread evenly over [0, π].
+    """
 
     MODULUS = 0.95
 
@@ -33,25 +36,27 @@ class Eigenvalues(Float32Module):
 
 
 class KoopmanMLP(nn.Module):
-    """`W_read R SiLU(W_lift x)`, R block-diagonal with blocks `[[γ, ω], [−ω, γ]]`, `|γ + iω| < 1` by construction.
+    """`W_read R SiLU(W_lift x)`, where R is block-diagonal with blocks `[[γ, ω], [−ω, γ]]` and `|γ + iω| < 1`.
 
-    R contracts and turns each pair of channels; it is orthogonal only in the limit of modulus 1 (Echo, Appendix J,
-    against its §3.3). Source: Echo, §3.3.
+    R rotates and contracts each pair of channels. It is orthogonal only in the limit of modulus 1 (Echo, Appendix J;
+    its §3.3 claims more). Source: Echo, §3.3; docs/equations.md, section 6.
 
     Args:
         hidden_size: D.
-        intermediate_size: width inside, even; None means 8/3 D, rounded up to a multiple of 64.
-        gated: multiplies by `σ(W_gate x)` before the read-out (the parameters of a SwiGLU).
+        intermediate_size: inner width, which must be even. None means 8/3 D, rounded up to a multiple of 64.
+        gated: whether to multiply by `σ(W_gate x)` before the read-out. It then has as many parameters as SwiGLU.
 
     Raises:
-        ValueError: an odd width.
+        ValueError: the width is odd.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int | None = None, *, gated: bool = False) -> None:
         super().__init__()
         width = intermediate_size or -(-8 * hidden_size // 3 // 64) * 64
         if width % 2:
-            raise ValueError(f"the Koopman MLP turns pairs of channels: intermediate_size must be even; got {width}")
+            raise ValueError(
+                f"the Koopman MLP rotates pairs of channels, so intermediate_size must be even; got {width}"
+            )
         self.lift = nn.Linear(hidden_size, width, bias=False)
         self.gate = nn.Linear(hidden_size, width, bias=False) if gated else None
         self.read = nn.Linear(width, hidden_size, bias=False)
@@ -69,7 +74,7 @@ class SwiGLU(nn.Module):
 
     Args:
         hidden_size: D.
-        intermediate_size: width inside; None means 8/3 D, rounded up to a multiple of 64.
+        intermediate_size: inner width; None means 8/3 D, rounded up to a multiple of 64.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int | None = None) -> None:

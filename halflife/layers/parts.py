@@ -1,4 +1,4 @@
-"""Norms, gates and the short convolution: the small parts that mixers share."""
+"""Norms, gates and the short convolution that mixers share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class GatedRMSNorm(nn.Module):
-    """Mamba-2's output norm: `RMSNorm(y ⊙ silu(z)) ⊙ weight`, over groups of channels.
+    """Mamba-2's output norm `RMSNorm(y ⊙ silu(z)) ⊙ weight` over groups of channels.
 
     Args:
         size: channels D of `y, z [B, T, D]`.
-        groups: the mean square is taken over each of so many equal groups.
+        groups: number of equal groups of channels; each group has its own mean square.
+        eps: added to the mean square.
     """
 
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5) -> None:
@@ -41,7 +42,7 @@ class GatedRMSNorm(nn.Module):
 
 
 class HeadwiseGate(nn.Module):
-    """`RMSNorm(o) ⊙ silu(x W)`, the norm over each head: the output gate of GLA, RetNet and Gated DeltaNet."""
+    """`RMSNorm(o) ⊙ silu(x W)` with the norm over each head, the output gate of GLA, RetNet and Gated DeltaNet."""
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class HeadwiseGate(nn.Module):
 
 
 class LowRankGate(nn.Module):
-    """`RMSNorm(o ⊙ σ(x W₁ W₂))`, the norm over all heads: the output gate of the Decay Linear Transformer."""
+    """`RMSNorm(o ⊙ σ(x W₁ W₂))` with the norm over all heads, the output gate of the Decay Linear Transformer."""
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class LowRankGate(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution of W taps with SiLU; its state is the last W − 1 inputs `[B, D, W − 1]`."""
+    """Causal depthwise convolution with W taps and SiLU. Its state is the last W − 1 inputs `[B, D, W − 1]`."""
 
     def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
         super().__init__()

@@ -9,10 +9,10 @@ from halflife.layers.mixer import LAYERS, LinearMixer, check_heads
 
 @LAYERS.add("retnet")
 class RetNet(LinearMixer):
-    """Multi-scale retention (Sun et al. 2023): fixed decays a head, RoPE on q and k, values of twice the size.
+    """Multi-scale retention (Sun et al. 2023): one fixed decay a head, RoPE on q and k, values of twice the size.
 
-    The design-space block with no activation on q and k and a SiLU output gate after a norm a head. `options` are
-    `LinearMixer`'s.
+    This is the design-space block without an activation on q and k, and with a SiLU output gate after a norm over each
+    head. `options` are `LinearMixer`'s.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:

@@ -18,16 +18,16 @@ from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, che
 from halflife.layers.parts import l2_normalize
 from halflife.ops import dplr
 
-# Exponents e of the start of each μ, 1 − (i/D)^{e (1 − layer/layers)} in channel i.
+# Exponents e of the initial value of each μ, which is 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 class LoRA(nn.Module):
-    """`x W₁ W₂` through a few channels, W₁ zero and W₂ orthogonal with gain 0.1 at the start.
+    """The low-rank map `x W₁ W₂`. Initially W₁ is zero, and W₂ is orthogonal with gain 0.1.
 
     Args:
         inputs, rank, outputs: widths.
-        activation: name of a function of torch between the two maps, or None.
+        activation: name of a torch function between the two maps, or None.
     """
 
     def __init__(self, inputs: int, rank: int, outputs: int, activation: str | None = None) -> None:
@@ -49,7 +49,7 @@ class LoRA(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Layer norm over each head, its weights starting at `scale`; RWKV calls it a group norm."""
+    """Layer norm over each head with weights that start at `scale`. RWKV calls it a group norm."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, scale: float) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class HeadNorm(nn.Module):
 
 @LAYERS.add("rwkv7")
 class RWKV7(Mixer):
-    """RWKV-7's time mix (Peng et al. 2025): DPLR whose correction takes out what a key has written before.
+    """RWKV-7's time mix (Peng et al. 2025): DPLR whose correction removes the value that a key has written before.
 
     With δ_t = x_{t−1} − x_t and x_i = x + δ ⊙ μ_i for i in r, w, k, v, a, g:
 
@@ -79,22 +79,22 @@ class RWKV7(Mixer):
         S_t = (diag(w_t) − (κ̂_t ⊙ a_t) κ̂_tᵀ) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ r_t
         y = ((HeadNorm(o) + (Σ_K r ⊙ k ⊙ r_k) v) ⊙ g) W_o
 
-    Initialised as its authors do: `out_proj` and the first map of each LoRA at zero. The first layer hands its values
-    on through `shared`; without one, a deeper layer keeps its own.
+    As in the authors' code, `out_proj` and the first map of each LoRA start at zero. The first layer passes its values
+    to deeper ones through `shared`. Without `shared`, a deeper layer uses its values as they are.
 
     Args:
         hidden_size: D.
         num_heads: H.
         head_dim: K = V; None means D / H.
-        decay_rank, iclr_rank, value_rank, gate_rank: widths of the LoRAs (a is the "in-context learning rate"); None
-            means about 2.5 √D · K/64 for the first two, 1.7 √D · K/64 and 5 √D, in steps of 32.
-        post: options of `decay.PoST` to wrap the decay in, or None.
-        norm_eps: times K, the eps of the norm a head.
-        layer_idx, num_layers: where the layer stands; the initialisation depends on it.
+        decay_rank, iclr_rank, value_rank, gate_rank: widths of the LoRAs (a is the "in-context learning rate"). None
+            means about 2.5 √D · K/64 for the first two, 1.7 √D · K/64 and 5 √D, in multiples of 32.
+        post: options of `decay.PoST`, which then wraps the decay, or None.
+        norm_eps: the norm of each head has eps `norm_eps` · K.
+        layer_idx, num_layers: the index of the layer and the number of layers; initial values depend on them.
         chunk_size, backend: passed to the op.
 
     Raises:
-        ValueError: heads that do not divide the hidden size.
+        ValueError: the number of heads does not divide the hidden size.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RWKV7(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws what belongs to no part of its own; the parts have laws of their own."""
+        """Set the parameters of this module. Its submodules have their own `reset_parameters`."""
         for name, exponent in _SHIFTS.items():
             self.mu[name].copy_(_shift_start(len(self.mu[name]), exponent * (1 - self.depth)))
         size = len(self.a0)
@@ -152,10 +152,7 @@ class RWKV7(Mixer):
         if self.v0 is not None:
             self.v0.copy_(0.73 - 0.4 * ramp)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        state = state or {}
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
         previous, last = packing.delay(x, state.get("shift"), cu_seqlens)
         change = previous - x
@@ -171,11 +168,10 @@ class RWKV7(Mixer):
         assert memory is not None
         bonus = (r * k * self._per_head(self.r_k)).sum(-1, keepdim=True) * v
         y = self.out_proj((self.norm(o) + bonus.flatten(-2)) * self.gate_lora(xs["g"]))
-        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
-        return y, {"position": seen, "shift": last, "memory": memory}
+        return y, {"shift": last, "memory": memory}
 
     def values(self, x: Tensor, shared: Shared | None) -> Tensor:
-        """`v [B, T, H·V]`, drawn towards the first layer's, which `shared` holds."""
+        """`v [B, T, H·V]`, interpolated towards the values of the first layer, which `shared` holds."""
         v = self.v_proj(x)
         if shared is None:
             return v
@@ -186,7 +182,7 @@ class RWKV7(Mixer):
         return v
 
     def keys(self, x: Tensor, x_iclr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`k [B, T, H, K]`, and what the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`."""
+        """`k [B, T, H, K]`, and the vectors with which the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`."""
         k, iclr = self.k_proj(x), (self.a0 + self.iclr_lora(x_iclr)).sigmoid()
         removed = l2_normalize(self._per_head(k * self.k_k), eps=1e-24)  # √eps = 1e-12, that of F.normalize
         k = k * (1 + (iclr - 1) * self.k_a)
@@ -197,14 +193,14 @@ class RWKV7(Mixer):
 
 
 class RWKV7ChannelMix(Mixer):
-    """RWKV-7's channel mix: `y = relu((x + δ ⊙ μ) W_k)² W_v`, δ_t = x_{t−1} − x_t. Its state is the last x.
+    """RWKV-7's channel mix: `y = relu((x + δ ⊙ μ) W_k)² W_v`, δ_t = x_{t−1} − x_t.
 
-    W_v starts at zero.
+    Its state is the last x. W_v starts at zero.
 
     Args:
         hidden_size: D.
         intermediate_size: width inside; None means 4 D.
-        layer_idx, num_layers: where the layer stands; the initialisation depends on it.
+        layer_idx, num_layers: the index of the layer and the number of layers; initial values depend on them.
     """
 
     def __init__(
@@ -222,20 +218,17 @@ class RWKV7ChannelMix(Mixer):
     def reset_parameters(self) -> None:
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        state = state or {}
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         previous, last = packing.delay(x, state.get("shift"), cu_seqlens)
         y = self.v_proj(self.k_proj(torch.addcmul(x, previous - x, self.mu)).relu().square())
-        return y, {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0), "shift": last}
+        return y, {"shift": last}
 
 
 def _shift_start(size: int, exponent: float) -> Tensor:
-    """μ at the start: 1, the token before, falling along the channels to the token itself."""
+    """The initial μ. It falls along the channels from 1, which selects the token before, to 0, the token itself."""
     return 1 - (torch.arange(size) / size) ** exponent
 
 
 def _rank(width: float) -> int:
-    """To the nearest multiple of 32, from 32."""
+    """The nearest multiple of 32, at least 32."""
     return max(32, round(width / 32) * 32)

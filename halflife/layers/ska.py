@@ -1,4 +1,4 @@
-"""Spectral Koopman attention as a layer: Echo's recall in constant memory."""
+"""Spectral Koopman attention as a layer (Echo)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from halflife.registry import unknown
 
 
 class Readout(Float32Module):
-    """γ in [1, 1.5], μ in [0, 1] and η of each head: `γ = 1 + σ(·)/2`, `μ = σ(·)` or fixed; η starts at 1.5."""
+    """The op with the learned γ, μ and η of each head.
+
+    `γ = 1 + σ(·)/2` lies in [1, 1.5], and `μ = σ(·)` in [0, 1] unless it is fixed. η multiplies the output and starts
+    at 1.5.
+    """
 
     def __init__(self, num_heads: int, mix: float | None) -> None:
         super().__init__()
@@ -46,9 +50,9 @@ class Readout(Float32Module):
 
 
 def clebsch_gordan(x: Tensor) -> Tensor:
-    """`[…, 2 n]`, n pairs as complex numbers z, → `[|z|², Re z², Im z²]`, `[…, 3 n]` (Echo, Appendix B).
+    """Map n pairs `[…, 2 n]`, read as complex numbers z, to `[|z|², Re z², Im z²]`, `[…, 3 n]` (Echo, Appendix B).
 
-    Turning a pair by θ, as a rotary position does, leaves the first third and turns the other two by 2θ.
+    If a pair is rotated by θ, as rotary positions do, the first third stays and the other two are rotated by 2θ.
     """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     a, b = real.square(), imaginary.square()
@@ -57,35 +61,35 @@ def clebsch_gordan(x: Tensor) -> Tensor:
 
 @LAYERS.add("ska")
 class SKA(Mixer):
-    """Spectral Koopman attention (Echo, §3.2): keys and queries of rank r, ridge regression on all chunks before.
+    """Spectral Koopman attention (Echo, §3.2): ridge regression on all earlier chunks, with keys of rank r.
 
-    `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))`, `q = x W_k + x W_q` or `x W_q`; W_k starts orthogonal,
-    W_o at zero.
-    The defaults are those that recall (docs/results/echo.md), not the paper's.
+    `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))` with `q = x W_k + x W_q` or `q = x W_q`. W_k starts
+    orthogonal, and W_o at zero. The defaults differ from the paper's, because the paper's do not learn recall
+    (docs/results/echo.md).
 
-    `shared["action_mask"]`, `[B, T]`, says which tokens enter the sums (1), as in the paper's tasks, where those that
-    bear no fact are left out; without it all do. Every token reads.
+    `shared["action_mask"]`, `[B, T]`, is 1 for tokens that enter the sums. The paper's tasks leave out tokens that
+    carry no fact. Without a mask all tokens enter. Every token reads.
 
     Args:
         hidden_size: D.
         num_heads: H.
         rank: r.
-        lift: ψ: "none", or "cg", `clebsch_gordan` of 2 r / 3 numbers.
+        lift: ψ, "none" or "cg" (`clebsch_gordan` of 2 r / 3 numbers).
         value_dim: P; None means D / H.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
         mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), or "ridge" (μ = 0).
-        query_init: "key": queries are the keys plus `x W_q`, and W_q starts at zero; "own": `x W_q` alone, W_q starts
-            orthogonal (the paper's). A query that is the key of its own token is mapped by one power of the operator
-            to the key that followed it, so that at K = 1 the layer recalls before it has learned anything.
+        query_init: "key" or "own". With "key", queries are the keys plus `x W_q`, and W_q starts at zero. One power of
+            the operator maps the key of a token to the key that followed it, so at K = 1 the layer recalls before
+            training. With "own" (the paper's), queries are `x W_q`, and W_q starts orthogonal.
         ridge: ε.
-        chunk_size: tokens an operator serves; a query reads the chunks before its own.
-        refresh: "token" fits an operator a token instead.
-        normalization: "causal", or "sequence", the paper's, which lets the future in.
-        layer_idx, num_layers: where the layer stands.
+        chunk_size: tokens that share an operator. A query reads the chunks before its chunk.
+        refresh: "chunk", or "token" for one operator a token.
+        normalization: "causal", or "sequence" (the paper's), through which information flows from future tokens.
+        layer_idx, num_layers: the index of the layer and the number of layers.
         backend: passed to the op.
 
     Raises:
-        ValueError: an unknown name, heads that do not divide, or a size that does not fit.
+        ValueError: a name is unknown, the heads do not divide the hidden size, or a size does not fit.
     """
 
     MIXES = ("koopman", "ridge", "learned")
@@ -145,7 +149,7 @@ class SKA(Mixer):
         attention_mask: Tensor | None = None,
         shared: Shared | None = None,
     ) -> tuple[Tensor, State]:
-        """See `Mixer`; with an `attention_mask`, `shared["action_mask"]` is padded as x is."""
+        """As `Mixer.forward`. With an `attention_mask`, `shared["action_mask"]` is padded like x."""
         mask = None if shared is None else shared.get("action_mask")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
@@ -153,15 +157,12 @@ class SKA(Mixer):
             shared = {"action_mask": packing.unpad(mask, attention_mask)[0]}
         return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q = q + k if self.query_init == "key" else q
         if self.lift == "cg":
             q, k = (clebsch_gordan(part.to(compute_dtype(part))) for part in (q, k))
-        before = None if state is None else {name: part for name, part in state.items() if name != "position"}
+        before = {name: part for name, part in state.items() if name != "position"} or None
         mask = (shared or {}).get("action_mask")
         y, new, _ = self.readout(q, k, v, **self.options, mask=mask, initial_state=before, cu_seqlens=cu_seqlens)
-        seen = packing.lengths(x, cu_seqlens) + (0 if state is None else state["position"])
-        return self.out_proj(y.flatten(-2)), {"position": seen, **new}
+        return self.out_proj(y.flatten(-2)), new

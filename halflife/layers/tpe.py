@@ -1,4 +1,4 @@
-"""Toeplitz position encoding: one layer after the embedding that weighs the past by distance alone."""
+"""Toeplitz position encoding: one layer after the embedding that weighs earlier tokens by their distance alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from halflife.layers import packing
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.ops import linear_attention
 from halflife.precision import Float32Module
 
 
 class ToeplitzKernel(Float32Module):
-    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel a head: N exponentials of time-scales 1 to `longest` tokens at the start.
+    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel a head, a sum of N exponentials.
 
-    a starts at 0, b at 1: nothing of the past at first. (With a of std 1/N the past's sum is as large as the token
-    itself and costs 0.25 nats, docs/log.md.)
+    The time-scales start between 1 and `longest` tokens, a at 0 and b at 1, so at first earlier tokens have weight 0.
+    If a starts with standard deviation 1/N, the sum over earlier tokens is as large as the token itself, and the loss
+    is 0.25 nats worse (docs/log.md).
     """
 
     def __init__(self, num_heads: int, size: int, longest: float) -> None:
@@ -38,15 +38,15 @@ class ToeplitzKernel(Float32Module):
 class TPE(Mixer):
     """Toeplitz position encoding: `y_t = Σ_{s ≤ t} r_{t−s} x_s`, head by head, `r_n = Σ_i a_i b_i λ_i^n`.
 
-    It is a linear attention whose query a, key b and decay λ are the same at every token, so it runs in linear time
-    and streams. A model adds it to its embeddings once (the added identity is the kernel's free value at distance 0).
+    It is linear attention whose query a, key b and decay λ are the same at every token, so it runs in linear time and
+    streams. A model adds its output to the embeddings, which also sets the weight at distance 0.
     Source: Decay, §2.2; Qin et al. 2025.
 
     Args:
         hidden_size: D.
         num_heads: kernels H, each for D / H channels.
-        state_size: exponentials N of a kernel.
-        longest: slowest time-scale at the start, tokens.
+        state_size: number N of exponentials in a kernel.
+        longest: largest initial time-scale, in tokens.
         chunk_size, backend: passed to the op.
     """
 
@@ -69,10 +69,7 @@ class TPE(Mixer):
         self.chunk_size, self.backend = chunk_size, backend
         self.kernel = ToeplitzKernel(num_heads, state_size, longest)
 
-    def mix(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        state = state or {}
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         read, write, rate = (
             p.expand(*x.shape[:2], -1, -1) for p in (self.kernel.read, self.kernel.write, self.kernel.log_rate.exp())
         )
@@ -82,5 +79,4 @@ class TPE(Mixer):
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
-        seen = packing.lengths(x, cu_seqlens) + state.get("position", 0)
-        return y.flatten(-2), {"position": seen, "memory": memory}
+        return y.flatten(-2), {"memory": memory}

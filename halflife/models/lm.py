@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
 from halflife.models.config import ModelConfig
+from halflife.precision import Float32Module
 
 ModelState = tuple[State, ...]
 
@@ -209,7 +210,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     without = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, (layers.Float32Module, layers.ShortConv))
+        if isinstance(module, (Float32Module, layers.ShortConv))
         for parameter in module.parameters()
     }
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""How memory is written and read: `(q, k, v, g, …, state) → (o, state)`."""
+"""The ops, which write and read memory: `(q, k, v, g, …, state) → (o, state)`."""
 
 from halflife.ops.backends.dispatch import available_backends, ops
 from halflife.ops.conv import causal_conv1d

@@ -1,4 +1,4 @@
-"""Is every op right on this machine? Each backend against the float64 token loop, on the user's own device."""
+"""A check of every op on the user's device: each backend is compared with the float64 token loop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from halflife.ops.koopman.op import koopman_attention
 from halflife.ops.koopman.state import COMMITTED
 from halflife.ops.linear_attention import linear_attention
 
-# Largest error relative to the largest entry: four times the worst measured on a CPU (5e-7 and 3.5e-3).
+# The largest allowed error relative to the largest entry, four times the worst one measured on a CPU (5e-7 and 3.5e-3).
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2}
-# An op that solves systems loses digits in proportion to their condition, up to T / ridge: in float32, four times the
-# worst of four draws (5.8e-5; 1e-5 to 6e-5, the token loop like the chunked form). In bfloat16 the rounding of the
-# outputs hides it (3.5e-3).
+# An op that solves systems loses digits in proportion to their condition number, which is up to T / ridge. The bound in
+# float32 is four times the worst of four draws (1e-5 to 5.8e-5, in the token loop as in the chunked form). In bfloat16
+# the rounding of the outputs is larger than this error (3.5e-3).
 TOLERANCES = {"koopman_attention": {torch.float32: 2.4e-4, torch.bfloat16: 1.4e-2}}
-# Kernels round what they weigh by decays to the inputs' dtype before they multiply: four times the worst measured in
-# Triton's interpreter (1.0e-2).
+# Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
+# measured in Triton's interpreter (1.0e-2).
 KERNELS = {"triton": 4e-2, "fla": 4e-2}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: the worst relative error over outputs, states and gradients.
+    """One comparison of a backend with the token loop.
 
-    `variant` is the granularity of the decay, the update, or how often an operator is fitted. `failure` is what was
-    raised where a backend broke down (its error is infinite then).
+    Attributes:
+        op, backend, dtype: the op, its backend and the dtype of the inputs.
+        variant: granularity of the decay, kind of update, or how often an operator is fitted.
+        error: the worst relative error over outputs, states and gradients; infinite if the backend raised an error.
+        failure: the text of that error, or "".
     """
 
     op: str
@@ -62,7 +65,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `selfcheck` found: a `Check` a line, `ok` if all of them are (and there are any)."""
+    """All checks of a device. It is `ok` if there is at least one check and all of them are."""
 
     device: str
     checks: tuple[Check, ...]
@@ -83,16 +86,17 @@ def selfcheck(
     ops: Sequence[str] | None = None,
     backends: Sequence[str] | None = None,
 ) -> Report:
-    """Compares every backend of every op with the float64 token loop: outputs, final states, all gradients.
+    """Compare outputs, final states and gradients of all backends of all ops with the float64 token loop.
 
-    What a backend says it cannot run (a dtype, say) is left out; what it runs and breaks down on is WRONG.
+    Inputs that a backend refuses (because of their dtype, for example) are left out. If it takes the inputs and raises
+    an error, the check is WRONG.
 
     Args:
-        device: where to run; "cuda" checks the kernels that would run there.
-        length: tokens; not a multiple of the chunk, so that the tail is checked too.
+        device: device to run on; "cuda" checks the kernels that would run there.
+        length: number of tokens. The default is no multiple of the chunk, so that the last chunk is partly empty.
         ops: names of the ops to check; None means all.
-        backends: backends to check; None means all that `available_backends` has there. Triton's interpreter, slow,
-            is none of those: ask for ("triton",) with TRITON_INTERPRET=1.
+        backends: backends to check; None means those of `available_backends`. These do not include Triton's slow
+            interpreter; ("triton",) with TRITON_INTERPRET=1 checks it.
     """
     checks = []
     for op, variant, arguments, options in _cases(length):
@@ -102,7 +106,7 @@ def selfcheck(
         if backends is not None:
             chosen = [name for name in registered(op.__name__) if name in backends]
         for dtype in TOLERANCE:
-            # The oracle sees the same rounded inputs, so that only the computation is judged.
+            # The token loop gets the same rounded inputs, so that the error is that of the computation alone.
             rounded = {name: x.to(dtype).double() for name, x in arguments.items()}
             expected = _run(op, rounded, options, "reference", torch.float64, "cpu")
             for backend in chosen:
@@ -114,12 +118,12 @@ def _check(
     op: Any, variant: str, arguments: dict[str, Tensor], options: dict[str, Any],
     backend: str, dtype: torch.dtype, device: Any, expected: list[Tensor],
 ) -> list[Check]:  # fmt: skip
-    """One comparison, or none if the backend says that it cannot run this."""
+    """Return one comparison, or none if the backend refuses these inputs."""
     try:
         got = _run(op, arguments, options, backend, dtype, device)
     except CannotRun:
         return []
-    except Exception as error:  # a kernel that does not compile here, whatever its compiler raises
+    except Exception as error:  # a compiler of kernels may raise anything
         failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         return [Check(op.__name__, backend, variant, dtype, float("inf"), failure)]
     worst = max(_error(a, b) for a, b in zip(got, expected, strict=True))
@@ -127,6 +131,7 @@ def _check(
 
 
 def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor], dict[str, Any]]]:
+    """Yield (op, variant, tensors in float64, other arguments) of each comparison."""
     draw = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -161,14 +166,15 @@ def _run(
     o, state = op(**leaves, **options, backend=backend, output_final_state=True)
     states = [state[name] for name in COMMITTED] if isinstance(state, dict) else state
     outputs = [o, *(states if isinstance(states, list | tuple) else [states])]
-    # Drawn in bfloat16, so that every dtype has the same weights to the bit.
+    # The weights are drawn in bfloat16, so that they are the same numbers in every dtype.
     weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in outputs]
     torch.stack([(x * weight).sum() for x, weight in zip(outputs, weights, strict=True)]).sum().backward()
-    found = [*outputs, *(leaf.grad for leaf in leaves.values())]
-    return [x.detach().double().cpu() for x in found if x is not None]
+    results = [*outputs, *(leaf.grad for leaf in leaves.values())]
+    return [x.detach().double().cpu() for x in results if x is not None]
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to the largest entry; infinite if an entry is not finite."""
     if not torch.isfinite(got).all():
         return float("inf")
     return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()

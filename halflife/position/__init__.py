@@ -1,4 +1,4 @@
-"""Where a token stands: encodings applied to queries and keys."""
+"""Position encodings of queries and keys."""
 
 from halflife.position.lrpe import lrpe
 from halflife.position.rope import check_pairs, rope, rotate

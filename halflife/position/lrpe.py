@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
-    """`x ↦ [x cos tθ, x sin tθ]`: products become `Σ q_i k_i cos((t_q − t_k) θ_i)`, twice the channels.
+    """Map x to `[x cos tθ, x sin tθ]`, twice the channels. Products become `Σ q_i k_i cos((t_q − t_k) θ_i)`.
 
     Args:
         x: queries or keys `[B, T, H, K]`.
         position: `[T]` or `[B, T]`.
-        base: the frequency of channel i in head j is `base^{−(j K + i) / (H K)}`: every head has a band of its own.
+        base: channel i of head j has the frequency `base^{−(j K + i) / (H K)}`, so each head covers another band.
 
     Returns:
         `[B, T, H, 2 K]` in x's dtype (angles and products in float32 or wider).

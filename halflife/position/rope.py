@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): queries and keys turned by an angle that grows with the position."""
+"""Rotary position embedding (Su et al. 2021): queries and keys are rotated by angles that grow with the position."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotates the pairs (i, i + K/2) of each head by `t · base^{−2i/K}`; products depend on `t_q − t_k` alone.
+    """Rotate the pairs (i, i + K/2) of each head by `t · base^{−2i/K}`. Products then depend on `t_q − t_k` alone.
 
     Args:
         x: queries or keys `[B, T, H, K]`, K even.
         position: `[T]` or `[B, T]`.
-        base: of the geometric frequencies.
+        base: base of the geometric frequencies.
 
     Returns:
         The rotated `[B, T, H, K]`, in x's dtype (angles and products in float32 or wider).
 
     Raises:
-        ValueError: an odd K has a channel without a partner.
+        ValueError: K is odd, so that one channel has no partner.
     """
     check_pairs(x.shape[-1])
     half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
@@ -27,14 +27,14 @@ def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + P) of the first 2P channels by angles of their own; the other channels stay.
+    """Rotate the pairs (i, i + P) of the first 2P channels by the given angles. The other channels do not change.
 
     Args:
         x: `[B, T, H, K]`.
-        angle: in radians, float32 or wider, `[…, P]`, P ≤ K/2; its other axes broadcast against x's.
+        angle: angles in radians `[…, P]`, float32 or wider, P ≤ K/2. The other axes broadcast against those of x.
 
     Returns:
-        The rotated `[B, T, H, K]`, in x's dtype (products in the wider one).
+        The rotated `[B, T, H, K]` in x's dtype; products are computed in the wider dtype.
     """
     pairs, wide = angle.shape[-1], torch.promote_types(x.dtype, angle.dtype)
     first, second, rest = x.to(wide).tensor_split([pairs, 2 * pairs], -1)
@@ -43,6 +43,6 @@ def rotate(x: Tensor, angle: Tensor) -> Tensor:
 
 
 def check_pairs(head_dim: int) -> None:
-    """An error if channels do not pair up; layers call it when they are built."""
+    """Raise a ValueError if the channels do not pair up. Layers call this when they are built."""
     if head_dim % 2:
-        raise ValueError(f"RoPE turns pairs of channels: the head size must be even; got {head_dim}")
+        raise ValueError(f"RoPE rotates pairs of channels, so the head size must be even; got {head_dim}")

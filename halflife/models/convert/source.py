@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.layers import Float32Module
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
+from halflife.precision import Float32Module
 from halflife.registry import Registry
 
 Config = Mapping[str, Any]

@@ -1,0 +1,54 @@
+"""Decays with base rates, one a channel, which PoST can order and stretch."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from halflife.decay.base import Decay
+
+
+class SpectralDecay(Decay):
+    """A decay whose law `log_decay(f, log_rate)` takes base log-rates from outside, which PoST provides.
+
+    By default PoST sorts log-rates, and stretches a channel by a factor on its log-decay. A strategy whose law is not
+    exponential in the sorted parameter overrides `post_base`, `post_log_rates` and `stretch_log_decay` together.
+
+    Class attributes:
+        fastest_rate: the base rate at which PoST's fastest channel starts.
+        bounded: whether the rates have an upper limit, near `fastest_rate`.
+    """
+
+    fastest_rate = 1.0
+    bounded = False
+
+    def release_rates(self) -> None:
+        """Delete the base rates of the strategy. From then on the caller passes `log_rate` (PoST)."""
+        raise NotImplementedError
+
+    def rate_offset(self) -> float:
+        """Return the log of the ratio between the decay rate at zero activation and `e^{log_rate}`, under PoST."""
+        return 0.0
+
+    def post_base(self, rate: float) -> float:
+        """Return the base parameter that PoST sorts, for a channel whose resting decay rate is `rate`."""
+        return math.log(rate) - self.rate_offset()
+
+    def post_log_rates(self, base: Tensor) -> Tensor:
+        """Return the log-rates of sorted base parameters, up to a constant. PoST's taper compares them."""
+        return base
+
+    def activation(self, f: Tensor) -> Tensor:
+        """Return f plus the bias, if any, that stays under PoST and does not count as part of the base rates."""
+        return f
+
+    def stretch_log_decay(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
+        """Return the log-decay when each rate is multiplied by `e^{log_stretch}`, `[…, T, H]` or `[…, T, H, K]`."""
+        g = self.log_decay(f, base)
+        return g * log_stretch.exp().to(g.dtype)
+
+
+def no_base_rates(decay: Decay) -> ValueError:
+    """The error of PoST for a decay that has no base rates."""
+    return ValueError(f"{type(decay).__name__} has no base rates, one a channel, that PoST could order")
