@@ -1,12 +1,17 @@
 """The command line as a user types it: output, files, exit codes, one-line errors."""
 
+import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from halflife.cli import main
+from halflife.cli import COMMANDS, main, read_command
+from halflife.cli.options import take_overrides
+from halflife.cli.train import OPTIONS
 from halflife.decay import DECAYS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.tasks import TASKS
@@ -66,6 +71,14 @@ def test_compare_end_to_end(tmp_path, capsys):
         (["compare", "mamba2", "--resume", "x"], "leave out models"),
         (["compare", "--resume", "nowhere"], "no comparison"),
         (["compare", "mamba2", "--train-length", "6"], "pairs"),
+        (["compare", "--task", "echo-mqar"], "use --experiment echo-mqar"),
+        (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: echo-transfer, echo-mqar"),
+        (["compare", "mamba2", "--experiment", "mqar"], "use --task mqar"),
+        (["compare", "--task", "niah", "--experiment", "echo-mqar"], "not both"),
+        (["compare", "mamba2", "--set", "training.seed=1"], "--seeds"),
+        (["compare", "mamba2", "--set", "mixer.state_size"], "group.option=value"),
+        (["compare", "mamba2", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        (["reproduce", "decay_design"], "halflife compare --experiment decay-design"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
@@ -93,13 +106,110 @@ def test_info_checks_this_machine(capsys):
         assert expected in out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"]])
-def test_help(arguments, capsys):
+def test_help_of_every_command_shows_examples(capsys):
+    for arguments in ([], *([name] for name in COMMANDS)):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--help"])
+        assert stop.value.code == 0
+        out = capsys.readouterr().out
+        assert "examples:" in out
+        assert f"halflife {' '.join(arguments)}".strip() in out
+
+
+# --------------------------------------------------------------------------------- options from a file and by name
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """40 documents of words; the current folder is their parent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    draw = random.Random(0)
+    for i in range(40):
+        words = " ".join(draw.choice(("decay", "state", "memory", "slow")) for _ in range(draw.randint(12, 120)))
+        (tmp_path / "text" / f"{i:02}.txt").write_text(words)
+    return tmp_path
+
+
+TRAIN = {
+    "model": "mamba2+post", "data": "text", "context": 32, "tokens": "1K", "batch-size": 4, "hidden_size": 16,
+    "num-layers": 2, "num_heads": 2, "held_out": 0.15, "validate_every": 4, "save_every": 4,
+}  # fmt: skip
+
+
+def configured(command):
+    """The configuration of the run that a `train` command starts."""
+    changed, overrides = take_overrides(command, OPTIONS)
+    return changed._configure(overrides, show=False)
+
+
+def test_a_file_has_any_option_and_the_command_line_wins(text):
+    written = {**TRAIN, "lr": 1e-2, "set": {"post": {"reference_length": 8}, "training.clip": 2, "post.beta": 0.4}}
+    (text / "run.yaml").write_text(yaml.safe_dump(written))
+    (text / "run.json").write_text(json.dumps({**TRAIN, "set": ["post.reference_length=8"]}))
+    command = read_command(["train", "--config", "run.yaml", "--lr", "3e-3", "--set", "post.reference_length=16"])
+    assert (command.model, command.data, command.batch_size, command.lr) == ("mamba2+post", ("text",), 4, 3e-3)
+    run = configured(command)
+    post = {"train_length": 32, "reference_length": 16, "beta": 0.4}
+    assert run.model.mixer_options == {"num_heads": 2, "post": post}
+    assert (run.learning_rate, run.clip, run.steps) == (3e-3, 2, 8)
+    assert read_command(["train", "gla", "--config", "run.json"]).model == "gla"
+
+
+def test_names_for_set_that_are_options(text):
+    (text / "run.yaml").write_text(yaml.safe_dump(TRAIN))
+    run = configured(
+        read_command(["train", "--config", "run.yaml", "--set", "training.steps=5", "model.num_layers=1",
+                      "training.learning_rate=1e-4", "model.vocab_size=300", "training.seed=3"])
+    )  # fmt: skip
+    assert (run.steps, run.model.num_layers, run.learning_rate, run.model.vocab_size) == (5, 1, 1e-4, 300)
+    assert run.seed == run.data["seed"] == 3
+
+
+def test_a_saved_run_is_a_file_of_options(text):
+    (text / "run.yaml").write_text(yaml.safe_dump(TRAIN))
+    for arguments in (
+        ["--schedule", "wsd", "--decay", "0.3", "--bf16", "--seed", "4"],
+        ["mamba2+ska", "--set", "ska.power=2", "mixer.state_size=8", "training.betas=[0.9, 0.99]", "model.mlp=none"],
+        ["gla", "--schedule", "linear", "--set", "decay.tau=8", "training.validation_tokens=64", "mixer.conv_size=2"],
+        ["gated_deltanet+gate_rank", "--schedule", "constant", "--set", "gate_rank.reset_rate=0.3"],
+        ["simple", "--set", "training.schedule=inverse_sqrt", "training.schedule_options={timescale: 5}"],
+    ):
+        run = configured(read_command(["train", *arguments, "--config", "run.yaml"]))
+        (text / "run.json").write_text(json.dumps(run.to_dict()))
+        again = configured(read_command(["train", "--config", "run.json"]))
+        assert json.dumps(again.to_dict()) == json.dumps(run.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("toknes: 2K", "unknown option in run.yaml: 'toknes'. Did you mean 'tokens'? Choose from: model, data"),
+        ("lr: fast", "lr in run.yaml must be a number; got 'fast'"),
+        ("resume: x", "unknown option in run.yaml: 'resume'"),
+        ("- a", "must hold a mapping"),
+        ("model: [", "run.yaml is no YAML"),
+        ("model: {name: mamba2}", "give its run.json"),
+        ("set: 3", "group.option=value"),
+        ("set: [[1]]", "set in run.yaml must be a list, each entry text"),
+        ("set: [mixer.power]", "group.option=value"),
+        ("set: {mixer: {powr: 1}}", "unknown mixer option of mamba2 'powr'"),
+    ],
+)
+def test_wrong_files(written, message, text, capsys):
+    (text / "run.yaml").write_text(written)
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert "examples:" in out or "--resume" in out
+        main(["train", *(["mamba2", "--data", "text"] if written.startswith("set") else []), "--config", "run.yaml"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in error
+
+
+def test_a_resumed_run_takes_no_file(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "out", "--config", "run.yaml"])
+    assert "leave out config" in capsys.readouterr().err
 
 
 def test_installed_command():

@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
-from halflife.experiments.overrides import GROUPS, apply_overrides, constructor_options, parse_overrides
+from halflife.experiments.overrides import (
+    GROUPS,
+    apply_overrides,
+    check_parts,
+    constructor_options,
+    parse_overrides,
+)
 from halflife.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS
 from halflife.models import PRESETS, preset
@@ -125,6 +131,18 @@ def test_the_last_of_equal_names_wins():
         "mixer.power": 2,
         "ska.mix": "ridge",
     }
+
+
+def test_baselines_of_a_comparison_may_lack_a_part():
+    models, overrides = [run_of("mamba2"), run_of("mamba2+post")], {"post.reference_length": 8, "mixer.state_size": 16}
+    check_parts(models, overrides)
+    plain, post = (apply_overrides(run, overrides, skip_absent_parts=True).model.mixer_options for run in models)
+    assert plain == {"num_heads": 2, "state_size": 16}
+    assert post["post"]["reference_length"] == 8
+    with pytest.raises(ValueError, match=r"ska.power has no meaning here: mamba2 has no layer of spectral"):
+        check_parts(models, {"ska.power": 1})
+    with pytest.raises(ValueError, match="unknown post option of PoST 'referrence'"):
+        apply_overrides(models[1], {"post.referrence": 8}, skip_absent_parts=True)
 
 
 def test_nothing_to_set_changes_nothing():

@@ -72,18 +72,28 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if arguments[:1] == ["reproduce"]:
-            raise ValueError("`halflife reproduce` is now `halflife compare --experiment decay-design`")
-        command: Any = parse(arguments)
-        if getattr(command, "config", None) is not None and command.resume is None:
-            # The options of the file are the defaults of a second reading, so that the command line wins.
-            default = read_options(command)
-            overrides = (*default.set, *command.set)
-            command = dataclasses.replace(parse(arguments, default=default), set=overrides)
-        command.run()
+        read_command(arguments).run()
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
         print(f"halflife: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def read_command(arguments: list[str]) -> Any:
+    """Return the command of a command line, with the options of its --config file.
+
+    Raises:
+        FileNotFoundError, ValueError: the file is missing or wrong, or the command has another name now.
+        SystemExit: tyro refuses the command line.
+    """
+    if arguments[:1] == ["reproduce"]:
+        raise ValueError("`halflife reproduce` is now `halflife compare --experiment decay-design`")
+    command = parse(arguments)
+    if getattr(command, "config", None) is None or command.resume is not None:
+        return command
+    # The options of the file are the defaults of a second reading, so that the command line wins.
+    default = read_options(command)
+    overrides = (*default.set, *command.set)
+    return dataclasses.replace(parse(arguments, default=default), set=overrides)
 
 
 def parse(arguments: list[str], **options: Any) -> Any:

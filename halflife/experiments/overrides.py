@@ -38,6 +38,7 @@ MODEL = {
 PLACE: dict[str, str] = dict.fromkeys(
     ("hidden_size", "layer_idx", "num_layers"), "the model sets it for all of its layers"
 )
+PARTS = ("decay", "post", "gate_rank", "ska")  # groups of parts that a model may lack
 # Fields of a run that say what it is trained on.
 DATA = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode", "test_split")
 
@@ -74,13 +75,15 @@ def parse_overrides(written: Sequence[str]) -> Options:
     return parsed
 
 
-def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
+def apply_overrides(config: Config, overrides: Mapping[str, Any], *, skip_absent_parts: bool = False) -> Config:
     """Return the run `config` with the options of `overrides` replaced.
 
     Args:
         config: of a run on tasks or on text.
         overrides: `group.option` → value, with a group of `GROUPS`. Groups are set in that order, so that
             `decay.tau` belongs to the decay that `mixer.decay` names.
+        skip_absent_parts: leave out the options of a part (`PARTS`) that the model does not have, as for the baselines
+            of a comparison. See `check_parts`.
 
     Raises:
         ValueError: an unknown name (the message lists the known ones), a value of the wrong type, or an option that
@@ -95,11 +98,29 @@ def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
             raise unknown("group of options", group, list(GROUPS))
         chosen[group][option] = value
     for group, options in chosen.items():
-        if options:
+        if options and not (skip_absent_parts and group in PARTS and _missing(config, group)):
             config = _set_group(config, group, options)
     if any(options for group, options in chosen.items() if group != "training"):
         _on_meta(config.model, lambda: LanguageModel(config.model))
     return config
+
+
+def check_parts(configs: Sequence[TrainConfig], overrides: Mapping[str, Any]) -> None:
+    """Raise a ValueError if `overrides` set options of a part that no model of a comparison has."""
+    for name in overrides:
+        group = name.partition(".")[0]
+        reasons = [_missing(config, group) for config in configs] if group in PARTS else []
+        if reasons and all(reasons):
+            raise ValueError(f"{name} has no meaning here: {reasons[0]}")
+
+
+def _missing(config: TrainConfig, group: str) -> str:
+    """Why the model of `config` has no option of a group; "" if it has some."""
+    try:
+        GROUPS[group](config)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def model_overrides(model: ModelConfig, base: ModelConfig) -> Options:
@@ -117,10 +138,9 @@ def model_overrides(model: ModelConfig, base: ModelConfig) -> Options:
 
 
 def _set_group(config: Config, name: str, options: Options) -> Config:
-    try:
-        group = GROUPS[name](config)
-    except ValueError as error:
-        raise ValueError(f"{name}.{next(iter(options))} has no meaning here: {error}") from error
+    if reason := _missing(config, name):
+        raise ValueError(f"{name}.{next(iter(options))} has no meaning here: {reason}")
+    group = GROUPS[name](config)
     for option in options:
         if option in group.refused:
             raise ValueError(f"{name}.{option} cannot be set: {group.refused[option]}")

@@ -23,12 +23,13 @@ GAP = 0.055  # between labels, as a share of the panel's height; it holds some 1
 
 @styled
 def memory(result: dict[str, Any]) -> Figure:
-    """Bytes of one sequence's state against its length, both log: a line a model, named at its end, and the KV cache.
+    """Draw the bytes of one sequence's state against its length, on log axes, with a line a model and the KV cache.
 
-    A ring marks where a model's state becomes smaller than the cache, if that is among the lengths.
+    Each line has its name at its right end. A ring marks the length from which on a model's state is smaller than the
+    cache, if the lengths include it.
 
     Args:
-        result: what `evaluation.memory.measure_memory` gives.
+        result: as `evaluation.memory.measure_memory` returns it.
     """
     models = result["models"]
     sizes = {model["model"]: LinearSize(model["constant"], model["per_token"]) for model in models}
@@ -50,7 +51,7 @@ def memory(result: dict[str, Any]) -> Figure:
             axes.plot(crossing, size.at(crossing), color=look.color, **RING)
     _scales(axes, result["lengths"], span)
     _names(axes, result, {"": cache, **sizes}, span[1])
-    axes.set_title("ring: from here on the state is smaller than the KV cache", loc="left")
+    axes.set_title("ring: from this length on the state is smaller than the KV cache", loc="left")
     return figure
 
 
@@ -58,7 +59,7 @@ def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
     axes.set(xlabel="tokens read", ylabel="state of one sequence")
     axes.set_xscale("log", base=2)
     ticks = lengths[:1]
-    for length in lengths[1:]:  # those only whose labels have room
+    for length in lengths[1:]:  # only lengths whose labels have room
         if math.log(length / ticks[-1]) >= math.log(span[1] / span[0]) / MAX_TICKS:
             ticks.append(length)
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
@@ -67,13 +68,18 @@ def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=MAX_TICKS))  # 4⁵ is 1 KiB, 4¹⁰ 1 MiB
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
-    axes.set_xlim(span[0] / 1.15, span[1])  # lines end where the way to their names begins
+    axes.set_xlim(span[0] / 1.15, span[1])  # the lines to the names begin where the curves end
     low, high = axes.dataLim.intervaly
     axes.set_ylim(low / 2, high * 2)
 
 
 def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end: float) -> None:
-    """Each line's name at its right end, moved apart where lines end close together; the cache's name is ""."""
+    """Write each line's name at its right end. Names of lines that end close together move apart.
+
+    Args:
+        sizes: name → size; the name of the cache is "".
+        end: the length at which the lines end.
+    """
     crossings = {model["model"]: model["smaller_from"] for model in result["models"]}
     models = model_styles(list(crossings))
     low, high = np.log(axes.get_ylim())
@@ -96,9 +102,10 @@ def _when(crossing: int | None) -> str:
 
 
 def apart(positions: list[float], gap: float) -> list[float]:
-    """Positions between 0 and 1, moved so that neighbours are `gap` apart or more, in their order (equal ones: down).
+    """Return positions between 0 and 1 that are at least `gap` apart, in the order of `positions`.
 
-    Those too close to each other form a group around their mean, but inside the panel; groups that meet are joined.
+    Positions that are too close to each other form a group, which is centred at their mean and stays inside the panel.
+    Groups that meet are joined. Of equal positions the first one comes to lie highest.
     """
     order = sorted(range(len(positions)), key=lambda i: (positions[i], -i))
     groups: list[list[int]] = []
