@@ -13,7 +13,7 @@ from halflife import decay
 from halflife.ops import koopman_attention
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 from halflife.theory import approximation
-from halflife.theory.koopman import crossover, state_floats
+from halflife.theory.koopman import crossover, state_size
 from halflife.theory.spectra import coherence
 
 IMAGES = Path(__file__).parent / "images"
@@ -132,7 +132,7 @@ def koopman() -> Figure:
     left.set(xlabel="pairs", ylabel="recalled, %", title="an untrained layer, asked with a key", ylim=(-3, 103))
     tokens = torch.logspace(1, 4, 60)
     rank = width = 48
-    sizes = {"KV cache": (rank + width) * tokens, "SKA": state_floats(rank, width), "linear attention": rank * width}
+    sizes = {"KV cache": (rank + width) * tokens, "SKA": state_size(rank, width), "linear attention": rank * width}
     for (name, look), size in zip(model_styles(tuple(sizes)).items(), sizes.values(), strict=True):
         right.plot(tokens, size * torch.ones(60), color=look.color, linestyle=look.linestyle, label=name)
     right.axvline(crossover(rank, width), **REFERENCE_LINE)

@@ -483,11 +483,11 @@ def test_memory_crossover(rank, width, chunk_size):
     k, v = torch.zeros(1, 70, 1, rank), torch.zeros(1, 70, 1, width)
     _, state = koopman_attention(k, k, v, chunk_size=chunk_size, output_final_state=True)
     floats = sum(x.numel() for x in state.values() if x.is_floating_point())
-    assert koopman.state_floats(rank, width, chunk_size) == floats
+    assert koopman.state_size(rank, width, chunk_size) == floats
     first = next(length for length in count() if length * (rank + width) > floats)
     assert first == math.floor(koopman.crossover(rank, width, chunk_size)) + 1
     assert koopman.crossover(rank, width) == (2 * rank**2 + width * rank + rank + 1) / (rank + width)
 
 
 def test_the_50m_models_state_is_no_77_kilobytes():
-    assert 4 * 7 * 4 * koopman.state_floats(56, 64) == 1_110_256
+    assert 4 * 7 * 4 * koopman.state_size(56, 64) == 1_110_256

@@ -13,9 +13,9 @@ from halflife.analysis.masks import (
     capture_gates,
     cut_values,
     decay_masks,
-    head_numbers,
+    head_masks,
+    measure_masks,
     off_diagonal_rank,
-    survey,
 )
 from halflife.cli import main
 from halflife.layers import gate_rank as gate_rank_layer
@@ -228,18 +228,18 @@ def test_numbers_of_a_head():
     slow, fast = torch.zeros(2, 8, 2).double(), torch.full((2, 8, 2), -math.log(2.0)).double()
     slow[0, [0, 2, 4], 0] = -0.7
     slow[1, 5, 0] = -0.7
-    first, second = head_numbers(Gates(3, fast, slow), 4)
-    assert (first["layer"], first["head"], second["head"]) == (3, 0, 1)
-    assert (first["resets"], first["segment"]) == (1.5, 16 / 5)
-    assert (second["resets"], second["segment"], second["slow"]) == (0, 8, math.inf)
-    assert first["fast"] == pytest.approx(1)
-    assert first["slow"] == pytest.approx(math.log(2) / (3 * 0.7 / 14))
+    first, second = head_masks(Gates(3, fast, slow), 4)
+    assert (first.layer, first.head, second.head) == (3, 0, 1)
+    assert (first.resets, first.segment) == (1.5, 16 / 5)
+    assert (second.resets, second.segment, second.slow) == (0, 8, math.inf)
+    assert first.fast == pytest.approx(1)
+    assert first.slow == pytest.approx(math.log(2) / (3 * 0.7 / 14))
     # Rows 4 to 7, columns 0 to 3: the first sequence resets at 4, the second not among its columns.
-    assert (first["rank_max"], first["rank_mean"]) == (1, 1)
+    assert (first.rank_max, first.rank_mean) == (1, 1)
     slow[0, 4, 0] = 0
-    found = head_numbers(Gates(3, fast, slow), 4)[0]
-    assert (found["rank_max"], found["rank_mean"]) == (2, 1.5)
-    assert head_numbers(Gates(3, fast), 4)[0]["slow"] is None
+    found = head_masks(Gates(3, fast, slow), 4)[0]
+    assert (found.rank_max, found.rank_mean) == (2, 1.5)
+    assert head_masks(Gates(3, fast), 4)[0].slow is None
 
 
 def test_the_head_in_the_picture():
@@ -305,9 +305,9 @@ def test_end_to_end(run_dir, capsys):
 
 
 def test_what_is_read(run_dir, tmp_path):
-    own = survey([run_dir], tokens=24, sequences=2)
-    named = survey([run_dir], task="mqar", tokens=24, sequences=2)
-    text = survey([run_dir], text=[tmp_path / "text"], tokens=24, sequences=2)
+    own = measure_masks([run_dir], tokens=24, sequences=2)
+    named = measure_masks([run_dir], task="mqar", tokens=24, sequences=2)
+    text = measure_masks([run_dir], text=[tmp_path / "text"], tokens=24, sequences=2)
     for found in (own, named, text):
         assert {name: len(gates) for name, gates in found.items()} == {"mamba2": 2, "mamba2+gate_rank": 2}
         assert found["mamba2"][0].g_fast.shape == (2, 24, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halflife.analysis.decays import half_life
-from halflife.analysis.survey import survey
+from halflife.analysis.survey import measure_models
 from halflife.analysis.tables import write_tables
 from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
@@ -85,12 +85,12 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
     assert read_ids([text], str(tmp_path / "words")).tolist() == [2, 2, 1, 0]
     for size in (3, 2):
         checkpoint.save(tiny("tnl", vocab_size=size), tmp_path / str(size))
-    result = survey([tmp_path / "3"], [text], tokenizer=str(tmp_path / "words"))
-    assert (result["length"], result["sequences"]) == (4, 1)
+    result = measure_models([tmp_path / "3"], [text], tokenizer=str(tmp_path / "words"))
+    assert (result.length, result.sequences) == (4, 1)
     with pytest.raises(ValueError, match=r"token 2.* vocabulary of 2"):
-        survey([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
+        measure_models([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
     with pytest.raises(ValueError, match=r"no tokenizer '\./nowhere'"):
-        survey([tmp_path / "3"], [text], tokenizer="./nowhere")
+        measure_models([tmp_path / "3"], [text], tokenizer="./nowhere")
 
 
 # ---------------------------------------------------------------------------------------- command line

@@ -10,13 +10,14 @@ import torch
 from helpers import generator
 
 from halflife.cli import main
-from halflife.cli.theory import TABLES
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures.theory import FIGURES, draw_all
+from halflife.report.tables.theory import TABLES
 from halflife.theory import approximation as approx
 from halflife.theory import correlations, spectra
-from halflife.theory.compute import TOPICS, Settings, compute, write
+from halflife.theory.compute import TOPICS, compute, write
+from halflife.theory.settings import TheorySettings
 
 SIZES = ("--channels", "3", "--length", "60", "--lengths", "20", "60", "--counts", "2", "--quiet")
 LOSSES = [(1, 1, 3.0), (2, 2, 2.5), (3, 4, 2.0), (5, 8, 1.7), (9, 16, 1.6), (17, 32, 1.9)]  # trained on 16
@@ -182,12 +183,12 @@ def test_every_setting_counts():
     """None of them is read and ignored."""
     small = {"channels": 3, "length": 20, "lengths": (10.0,), "counts": (2,)}
     topics = ["errors", "gaps", "taper"]
-    plain = compute(Settings(**small), topics)
-    assert plain == compute(Settings(**small), topics)
+    plain = compute(TheorySettings(**small), topics)
+    assert plain == compute(TheorySettings(**small), topics)
     for name, value in (("beta", 0.9), ("lengths", (11.0,)), ("counts", (1,)), ("seed", 1)):
-        assert compute(Settings(**small | {name: value}), ["errors"])["errors"] != plain["errors"], name
+        assert compute(TheorySettings(**small | {name: value}), ["errors"])["errors"] != plain["errors"], name
     for name, value in (("channels", 4), ("length", 21), ("seed", 1)):
-        assert compute(Settings(**small | {name: value}), ["gaps"])["gaps"] != plain["gaps"], name
+        assert compute(TheorySettings(**small | {name: value}), ["gaps"])["gaps"] != plain["gaps"], name
 
 
 def test_what_the_tables_say(made, inputs):
@@ -239,17 +240,17 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
 def test_files_that_say_nothing(inputs, tmp_path):
     checkpoint.save(checkpoint.load(inputs / "run"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"run has no losses by position: it is no finished run of `halflife train`"):
-        compute(Settings(runs=(tmp_path / "run",)), ["information"])
+        compute(TheorySettings(runs=(tmp_path / "run",)), ["information"])
     (tmp_path / "white.txt").write_bytes(bytes(torch.randint(97, 122, (4000,), generator=generator("white")).tolist()))
     with pytest.raises(ValueError, match=r"the text shows no power law: only \d octaves"):
-        compute(Settings(text=(tmp_path / "white.txt",)), ["autocovariance"])
+        compute(TheorySettings(text=(tmp_path / "white.txt",)), ["autocovariance"])
     (tmp_path / "theory.json").write_text('{"gaps": ')
     with pytest.raises(ValueError, match=r"theory\.json is truncated"):
         write({}, tmp_path)
 
 
 def test_the_start_of_a_text(inputs):
-    found = compute(Settings(text=(inputs / "text.txt",), tokens=4096), ["autocovariance"])["autocovariance"]
+    found = compute(TheorySettings(text=(inputs / "text.txt",), tokens=4096), ["autocovariance"])["autocovariance"]
     ids = torch.frombuffer(bytearray(text()[:4096]), dtype=torch.uint8)
     assert found["tokens"] == 4096
     assert found["sequences"]["bits"]["exponent"] == pytest.approx(correlations.power_law(ids)["exponent"], rel=1e-9)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from halflife.theory.approximation import (
 )
 from halflife.theory.approximation_survey import error_by_channels, error_by_ends, error_by_position
 from halflife.theory.correlations import bits, octave_information, power_law
+from halflife.theory.settings import TheorySettings
 from halflife.theory.spectra import (
     best_taper,
     coherences,
@@ -45,61 +45,18 @@ FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1): as good as run as in the paper's
 SLACKS = (0.1, 0.3, 0.5)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the topics speak of.
-
-    Attributes:
-        channels, length, beta: N, T and the exponent of the power law t^{−β}.
-        lengths, counts: the T and the N of Table 1; `channels` is always among the latter.
-        text: files of the autocovariance.
-        tokenizer: name or folder of one of transformers; None reads bytes.
-        tokens: of the text that are read, from its start.
-        runs: of `halflife train`, or folders with some below: for the information per octave, and for embeddings.
-        seed: of everything that is drawn.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    channels: int = 16
-    length: int = 10_000
-    beta: float = 0.5
-    lengths: tuple[float, ...] = (1e2, 1e3, 1e4, 1e5, 1e6)
-    counts: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32)
-    text: tuple[Path, ...] = ()
-    tokenizer: str | None = None
-    tokens: int = 1 << 20
-    runs: tuple[Path, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.channels < 2 or self.length < 10 or not self.beta > 0 or self.tokens < 1:
-            raise ValueError(
-                "need at least 2 channels, a length of 10, β > 0 and a token; "
-                f"got {self.channels}, {self.length}, {self.beta:g}, {self.tokens}"
-            )
-        if not self.lengths or min(self.lengths) < 2 or min(self.counts, default=2) < 1:
-            raise ValueError(f"need lengths from 2 and counts from 1; got {self.lengths} and {self.counts}")
-
-    @property
-    def all_counts(self) -> list[int]:
-        """N of Table 1, ascending."""
-        return sorted({*self.counts, self.channels})
-
-
 # ----------------------------------------------------------------------------------------- approximation
 
 
-def _errors(s: Settings, cache: Path | None) -> dict[str, Any]:
+def _errors(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     return error_by_channels(s.all_counts, s.lengths, s.beta, seed=s.seed, cache=cache)
 
 
-def _ends(s: Settings, cache: Path | None) -> dict[str, Any]:
+def _ends(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     return error_by_ends(s.channels, s.length, s.beta, seed=s.seed, cache=cache)
 
 
-def _positions(s: Settings, cache: Path | None) -> list[dict[str, Any]]:
+def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
     """Static, adapted and as run for the paper's ends, the best and far ones."""
     low, high = FAR_ENDS
     ends = (1 / s.length, 1.0), best_endpoints(s.channels, s.length, s.beta, cache=cache), (low / s.length, high)
@@ -111,12 +68,12 @@ def _positions(s: Settings, cache: Path | None) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------- spectra
 
 
-def _gaps(s: Settings, _: Path | None) -> dict[str, Any]:
+def _gaps(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """Of log-rates drawn evenly on [−log T, 0]."""
     return minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed)
 
 
-def _coherence(s: Settings, cache: Path | None) -> dict[str, Any]:
+def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     n, t, middle = s.channels, s.length, round(math.sqrt(s.length))
     geometric = geometric_rates(n, t)
     spectra = {
@@ -128,22 +85,22 @@ def _coherence(s: Settings, cache: Path | None) -> dict[str, Any]:
     return {name: coherences(rates) for name, rates in spectra.items()}
 
 
-def _channels(s: Settings, _: Path | None) -> dict[str, Any]:
+def _channels(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     return effective_channels(geometric_rates(s.channels, s.length), spread(1, s.length, 120).int().tolist(), s.length)
 
 
-def _responses(s: Settings, _: Path | None) -> dict[str, Any]:
+def _responses(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     positions = sorted({max(4, s.length // part) for part in (100, 10, 1)})
     return responses(geometric_rates(s.channels, s.length), positions, s.length, points=40)
 
 
-def _energy(s: Settings, _: Path | None) -> dict[str, Any]:
+def _energy(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """With τ_k(t) = t^{α_k} (Theorem 4.11), for a slowest, a middle and a fastest channel, as far as 1,000 tokens."""
     steps, trials = min(s.length, 1000), 4000
     return energies(torch.ones(3, dtype=torch.float64), taper(3), steps, trials, s.seed, points=60)
 
 
-def _taper(s: Settings, _: Path | None) -> dict[str, Any]:
+def _taper(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """Bounds, and the best taper where the first octaves carry J₀(1 + ε) and the others J₀(1 − ε).
 
     The first are (1 − ε)/2 of all and carry half of the information: the sharp bound is reached at α = 1/2.
@@ -159,7 +116,7 @@ def _taper(s: Settings, _: Path | None) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------- the data
 
 
-def _autocovariance(s: Settings, _: Path | None) -> dict[str, Any]:
+def _autocovariance(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """β of the text in bits, and in the embeddings of each run.
 
     Returns:
@@ -184,7 +141,7 @@ def _autocovariance(s: Settings, _: Path | None) -> dict[str, Any]:
     return found
 
 
-def _information(s: Settings, _: Path | None) -> dict[str, Any]:
+def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """J(σ) of each run, up to its training length: beyond, the loss shows how the model extrapolates.
 
     Returns:
@@ -205,7 +162,7 @@ def _information(s: Settings, _: Path | None) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------ all of them
 
-TOPICS: dict[str, Callable[[Settings, Path | None], Any]] = {
+TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
     "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
     "channels": _channels, "responses": _responses, "energy": _energy, "taper": _taper,
     "autocovariance": _autocovariance, "information": _information,
@@ -214,7 +171,7 @@ OF_FILES = {"autocovariance": "text", "information": "runs"}  # the setting with
 
 
 def compute(
-    settings: Settings, topics: Sequence[str] = (), *, cache: Path | None = None, show: bool = False
+    settings: TheorySettings, topics: Sequence[str] = (), *, cache: Path | None = None, show: bool = False
 ) -> dict[str, Any]:
     """The data of some topics, in their order; of all that the settings have files for, unless they are named.
 
@@ -233,6 +190,7 @@ def compute(
     from rich.console import Console
     from rich.progress import track
 
+    settings.validate()
     for name in topics:
         if name not in TOPICS:
             raise unknown("topic", name, list(TOPICS))

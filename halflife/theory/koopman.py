@@ -250,7 +250,7 @@ def _change(operator: Operator, power: int, gamma: float | Tensor, mix: float | 
 # ----------------------------------------------------------------------------------------------- memory
 
 
-def state_floats(rank: int, width: int, chunk_size: int = 1) -> int:
+def state_size(rank: int, width: int, chunk_size: int = 1) -> int:
     """Numbers of a head's state, whatever the length: 2r² + Pr + r + 1 (Prop. I.14), and the chunk not yet full.
 
     The paper leaves out the chunk, which chunk-causal streaming must keep. Its 77 KB for the 50M model (§3.5; r 56,
@@ -260,5 +260,5 @@ def state_floats(rank: int, width: int, chunk_size: int = 1) -> int:
 
 
 def crossover(rank: int, width: int, chunk_size: int = 1) -> float:
-    """The length T beyond which a cache of keys and values, T (r + P) numbers, is larger than `state_floats`."""
-    return state_floats(rank, width, chunk_size) / (rank + width)
+    """The length T beyond which a cache of keys and values, T (r + P) numbers, is larger than `state_size`."""
+    return state_size(rank, width, chunk_size) / (rank + width)
