@@ -37,14 +37,14 @@ def _errors(data: dict[str, Any]) -> Iterator[TopicTable]:
     yield TopicTable(
         f"largest error of t^−{data['beta']:g} on 1 … T", ("spectrum", "T", *(f"N = {n}" for n in data["channels"])),
         [(name, length, *map(_small, data["errors"][name][length])) for name, length, _ in lines],
-        f"Random: the median of {data['draws']} draws.",
+        f"Random rates: median of {data['draws']} draws.",
     )  # fmt: skip
     numbers = ("per_channel", "claimed_per_channel", "offset", "power", "claimed_power")
     yield TopicTable(
-        "how fast it falls", ("spectrum", "T", "a channel", "π²/log T", "C₆", "power of N", "β"),
+        "how fast the error falls", ("spectrum", "T", "a channel", "π²/log T", "C₆", "power of N", "β"),
         [(name, length, *(_number(row[key]) for key in numbers)) for name, length, row in lines],
-        "a channel: the slope of −log error against N, beside what the paper claims but for C₆; power of N: the slope\n"
-        "against log N, beside what it claims for linear rates. Errors under 1e-12 are not counted.",
+        "a channel: slope of −log error against N. π²/log T: the paper's claim for it, without C₆.\n"
+        "power of N: slope of −log error against log N. β: the paper's claim for it. Errors under 1e-12 are left out.",
     )  # fmt: skip
 
 
@@ -54,18 +54,18 @@ def _ends(data: dict[str, Any]) -> Iterator[TopicTable]:
         for row in data["rows"]
     ]
     yield TopicTable(
-        f"where the rates end: N = {data['channels']}, T = {data['length']:,}, β = {data['beta']:g}",
+        f"error by the ends of the rates: N = {data['channels']}, T = {data['length']:,}, β = {data['beta']:g}",
         ("spectrum", "slowest × T", "fastest", "error on 1 … T", "on [1, T]"), rows,
-        f"Linear: with the best step. Random: the median of {data['draws']} draws.",
+        f"Linear rates have the best step. Random rates: median of {data['draws']} draws.",
     )  # fmt: skip
 
 
 def _positions(data: list[dict[str, Any]]) -> Iterator[TopicTable]:
-    for found in data:
-        (low, high), errors = found["ends"], found["errors"]
+    for spectrum in data:
+        (low, high), errors = spectrum["ends"], spectrum["errors"]
         yield TopicTable(
-            f"error on 1 … t, rates from {low * found['length']:.3g}/T to {high:.3g}", ("t", *errors),
-            [(f"{t:,}", *map(_small, row)) for t, *row in zip(found["positions"], *errors.values(), strict=True)],
+            f"error on 1 … t, rates from {low * spectrum['length']:.3g}/T to {high:.3g}", ("t", *errors),
+            [(f"{t:,}", *map(_small, row)) for t, *row in zip(spectrum["positions"], *errors.values(), strict=True)],
         )  # fmt: skip
 
 
@@ -73,14 +73,14 @@ def _gaps(data: dict[str, Any]) -> Iterator[TopicTable]:
     columns = [data[key] for key in ("channels", "mean", "error", "bound", "even", "largest")]
     yield TopicTable(
         f"gaps of random log-rates, {data['trials']:,} draws",
-        ("N", "least, mean", "±", "bound", "even spacing", "largest, mean"),
+        ("N", "mean smallest", "±", "bound", "even spacing", "mean largest"),
         [(f"{n:,}", *map(_number, row)) for n, *row in zip(*columns, strict=True)],
     )  # fmt: skip
 
 
 def _coherence(data: dict[str, Any]) -> Iterator[TopicTable]:
-    rows = [(name, f"{found['largest']:.5f}", f"{found['bound']:.5f}") for name, found in data.items()]
-    yield TopicTable("coherence of two channels", ("spectrum", "largest", "sech(δ/2), least gap δ"), rows)
+    rows = [(name, f"{one['largest']:.5f}", f"{one['bound']:.5f}") for name, one in data.items()]
+    yield TopicTable("coherence of two channels", ("spectrum", "largest", "sech(δ/2), smallest gap δ"), rows)
 
 
 def _energy(data: dict[str, Any]) -> Iterator[TopicTable]:
@@ -88,44 +88,44 @@ def _energy(data: dict[str, Any]) -> Iterator[TopicTable]:
     yield TopicTable(
         f"energy at t = {data['positions'][-1]:,} of unit noise, time-scale t^α", ("α", *kinds),
         [(f"{alpha:g}", *(_number(data[kind][i][-1]) for kind in kinds)) for i, alpha in enumerate(data["tapers"])],
-        f"simulated: the mean of {data['trials']:,} runs.",
+        f"simulated: mean of {data['trials']:,} runs.",
     )  # fmt: skip
 
 
 def _taper(data: dict[str, Any]) -> Iterator[TopicTable]:
     rows = []
-    for slack, found in data.items():
-        even = [1 - k / (len(found["best"]) - 1) for k in range(len(found["best"]))]
-        off = max(abs(a - b) for a, b in zip(found["best"], even, strict=True))
-        rows.append((slack, *(f"{value:.3f}" for value in (max(found["paper"]), max(found["sharp"]), off))))
+    for slack, one in data.items():
+        even = [1 - k / (len(one["best"]) - 1) for k in range(len(one["best"]))]
+        off = max(abs(a - b) for a, b in zip(one["best"], even, strict=True))
+        rows.append((slack, *(f"{value:.3f}" for value in (max(one["paper"]), max(one["sharp"]), off))))
     yield TopicTable(
-        "how far the best taper may be from (N−k)/(N−1), most of all channels",
+        "largest distance of the best taper from (N−k)/(N−1), over all channels",
         ("slack ε", "paper's bound", "sharp bound", "uneven"), rows,
-        "uneven: the first (1 − ε)/2 of the octaves carry J₀(1 + ε), the others J₀(1 − ε).",
+        "uneven: distance if the first (1 − ε)/2 of the octaves carry J₀(1 + ε), the others J₀(1 − ε).",
     )  # fmt: skip
 
 
 def _autocovariance(data: dict[str, Any]) -> Iterator[TopicTable]:
     rows = []
-    for name, found in data["sequences"].items():
-        lags = [lag for lag, used in zip(found["lags"], found["used"], strict=True) if used]
+    for name, one in data["sequences"].items():
+        lags = [lag for lag, used in zip(one["lags"], one["used"], strict=True) if used]
         rows.append((
-            name, f"{found['exponent']:.2f}", f"{found['low']:.2f} to {found['high']:.2f}",
+            name, f"{one['exponent']:.2f}", f"{one['low']:.2f} to {one['high']:.2f}",
             f"{lags[0]:,.0f} to {lags[-1]:,.0f}",
         ))  # fmt: skip
     rows += [(name, "–", reason, "") for name, reason in data["without"].items()]
     yield TopicTable(
         f"autocovariance of the text, R(s) ∝ s^−β, {data['tokens']:,} tokens", ("of", "β", "95 %", "lags"), rows,
-        "The interval is too narrow: of 24 sequences of known β = 0.3 (0.6) it held β 18 (21) times.",
+        "The interval is too narrow: of 24 sequences of known β = 0.3 (0.6) it contained β 18 (21) times.",
     )  # fmt: skip
 
 
 def _information(data: dict[str, Any]) -> Iterator[TopicTable]:
-    scales = sorted({scale for found in data.values() for scale in found["scales"]})
+    scales = sorted({scale for one in data.values() for scale in one["scales"]})
     rows = []
-    for name, found in data.items():
-        by_scale = dict(zip(found["scales"], found["information"], strict=True))
-        rows.append((name, *(f"{by_scale[a]:.3f}" if a in by_scale else "–" for a in scales), _number(found["slack"])))
+    for name, one in data.items():
+        by_scale = dict(zip(one["scales"], one["information"], strict=True))
+        rows.append((name, *(f"{by_scale[a]:.3f}" if a in by_scale else "–" for a in scales), _number(one["slack"])))
     yield TopicTable(
         "information J(σ) of an octave of context, bits a token",
         ("run", *(f"{a:,}–{2 * a:,}" for a in scales), "slack ε"), rows,
