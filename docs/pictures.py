@@ -57,7 +57,7 @@ def strategy(name: str) -> decay.Decay:
 
 @styled
 def spectra() -> Figure:
-    """Draw the coherence of random and of geometric time-scales, and the error of each as an approximation of a power law."""
+    """Draw the coherence of random and of geometric time-scales, and their errors as approximations of a power law."""
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.45))
     random = approximation.random_rates(16, LENGTH, torch.Generator().manual_seed(3))
@@ -81,7 +81,7 @@ def spectra() -> Figure:
 
 @styled
 def stretching() -> Figure:
-    """Draw the time-scales of sixteen channels by position for both reference lengths, and the response of three channels."""
+    """Draw time-scales of sixteen channels by position, for both reference lengths, and the responses of three."""
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     panels = figure.subplots(1, 3)
     positions = [2**k for k in range(14)]

@@ -14,8 +14,8 @@ class Mask:
 
     The table has a row for each head: resets in a sequence, mean tokens between resets, half-lives at the mean
     log-decay, and the rank of the mask's blocks below the diagonal. The picture shows Γ, Λ and their product for one
-    head of each model, and the singular values at every cut. With --example, it shows the worked example of the paper
-    (GateRank, Figure 2a) instead.
+    head of each model, and the singular values at every cut. With --example, the picture shows the worked example of
+    GateRank, Figure 2a, instead.
 
     examples:
       halflife mask runs/20260101-120000-gate-rank-s5-smoke

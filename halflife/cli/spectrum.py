@@ -26,8 +26,7 @@ class Spectrum:
     """
 
     folders: Positional[tuple[Path, ...]]
-    """Checkpoints or runs. All checkpoints below a folder are read: ours, and safetensors of Mamba-2 (transformers),
-    GLA, Gated DeltaNet and RWKV-7 (fla)."""
+    """Checkpoints (ours, Mamba-2 of transformers, GLA, Gated DeltaNet or RWKV-7 of fla), or runs that contain some."""
     text: tuple[Path, ...] = ()
     """Files that the models read, one after the other. A file that ends in .gz is unpacked."""
     length: int = 2048

@@ -27,8 +27,7 @@ class TheorySettings:
     tokens: int = 1 << 20
     """Number of tokens of the text that are read, from its start."""
     runs: tuple[Path, ...] = ()
-    """Runs of `halflife train`, or folders that contain some. Their loss by position gives the information of each
-    octave. With a text, its autocovariance is also measured in their embeddings."""
+    """Runs of `halflife train`, for the information, and for the autocovariance of the text in their embeddings."""
     seed: int = 0
     """Seed of random spectra, simulations and the bootstrap."""
 
