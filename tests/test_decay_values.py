@@ -1,4 +1,4 @@
-"""The decay values that a model uses: what is recorded, and its statistics."""
+"""The decay values that a model uses: their capture and their statistics."""
 
 import math
 
@@ -32,7 +32,7 @@ def medians(row):
 
 
 def lower(values, level):
-    """The quantile that occurs: the lower of two equally near values."""
+    """A quantile that is one of the values: the lower of two equally near ones."""
     values = sorted(torch.as_tensor(values).flatten().tolist())
     return values[math.floor(level * (len(values) - 1))]
 
@@ -163,7 +163,7 @@ def loop_energy(g, lag, starts):
 
 
 def test_a_constant_decay_has_its_timescale_as_horizon():
-    """Whole or not, a lag or not; beyond half of the text nothing is claimed."""
+    """This also holds if the time-scale is no lag or no whole number. Beyond half of the text it is infinite."""
     scales = torch.tensor([0.3, 1.0, 3.7, 17.0, 31.9, 32.1], dtype=torch.float64)
     sums = (-1 / scales).expand(64, -1).unsqueeze(-1).cumsum(0)
     lags = horizons.horizon_lags(64)
@@ -182,7 +182,7 @@ def test_lags_go_from_one_to_half_of_the_text():
 
 
 def test_the_horizon_is_of_sums_along_the_text_not_of_a_mean_decay():
-    """Resets every 20 tokens, nothing in between: a mean decay would say e^{−3/20} a token, 6.7 tokens."""
+    """With a reset every 20 tokens and no decay in between, the mean decay e^{−3/20} would give 6.7 tokens."""
     model, ids = tiny("simple+scalar", num_layers=1, num_heads=1), ids_of(1, 80)
     g = [-3.0 if t % 20 == 0 else 0.0 for t in range(80)]
 
@@ -211,7 +211,7 @@ def test_many_tokens_are_thinned_evenly(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gated_deltanet+gate_rank", "mamba2+gate_rank"])
 def test_slow_and_fast_states_are_told_apart(name):
-    """Against what the mask of `ops.gate_rank` says, which the op is tested against."""
+    """Compares with the mask of `ops.gate_rank`, against which the op is tested too."""
     model, ids = tiny(name, num_layers=1), ids_of(2, 33)
     gate = model.blocks[0].mixer.gate_rank.slow_gate
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How far a model will remember: the parts of its state, how they age, and what is measured."""
+"""Forecasts of how far a model remembers: the parts of its state, their ageing, and measured recall."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def model_of(name, vocab_size=64):
 
 
 def readings(model, *lags):
-    """After each lag: the state, split."""
+    """The split state after each lag."""
     task = tasks.build(**MQAR)
     pairs, draw = aged._pairs(task, 4, 0)
     found = [aged._start(model, pairs)]
@@ -47,7 +47,7 @@ def readings(model, *lags):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_pairs_part_is_linear_in_the_first_state(name):
-    """Twice the memory at the start is twice the pairs' part later, and the others' part is what none leaves."""
+    """Doubling the first memory doubles the pairs' part, and the others' part is the state from an empty memory."""
     model, task = model_of(name), tasks.build(**MQAR)
     pairs, draw = aged._pairs(task, 4, 0)
     ids = aged._fillers(task, 4, 11, draw)
@@ -65,7 +65,7 @@ def test_the_pairs_part_is_linear_in_the_first_state(name):
 
 @pytest.mark.parametrize("name", ["retnet", "retnet+post", "retnet+post_norm"])
 def test_fixed_decays_are_forecast_exactly(name):
-    """Where decays depend on the position alone, the pairs' part at any lag is known from the first window."""
+    """If decays depend on the position alone, the first window determines the pairs' part at any lag."""
     model = model_of(name)
     half, full, later = readings(model, WINDOW // 2, WINDOW, 3 * WINDOW)
     forecast = LayerAgeing(model, half, full, 0)
@@ -76,7 +76,7 @@ def test_fixed_decays_are_forecast_exactly(name):
 
 
 def test_the_others_part_grows_as_a_sum_of_decays():
-    """RetNet: the factors of mean and noise are those of geometric series with its own decays."""
+    """For RetNet, the factors of mean and noise are those of geometric series with its decays."""
     model = model_of("retnet")
     forecast = LayerAgeing(model, *readings(model, 8, 16), 0)
     decay = (-model.blocks[0].mixer.decay.base_log_rate().exp()).exp().detach().double()
@@ -86,7 +86,7 @@ def test_the_others_part_grows_as_a_sum_of_decays():
 
 
 def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
-    """No decay and nothing erased: pairs stay, others grow as L and √L."""
+    """Without decay and erasure, the pairs stay, and mean and noise of the others grow as L and √L."""
     torch.manual_seed(0)
     options = {"decay": None, "granularity": "scalar"}
     config = preset("simple", hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, mixer_options=options)
@@ -129,7 +129,7 @@ def test_needles_have_the_layout_of_the_task():
 
 
 def test_at_the_window_the_forecast_is_the_measurement():
-    """There the aged state is the state that was read."""
+    """At the window, the aged state is the state that was read."""
     model, task = model_of("mamba2").float(), tasks.build(**MQAR)
     found = aged.forecast(model, task, [WINDOW], window=WINDOW, examples=16)
     assert found.accuracy == aged.measure_recall(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]
@@ -137,7 +137,7 @@ def test_at_the_window_the_forecast_is_the_measurement():
 
 
 def test_one_part_ages_alone():
-    """The pairs' part by the first lag, the others' by the second; both at the window are what was read."""
+    """The first lag ages the pairs' part, the second the others'. At the window, both are as they were read."""
     model = model_of("mamba2")
     half, full = readings(model, WINDOW // 2, WINDOW)
     ageing = LayerAgeing(model, half, full, 0)
@@ -153,7 +153,7 @@ def test_one_part_ages_alone():
 
 
 def test_faster_decay_forgets_earlier():
-    """The energy lag of one head of RetNet's follows its time-scale."""
+    """The energy lag of a model with one rate follows its time-scale."""
     task, found = tasks.build(**MQAR), []
     for rate in (0.05, 0.2):
         model = model_of("mamba2+post")

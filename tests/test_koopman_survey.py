@@ -1,4 +1,4 @@
-"""`halflife spectrum` on layers of spectral Koopman attention: what a model's operators are reported to be."""
+"""`halflife spectrum` on layers of spectral Koopman attention: the numbers it reports about operators."""
 
 import csv
 import dataclasses
@@ -30,12 +30,12 @@ HEADS, RANK = 2, 6
 
 
 def read_operators(folders, text, **reading):
-    """As `halflife spectrum` reads them."""
+    """The operators as `halflife spectrum` reads them."""
     return koopman_report.operators_of(measure_models(folders, text, **reading).to_dict())
 
 
 def hybrid(base="mamba2", layers=(1,), num_layers=3, **options):
-    """A small model, of which some layers are SKA in chunks of 8, trained as far as a random head."""
+    """A small untrained model in which some layers are SKA with chunks of 8."""
     config = preset(f"{base}+ska", hidden_size=16, num_layers=num_layers, num_heads=2, train_length=32)
     options = {"num_heads": HEADS, "rank": RANK, "chunk_size": 8, **options}
     return LanguageModel(
@@ -48,7 +48,7 @@ def ids_of(batch, length):
 
 
 def projections(model, layer, ids):
-    """Keys and values `[N, T, H, …]` of a layer, by hooks of this test's own."""
+    """Keys and values `[N, T, H, …]` of a layer, from hooks that only this test uses."""
     mixer, found = model.blocks[layer].mixer, {}
     for name in ("k_proj", "v_proj"):
         getattr(mixer, name).register_forward_hook(lambda module, x, y, name=name: found.__setitem__(name, y))
@@ -170,7 +170,7 @@ def show_operators(result, output):
 
 
 def write_all(folder, text, output):
-    """What `halflife spectrum` does."""
+    """Print and write the same as `halflife spectrum`."""
     options = {"length": 32, "sequences": 3}
     result = measure_models([folder], [text], **options).to_dict()
     return [*tables.write_tables(result, output), *show_operators(koopman_report.operators_of(result), output)]
@@ -238,7 +238,7 @@ def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):
 
 
 def made_up(layers, heads, power=2):
-    """What `survey` gives, a model for each number of layers."""
+    """The result of `operators_of` for made-up models with the given numbers of layers."""
     draw = generator("made up")
 
     def head(h):

@@ -1,4 +1,4 @@
-"""What trained models' spectra are worth: modes, waste, tapers, any decay, any checkpoint, tables and figures."""
+"""Spectra of trained models: modes, wasted channels, tapers, any decay, any checkpoint, tables and figures."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def test_wasted_channels_are_counted():
 
 
 def test_post_with_reference_length_1_at_every_position():
-    """Geometric from 1 to T at position 1, channel k slower by t^{(N − k)/(N − 1)} at t."""
+    """Time-scales are geometric from 1 to T at position 1, and t^{(N − k)/(N − 1)} times longer at t."""
     found = model_spectrum(tiny("retnet+post"))
     assert found.positions == [1, 32, 128, 512]
     base, ideal = 32.0 ** np.array([1, 2 / 3, 1 / 3, 0]), np.array([1, 2 / 3, 1 / 3, 0])
@@ -181,7 +181,7 @@ def test_the_slow_state_has_a_spectrum_of_its_own():
 
 
 def mamba2(folder, **saving):
-    """A small one of transformers, saved by transformers, and its tensors."""
+    """Save a small model of transformers with transformers, and return its tensors."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
@@ -193,7 +193,7 @@ def mamba2(folder, **saving):
 
 
 def fla(folder, model_type):
-    """A folder of fla, by its published names."""
+    """Write a checkpoint of fla with its published names, and return its tensors."""
     config, tensors = published(model_type, torch.float32)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -371,7 +371,7 @@ def test_errors_are_one_line(tmp_path, capsys, make, message):
 
 @pytest.fixture
 def data(tmp_path):
-    """What `decays.json` holds for four models: position-adaptive, of two states, and without a decay."""
+    """The content of `decays.json` for four models: position-adaptive, with two states, and without a decay."""
     for name in ("mamba2+post", "gated_deltanet+gate_rank", "lightnet", "llama"):
         checkpoint.save(tiny(name), tmp_path / "run" / name)
     (tmp_path / "text").write_bytes(TEXT)

@@ -98,7 +98,7 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of four models, one with two seeds, one without a decay."""
+    """A run of four models, of which one has two seeds and one has no decay."""
     run = tmp_path / "run"
     for name, seeds in {"mamba2": 2, "mamba2+post": 1, "lightnet": 1, "llama": 1}.items():
         for seed in range(seeds):
@@ -191,7 +191,7 @@ def test_help_shows_examples(capsys):
 
 
 def made_up(models, layers, **values):
-    """What `survey` gives, for models between forgetting at once and never."""
+    """`ModelMeasurements.to_dict()` for made-up models, from one that forgets at once to one that never forgets."""
 
     spectrum = {"timescales": [1.0, math.inf], "modes": 2.0, "too_slow": 0.5, "too_fast": 0.0}
 

@@ -1,4 +1,4 @@
-"""`halflife theory`: what it prints, writes and draws is what the functions of the analysis give; errors are clear."""
+"""`halflife theory` prints, writes and draws the results of the functions of `halflife.theory`. Errors are clear."""
 
 import json
 import math
@@ -24,7 +24,7 @@ LOSSES = [(1, 1, 3.0), (2, 2, 2.5), (3, 4, 2.0), (5, 8, 1.7), (9, 16, 1.6), (17,
 
 
 def text(length=1 << 13, beta=0.3):
-    """Bytes whose signs follow fractional noise: each is the sum of slow switches, so that R(s) falls slowly."""
+    """Bytes whose signs are sums of switches at all scales, so that R(s) falls slowly, as in fractional noise."""
     draw = generator("text")
     total = torch.zeros(length)
     for octave in range(12):
@@ -36,7 +36,7 @@ def text(length=1 << 13, beta=0.3):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A text and a run of `halflife train` as it lies in its folder."""
+    """A text, and a folder like that of a run of `halflife train`."""
     root = tmp_path_factory.mktemp("theory")
     (root / "text.txt").write_bytes(text())
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(inputs):
-    """The command, once: its folder; what it printed lies beside it."""
+    """Run the command once; return its folder, next to which is a file with its output."""
     folder = inputs / "out"
     files = ["--text", str(inputs / "text.txt"), "--runs", str(inputs / "run"), "--output", str(folder)]
     with (inputs / "printed.txt").open("w") as printed, redirect_stdout(printed):
@@ -180,7 +180,7 @@ def test_energies_at_some_positions_are_those_of_all():
 
 
 def test_every_setting_counts():
-    """None of them is read and ignored."""
+    """Each setting changes the result."""
     small = {"channels": 3, "length": 20, "lengths": (10.0,), "counts": (2,)}
     topics = ["errors", "gaps", "taper"]
     plain = compute(TheorySettings(**small), topics)
