@@ -205,13 +205,13 @@ def test_what_a_key_that_turns_is_called():
 )
 def test_tables_of_proposition_d1(power, left):
     levels = [0.95, 0.9, 0.7, 0.5, 0.3]
-    assert koopman.kept(torch.tensor(levels), power).tolist() == pytest.approx(left, abs=5.1e-4)
+    assert koopman.filtered_amplitude(torch.tensor(levels), power).tolist() == pytest.approx(left, abs=5.1e-4)
     operator = normal(levels)
     powered = torch.linalg.eigvals(operator.power(power)).abs().sort(descending=True).values
-    assert_close(powered, koopman.kept(torch.tensor(levels, dtype=torch.float64), power), EXACT)
+    assert_close(powered, koopman.filtered_amplitude(torch.tensor(levels, dtype=torch.float64), power), EXACT)
     half = 0.5 ** (1 / power)  # the remark says 0.85 for K = 4: 0.841
     assert half == pytest.approx({2: 0.707, 4: 0.841}[power], abs=1e-3)
-    assert koopman.kept(torch.tensor([half]), power).item() == pytest.approx(0.5)
+    assert koopman.filtered_amplitude(torch.tensor([half]), power).item() == pytest.approx(0.5)
 
 
 @anything

@@ -2,6 +2,9 @@
 
 `o = (Q Kᵀ ⊙ D) V` with D = Γ ⊙ Λ under GateRank, and D = Λ (Γ is all ones) under one scalar decay (Mamba-2).
 
+Let A and B be the cumulative sums of the slow and of the fast log-decays, and n(j) the first reset after token j. Then
+`D_ij = e^{A_i − A_j + B_min(n(j), i) − B_j}` for j ≤ i.
+
 Below the diagonal, D has rank 1 without resets and at most 2 with them, however many segments the resets make. Proof:
 take any rows i and columns j with all j ≤ m ≤ all i. A key j with a reset in (j, m] has n(j) ≤ i, so
 `D_ij = e^{A_i} · e^{B_n(j) − A_j − B_j}`. All other keys share n = n(m), so

@@ -192,5 +192,5 @@ def _mode_numbers(eigenvalues: Tensor, gamma: Tensor) -> dict[str, Tensor]:
     return {
         **dict(zip(QUANTILES, torch.from_numpy(levels), strict=True)),
         **{name: mask.sum(-1).median(0).values for name, mask in kinds._asdict().items()},
-        **{f"kept_{power}": koopman.kept(scaled, power).mean(-1).median(0).values for power in KEPT},
+        **{f"kept_{power}": koopman.filtered_amplitude(scaled, power).mean(-1).median(0).values for power in KEPT},
     }

@@ -156,7 +156,7 @@ def modes(eigenvalues: Tensor, delta: float = 0.3, rho: float = 0.7) -> Modes:
     return Modes(persistent, transient, ~persistent & ~transient)
 
 
-def kept(eigenvalues: Tensor, power: int) -> Tensor:
+def filtered_amplitude(eigenvalues: Tensor, power: int) -> Tensor:
     """Return |λ|^K `[…, R]`, the fraction of a mode's amplitude that is left after the filter (Prop. D.1).
 
     The paper's remark calls it energy, which is the square of it.
