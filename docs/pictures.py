@@ -1,4 +1,4 @@
-"""Draws the pictures of the concept pages: `python docs/pictures.py` (half a minute, one core)."""
+"""Draw the pictures of the concept pages with `python docs/pictures.py`, which takes half a minute on one core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halflife import decay
 from halflife.ops import koopman_attention
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 from halflife.theory import approximation
-from halflife.theory.koopman import crossover, state_floats
+from halflife.theory.koopman import crossover, state_size
 from halflife.theory.spectra import coherence
 
 IMAGES = Path(__file__).parent / "images"
@@ -23,7 +23,7 @@ LENGTH = 512  # T of training, in the pictures
 @styled
 @torch.no_grad()
 def decays() -> Figure:
-    """What is left after s tokens for four λ, and the half-lives that each strategy starts with."""
+    """Draw what is left after s tokens for four λ, and the initial half-lives of several decay strategies."""
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = torch.logspace(0, 4, 200)
@@ -38,9 +38,7 @@ def decays() -> Figure:
     for row, name in enumerate(STRATEGIES):
         halves = math.log(2) * strategy(name).timescales().flatten()
         right.plot(halves, [row] * len(halves), "|", color=INK, markersize=11, markeredgewidth=1.4)
-    right.set(
-        yticks=range(len(STRATEGIES)), yticklabels=STRATEGIES, xscale="log", xlabel="half-life at the start, tokens"
-    )
+    right.set(yticks=range(len(STRATEGIES)), yticklabels=STRATEGIES, xscale="log", xlabel="initial half-life, tokens")
     right.invert_yaxis()
     return figure
 
@@ -50,16 +48,16 @@ STRATEGIES = ("retnet", "tnl", "gla", "simple", "mamba2", "mamba2 + PoST")
 
 @torch.no_grad()
 def strategy(name: str) -> decay.Decay:
-    """A decay of eight heads in the first of four layers, as it starts."""
+    """Return an untrained decay of eight heads, for the first of four layers."""
     torch.manual_seed(0)
     base, _, wrapped = name.partition(" + ")
-    found = decay.build(base, num_heads=8, head_dim=16, layer_idx=0, num_layers=4)
-    return decay.PoST(found, train_length=LENGTH) if wrapped else found
+    plain = decay.build(base, num_heads=8, head_dim=16, layer_idx=0, num_layers=4)
+    return decay.PoST(plain, train_length=LENGTH) if wrapped else plain
 
 
 @styled
 def spectra() -> Figure:
-    """Coherence of random and of geometric time-scales, and the error with which each imitates a power law."""
+    """Draw the coherence of random and of geometric time-scales, and their errors as approximations of a power law."""
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.45))
     random = approximation.random_rates(16, LENGTH, torch.Generator().manual_seed(3))
@@ -73,8 +71,8 @@ def spectra() -> Figure:
     best = approximation.geometric_rates(16, LENGTH, *approximation.best_endpoints(16, LENGTH))
     fits = {"random": random, "geometric, [1/T, 1]": geometric, "geometric, best ends": best}
     for (name, look), rates in zip(model_styles(tuple(fits)).items(), fits.values(), strict=True):
-        found = approximation.fit(rates, LENGTH, continuous=True)
-        left = (t**-0.5 - torch.exp(-t.unsqueeze(-1) * rates) @ found.weights).abs()
+        result = approximation.fit(rates, LENGTH, continuous=True)
+        left = (t**-0.5 - torch.exp(-t.unsqueeze(-1) * rates) @ result.weights).abs()
         panels[2].plot(t, left.clamp(min=1e-12), color=look.color, linestyle=look.linestyle, linewidth=1.2, label=name)
     panels[2].set(xscale="log", yscale="log", xlabel="lag t", ylim=(1e-8, 1e5), title=r"error against $t^{-1/2}$")
     panels[2].legend(loc="upper left", fontsize=8)
@@ -83,7 +81,7 @@ def spectra() -> Figure:
 
 @styled
 def stretching() -> Figure:
-    """Time-scales of sixteen channels by position, for both reference lengths, and the response of three of them."""
+    """Draw time-scales of sixteen channels by position, for both reference lengths, and the responses of three."""
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     panels = figure.subplots(1, 3)
     positions = [2**k for k in range(14)]
@@ -107,7 +105,7 @@ def stretching() -> Figure:
 
 
 def tapered(axes: Axes) -> None:
-    """The response after s tokens of the slowest channel, one between and the fastest, at T and at 16 T."""
+    """Draw the response after s tokens of the slowest, a middle and the fastest channel, at T and at 16 T."""
     lags = torch.logspace(-0.5, 5, 200)
     for alpha, look in zip((1.0, 0.5, 0.0), model_styles("abc").values(), strict=True):
         for factor, line in ((1, "-"), (16, (0, (3, 2)))):
@@ -120,7 +118,7 @@ def tapered(axes: Axes) -> None:
 @styled
 @torch.no_grad()
 def koopman() -> Figure:
-    """Recall of random pairs by the number of pairs for each power, and floats of the state against a KV cache."""
+    """Draw the recall of random pairs by their number for each power, and the size of the state against a KV cache."""
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     pairs = (4, 8, 16, 24, 32, 48, 64)
@@ -129,14 +127,14 @@ def koopman() -> Figure:
         left.plot(pairs, [100 * recall(count, power) for count in pairs], **look._asdict(), label=name)
     left.axvline(48, **REFERENCE_LINE)
     left.annotate("r = 48", (48, 52), (-38, 0), textcoords="offset points", fontsize=8)
-    left.set(xlabel="pairs", ylabel="recalled, %", title="an untrained layer, asked with a key", ylim=(-3, 103))
+    left.set(xlabel="pairs", ylabel="recalled, %", title="an untrained layer, queried with a key", ylim=(-3, 103))
     tokens = torch.logspace(1, 4, 60)
     rank = width = 48
-    sizes = {"KV cache": (rank + width) * tokens, "SKA": state_floats(rank, width), "linear attention": rank * width}
+    sizes = {"KV cache": (rank + width) * tokens, "SKA": state_size(rank, width), "linear attention": rank * width}
     for (name, look), size in zip(model_styles(tuple(sizes)).items(), sizes.values(), strict=True):
         right.plot(tokens, size * torch.ones(60), color=look.color, linestyle=look.linestyle, label=name)
     right.axvline(crossover(rank, width), **REFERENCE_LINE)
-    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="floats a head", title="what is kept")
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="numbers a head", title="size of the state")
     right.legend(loc="lower right")
     right.set_ylim(30, None)
     left.legend(loc="center left", bbox_to_anchor=(0.0, 0.45))
@@ -144,9 +142,9 @@ def koopman() -> Figure:
 
 
 def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
-    """Share of right answers of `koopman_attention`: `pairs` keys, each followed by its value's token, then a key.
+    """Return the fraction of right answers of `koopman_attention` to one key, after `pairs` keys with their values.
 
-    Keys and values are random unit vectors; the token after a key carries the value, as in a sequence of pairs.
+    Keys and values are random unit vectors. The token after a key carries its value, as in a sequence of pairs.
     """
     draw = torch.Generator().manual_seed(0)
     tokens = torch.nn.functional.normalize(torch.randn(trials, 2 * pairs, 1, rank, generator=draw), dim=-1)

@@ -1,4 +1,4 @@
-"""PoST's figures of how channels are spent on time-scales."""
+"""PoST's figures of how channels are distributed over time-scales."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def test_a_density_is_that_of_scipy():
 
 
 def test_a_geometric_spectrum_is_a_straight_line():
-    """On the right of `distributions`, where the axis is logarithmic."""
+    """Checks the right panel of `distributions`, whose axis is logarithmic."""
     _, right = allocation.distributions(DATA).axes
     line = right.lines[1]
     x, y = line.get_xdata(), np.log10(line.get_ydata())
@@ -41,7 +41,7 @@ def test_a_geometric_spectrum_is_a_straight_line():
 
 
 def test_heads_are_not_sorted():
-    """A cell a layer and head, in the model's order; infinite time-scales stand at the end of the scale."""
+    """Each layer and head has a cell, in the model's order. Infinite time-scales are at the end of the scale."""
     figure = allocation.heads(DATA)
     maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert maps[0].shape == (2, 8)
@@ -51,7 +51,7 @@ def test_heads_are_not_sorted():
 
 
 def test_figures_are_the_same_of_data_read_again():
-    """`halflife figures` has NaN where decays.json has null."""
+    """In `halflife figures`, NaN replaces the null of decays.json."""
     again = {"models": [model("mamba2", [[20.0] * 8, [float("nan")] + [30.0] * 7])]}
     for axes, expected in zip(allocation.distributions(again).axes, allocation.distributions(DATA).axes, strict=True):
         assert np.array_equal(axes.lines[0].get_ydata(), expected.lines[0].get_ydata())

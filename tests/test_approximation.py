@@ -1,4 +1,4 @@
-"""The minimax error of power laws by exponentials: against linear programs, closed forms, and what PoST claims."""
+"""The minimax error of power laws by exponentials, against linear programs, closed forms and PoST's claims."""
 
 import math
 
@@ -20,7 +20,7 @@ ROUNDED = 4 * 2.2e-16  # a few roundings of float64
 
 
 def linear_program(columns, target):
-    """min max |target − columns · w|, by HiGHS; scaled by the error of least squares: its tolerances are absolute."""
+    """min max |target − columns · w| by HiGHS, scaled by the least-squares error, as its tolerances are absolute."""
     basis, target = np.linalg.qr(columns.numpy())[0], target.numpy()
     residual = target - basis @ (basis.T @ target)
     size, one = abs(residual).max(), np.ones((len(target), 1))
@@ -93,7 +93,7 @@ def test_closed_forms():
 
 
 def test_spans_that_float64_cannot_tell_apart():
-    """64 rates: dependent to rounding. More channels never do worse, and no solver fails."""
+    """64 rates are dependent up to rounding. More channels are never worse, and no solver fails."""
     few, many = (approx.fit(approx.geometric_rates(n, 1e4, 3e-5, 5), 1e4) for n in (12, 64))
     assert many.rank < 64
     assert many.error < 1e-6 * few.error
@@ -129,7 +129,7 @@ def test_spectra_are_what_they_are_called():
 @pytest.mark.parametrize("reference", [1, 64])
 @pytest.mark.parametrize("position", [1, 5, 64, 1000])
 def test_adapted_rates_are_those_of_the_layer(reference, position):
-    """The wrapper of the models, with geometric rates at the start, in float32."""
+    """PoST in the models has the same rates, geometric at the start, in float32."""
     own = decay.build("retnet", num_heads=6, head_dim=4, granularity="scalar", layer_idx=0, num_layers=1)
     post = decay.PoST(own, train_length=64, reference_length=reference, endpoints=(0.5, 4.0))
     rates = approx.adapted_rates(approx.geometric_rates(6, 64, 0.5 / 64, 4), position, reference)
@@ -143,7 +143,7 @@ def test_adapted_rates_are_those_of_the_layer(reference, position):
 
 
 def test_known_figures():
-    """T = 1e4, N = 16, β = 0.5, over the interval."""
+    """Checks T = 1e4, N = 16, β = 0.5 over the interval."""
 
     def error(rates):
         return approx.minimax_error(rates, 1e4, continuous=True)
@@ -172,7 +172,7 @@ def test_best_endpoints_lie_a_little_outside():
 
 
 def test_rates_of_convergence():
-    """π² / (log T + C₆) a channel with the best ends, C₆ about 3; with the paper's a fraction of that.
+    """The rate is π² / (log T + C₆) a channel with the best ends, C₆ about 3, and a fraction of it with the paper's.
 
     Linear rates: Table 1's Ω(N^{−β}) holds while N is far below √T, as Lemma 4.3 says; beyond, they do much better.
     """
@@ -203,8 +203,9 @@ def test_slopes_are_least_squares():
 
 
 def test_static_and_adapted():
-    """Proposition 4.9: adapted rates do better at t < T. Its bound of the static error rises as t falls; the error
-    does not. As run, with the paper's ends, adaptation loses what it gained; with a far slow end it does not."""
+    """Adapted rates are better at t < T (Prop. 4.9), whose bound of the static error rises as t falls, while the
+    error does not. With the gates of each position, adaptation is useless with the paper's ends, but not with a far
+    slow end."""
     positions = [10, 100, 1000]
     paper = error_by_position(16, 1000, positions)["errors"]
     assert all(a <= (1 + AGREES) * b for a, b in zip(paper["static"], paper["static"][1:], strict=False))

@@ -1,5 +1,6 @@
-"""How far a model will remember: the parts of its state, how they age, and what is measured."""
+"""Forecasts of how far a model remembers: the parts of its state, their ageing, and measured recall."""
 
+import dataclasses
 import json
 import math
 
@@ -8,10 +9,12 @@ import torch
 
 from halflife import LanguageModel, preset, tasks
 from halflife.analysis import forecast as aged
-from halflife.analysis import forecast_survey as survey
+from halflife.analysis.ageing import LayerAgeing, empty_memories, memories
+from halflife.analysis.forecast_survey import lags_to
 from halflife.cli import main
 from halflife.models import checkpoint
 from halflife.report.figures.forecast import forecasts
+from halflife.report.tables import forecast as tables
 
 MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
 NIAH = {"name": "niah", "length": 16, "num_pairs": 2}
@@ -30,7 +33,7 @@ def model_of(name, vocab_size=64):
 
 
 def readings(model, *lags):
-    """After each lag: the state, split."""
+    """The split state after each lag."""
     task = tasks.build(**MQAR)
     pairs, draw = aged._pairs(task, 4, 0)
     found = [aged._start(model, pairs)]
@@ -44,15 +47,15 @@ def readings(model, *lags):
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_pairs_part_is_linear_in_the_first_state(name):
-    """Twice the memory at the start is twice the pairs' part later, and the others' part is what none leaves."""
+    """Doubling the first memory doubles the pairs' part, and the others' part is the state from an empty memory."""
     model, task = model_of(name), tasks.build(**MQAR)
     pairs, draw = aged._pairs(task, 4, 0)
     ids = aged._fillers(task, 4, 11, draw)
     start = aged._start(model, pairs)
     once = aged._split(model, ids, start)
-    double = tuple({**layer, **{k: 2 * v for k, v in aged._memories(layer).items()}} for layer in start.state)
-    twice = aged._split(model, ids, start._replace(state=double))
-    _, bare = model.hidden(ids, tuple({**layer, **aged._empty(layer)} for layer in start.state))
+    double = tuple({**layer, **{k: 2 * v for k, v in memories(layer).items()}} for layer in start.state)
+    twice = aged._split(model, ids, dataclasses.replace(start, state=double))
+    _, bare = model.hidden(ids, tuple({**layer, **empty_memories(layer)} for layer in start.state))
     for memory, part in once.pairs[0].items():
         scale = part.abs().max()
         assert (twice.pairs[0][memory] - 2 * part).abs().max() <= EXACT * scale
@@ -62,34 +65,34 @@ def test_the_pairs_part_is_linear_in_the_first_state(name):
 
 @pytest.mark.parametrize("name", ["retnet", "retnet+post", "retnet+post_norm"])
 def test_fixed_decays_are_forecast_exactly(name):
-    """Where decays depend on the position alone, the pairs' part at any lag is known from the first window."""
+    """If decays depend on the position alone, the first window determines the pairs' part at any lag."""
     model = model_of(name)
     half, full, later = readings(model, WINDOW // 2, WINDOW, 3 * WINDOW)
-    forecast = aged._Ageing(model, half, full, 0)
-    kept = forecast._kept("memory", 3 * WINDOW).unsqueeze(-1)
+    forecast = LayerAgeing(model, half, full, 0)
+    kept = forecast.fading("memory", 3 * WINDOW).unsqueeze(-1)
     expected = later.pairs[0]["memory"]
     assert (full.pairs[0]["memory"] * kept - expected).abs().max() < ROUNDED * expected.abs().max()
     assert (forecast.rates["memory"] - forecast.noise_rates["memory"]).abs().max() < ROUNDED  # they fade alike
 
 
 def test_the_others_part_grows_as_a_sum_of_decays():
-    """RetNet: the factors of mean and noise are those of geometric series with its own decays."""
+    """For RetNet, the factors of mean and noise are those of geometric series with its decays."""
     model = model_of("retnet")
-    forecast = aged._Ageing(model, *readings(model, 8, 16), 0)
+    forecast = LayerAgeing(model, *readings(model, 8, 16), 0)
     decay = (-model.blocks[0].mixer.decay.base_log_rate().exp()).exp().detach().double()
-    mean, noise = forecast._grown("memory", 100)
+    mean, noise = forecast.growth("memory", 100)
     assert torch.allclose(mean[:, 0], (1 - decay**100) / (1 - decay**16), rtol=1e-6)
     assert torch.allclose(noise[:, 0], ((1 - decay**200) / (1 - decay**32)).sqrt(), rtol=1e-6)
 
 
 def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
-    """No decay and nothing erased: pairs stay, others grow as L and √L."""
+    """Without decay and erasure, the pairs stay, and mean and noise of the others grow as L and √L."""
     torch.manual_seed(0)
     options = {"decay": None, "granularity": "scalar"}
     config = preset("simple", hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, mixer_options=options)
     model = LanguageModel(config).double().eval()
-    forecast = aged._Ageing(model, *readings(model, 8, 16), 0)
-    kept, (mean, noise) = forecast._kept("memory", 64), forecast._grown("memory", 64)
+    forecast = LayerAgeing(model, *readings(model, 8, 16), 0)
+    kept, (mean, noise) = forecast.fading("memory", 64), forecast.growth("memory", 64)
     assert torch.allclose(kept, torch.ones_like(kept))
     assert torch.allclose(mean, torch.full_like(mean, 4.0))
     assert torch.allclose(noise, torch.full_like(noise, 2.0))
@@ -103,7 +106,7 @@ def test_measured_recall_is_that_of_whole_sequences(spec):
     """Answers from a forked state equal those of a model that reads pairs, fillers and question in one call."""
     model, task = model_of("mamba2", 128 if spec is NIAH else 64), tasks.build(**spec)
     lag, examples = 9, 4
-    found = aged.measure(model, task, [0, lag], examples=examples, seed=5)[1]
+    found = aged.measure_recall(model, task, [0, lag], examples=examples, seed=5)[1]
     pairs, draw = aged._pairs(task, examples, 5)
     fillers = aged._fillers(task, examples, lag, draw)
     right = []
@@ -126,18 +129,18 @@ def test_needles_have_the_layout_of_the_task():
 
 
 def test_at_the_window_the_forecast_is_the_measurement():
-    """There the aged state is the state that was read."""
+    """At the window, the aged state is the state that was read."""
     model, task = model_of("mamba2").float(), tasks.build(**MQAR)
     found = aged.forecast(model, task, [WINDOW], window=WINDOW, examples=16)
-    assert found["accuracy"] == aged.measure(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]
-    assert {head["head"] for head in found["heads"]} == {0, 1, 2, 3}
+    assert found.accuracy == aged.measure_recall(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]
+    assert {head.head for head in found.heads} == {0, 1, 2, 3}
 
 
 def test_one_part_ages_alone():
-    """The pairs' part by the first lag, the others' by the second; both at the window are what was read."""
+    """The first lag ages the pairs' part, the second the others'. At the window, both are as they were read."""
     model = model_of("mamba2")
     half, full = readings(model, WINDOW // 2, WINDOW)
-    ageing = aged._Ageing(model, half, full, 0)
+    ageing = LayerAgeing(model, half, full, 0)
     pairs, others = full.pairs[0]["memory"], full.others[0]["memory"]
     faded = ageing.at(4 * WINDOW, WINDOW)["memory"] - others
     assert (faded.square().sum((0, -1)) <= pairs.square().sum((0, -1))).all()
@@ -150,14 +153,14 @@ def test_one_part_ages_alone():
 
 
 def test_faster_decay_forgets_earlier():
-    """The energy lag of one head of RetNet's follows its time-scale."""
+    """The energy lag of a model with one rate follows its time-scale."""
     task, found = tasks.build(**MQAR), []
     for rate in (0.05, 0.2):
         model = model_of("mamba2+post")
         post = model.blocks[0].mixer.decay
         with torch.no_grad():
             post.theta.fill_(math.log(rate) - post.decay.rate_offset())
-        found.append(aged.forecast(model, task, [16, 64, 256, 1024], window=WINDOW)["energy_lag"])
+        found.append(aged.forecast(model, task, [16, 64, 256, 1024], window=WINDOW).energy_lag)
     assert found[1] < found[0]
 
 
@@ -184,18 +187,18 @@ def test_crossing():
     assert aged.crossing([5, 6], [0.1, 0.1], 0.5) == 5
 
 
-def test_octaves():
+def test_log2_ratio():
     row = {"measured": [1.0], "lags": [0, 64], "half_lag": 16.0, "forecast_half_lag": 32.0, "energy_lag": math.inf}
-    assert survey.octaves(row, "forecast_half_lag") == 1
-    assert survey.octaves(row, "energy_lag") == 2  # at least
-    assert survey.octaves({**row, "half_lag": math.inf}, "energy_lag") is None
-    assert survey.octaves({**row, "measured": [0.4]}, "energy_lag") is None
-    found = survey.errors([row, {**row, "half_lag": 64.0}])
+    assert tables.log2_ratio(row, "forecast_half_lag") == 1
+    assert tables.log2_ratio(row, "energy_lag") == 2  # at least
+    assert tables.log2_ratio({**row, "half_lag": math.inf}, "energy_lag") is None
+    assert tables.log2_ratio({**row, "measured": [0.4]}, "energy_lag") is None
+    found = tables.forecast_errors([row, {**row, "half_lag": 64.0}])
     assert found["aged state"] == {"models": 2, "median": 1.0, "largest": 1.0, "bias": 0.0}
 
 
 def test_lags():
-    assert survey.lags_to(16) == [0, 4, 6, 8, 11, 16]
+    assert lags_to(16) == [0, 4, 6, 8, 11, 16]
 
 
 # ------------------------------------------------------------------------------------------------ command
@@ -214,7 +217,7 @@ def test_command(run, capsys):
     printed = capsys.readouterr().out
     assert "left out: llama: no forecast for llama" in printed
     assert "forecast.json" in printed
-    result = survey.saved(run / "forecast" / "forecast.json")
+    result = tables.read_forecasts(run / "forecast" / "forecast.json")
     (row,) = result["models"]
     assert (row["model"], row["seed"], row["train_length"]) == ("mamba2", 3, 16)
     assert row["lags"][-1] == 64 == row["forecast_lags"][-1]

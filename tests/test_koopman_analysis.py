@@ -33,7 +33,7 @@ def tokens(*key, length=12, rank=RANK, width=WIDTH):
 
 @st.composite
 def any_tokens(draw):
-    """Keys of any rank, of any size and of sizes far apart, with repetitions and runs, and none at all."""
+    """Keys of any rank and size, of very different sizes, with repetitions and runs, and no keys at all."""
     rank, length = draw(st.integers(1, 6)), draw(st.integers(0, 25))
     keys, values = tokens(draw(seeds), length=length, rank=rank)
     if draw(st.booleans()):
@@ -47,7 +47,7 @@ def any_tokens(draw):
 
 
 def normal(levels, seed=0, width=WIDTH):
-    """An operator whose A_w is normal, with these eigenvalues (a complex one stands for its pair)."""
+    """An operator whose A_w is normal and has these eigenvalues. A complex one stands for its conjugate pair."""
     blocks = [
         torch.tensor([[z.real, -z.imag], [z.imag, z.real]] if isinstance(z, complex) else [[z]], dtype=torch.float64)
         for z in levels
@@ -62,13 +62,13 @@ def normal(levels, seed=0, width=WIDTH):
 
 
 def with_gram(gram, values=None):
-    """An operator with G̃ = `gram`, a ridge of 0.1 in it, and C = I unless given."""
+    """An operator with G̃ = `gram`, which includes a ridge of 0.1, and by default C = I."""
     eye = torch.eye(len(gram), dtype=gram.dtype)
     return Operator(gram - 0.1 * eye, 0 * eye, eye if values is None else values, torch.tensor(0.1, dtype=gram.dtype))
 
 
 def traces(matrix):
-    """tr A^k for k = 1, …, R: they name the eigenvalues, and are well-conditioned."""
+    """tr A^k for k = 1, …, R, which determine the eigenvalues and are well-conditioned."""
     powers = (torch.linalg.matrix_power(matrix, k) for k in range(1, matrix.shape[-1] + 1))
     return torch.stack([power.diagonal().sum() for power in powers])
 
@@ -144,7 +144,7 @@ def test_it_is_the_least_squares_predictor_of_the_next_key():
 @anything
 @given(any_tokens())
 def test_whitened_and_both_unwhitened_operators_are_similar(found):
-    """Prop. A.3; and G̃⁻¹ M too, against Remark 2."""
+    """Checks Prop. A.3, and that G̃⁻¹ M is similar too, which Remark 2 denies."""
     operator = Operator.of_tokens(*found)
     inverse = torch.linalg.inv(operator.regularised)
     expected = traces(operator.whitened)
@@ -155,7 +155,7 @@ def test_whitened_and_both_unwhitened_operators_are_similar(found):
 @anything
 @given(any_tokens())
 def test_sigma_max_is_at_most_one(found):
-    """And less: what the ridge leaves of the largest eigenvalue of G. Nor is any eigenvalue larger."""
+    """It is at most λ_max(G) / (λ_max(G) + ridge), and so is every eigenvalue."""
     operator = Operator.of_tokens(*found)
     largest = operator.levels[-1]
     assert koopman.sigma_max(operator) <= (largest - operator.ridge) / largest * SLACK + 1e-12
@@ -169,7 +169,7 @@ def test_sigma_max_comes_as_near_to_one_as_the_keys_persist():
 
 
 def test_the_normalisation_would_act_on_the_unwhitened_operator_alone():
-    """σ_max(M G̃⁻¹) can pass 1, up to √κ(G̃) σ_max(A_w)."""
+    """σ_max(M G̃⁻¹) can exceed 1, up to √κ(G̃) σ_max(A_w)."""
     largest = 0.0
     for seed in range(50):
         keys, values = tokens("unwhitened", seed, length=6)
@@ -190,7 +190,7 @@ def test_modes():
 
 
 def test_what_a_key_that_turns_is_called():
-    """A key that alternates in sign has |λ| = 1 but is no persistent mode of Theorem I.11; K = 2 hides its sign."""
+    """A key that alternates in sign has |λ| = 1 but is not a persistent mode of Theorem I.11. K = 2 hides its sign."""
     keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64).repeat(500, 1)
     operator = Operator.of_tokens(keys, keys)
     turning = operator.eigenvalues[operator.eigenvalues.abs().argmax()]
@@ -205,19 +205,19 @@ def test_what_a_key_that_turns_is_called():
 )
 def test_tables_of_proposition_d1(power, left):
     levels = [0.95, 0.9, 0.7, 0.5, 0.3]
-    assert koopman.kept(torch.tensor(levels), power).tolist() == pytest.approx(left, abs=5.1e-4)
+    assert koopman.filtered_amplitude(torch.tensor(levels), power).tolist() == pytest.approx(left, abs=5.1e-4)
     operator = normal(levels)
     powered = torch.linalg.eigvals(operator.power(power)).abs().sort(descending=True).values
-    assert_close(powered, koopman.kept(torch.tensor(levels, dtype=torch.float64), power), EXACT)
+    assert_close(powered, koopman.filtered_amplitude(torch.tensor(levels, dtype=torch.float64), power), EXACT)
     half = 0.5 ** (1 / power)  # the remark says 0.85 for K = 4: 0.841
     assert half == pytest.approx({2: 0.707, 4: 0.841}[power], abs=1e-3)
-    assert koopman.kept(torch.tensor([half]), power).item() == pytest.approx(0.5)
+    assert koopman.filtered_amplitude(torch.tensor([half]), power).item() == pytest.approx(0.5)
 
 
 @anything
 @given(any_tokens(), st.integers(0, 5), st.floats(1, 1.5))
 def test_the_filter_expands_by_gamma_at_most(found, power, gamma):
-    """Prop. D.2 (γ = 1, without any normalisation) and D.3."""
+    """Checks Prop. D.2 (γ = 1, without any normalisation) and D.3."""
     operator = Operator.of_tokens(*found)
     assert norm(operator.power(power, gamma)) <= gamma**power * SLACK
 
@@ -230,7 +230,7 @@ def test_the_filter_reaches_gamma():
 @anything
 @given(any_tokens())
 def test_no_eigenvalue_lies_below_the_ridge(found):
-    """Lemma A.4, reached where keys do not span; and what `condition` is."""
+    """Checks Lemma A.4, with equality if the keys do not span the space, and `condition`."""
     operator = Operator.of_tokens(*found)
     assert koopman.lambda_min(operator) >= operator.ridge
     if len(found[0]) < found[0].shape[1]:
@@ -245,7 +245,7 @@ def test_no_eigenvalue_lies_below_the_ridge(found):
 @anything
 @given(any_tokens(), seeds, st.sampled_from([1e-3, 0.1, 10.0]))
 def test_excess_risk_identity(found, seed, ridge):
-    """L(B) − L(B*) = ‖(B − B*) L‖² (Prop. I.3), and `loss` and `residual` are what they say, for any B."""
+    """Checks L(B) − L(B*) = ‖(B − B*) L‖² (Prop. I.3), `loss` and `residual` for any B."""
     keys, values = found
     keys = keys / keys.norm(dim=-1).max().clamp(min=1e-300) if len(keys) else keys
     operator = Operator.of_tokens(keys, values, ridge)
@@ -259,7 +259,7 @@ def test_excess_risk_identity(found, seed, ridge):
 
 
 def test_readout_is_the_minimiser():
-    """Prop. I.2: the gradient vanishes there; and C is one gradient step of ½ from 0 (Prop. I.5)."""
+    """The gradient vanishes at B* (Prop. I.2), and C is one gradient step of ½ from 0 (Prop. I.5)."""
     keys, values = tokens("minimiser")
     operator = Operator.of_tokens(keys, values, 0.1)
     energy = values.square().sum()
@@ -272,7 +272,7 @@ def test_readout_is_the_minimiser():
 @anything
 @given(any_tokens(), seeds)
 def test_linear_attention_is_near_ridge_when_the_gram_is_isotropic(found, seed):
-    """Theorem I.6 at its a, and in the mean over queries."""
+    """Checks Theorem I.6 at its a, and in the mean over queries."""
     operator = Operator.of_tokens(*found)
     query = tokens("q", seed, length=1, rank=found[0].shape[1])[0][0]
     scale, bound = koopman.linear_scale(operator), koopman.linear_bound(operator)
@@ -283,7 +283,7 @@ def test_linear_attention_is_near_ridge_when_the_gram_is_isotropic(found, seed):
 
 
 def test_the_distance_to_linear_attention_is_reached():
-    """C = I: for the query that G̃⁻¹ turns most, no scale does better than (κ − 1)/(κ + 1); for others, some do."""
+    """With C = I, no scale beats (κ − 1)/(κ + 1) for the query that G̃⁻¹ turns most, but some do for others."""
     basis = torch.linalg.qr(tokens("basis", length=3, rank=3)[0]).Q
     low, high = 0.2, 5.0
     operator = with_gram(basis @ torch.diag(torch.tensor([low, 1.0, high], dtype=torch.float64)) @ basis.mT)
@@ -315,7 +315,7 @@ def test_the_distance_over_all_queries_is_the_smallest():
 @pytest.mark.parametrize("mix", [1.0, 0.3])
 @pytest.mark.parametrize("power", [0, 1, 2, 4])
 def test_bias_of_the_filter(power, mix):
-    """Prop. I.10, both identities, by the paper's own long form."""
+    """Checks both identities of Prop. I.10 with the long form in the paper."""
     keys, values = tokens("bias")
     operator, gamma = Operator.of_tokens(keys, values), 1.2
     factor = torch.linalg.cholesky(operator.regularised)
@@ -341,7 +341,7 @@ def error(operator, query, target, power, gamma):
     st.integers(0, 4), st.sampled_from([1.0, 1.25, 1.5]), seeds,
 )  # fmt: skip
 def test_regime_bound(modes, power, gamma, seed):
-    """Theorem I.11 and its sharper form, for any normal operator whose modes are of the two kinds."""
+    """Checks Theorem I.11 and its sharper form for normal operators whose modes are of the two kinds."""
     delta, rho = 0.2, 0.5
     discs = [(radius * complex(math.cos(angle), math.sin(angle)), lasting) for radius, angle, lasting in modes]
     operator = normal([(1 + delta * z if lasting else rho * z) / gamma for z, lasting in discs], seed)
@@ -354,14 +354,14 @@ def test_regime_bound(modes, power, gamma, seed):
 
 
 def isometric(levels, width=None):
-    """Its C L⁻ᵀ is the identity."""
+    """An operator for which C L⁻ᵀ is the identity."""
     operator = normal(levels, width=width or len(levels))
     return Operator(operator.gram, operator.transition, operator.factor.mT, operator.ridge)
 
 
 @pytest.mark.parametrize(("levels", "part"), [([1.2, 1.2, 1.2], "persistent"), ([0.5, 0.5], "transient")])
 def test_regime_bound_is_reached(levels, part):
-    """By modes at the edge 1 + δ, which only γ > 1 allows, or at ρ, alone."""
+    """Modes at the edge 1 + δ alone, which needs γ > 1, or at ρ alone reach it."""
     operator = isometric([x / 1.5 for x in levels])
     query = tokens("query", length=1, rank=len(levels))[0][0]
     found = koopman_bounds.regime(operator, query, 2, 1.5, 0.2 + 1e-9, 0.5 + 1e-9)
@@ -371,7 +371,7 @@ def test_regime_bound_is_reached(levels, part):
 
 
 def test_sharper_regime_bound_is_reached_by_both_parts_at_once():
-    """Where the paper's is up to √2 too large."""
+    """The sharp bound is reached where the paper's bound is up to √2 too large."""
     operator = isometric([1.2 / 1.5, 0.5 / 1.5])
     query = tokens("query", length=1, rank=2)[0][0]
     found = koopman_bounds.regime(operator, query, 2, 1.5, 0.2 + 1e-9, 0.5 + 1e-9)
@@ -381,7 +381,7 @@ def test_sharper_regime_bound_is_reached_by_both_parts_at_once():
 
 
 def test_when_the_filter_helps():
-    """Corollary I.12 compares bounds: with C L⁻ᵀ an isometry the errors obey, with another C they do not."""
+    """Corollary I.12 compares bounds. The errors follow it if C L⁻ᵀ is an isometry, but not for another C."""
     levels = [0.99, 0.1]
     operator = isometric(levels)
     persistent, transient = torch.linalg.eigh(operator.whitened).eigenvectors.flip(-1).unbind(-1)
@@ -411,7 +411,7 @@ def test_regime_needs_a_normal_operator_of_two_kinds():
 
 
 def perturbed(seed, rank, size):
-    """An operator and another, whose keys are those with noise."""
+    """An operator, and another one from the same keys with noise."""
     keys, values = tokens("pair", seed, length=3 * rank, rank=rank)
     noise = tokens("noise", seed, length=3 * rank, rank=rank)[0]
     keys = keys * torch.logspace(0, -(seed % 3), rank, dtype=keys.dtype)
@@ -423,14 +423,14 @@ def unwhitened(operator):
 
 
 def farthest(ours, theirs):
-    """How far an eigenvalue of `theirs` lies from the nearest of `ours`, at most."""
+    """The largest distance of an eigenvalue of `theirs` from the nearest one of `ours`."""
     return (theirs.unsqueeze(-1) - ours).abs().amin(-1).max()
 
 
 @anything
 @given(seeds, st.integers(1, 5), st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 10.0]))
 def test_perturbation_bounds(seed, rank, size):
-    """Theorem C.1, Bauer–Fike (C.3), Corollary C.4, and what is sharper than they are."""
+    """Checks Theorem C.1, Bauer–Fike (C.3), Corollary C.4, and the sharper bounds."""
     ours, theirs = perturbed(seed, rank, size)
     moved = unwhitened(theirs) - unwhitened(ours)
     bound = koopman_bounds.perturbation_bound(ours, theirs)
@@ -460,7 +460,7 @@ def test_perturbation_bounds_are_reached():
 
 
 def test_theorem_c1_is_too_large_by_the_condition():
-    """With E_M = 0 its second term has a needless κ(G̃)."""
+    """With E_M = 0, the second term of the paper's bound has a factor κ(G̃) too much."""
     ours, _ = perturbed(2, 4, 0.0)
     theirs = Operator(ours.gram + torch.eye(4, dtype=torch.float64), ours.transition, ours.values, ours.ridge)
     bound = koopman_bounds.perturbation_bound(ours, theirs)
@@ -479,15 +479,15 @@ def test_eigenvectors():
 @pytest.mark.parametrize(("rank", "width"), [(1, 1), (24, 32), (48, 64), (56, 64)])
 @pytest.mark.parametrize("chunk_size", [1, 64])
 def test_memory_crossover(rank, width, chunk_size):
-    """Prop. I.14, counted; with chunks also what waits for the next operator."""
+    """Counts the numbers of Prop. I.14, and with chunks also those of the incomplete chunk."""
     k, v = torch.zeros(1, 70, 1, rank), torch.zeros(1, 70, 1, width)
     _, state = koopman_attention(k, k, v, chunk_size=chunk_size, output_final_state=True)
     floats = sum(x.numel() for x in state.values() if x.is_floating_point())
-    assert koopman.state_floats(rank, width, chunk_size) == floats
+    assert koopman.state_size(rank, width, chunk_size) == floats
     first = next(length for length in count() if length * (rank + width) > floats)
     assert first == math.floor(koopman.crossover(rank, width, chunk_size)) + 1
     assert koopman.crossover(rank, width) == (2 * rank**2 + width * rank + rank + 1) / (rank + width)
 
 
 def test_the_50m_models_state_is_no_77_kilobytes():
-    assert 4 * 7 * 4 * koopman.state_floats(56, 64) == 1_110_256
+    assert 4 * 7 * 4 * koopman.state_size(56, 64) == 1_110_256

@@ -1,4 +1,4 @@
-"""`halflife spectrum` on layers of spectral Koopman attention: what a model's operators are reported to be."""
+"""`halflife spectrum` on layers of spectral Koopman attention: the numbers it reports about operators."""
 
 import csv
 import dataclasses
@@ -9,11 +9,14 @@ import pytest
 import torch
 from helpers import generator
 
-from halflife.analysis import survey as decay_survey
 from halflife.analysis import tables
-from halflife.analysis.decays import decay_values
-from halflife.analysis.operators import koopman_survey, ska_layers
+from halflife.analysis.capture import ska_layers
+from halflife.analysis.decays import measure_decays
+from halflife.analysis.operators import measure_operators
+from halflife.analysis.survey import measure_models
+from halflife.cli import main
 from halflife.models import LanguageModel, checkpoint, preset
+from halflife.report.figures.comparison import save
 from halflife.report.figures.decays import decays
 from halflife.report.figures.operators import operators
 from halflife.report.tables import operators as koopman_report
@@ -27,12 +30,12 @@ HEADS, RANK = 2, 6
 
 
 def read_operators(folders, text, **reading):
-    """As `halflife spectrum` reads them."""
-    return koopman_report.operators_of(decay_survey.survey(folders, text, **reading))
+    """The operators as `halflife spectrum` reads them."""
+    return koopman_report.operators_of(measure_models(folders, text, **reading).to_dict())
 
 
 def hybrid(base="mamba2", layers=(1,), num_layers=3, **options):
-    """A small model, of which some layers are SKA in chunks of 8, trained as far as a random head."""
+    """A small untrained model in which some layers are SKA with chunks of 8."""
     config = preset(f"{base}+ska", hidden_size=16, num_layers=num_layers, num_heads=2, train_length=32)
     options = {"num_heads": HEADS, "rank": RANK, "chunk_size": 8, **options}
     return LanguageModel(
@@ -45,7 +48,7 @@ def ids_of(batch, length):
 
 
 def projections(model, layer, ids):
-    """Keys and values `[N, T, H, …]` of a layer, by hooks of this test's own."""
+    """Keys and values `[N, T, H, …]` of a layer, from hooks that only this test uses."""
     mixer, found = model.blocks[layer].mixer, {}
     for name in ("k_proj", "v_proj"):
         getattr(mixer, name).register_forward_hook(lambda module, x, y, name=name: found.__setitem__(name, y))
@@ -65,13 +68,13 @@ def test_numbers_are_those_of_the_keys_and_values(refresh, length):
     with torch.no_grad():
         for parameter, values in zip(readout.parameters(), ([-1.0, 2.0], [0.3, 0.7], [0.5, -0.5]), strict=True):
             parameter.copy_(torch.tensor(values))
-    (layer,) = koopman_survey(model, ids)
+    (layer,) = measure_operators(model, ids)
     tokens = length if refresh == "token" else length // 8 * 8
     sizes = {"layer": 1, "tokens": tokens, "rank": RANK, "width": 8, "power": 3, "ridge": 1e-2, "retries": 0}
-    assert {name: layer[name] for name in sizes} == sizes
+    assert {name: getattr(layer, name) for name in sizes} == sizes
     keys, values = (x[:, :tokens].transpose(1, 2) for x in projections(model, 1, ids))
     settings = {name: x.detach().double() for name, x in readout.settings().items()}
-    for h, head in enumerate(layer["heads"]):
+    for h, head in enumerate(layer.heads):
         gamma, mix = settings["gamma"][h], settings["mix"][h]
         ours = [Operator.of_tokens(keys[n, h], values[n, h], 1e-2) for n in range(3)]
         energy = values[:, h].square().sum((1, 2))
@@ -96,19 +99,19 @@ def test_numbers_are_those_of_the_keys_and_values(refresh, length):
             "kept_4": (scaled.abs() ** 4).mean(1),
         }
         for name, numbers in expected.items():
-            assert head[name] == pytest.approx(sorted(float(x) for x in numbers)[1], rel=SINGLE), name
+            assert getattr(head, name) == pytest.approx(sorted(float(x) for x in numbers)[1], rel=SINGLE), name
         moduli = (scaled / gamma).abs().flatten().sort().values
-        assert head["median"] == pytest.approx(moduli[math.floor(0.5 * (len(moduli) - 1))].item(), rel=SINGLE)
-        assert (head["gamma"], head["mix"]) == pytest.approx((gamma.item(), mix.item()))
-        assert head["eta"] == readout.eta[h]
-        first = torch.view_as_complex(torch.tensor(head["eigenvalues"], dtype=torch.float64))
+        assert head.median == pytest.approx(moduli[math.floor(0.5 * (len(moduli) - 1))].item(), rel=SINGLE)
+        assert (head.gamma, head.mix) == pytest.approx((gamma.item(), mix.item()))
+        assert head.eta == readout.eta[h]
+        first = torch.view_as_complex(torch.tensor(head.eigenvalues, dtype=torch.float64))
         assert first.sum().real.item() == pytest.approx(ours[0].whitened.trace().item(), abs=SINGLE)
 
 
 def test_memory_of_a_head():
-    (layer,) = koopman_survey(hybrid(), ids_of(1, 16))
-    assert layer["state_floats"] == 2 * RANK**2 + 8 * RANK + RANK + 1 + 7 * (RANK + 8)
-    assert layer["crossover"] == layer["state_floats"] / (RANK + 8)
+    (layer,) = measure_operators(hybrid(), ids_of(1, 16))
+    assert layer.state_floats == 2 * RANK**2 + 8 * RANK + RANK + 1 + 7 * (RANK + 8)
+    assert layer.crossover == layer.state_floats / (RANK + 8)
 
 
 def test_repeated_factorisations_are_counted_where_they_happen():
@@ -116,24 +119,24 @@ def test_repeated_factorisations_are_counted_where_they_happen():
     mixer = model.blocks[2].mixer
     with torch.no_grad():
         mixer.k_proj.weight[1:] = mixer.k_proj.weight[0]  # all keys in one direction
-    first, second = koopman_survey(model, ids_of(2, 40))
-    assert second["retries"] > first["retries"]
-    assert all(math.isfinite(head["sigma_max"]) for head in second["heads"])
+    first, second = measure_operators(model, ids_of(2, 40))
+    assert second.retries > first.retries
+    assert all(math.isfinite(head.sigma_max) for head in second.heads)
 
 
 def test_a_text_below_a_chunk():
-    (layer,) = koopman_survey(hybrid(), ids_of(2, 7))
-    assert layer["tokens"] == 0
-    for head in layer["heads"]:
-        assert (head["sigma_max"], head["condition"], head["lambda_min"], head["persistent"]) == (0, 1, 1e-3, 0)
-        assert math.isnan(head["unexplained"])
+    (layer,) = measure_operators(hybrid(), ids_of(2, 7))
+    assert layer.tokens == 0
+    for head in layer.heads:
+        assert (head.sigma_max, head.condition, head.lambda_min, head.persistent) == (0, 1, 1e-3, 0)
+        assert math.isnan(head.unexplained)
 
 
 def test_the_survey_leaves_the_model_as_it_was():
     model, ids = hybrid(), ids_of(1, 20)
     with torch.no_grad():
         before, _ = model(ids)
-    koopman_survey(model, ids)
+    measure_operators(model, ids)
     for _, mixer in ska_layers(model):
         assert not [m for m in mixer.modules() if m._forward_hooks or m._forward_pre_hooks]
     with torch.no_grad():
@@ -142,11 +145,11 @@ def test_the_survey_leaves_the_model_as_it_was():
 
 def test_only_layers_of_ska():
     model = hybrid(layers=(0, 2))
-    assert [layer["layer"] for layer in koopman_survey(model, ids_of(1, 8))] == [0, 2]
-    assert [row["layer"] for row in decay_values(model, ids_of(1, 8))] == [1]
-    assert koopman_survey(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1)), ids_of(1, 8)) == []
+    assert [layer.layer for layer in measure_operators(model, ids_of(1, 8))] == [0, 2]
+    assert [row.layer for row in measure_decays(model, ids_of(1, 8))] == [1]
+    assert measure_operators(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1)), ids_of(1, 8)) == []
     with pytest.raises(ValueError, match=r"\[N, T\]"):
-        koopman_survey(model, torch.zeros(4, dtype=torch.long))
+        measure_operators(model, torch.zeros(4, dtype=torch.long))
 
 
 # ------------------------------------------------------------------------------------- tables and files
@@ -160,14 +163,17 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
+def show_operators(result, output):
+    """The part of `halflife spectrum` that shows operators."""
+    koopman_report.print_operators(result)
+    return [*koopman_report.write_tables(result, output), *save(operators(result), output, "koopman")]
+
+
 def write_all(folder, text, output):
-    """What `halflife spectrum` does."""
+    """Print and write the same as `halflife spectrum`."""
     options = {"length": 32, "sequences": 3}
-    result = decay_survey.survey([folder], [text], **options)
-    return [
-        *tables.write_tables(result, output),
-        *koopman_report.write(read_operators([folder], [text], **options), output),
-    ]
+    result = measure_models([folder], [text], **options).to_dict()
+    return [*tables.write_tables(result, output), *show_operators(koopman_report.operators_of(result), output)]
 
 
 def test_decays_and_operators_end_to_end(run_dir, tmp_path, capsys):
@@ -197,32 +203,33 @@ def test_the_table_fits_a_terminal(run_dir, tmp_path, capsys):
     for layer in result["models"][0]["layers"]:
         layer |= {"rank": 64, "retries": 3}
         layer["heads"] = [{**layer["heads"][0], "head": h, "condition": 1.23e6} for h in range(12)]
-    koopman_report.print_table(result)
+    koopman_report.print_operators(result)
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "3 factorisations repeated" in "\n".join(lines)
 
 
 def test_no_operator_no_output(run_dir, tmp_path, capsys):
-    assert koopman_report.write(read_operators([run_dir / "tnl"], [tmp_path / "text"]), tmp_path / "out") == []
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "out").exists()
+    main(["spectrum", str(run_dir / "tnl"), "--text", str(tmp_path / "text"), "--output", str(tmp_path / "out")])
+    assert "Koopman" not in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("koopman*"))
+    assert (tmp_path / "out" / "decays.json").exists()
 
 
 def test_operators_without_any_decay(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
     checkpoint.save(hybrid("llama"), tmp_path / "run")
-    result = decay_survey.survey([tmp_path / "run"], [tmp_path / "text"], length=32)
+    result = measure_models([tmp_path / "run"], [tmp_path / "text"], length=32).to_dict()
     assert result["models"][0]["layers"] == []
     figure = decays(result)
     figure.canvas.draw()
     assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["no layer with a decay"] * 2
     found = read_operators([tmp_path / "run"], [tmp_path / "text"], length=32)
-    assert len(koopman_report.write(found, tmp_path / "out")) == 4
+    assert len(show_operators(found, tmp_path / "out")) == 4
 
 
 def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):
-    koopman_report.write(read_operators([run_dir], [tmp_path / "text"], length=5), tmp_path)
+    show_operators(read_operators([run_dir], [tmp_path / "text"], length=5), tmp_path)
     data = json.loads((tmp_path / "koopman.json").read_text(), parse_constant=pytest.fail)
     assert data["models"][0]["layers"][0]["heads"][0]["unexplained"] is None
 
@@ -231,7 +238,7 @@ def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):
 
 
 def made_up(layers, heads, power=2):
-    """What `survey` gives, a model for each number of layers."""
+    """The result of `operators_of` for made-up models with the given numbers of layers."""
     draw = generator("made up")
 
     def head(h):

@@ -13,9 +13,9 @@ from halflife.analysis.masks import (
     capture_gates,
     cut_values,
     decay_masks,
-    head_numbers,
+    head_masks,
+    measure_masks,
     off_diagonal_rank,
-    survey,
 )
 from halflife.cli import main
 from halflife.layers import gate_rank as gate_rank_layer
@@ -32,13 +32,13 @@ def tiny(name, **sizes):
 
 
 def random_gates(length, rate, heads=1):
-    """Mild decays, so that no singular value that is not 0 is small."""
+    """Mild decays, for which no singular value is small but not 0."""
     slow = -0.5 * torch.rand(1, length, heads).double() * (torch.rand(1, length, heads) < rate)
     return slow, -0.05 - 0.5 * torch.rand(1, length, heads).double()
 
 
 def by_recurrence(slow, fast):
-    """The mask of one head, `[T]` gates, from the two states: each token writes a 1 of its own."""
+    """The mask of one head, from gates `[T]` and the two states. Each token writes a 1 into its own column."""
     length = len(fast)
     rows, state, taken = (
         torch.zeros(length, length).double(),
@@ -60,7 +60,7 @@ def rank(matrix):
 
 
 def predicted(slow, fast, rows, columns):
-    """The rank by the condition of the proof: two kinds of keys, and a fast decay that tells the rows apart."""
+    """The rank from the condition of the proof: two kinds of keys, and a fast decay that differs between rows."""
     resets = (slow != 0).nonzero().flatten().tolist()
     last = max(columns)
     taken = [any(j < r <= last for r in resets) for j in columns]
@@ -91,7 +91,7 @@ def test_every_submatrix_below_the_diagonal_has_rank_2_at_most(rate):
 
 
 def test_more_segments_do_not_give_more():
-    """Of 2 to 40 segments: the singular values of every cut, and of the masks Γ and Λ alone."""
+    """Checks 2 to 40 segments: the singular values of every cut, and those of the masks Γ and Λ alone."""
     for segments in (2, 3, 5, 10, 40):
         slow, fast = random_gates(80, 0)
         slow[:, :: 80 // segments] = -0.1
@@ -115,7 +115,7 @@ def test_one_decay_has_rank_1():
 
 
 def test_blocks_are_those_of_the_partition():
-    """The last one is shorter; a single block has another rank than the rest."""
+    """The last block is shorter, and a single block has another rank than the rest."""
     slow, fast = random_gates(22, 0.2)
     mask = by_recurrence(slow[0, :, 0], fast[0, :, 0])
     spans = [slice(start, start + 5) for start in range(0, 22, 5)]
@@ -130,7 +130,7 @@ def test_blocks_are_those_of_the_partition():
 
 
 def test_what_is_forgotten_has_no_rank():
-    """Products below the smallest normal number are rounded one by one: they are no matrix of higher rank."""
+    """Products below the smallest normal number are rounded one by one, which does not count as a higher rank."""
     fast = -7.3 * torch.ones(1, 128, 1).double() - torch.rand(1, 128, 1).double()
     ranks = block_ranks(decay_masks(fast)[1][0, 0], 8)
     assert set(ranks.tolist()) == {0, 1}
@@ -141,7 +141,7 @@ def test_what_is_forgotten_has_no_rank():
 
 
 def test_the_papers_example():
-    """Figure 2a as it stands there, but for α₅ in the last row's first three entries, which its Γ = γ_i/γ_j has."""
+    """The entries are those of Figure 2a, plus α₅ in the first three of the last row, as Γ = γ_i/γ_j requires."""
     gamma = [["1"], ["α_1", "1"], ["α_1", "1", "1"], ["α_3 α_1", "α_3", "α_3", "1"],
              ["α_3 α_1", "α_3", "α_3", "1", "1"], ["α_5 α_3 α_1", "α_5 α_3", "α_5 α_3", "α_5", "α_5", "1"]]  # fmt: skip
     lam = [["1"], ["β_1", "1"], ["β_1", "β_2", "1"], ["β_1", "β_3 β_2", "β_3", "1"],
@@ -157,7 +157,7 @@ def test_the_papers_example():
 
 
 def test_rank_of_the_papers_example():
-    """Where a reset opens the rows, as at its chunk boundary, one state is enough."""
+    """If the rows begin with a reset, as at the chunk boundary of the figure, one state is enough."""
     gates = example_gates()
     mask = Head("", gates, 0).masks()[2]
     assert block_ranks(mask, 3).tolist() == [1]
@@ -224,22 +224,22 @@ def test_capturing_changes_nothing():
 
 
 def test_numbers_of_a_head():
-    """Two sequences of 8 tokens; the reset at the first token of one takes over nothing."""
+    """Reads two sequences of 8 tokens. The reset at the first token of one has no effect."""
     slow, fast = torch.zeros(2, 8, 2).double(), torch.full((2, 8, 2), -math.log(2.0)).double()
     slow[0, [0, 2, 4], 0] = -0.7
     slow[1, 5, 0] = -0.7
-    first, second = head_numbers(Gates(3, fast, slow), 4)
-    assert (first["layer"], first["head"], second["head"]) == (3, 0, 1)
-    assert (first["resets"], first["segment"]) == (1.5, 16 / 5)
-    assert (second["resets"], second["segment"], second["slow"]) == (0, 8, math.inf)
-    assert first["fast"] == pytest.approx(1)
-    assert first["slow"] == pytest.approx(math.log(2) / (3 * 0.7 / 14))
+    first, second = head_masks(Gates(3, fast, slow), 4)
+    assert (first.layer, first.head, second.head) == (3, 0, 1)
+    assert (first.resets, first.segment) == (1.5, 16 / 5)
+    assert (second.resets, second.segment, second.slow) == (0, 8, math.inf)
+    assert first.fast == pytest.approx(1)
+    assert first.slow == pytest.approx(math.log(2) / (3 * 0.7 / 14))
     # Rows 4 to 7, columns 0 to 3: the first sequence resets at 4, the second not among its columns.
-    assert (first["rank_max"], first["rank_mean"]) == (1, 1)
+    assert (first.rank_max, first.rank_mean) == (1, 1)
     slow[0, 4, 0] = 0
-    found = head_numbers(Gates(3, fast, slow), 4)[0]
-    assert (found["rank_max"], found["rank_mean"]) == (2, 1.5)
-    assert head_numbers(Gates(3, fast), 4)[0]["slow"] is None
+    found = head_masks(Gates(3, fast, slow), 4)[0]
+    assert (found.rank_max, found.rank_mean) == (2, 1.5)
+    assert head_masks(Gates(3, fast), 4)[0].slow is None
 
 
 def test_the_head_in_the_picture():
@@ -305,9 +305,9 @@ def test_end_to_end(run_dir, capsys):
 
 
 def test_what_is_read(run_dir, tmp_path):
-    own = survey([run_dir], tokens=24, sequences=2)
-    named = survey([run_dir], task="mqar", tokens=24, sequences=2)
-    text = survey([run_dir], text=[tmp_path / "text"], tokens=24, sequences=2)
+    own = measure_masks([run_dir], tokens=24, sequences=2)
+    named = measure_masks([run_dir], task="mqar", tokens=24, sequences=2)
+    text = measure_masks([run_dir], text=[tmp_path / "text"], tokens=24, sequences=2)
     for found in (own, named, text):
         assert {name: len(gates) for name, gates in found.items()} == {"mamba2": 2, "mamba2+gate_rank": 2}
         assert found["mamba2"][0].g_fast.shape == (2, 24, 2)

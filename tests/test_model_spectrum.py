@@ -1,4 +1,4 @@
-"""What trained models' spectra are worth: modes, waste, tapers, any decay, any checkpoint, tables and figures."""
+"""Spectra of trained models: modes, wasted channels, tapers, any decay, any checkpoint, tables and figures."""
 
 import json
 import math
@@ -73,41 +73,41 @@ def test_modes_of_equal_and_of_unlike_channels():
 
 def test_wasted_channels_are_counted():
     found = spectrum_at(torch.tensor([0.2, 0.99, 1.0, 5.0, 64.0, 65.0, math.inf, 1e9]), 64)
-    assert (found["too_fast"], found["too_slow"]) == (2 / 8, 3 / 8)
+    assert (found.too_fast, found.too_slow) == (2 / 8, 3 / 8)
     at_once = spectrum_at(torch.tensor([0.2, 5.0]), 1)
-    assert (at_once["too_fast"], at_once["too_slow"]) == (1 / 2, 1 / 2)
+    assert (at_once.too_fast, at_once.too_slow) == (1 / 2, 1 / 2)
 
 
 def test_post_with_reference_length_1_at_every_position():
-    """Geometric from 1 to T at position 1, channel k slower by t^{(N − k)/(N − 1)} at t."""
+    """Time-scales are geometric from 1 to T at position 1, and t^{(N − k)/(N − 1)} times longer at t."""
     found = model_spectrum(tiny("retnet+post"))
-    assert found["positions"] == [1, 32, 128, 512]
+    assert found.positions == [1, 32, 128, 512]
     base, ideal = 32.0 ** np.array([1, 2 / 3, 1 / 3, 0]), np.array([1, 2 / 3, 1 / 3, 0])
     slow = {"1": 3 / 4, "32": 2 / 4, "128": 2 / 4, "512": 2 / 4}  # 32^{4/3} = 102, 32^{2/3} t^{1/3}… 512: 4,096, 81
-    for layer in found["layers"]:
-        for position in found["positions"]:
-            spectrum = layer["spectra"][str(position)]
-            assert spectrum["timescales"] == pytest.approx(base * position**ideal, rel=FLOAT32)
-            assert spectrum["too_slow"] == np.mean(base * position**ideal > position * 1.001)
-            assert spectrum["too_fast"] == 0
-        assert {at: spectrum["too_slow"] for at, spectrum in layer["spectra"].items()} == slow
+    for layer in found.layers:
+        for position in found.positions:
+            spectrum = layer.spectra[str(position)]
+            assert spectrum.timescales == pytest.approx(base * position**ideal, rel=FLOAT32)
+            assert spectrum.too_slow == np.mean(base * position**ideal > position * 1.001)
+            assert spectrum.too_fast == 0
+        assert {at: spectrum.too_slow for at, spectrum in layer.spectra.items()} == slow
 
 
 def test_positions_are_of_post_or_of_the_text_or_given():
     fixed = tiny("tnl")
-    assert model_spectrum(fixed)["positions"] == [1]
-    assert model_spectrum(fixed, ids_of(1, 8))["positions"] == [1, 8, 32, 128]
-    assert model_spectrum(tiny("mamba2+post"), ids_of(1, 8))["positions"] == [1, 32, 128, 512]
-    assert list(model_spectrum(fixed, positions=(3, 5))["layers"][0]["spectra"]) == ["3", "5"]
+    assert model_spectrum(fixed).positions == [1]
+    assert model_spectrum(fixed, ids_of(1, 8)).positions == [1, 8, 32, 128]
+    assert model_spectrum(tiny("mamba2+post"), ids_of(1, 8)).positions == [1, 32, 128, 512]
+    assert list(model_spectrum(fixed, positions=(3, 5)).layers[0].spectra) == ["3", "5"]
 
 
 def test_the_text_gives_the_mean_rates():
-    (layer, _) = model_spectrum(tiny("tnl"), ids_of(2, 8))["layers"]
+    (layer, _) = model_spectrum(tiny("tnl"), ids_of(2, 8)).layers
     expected = [4 / (8 * head) for head in (1, 2, 3, 4)]
-    assert layer["spectra"]["text"]["timescales"] == pytest.approx(expected, rel=FLOAT32)
-    assert layer["spectra"]["1"]["timescales"] == pytest.approx(expected, rel=FLOAT32)
-    assert layer["spectra"]["text"]["too_fast"] == 1
-    assert layer["spectra"]["text"]["modes"] == pytest.approx(layer["spectra"]["8"]["modes"], rel=FLOAT32)
+    assert layer.spectra["text"].timescales == pytest.approx(expected, rel=FLOAT32)
+    assert layer.spectra["1"].timescales == pytest.approx(expected, rel=FLOAT32)
+    assert layer.spectra["text"].too_fast == 1
+    assert layer.spectra["text"].modes == pytest.approx(layer.spectra["8"].modes, rel=FLOAT32)
 
 
 # ------------------------------------------------------------------------------------------------- taper
@@ -115,9 +115,9 @@ def test_the_text_gives_the_mean_rates():
 
 def test_a_fresh_taper_is_ideal():
     report = taper_report(layer_decays(tiny("mamba2+post"))[0][1])
-    assert report["ideal"] == pytest.approx([1, 2 / 3, 1 / 3, 0])
-    assert report["deviation"] < ABSOLUTE
-    assert report["slack"] < ABSOLUTE
+    assert report.ideal == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert report.deviation < ABSOLUTE
+    assert report.slack < ABSOLUTE
 
 
 def test_a_learned_taper_and_the_slack_that_explains_it():
@@ -128,11 +128,11 @@ def test_a_learned_taper_and_the_slack_that_explains_it():
     p = np.cumsum([0, *np.log1p(np.exp([0.1, 2.0, 1.0]))])
     k = np.arange(4)
     learned = np.clip((3 - k) / 3 + (p - k * p[-1] / 3) / math.log(32), 0, 1)
-    assert report["learned"] == pytest.approx(learned, abs=ABSOLUTE)
+    assert report.learned == pytest.approx(learned, abs=ABSOLUTE)
     d = np.abs(learned - (3 - k) / 3)
-    assert report["deviation"] == pytest.approx(d.max(), abs=ABSOLUTE)
+    assert report.deviation == pytest.approx(d.max(), abs=ABSOLUTE)
     for name, side in (("slack", "paper"), ("sharp_slack", "sharp")):
-        bound = getattr(spectra.taper_bound(report[name], 4), side).numpy()
+        bound = getattr(spectra.taper_bound(getattr(report, name), 4), side).numpy()
         inner = slice(1, -1)  # the ends never deviate
         assert (bound[inner] - d[inner]).min() == pytest.approx(0, abs=ABSOLUTE), name
 
@@ -146,42 +146,42 @@ def test_every_decay(decay, granularity, post):
     channels = 2 if granularity == "scalar" else 12
     for ids in (None, ids_of(2, 8)):
         found = model_spectrum(model, ids)
-        assert json.loads(json.dumps(tables.finite(found), allow_nan=False))
-        assert [layer["layer"] for layer in found["layers"]] == [0, 1]
-        for layer in found["layers"]:
-            assert ("taper" in layer) == post
-            assert ("text" in layer["spectra"]) == ("horizon" in layer) == (ids is not None)
-            for spectrum in layer["spectra"].values():
-                assert len(spectrum["timescales"]) == channels
-                assert 1 - 1e-9 <= spectrum["modes"] <= channels + 1e-9
-                assert 0 <= spectrum["too_slow"] + spectrum["too_fast"] <= 1
+        assert json.loads(json.dumps(tables.finite(found.to_dict()), allow_nan=False))
+        assert [layer.layer for layer in found.layers] == [0, 1]
+        for layer in found.layers:
+            assert (layer.taper is not None) == post
+            assert ("text" in layer.spectra) == (layer.decays is not None) == (ids is not None)
+            for spectrum in layer.spectra.values():
+                assert len(spectrum.timescales) == channels
+                assert 1 - 1e-9 <= spectrum.modes <= channels + 1e-9
+                assert 0 <= spectrum.too_slow + spectrum.too_fast <= 1
 
 
 def test_lightnets_timescale_is_the_position():
-    (layer, _) = model_spectrum(block("lightnet", "scalar", False), positions=(1, 64))["layers"]
-    assert layer["spectra"]["1"]["timescales"] == [0, 0]
-    assert layer["spectra"]["64"]["timescales"] == pytest.approx(
+    (layer, _) = model_spectrum(block("lightnet", "scalar", False), positions=(1, 64)).layers
+    assert layer.spectra["1"].timescales == [0, 0]
+    assert layer.spectra["64"].timescales == pytest.approx(
         [1 / math.log(64 / 63)] * 2, rel=4 * 3.8e-6
     )  # 63/64 in float32
-    assert layer["spectra"]["64"]["modes"] == pytest.approx(1, rel=EXACT)
+    assert layer.spectra["64"].modes == pytest.approx(1, rel=EXACT)
 
 
 def test_a_model_without_a_decay_has_no_layers():
     for name in ("llama", "deltanet"):
-        assert model_spectrum(tiny(name), ids_of(1, 4))["layers"] == []
+        assert model_spectrum(tiny(name), ids_of(1, 4)).layers == []
 
 
 def test_the_slow_state_has_a_spectrum_of_its_own():
-    layer = model_spectrum(tiny("gated_deltanet+gate_rank"), ids_of(2, 40))["layers"][0]
-    assert layer["spectra"]["slow text"]["timescales"] == [1 / rate for rate in layer["slow"]["rates"]]
-    assert layer["spectra"]["text"]["timescales"] != layer["spectra"]["slow text"]["timescales"]
+    layer = model_spectrum(tiny("gated_deltanet+gate_rank"), ids_of(2, 40)).layers[0]
+    assert layer.spectra["slow text"].timescales == [1 / rate for rate in layer.decays.slow.rates]
+    assert layer.spectra["text"].timescales != layer.spectra["slow text"].timescales
 
 
 # ---------------------------------------------------------------------------------------- any checkpoint
 
 
 def mamba2(folder, **saving):
-    """A small one of transformers, saved by transformers, and its tensors."""
+    """Save a small model of transformers with transformers, and return its tensors."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
@@ -193,7 +193,7 @@ def mamba2(folder, **saving):
 
 
 def fla(folder, model_type):
-    """A folder of fla, by its published names."""
+    """Write a checkpoint of fla with its published names, and return its tensors."""
     config, tensors = published(model_type, torch.float32)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -202,15 +202,15 @@ def fla(folder, model_type):
 
 
 def base(folder, **options):
-    (model,) = decay_survey.survey([folder], **options)["models"]
-    return model, [torch.tensor(layer["spectra"]["1"]["timescales"]) for layer in model["layers"]]
+    (model,) = decay_survey.measure_models([folder], **options).models
+    return model, [torch.tensor(layer.spectra["1"].timescales) for layer in model.layers]
 
 
 @pytest.mark.parametrize("saving", [{}, {"max_shard_size": "20KB"}])
 def test_mamba2_of_transformers(tmp_path, saving):
     tensors = mamba2(tmp_path / "theirs", **saving)
     model, got = base(tmp_path / "theirs", train_length=64)
-    assert (model["model"], model["channels"], model["positions"]) == ("mamba2", "heads", [1, 64, 256, 1024])
+    assert (model.model, model.channels, model.positions) == ("mamba2", "heads", [1, 64, 256, 1024])
     for i, scales in enumerate(got):
         at = f"backbone.layers.{i}.mixer"
         assert_close(scales, 1 / (F.softplus(tensors[f"{at}.dt_bias"]) * tensors[f"{at}.A_log"].exp()), FLOAT32)
@@ -235,7 +235,7 @@ def gla_rates(tensors, at):
 def test_models_of_fla(tmp_path, model_type, rates):
     tensors = fla(tmp_path / "theirs", model_type)
     model, got = base(tmp_path / "theirs")
-    assert (model["model"], model["train_length"], model["positions"]) == (model_type, None, [1])
+    assert (model.model, model.train_length, model.positions) == (model_type, None, [1])
     for i, scales in enumerate(got):
         assert_close(scales, 1 / rates(tensors, f"model.layers.{i}.attn"), FLOAT32)
 
@@ -262,8 +262,8 @@ def test_the_training_length_of_a_run(tmp_path):
     }
     for run, expected in runs.items():
         (folder / "run.json").write_text(run)
-        assert base(folder)[0]["train_length"] == expected
-    assert base(folder, train_length=7)[0]["positions"] == [1, 7, 28, 112]
+        assert base(folder)[0].train_length == expected
+    assert base(folder, train_length=7)[0].positions == [1, 7, 28, 112]
     with pytest.raises(ValueError, match="at least 1 token"):
         base(folder, train_length=0)
 
@@ -371,11 +371,11 @@ def test_errors_are_one_line(tmp_path, capsys, make, message):
 
 @pytest.fixture
 def data(tmp_path):
-    """What `decays.json` holds for four models: position-adaptive, of two states, and without a decay."""
+    """The content of `decays.json` for four models: position-adaptive, with two states, and without a decay."""
     for name in ("mamba2+post", "gated_deltanet+gate_rank", "lightnet", "llama"):
         checkpoint.save(tiny(name), tmp_path / "run" / name)
     (tmp_path / "text").write_bytes(TEXT)
-    result = decay_survey.survey([tmp_path / "run"], [tmp_path / "text"], length=32, sequences=2)
+    result = decay_survey.measure_models([tmp_path / "run"], [tmp_path / "text"], length=32, sequences=2).to_dict()
     tables.write_tables(result, tmp_path)
     return json.loads((tmp_path / "decays.json").read_text(), parse_constant=pytest.fail)
 

@@ -37,7 +37,7 @@ def exact(lags, beta):
 
 
 def test_the_least_gap_collapses():
-    """Lemma 4.1: equality for uniform draws, whatever m; below the bound for others."""
+    """Uniform draws reach the bound of Lemma 4.1 for every m. Other draws are below it."""
     found = spectra.minimum_gap([2, 5, 20, 60], density=0.25, trials=4000)
     for mean, error, bound in zip(found["mean"], found["error"], found["bound"], strict=True):
         assert abs(mean - bound) < 4 * error < 0.1 * bound
@@ -53,7 +53,7 @@ def test_the_least_gap_collapses():
 
 
 def test_coherence_and_its_bound():
-    """Prop. 4.5 in log-rates holds with equality; as printed, in rates, it is broken by the fastest pair."""
+    """Prop. 4.5 holds with equality in log-rates. As printed, in rates, the fastest pair breaks it."""
     rates = geometric_rates(9, 1e3)
     found = spectra.coherences(rates)
     assert found["largest"] == pytest.approx(found["bound"], rel=EXACT)
@@ -72,7 +72,7 @@ def test_coherence_and_its_bound():
 
 
 def test_channels_in_use():
-    """Prop. 4.9, Part 1, within one channel; those left out are the slow ones and vary by at most 1 − 1/e."""
+    """Prop. 4.9, Part 1, holds within one channel. Channels not in use are slow and vary by at most 1 − 1/e."""
     rates, positions = geometric_rates(17, 1e4), [1, 7, 10, 100, 3000, 10_000]
     found = spectra.effective_channels(rates, positions, 1e4)
     assert found["counted"] == [1, 4, 5, 9, 14, 17]  # T^{k/16} ≤ t
@@ -89,7 +89,7 @@ def test_channels_in_use():
 
 @pytest.mark.parametrize("reference", [1, 1000])
 def test_responses_are_scale_free(reference):
-    """Corollary 4.13, and the response as run: the slowest lives in s/t, the fastest in s."""
+    """The slowest response depends on s/t, the fastest on s (Corollary 4.13), also with the gates of each position."""
     rates = geometric_rates(5, 1000)
     fractions = torch.tensor([0.1, 0.5, 1])
     slow = [spectra.response(rates, fractions.double() * t, t, reference)[0].tolist() for t in (10, 500)]
@@ -102,7 +102,7 @@ def test_responses_are_scale_free(reference):
 
 
 def test_the_response_as_run_is_the_recurrence_of_the_layer():
-    """Products of the gates of `halflife.decay.PoST`; for s ≪ t near the corollary's, at s = t far from it."""
+    """Products of the gates of `halflife.decay.PoST` are near the corollary for s ≪ t, and far from it at s = t."""
     own = decay.build("retnet", num_heads=4, head_dim=2, granularity="scalar", layer_idx=0, num_layers=1)
     post = decay.PoST(own, train_length=32, reference_length=32).double()
     gates = post(torch.zeros(1, 100, 4, dtype=torch.float64))[0].T  # [H, T]
@@ -133,7 +133,7 @@ def test_response_figure():
 @pytest.mark.parametrize("alpha", [0, 0.3, 0.7, 1])
 @pytest.mark.parametrize("rate", [1e-3, 0.05, 2])
 def test_energy_ratios(alpha, rate):
-    """Theorem B.1: the ratio lies between (t₂/t₁)^α and t₂/t₁, in continuous time; at α = 1 it equals both."""
+    """In continuous time the ratio lies between (t₂/t₁)^α and t₂/t₁ (Theorem B.1). At α = 1 it equals both."""
     rates, tapers = f64([rate]), f64([alpha])
     for first, second in PAIRS:
         low, high = spectra.energy(rates, tapers, f64([first, second]))[0].tolist()
@@ -147,7 +147,7 @@ def test_energy_ratios(alpha, rate):
 
 
 def test_energy_formulas():
-    """The continuous one is an integral, the frozen one a sum; they differ by 1/τ; in discrete time Part 2 fails."""
+    """The continuous energy is an integral, the frozen one a sum. They differ by 1/τ. In discrete time Part 2 fails."""
     rates, tapers = f64([0.02, 0.3]), f64([0.5, 0])
     t, tau = 40, f64([40**0.5 / 0.02, 1 / 0.3])
     summed = torch.exp(-2 * torch.arange(t).double() / tau.unsqueeze(-1)).sum(-1)
@@ -165,7 +165,7 @@ def test_energy_formulas():
 
 
 def test_energy_of_moving_gates():
-    """Linear growth at α = 1 too, to t/(1 + 2r) and not to the frozen t(1 − e^{−2r})/2r; white noise agrees."""
+    """At α = 1 it also grows linearly, to t/(1 + 2r), not to t(1 − e^{−2r})/2r of frozen gates. White noise agrees."""
     rates, tapers = f64([1, 0.5, 1]), f64([1, 0.5, 0])
     data = spectra.energies(rates, tapers, 400, trials=1500)
     held = f64(data["as run"])
@@ -187,7 +187,7 @@ def test_energy_of_moving_gates():
 
 @pytest.mark.parametrize("slack", [0, 0.1, 0.5, 0.9])
 def test_taper_bounds(slack):
-    """Corollary 4.15 for random information within the slack; the sharp bound is reached, and 0 at both ends."""
+    """Corollary 4.15 holds for random information within the slack. The sharp bound is reached, and 0 at both ends."""
     bound, q = spectra.taper_bound(slack, 9), taper(9)
     assert torch.allclose(bound.paper, 2 * slack / (1 - slack) * q)
     assert (bound.sharp <= bound.paper + 1e-15).all()
@@ -231,7 +231,7 @@ def test_autocovariance_is_a_mean_over_pairs():
 
 @pytest.mark.parametrize("beta", [0.3, 0.6])
 def test_the_exponent_is_found(beta):
-    """In numbers, in bits (their sign) and in two dimensions; six samples of 2¹⁶ scatter by 0.05 a sample."""
+    """Estimates from numbers, bits (their sign) and two dimensions agree. Six samples of 2¹⁶ scatter by 0.05 each."""
     found = {"numbers": [], "bits": [], "pairs": []}
     for seed in range(6):
         x = noise(1 << 16, beta, seed)
@@ -279,7 +279,7 @@ def test_condition_3_2_does_not_make_a_power_law():
 
 
 def test_information_per_octave():
-    """A loss that falls by 0.3 bits a doubling carries 0.3 bits in every octave; slack as in Condition 3.5."""
+    """A loss that falls by 0.3 bits a doubling gives 0.3 bits in every octave. The slack is that of Condition 3.5."""
     positions = torch.arange(1, 5001, dtype=torch.float64)
     buckets = octave_means(8 - 0.3 * math.log(2) * positions.log2())
     found = correlations.octave_information(buckets)
@@ -301,6 +301,6 @@ def test_information_per_octave():
 
 
 def test_linear_rates_waste_channels():
-    """All but the slowest of S4D-Real's rates lie in the fastest octaves: few time-scales in [1, t] at any t."""
+    """Almost all rates of S4D-Real lie in the fastest octaves, so few time-scales lie in [1, t] at any t."""
     found = spectra.effective_channels(linear_rates(16, 1 / 16), [4, 16], 16)
     assert found["counted"] == [13, 16]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halflife.analysis.decays import half_life
-from halflife.analysis.survey import survey
+from halflife.analysis.survey import measure_models
 from halflife.analysis.tables import write_tables
 from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
@@ -85,12 +85,12 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
     assert read_ids([text], str(tmp_path / "words")).tolist() == [2, 2, 1, 0]
     for size in (3, 2):
         checkpoint.save(tiny("tnl", vocab_size=size), tmp_path / str(size))
-    result = survey([tmp_path / "3"], [text], tokenizer=str(tmp_path / "words"))
-    assert (result["length"], result["sequences"]) == (4, 1)
+    result = measure_models([tmp_path / "3"], [text], tokenizer=str(tmp_path / "words"))
+    assert (result.length, result.sequences) == (4, 1)
     with pytest.raises(ValueError, match=r"token 2.* vocabulary of 2"):
-        survey([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
+        measure_models([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
     with pytest.raises(ValueError, match=r"no tokenizer '\./nowhere'"):
-        survey([tmp_path / "3"], [text], tokenizer="./nowhere")
+        measure_models([tmp_path / "3"], [text], tokenizer="./nowhere")
 
 
 # ---------------------------------------------------------------------------------------- command line
@@ -98,7 +98,7 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of four models, one with two seeds, one without a decay."""
+    """A run of four models, of which one has two seeds and one has no decay."""
     run = tmp_path / "run"
     for name, seeds in {"mamba2": 2, "mamba2+post": 1, "lightnet": 1, "llama": 1}.items():
         for seed in range(seeds):
@@ -191,7 +191,7 @@ def test_help_shows_examples(capsys):
 
 
 def made_up(models, layers, **values):
-    """What `survey` gives, for models between forgetting at once and never."""
+    """`ModelMeasurements.to_dict()` for made-up models, from one that forgets at once to one that never forgets."""
 
     spectrum = {"timescales": [1.0, math.inf], "modes": 2.0, "too_slow": 0.5, "too_fast": 0.0}
 

@@ -1,4 +1,4 @@
-"""`halflife theory`: what it prints, writes and draws is what the functions of the analysis give; errors are clear."""
+"""`halflife theory` prints, writes and draws the results of the functions of `halflife.theory`. Errors are clear."""
 
 import json
 import math
@@ -10,20 +10,21 @@ import torch
 from helpers import generator
 
 from halflife.cli import main
-from halflife.cli.theory import TABLES
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures.theory import FIGURES, draw_all
+from halflife.report.tables.theory import TABLES
 from halflife.theory import approximation as approx
 from halflife.theory import correlations, spectra
-from halflife.theory.compute import TOPICS, Settings, compute, write
+from halflife.theory.compute import TOPICS, compute, write
+from halflife.theory.settings import TheorySettings
 
 SIZES = ("--channels", "3", "--length", "60", "--lengths", "20", "60", "--counts", "2", "--quiet")
 LOSSES = [(1, 1, 3.0), (2, 2, 2.5), (3, 4, 2.0), (5, 8, 1.7), (9, 16, 1.6), (17, 32, 1.9)]  # trained on 16
 
 
 def text(length=1 << 13, beta=0.3):
-    """Bytes whose signs follow fractional noise: each is the sum of slow switches, so that R(s) falls slowly."""
+    """Bytes whose signs are sums of switches at all scales, so that R(s) falls slowly, as in fractional noise."""
     draw = generator("text")
     total = torch.zeros(length)
     for octave in range(12):
@@ -35,7 +36,7 @@ def text(length=1 << 13, beta=0.3):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A text and a run of `halflife train` as it lies in its folder."""
+    """A text, and a folder like that of a run of `halflife train`."""
     root = tmp_path_factory.mktemp("theory")
     (root / "text.txt").write_bytes(text())
     torch.manual_seed(0)
@@ -50,7 +51,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(inputs):
-    """The command, once: its folder; what it printed lies beside it."""
+    """Run the command once; return its folder, next to which is a file with its output."""
     folder = inputs / "out"
     files = ["--text", str(inputs / "text.txt"), "--runs", str(inputs / "run"), "--output", str(folder)]
     with (inputs / "printed.txt").open("w") as printed, redirect_stdout(printed):
@@ -179,15 +180,15 @@ def test_energies_at_some_positions_are_those_of_all():
 
 
 def test_every_setting_counts():
-    """None of them is read and ignored."""
+    """Each setting changes the result."""
     small = {"channels": 3, "length": 20, "lengths": (10.0,), "counts": (2,)}
     topics = ["errors", "gaps", "taper"]
-    plain = compute(Settings(**small), topics)
-    assert plain == compute(Settings(**small), topics)
+    plain = compute(TheorySettings(**small), topics)
+    assert plain == compute(TheorySettings(**small), topics)
     for name, value in (("beta", 0.9), ("lengths", (11.0,)), ("counts", (1,)), ("seed", 1)):
-        assert compute(Settings(**small | {name: value}), ["errors"])["errors"] != plain["errors"], name
+        assert compute(TheorySettings(**small | {name: value}), ["errors"])["errors"] != plain["errors"], name
     for name, value in (("channels", 4), ("length", 21), ("seed", 1)):
-        assert compute(Settings(**small | {name: value}), ["gaps"])["gaps"] != plain["gaps"], name
+        assert compute(TheorySettings(**small | {name: value}), ["gaps"])["gaps"] != plain["gaps"], name
 
 
 def test_what_the_tables_say(made, inputs):
@@ -239,17 +240,17 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
 def test_files_that_say_nothing(inputs, tmp_path):
     checkpoint.save(checkpoint.load(inputs / "run"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"run has no losses by position: it is no finished run of `halflife train`"):
-        compute(Settings(runs=(tmp_path / "run",)), ["information"])
+        compute(TheorySettings(runs=(tmp_path / "run",)), ["information"])
     (tmp_path / "white.txt").write_bytes(bytes(torch.randint(97, 122, (4000,), generator=generator("white")).tolist()))
     with pytest.raises(ValueError, match=r"the text shows no power law: only \d octaves"):
-        compute(Settings(text=(tmp_path / "white.txt",)), ["autocovariance"])
+        compute(TheorySettings(text=(tmp_path / "white.txt",)), ["autocovariance"])
     (tmp_path / "theory.json").write_text('{"gaps": ')
     with pytest.raises(ValueError, match=r"theory\.json is truncated"):
         write({}, tmp_path)
 
 
 def test_the_start_of_a_text(inputs):
-    found = compute(Settings(text=(inputs / "text.txt",), tokens=4096), ["autocovariance"])["autocovariance"]
+    found = compute(TheorySettings(text=(inputs / "text.txt",), tokens=4096), ["autocovariance"])["autocovariance"]
     ids = torch.frombuffer(bytearray(text()[:4096]), dtype=torch.uint8)
     assert found["tokens"] == 4096
     assert found["sequences"]["bits"]["exponent"] == pytest.approx(correlations.power_law(ids)["exponent"], rel=1e-9)

@@ -1,1 +1,1 @@
-"""What a run shows: its results read back, drawn as figures and told on one page."""
+"""What trained models do inside: their decays, masks and operators, and how far they remember."""

@@ -1,29 +1,36 @@
 """Decay masks of scalar gates: their entries, their rank below the diagonal, and the gates that models use.
 
-`o = (Q Kᵀ ⊙ D) V` with D = Γ ⊙ Λ under GateRank, and D = Λ, Γ of ones, under one scalar decay (Mamba-2).
+`o = (Q Kᵀ ⊙ D) V` with D = Γ ⊙ Λ under GateRank, and D = Λ (Γ is all ones) under one scalar decay (Mamba-2).
 
-Below the diagonal, D has rank 1 without resets and at most 2 with them, however many segments they make. Take any rows
-i and columns j with all j ≤ m ≤ all i. A key j with a reset in (j, m] has n(j) ≤ i, so `D_ij = e^{A_i} · e^{B_n(j) −
-A_j − B_j}`; all others share n = n(m), so `D_ij = e^{A_i + B_min(n, i)} · e^{−A_j − B_j}`: two outer products. The rank
-is 2 if and only if both kinds of key are there and `B_min(n, i)` takes two values on the rows: it needs a reset between
-two of the columns, none between the last column and the first row, and some fast decay after it. Two is what two
-states can give (N-semiseparable matrices, Dao & Gu 2024). GateRank, §3.2, says that several segments give a rank above
-1; more of them do not give more.
+Let A and B be the cumulative sums of the slow and of the fast log-decays, and n(j) the first reset after token j. Then
+`D_ij = e^{A_i − A_j + B_min(n(j), i) − B_j}` for j ≤ i.
+
+Below the diagonal, D has rank 1 without resets and at most 2 with them, however many segments the resets make. Proof:
+take any rows i and columns j with all j ≤ m ≤ all i. A key j with a reset in (j, m] has n(j) ≤ i, so
+`D_ij = e^{A_i} · e^{B_n(j) − A_j − B_j}`. All other keys share n = n(m), so
+`D_ij = e^{A_i + B_min(n, i)} · e^{−A_j − B_j}`. These are two outer products. The rank is 2 if and only if both kinds
+of key occur and `B_min(n, i)` takes two values on the rows. This needs a reset between two of the columns, no reset
+between the last column and the first row, and some fast decay after it. Two states cannot give more than rank 2
+(N-semiseparable matrices, Dao & Gu 2024). GateRank, §3.2, says that several segments give a rank above 1. More segments
+do not give a higher rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from halflife.analysis.decays import half_life, recording
+from halflife.analysis.capture import capture, evaluating
+from halflife.analysis.decays import half_life
+from halflife.analysis.records import Record
 from halflife.analysis.spectrum import layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
 from halflife.files import read_json
@@ -34,31 +41,62 @@ from halflife.registry import unknown
 from halflife.shapes import Float, Int
 from halflife.tasks import TASKS, build, stream_seed
 
-TOLERANCE = torch.finfo(torch.float32).eps  # what a mask in float32 could not tell from 0, relative to the largest
-FORGOTTEN = 1e-290  # below, rounding to denormal numbers would make up singular values: a block of those has rank 0
+TOLERANCE = torch.finfo(torch.float32).eps  # relative to the largest; a float32 mask cannot tell less from 0
+FORGOTTEN = 1e-290  # below this, rounding to denormal numbers would create singular values, so the block has rank 0
 
 
-class Gates(NamedTuple):
-    """The log-decays `[B, T, H]`, float64 on the CPU, of one layer; without GateRank there is no `g_slow`."""
+@dataclass(frozen=True)
+class Gates:
+    """The log-decays of one layer on some sequences, in float64 on the CPU.
+
+    Attributes:
+        layer: the index of the layer, from 0.
+        g_fast: log-decays of the fast state, or of the only state, `[B, T, H]`.
+        g_slow: log-decays of the slow state, `[B, T, H]`, 0 where there is no reset. None without GateRank.
+    """
 
     layer: int
     g_fast: Tensor
     g_slow: Tensor | None = None
 
     def masks(self) -> tuple[Tensor, Tensor]:
-        """Γ and Λ, `[B, H, T, T]` in float64."""
+        """Return Γ and Λ, `[B, H, T, T]` in float64."""
         return decay_masks(self.g_fast, self.g_slow)
 
     def resets(self) -> Tensor:
-        """Where a token makes the fast state slow, `[B, T, H]`; at the first there is nothing to take over."""
-        found = torch.zeros_like(self.g_fast, dtype=torch.bool) if self.g_slow is None else self.g_slow != 0
-        return found & (torch.arange(found.shape[1]) > 0).unsqueeze(-1)
+        """Return where a token resets, `[B, T, H]`. A reset at the first token has no effect and does not count."""
+        resets = torch.zeros_like(self.g_fast, dtype=torch.bool) if self.g_slow is None else self.g_slow != 0
+        return resets & (torch.arange(resets.shape[1]) > 0).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class HeadMask(Record):
+    """The mask of one head, over all sequences.
+
+    Attributes:
+        layer, head: the indices of the layer and the head, from 0.
+        resets: the mean number of resets in a sequence. A reset at the first token does not count.
+        segment: the mean length of a segment, in tokens.
+        fast: the half-life of the fast state at its mean log-decay, in tokens, without first tokens.
+        slow: the same of the slow state. None without GateRank.
+        rank_max: the largest rank of the blocks below the diagonal, see `off_diagonal_rank`.
+        rank_mean: the mean rank of these blocks.
+    """
+
+    layer: int
+    head: int
+    resets: float
+    segment: float
+    fast: float | None
+    slow: float | None
+    rank_max: int
+    rank_mean: float
 
 
 def decay_masks(
     g_fast: Float[Tensor, "B T H"], g_slow: Float[Tensor, "B T H"] | None = None
 ) -> tuple[Float[Tensor, "B H T T"], Float[Tensor, "B H T T"]]:
-    """Γ and Λ in float64, 0 above the diagonal (`ops.gate_rank.masks`); without `g_slow`, one decay: Γ is of ones."""
+    """Return Γ and Λ in float64, 0 above the diagonal (`ops.gate_rank.masks`). Without `g_slow`, Γ is all ones."""
     slow = torch.zeros_like(g_fast) if g_slow is None else g_slow
     gamma, lam = masks(slow.double(), g_fast.double())
     return gamma, lam
@@ -68,35 +106,39 @@ def decay_masks(
 
 
 def off_diagonal_rank(mask: Float[Tensor, "*M T T"], block: int) -> tuple[Int[Tensor, "*M"], Float[Tensor, "*M"]]:
-    """Numerical rank of the blocks below the diagonal of a partition into blocks of `block` tokens.
+    """Return the numerical rank of the blocks below the diagonal, in a partition into blocks of `block` tokens.
 
-    The singular values above `TOLERANCE` (2⁻²³) of a block's largest count, in float64; a block in which all is
-    forgotten (below 1e-290) has rank 0. The exact rank is 1 for one scalar decay and at most 2 for GateRank; a block of
-    rank 2 has a reset between two columns, and none between its last column and its first row (the proof: above). So
-    where segments are shorter than blocks, only neighbouring blocks can have it.
+    The rank is the number of singular values above `TOLERANCE` (2⁻²³) times the largest one of the block, in float64. A
+    block in which everything is forgotten (all values below 1e-290) has rank 0. The exact rank is 1 for one scalar
+    decay and at most 2 for GateRank. A block of rank 2 has a reset between two columns, and none between its last
+    column and its first row, as the module's text proves. If segments are shorter than blocks, only neighbouring blocks
+    can have rank 2.
 
     Args:
         mask: `[…, T, T]`.
-        block: tokens; the last block may be shorter.
+        block: the tokens of a block. The last block may be shorter.
 
     Returns:
         The maximum and the mean over the blocks, `[…]`.
 
     Raises:
-        ValueError: a block of no token, or of all of them: then no block is off the diagonal.
+        ValueError: if a block has no token, or contains all of them, so that no block is off the diagonal.
     """
     ranks = block_ranks(mask, block)
     return ranks.amax(-1), ranks.double().mean(-1)
 
 
 def block_ranks(mask: Float[Tensor, "*M T T"], block: int) -> Int[Tensor, "*M P"]:
-    """The rank of each of the P = N (N − 1) / 2 blocks below the diagonal, row after row, as `off_diagonal_rank`."""
+    """Return the rank of each of the P = N (N − 1) / 2 blocks below the diagonal, row by row (`off_diagonal_rank`)."""
     length = mask.shape[-1]
     if not 1 <= block < length:
-        raise ValueError(f"blocks of {block} tokens leave none off the diagonal of {length}; choose 1 to {length - 1}")
+        raise ValueError(
+            f"with blocks of {block} tokens, a sequence of {length} has no block below the diagonal; "
+            f"choose 1 to {length - 1}"
+        )
     count = -(-length // block)
     missing = count * block - length
-    padded = F.pad(mask.double(), (0, missing, 0, missing))  # rows of zeros change no rank
+    padded = F.pad(mask.double(), (0, missing, 0, missing))  # rows of zeros do not change the rank
     tiles = padded.unflatten(-1, (count, block)).unflatten(-3, (count, block)).transpose(-3, -2)
     rows, columns = torch.tril_indices(count, count, -1)
     values = torch.linalg.svdvals(tiles[..., rows, columns, :, :])
@@ -105,15 +147,16 @@ def block_ranks(mask: Float[Tensor, "*M T T"], block: int) -> Int[Tensor, "*M P"
 
 
 def cut_values(mask: Float[Tensor, "T T"], count: int = 3) -> Float[Tensor, "T R"]:
-    """The largest singular values of what tokens from m on read from tokens up to m, for every m, over the first.
+    """Return the largest singular values of the block of rows ≥ m and columns ≤ m, for every m, over the first one.
 
-    Those blocks, rows ≥ m and columns ≤ m, hold all others that have no entry above the diagonal. Their rank is the
-    number of states that a recurrence with this mask must hold after m's write. NaN where a block has fewer values.
+    Such a block is what tokens from m on read from tokens up to m. These blocks contain all others that have no entry
+    above the diagonal. Their rank is the number of states that a recurrence with this mask must hold after token m is
+    written. Values are NaN where a block has fewer than `count`.
     """
     values = torch.full((mask.shape[-1], count), torch.nan, dtype=torch.float64)
     for m in range(mask.shape[-1]):
-        found = torch.linalg.svdvals(mask[m:, : m + 1].double())[:count]
-        values[m, : len(found)] = found / found[0]
+        largest = torch.linalg.svdvals(mask[m:, : m + 1].double())[:count]
+        values[m, : len(largest)] = largest / largest[0]
     return values
 
 
@@ -122,49 +165,28 @@ def cut_values(mask: Float[Tensor, "T T"], count: int = 3) -> Float[Tensor, "T R
 
 @torch.no_grad()
 def capture_gates(model: LanguageModel, ids: Int[Tensor, "B T"]) -> list[Gates]:
-    """The log-decays that each layer uses on `ids`, for all layers with one decay a head.
+    """Return the log-decays that each layer uses on `ids`, for all layers with one decay a head.
 
-    The model stays as it is: it reads in evaluation mode, and what GateRank counts while it trains does not move.
+    The model reads in evaluation mode and stays as it is. The counts that GateRank makes in training do not change.
     """
-    scalar = [layer for layer, decay in layer_decays(model) if decay.granularity == "scalar"]
     fast: dict[int, Tensor] = {}
     slow: dict[int, Tensor] = {}
 
-    def tapped(layer: int, gate: nn.Module) -> Any:
-        def after(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-            slow[layer] = output[0].double().cpu()
+    def keep(gates: dict[int, Tensor], layer: int, g: Tensor) -> None:
+        gates[layer] = g.double().cpu()
 
-        return gate.slow_gate.register_forward_hook(after)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-
-    with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
-        stack.enter_context(recording(model, lambda layer, g: fast.update({layer: g.double().cpu()})))
-        for layer in scalar:
-            if (gate := getattr(model.blocks[layer].mixer, "gate_rank", None)) is not None:
-                stack.enter_context(tapped(layer, gate))
+    with evaluating(model), capture(model, decay=partial(keep, fast), slow_decay=partial(keep, slow)):
         model.hidden(ids.to(model.embedding.weight.device))
+    scalar = [layer for layer, decay in layer_decays(model) if decay.granularity == "scalar"]
     return [Gates(layer, fast[layer], slow.get(layer)) for layer in scalar]
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
+def head_masks(gates: Gates, block: int) -> list[HeadMask]:
+    """Measure the masks of one layer, head by head, over all sequences.
 
-
-def head_numbers(gates: Gates, block: int) -> list[dict[str, Any]]:
-    """What the gates of one layer come to, head by head, over all sequences.
-
-    Returns:
-        One dict a head: "layer", "head"; "resets", the mean number of a sequence (the first token's takes over nothing
-        and does not count), and "segment", the mean tokens of a segment; "fast" and "slow", the half-lives (tokens) at
-        the mean log-decay of the states (slow: None without GateRank; the first token has nothing to forget and is
-        left out); "rank_max" and "rank_mean" of the blocks off the diagonal.
+    Args:
+        gates: the gates of the layer.
+        block: the tokens of a block whose rank is counted.
 
     Raises:
         ValueError: see `off_diagonal_rank`.
@@ -180,9 +202,11 @@ def head_numbers(gates: Gates, block: int) -> list[dict[str, Any]]:
 
     fast, slow = lives(gates.g_fast), lives(gates.g_slow)
     return [
-        {"layer": gates.layer, "head": h, "resets": resets[h] / sequences,
-         "segment": sequences * length / (resets[h] + sequences), "fast": fast[h], "slow": slow[h],
-         "rank_max": int(highest[:, h].max()), "rank_mean": mean[:, h].mean().item()}
+        HeadMask(
+            layer=gates.layer, head=h, resets=resets[h] / sequences,
+            segment=sequences * length / (resets[h] + sequences), fast=fast[h], slow=slow[h],
+            rank_max=int(highest[:, h].max()), rank_mean=mean[:, h].mean().item(),
+        )
         for h in range(heads)
     ]  # fmt: skip
 
@@ -190,7 +214,7 @@ def head_numbers(gates: Gates, block: int) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------- several models
 
 
-def survey(
+def measure_masks(
     folders: Sequence[Path],
     *,
     text: Sequence[Path] = (),
@@ -200,65 +224,68 @@ def survey(
     tokenizer: str | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[Gates]]:
-    """The gates of every model below the folders, by its label (see `decay_survey.checkpoints`).
+    """Return the gates of every model below the folders, by its label (`models.load.checkpoints`).
 
     Args:
         folders: checkpoints, or runs with checkpoints below them.
-        text: files to read; `task`: a task to read, `name` or `name:tier`. With neither, each model reads the task
-            that it was trained on.
-        tokens, sequences: how much is read, each sequence from its start.
-        tokenizer: for text, name or folder of a tokenizer of transformers; None reads bytes.
+        text: files to read.
+        task: a task to read, `name` or `name:tier`. Without text and task, each model reads the task of its training.
+        tokens: the length of a sequence. Each is read from its start.
+        sequences: the number of sequences.
+        tokenizer: for text, the name or folder of a tokenizer of transformers. None reads bytes.
         device: where the models run.
 
     Raises:
-        FileNotFoundError: no checkpoint, no such file, or no task that a checkpoint was trained on.
-        ValueError: text and task, a text or task that does not fit the model, or a model with no scalar decay.
+        FileNotFoundError: if there is no checkpoint, no such file, or no task that a checkpoint was trained on.
+        ValueError: if text and task are given, if one does not fit the model, or if a model has no scalar decay.
     """
     if text and task:
         raise ValueError("give a text or a task to read, not both")
-    found = {}
+    gates = {}
     for label, folder in checkpoints(folders).items():
         model = load_any(folder, device)
         if text:
             ids = pieces(read_ids(text, tokenizer), tokens, sequences)
             check_ids(model.config, ids, tokenizer)
         else:
-            ids = _task_ids(_own_task(folder) if task is None else task, model.config, tokens, sequences)
-        found[label] = capture_gates(model, ids)
-        if not found[label]:
+            read = _validation_task(folder) if task is None else task
+            ids = _task_ids(read, model.config, tokens, sequences)
+        gates[label] = capture_gates(model, ids)
+        if not gates[label]:
             raise ValueError(f"{label} has no layer with one decay a head, and so no mask: {folder}")
-    return found
+    return gates
 
 
-def _own_task(folder: Path) -> dict[str, Any]:
-    """The task, as `tasks.build` takes it, that the run in this folder was validated on."""
+def _validation_task(folder: Path) -> dict[str, Any]:
+    """Return the arguments of `tasks.build` for the first task that the run in this folder was validated on."""
     path = folder / "run.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} does not say what its model was trained on: name --text FILE or --task NAME")
+        raise FileNotFoundError(f"{folder} does not say what its model was trained on; give --text FILE or --task NAME")
     run = read_json(path)
     tasks = run.get("validation") if isinstance(run, dict) else None
     if not tasks or "name" not in tasks[0]:
-        raise ValueError(f"{path} names no task: name --text FILE or --task NAME")
+        raise ValueError(f"{path} names no task; give --text FILE or --task NAME")
     return tasks[0]
 
 
 def _task_ids(task: str | dict[str, Any], config: ModelConfig, tokens: int, sequences: int) -> Tensor:
-    """The first `tokens` ids of examples, `[B, T]`, of a task by its name, or by what `tasks.build` takes."""
+    """Return the first `tokens` ids of examples, `[B, T]`, of a task by its name or by arguments of `tasks.build`."""
     if tokens < 2 or sequences < 1:
         raise ValueError(f"need 2 tokens or more and at least 1 sequence; got {tokens} and {sequences}")
     if isinstance(task, str):
-        settings = _settings(task, config.vocab_size, tokens)
+        arguments = _task_arguments(task, config.vocab_size, tokens)
     else:
-        settings = {**task, **({"length": tokens} if "length" in task else {})}
-    ids = build(**settings).generate(sequences, stream_seed("test", 0)).inputs[:, :tokens]
+        arguments = {**task, **({"length": tokens} if "length" in task else {})}
+    ids = build(**arguments).generate(sequences, stream_seed("test", 0)).inputs[:, :tokens]
     if (largest := int(ids.max())) >= config.vocab_size:
         raise ValueError(
-            f"{settings['name']} has token {largest:,}; {config.name} has a vocabulary of {config.vocab_size:,}"
+            f"{arguments['name']} has token {largest:,}; {config.name} has a vocabulary of {config.vocab_size:,}"
         )
     return ids
 
 
-def _settings(written: str, vocab_size: int, tokens: int) -> dict[str, Any]:
+def _task_arguments(written: str, vocab_size: int, tokens: int) -> dict[str, Any]:
+    """Return the arguments of `tasks.build` for `name` or `name:tier`, with sizes that fit the model."""
     name, _, tier = written.partition(":")
     kind = TASKS[name]
     tiers: dict[str, dict[str, Any]] = getattr(kind, "tiers", {})

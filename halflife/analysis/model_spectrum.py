@@ -1,106 +1,162 @@
-"""What a trained model's decay spectrum is worth: what it can remember, for how long, and which channels do nothing."""
+"""The decay spectrum of a trained model: its distinct time-scales, its wasted channels, and PoST's learned taper."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halflife.analysis.decays import decay_values
+from halflife.analysis.decays import LayerDecays, measure_decays
+from halflife.analysis.records import Record
 from halflife.analysis.spectrum import effective_modes, layer_decays, timescales
 from halflife.decay import PoST
 from halflife.models import LanguageModel
 from halflife.theory import approximation
 
-MULTIPLES = (1, 4, 16)  # of the training length T, at which a spectrum is looked at
-EDGE = 1e-5  # by which float32 may move a time-scale that stands on a limit
+MULTIPLES = (1, 4, 16)  # of the training length T, the positions of base spectra besides 1
+EDGE = 1e-5  # relative float32 error of a time-scale that equals a limit
+
+
+@dataclass(frozen=True)
+class Spectrum(Record):
+    """The time-scales of a layer's channels at a position, or on a text.
+
+    Attributes:
+        timescales: the tokens in which each channel decays by 1/e, `[N]`.
+        modes: the effective number of distinct time-scales, from 1 to N (`effective_modes`).
+        too_slow: the fraction of channels with a time-scale beyond the position t. These channels have forgotten
+            nothing at t, they sum up all their inputs. PoST, Prop. 4.9, counts the others as N log t / log T.
+        too_fast: the fraction of channels with a time-scale below 1 token.
+    """
+
+    timescales: list[float]
+    modes: float
+    too_slow: float
+    too_fast: float
+
+
+@dataclass(frozen=True)
+class Taper(Record):
+    """PoST's taper after training.
+
+    Attributes:
+        learned: α_k, `[N]`.
+        ideal: (N−k)/(N−1), `[N]`.
+        deviation: the largest difference d of the two.
+        slack: the least ε for which the paper's `spectra.taper_bound` allows all differences, `d / (2q + d)` with
+            q = (N−k)/(N−1). It says how uneven the information of octaves would have to be for this taper to be best.
+        sharp_slack: the same for the sharp bound, `d / (2q (1−q) + d (1 − 2 min(q, 1−q)))`.
+    """
+
+    learned: list[float]
+    ideal: list[float]
+    deviation: float
+    slack: float
+    sharp_slack: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpectrum(Record):
+    """The spectra of a layer. In `to_dict` the fields of `decays` stand beside the others.
+
+    Attributes:
+        layer: the index of the layer, from 0.
+        num_heads: H.
+        decays: what `measure_decays` gives for this layer. None without a text.
+        taper: PoST's taper. None without PoST.
+        spectra: position (as a string) → the base spectrum there. With a text also "text" and, under GateRank, "slow
+            text": the spectrum of the channels' mean rates on the text, at the text's length.
+    """
+
+    layer: int
+    num_heads: int
+    decays: LayerDecays | None = None
+    taper: Taper | None = None
+    spectra: dict[str, Spectrum] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        data = super().to_dict()
+        head = {name: data.pop(name) for name in ("layer", "num_heads")}
+        return head | data.pop("decays", {}) | data
+
+
+@dataclass(frozen=True)
+class ModelSpectrum(Record):
+    """The spectra of all layers with a decay.
+
+    Attributes:
+        positions: the positions of the base spectra.
+        layers: one entry for each layer with a decay. It is empty for a model without a decay.
+    """
+
+    positions: list[int]
+    layers: list[LayerSpectrum]
 
 
 def model_spectrum(
     model: LanguageModel, ids: Tensor | None = None, positions: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """The base spectrum of every layer with a decay and, given a text, what the layer makes of it.
-
-    A *spectrum* is a dict of a place: "timescales", tokens in which each channel decays by 1/e, flat; "modes", how many
-    distinct ones these come to (`effective_modes`), of all channels; and the shares of channels that are wasted there:
-    "too_slow", time-scales beyond the position t (at t they have forgotten nothing: they sum all that they were given;
-    PoST, Prop. 4.9, whose N log t / log T counts the others), and "too_fast", below 1 token.
+) -> ModelSpectrum:
+    """Return the base spectrum of every layer with a decay and, given a text, the spectrum on the text.
 
     Args:
         model: any language model.
-        ids: a text `[B, T]`, see `decay_values`; None shows base spectra alone.
-        positions: of base spectra, from 1; None means `standard_positions` of the training length that PoST knows, or
-            of the text's length.
-
-    Returns:
-        "positions", and "layers", a dict a layer: "layer" (from 0), "num_heads", and "spectra", position → spectrum.
-        With a text also what `decay_values` gives, and the spectra "text" and, under GateRank, "slow text", those of
-        the channels' mean rates there, t the text's length. With PoST also "taper", see `taper_report`. "layers" is
-        empty for a model without a decay.
+        ids: a text `[B, T]`, see `measure_decays`. None gives base spectra alone.
+        positions: positions of base spectra, from 1. None means `standard_positions` of the training length that PoST
+            knows, or of the text's length.
 
     Raises:
-        ValueError: see `decay_values`.
+        ValueError: see `measure_decays`.
     """
     if positions is None:
         positions = standard_positions(post_length(model) or (None if ids is None else ids.shape[1]))
-    rows = {row["layer"]: row for row in ([] if ids is None else decay_values(model, ids))}
+    on_text = {row.layer: row for row in ([] if ids is None else measure_decays(model, ids))}
     layers = []
     for base, (layer, decay) in zip(timescales(model, positions), layer_decays(model), strict=True):
-        spectra = {at: spectrum_at(torch.tensor(scales), int(at)) for at, scales in base["timescales"].items()}
+        spectra = {at: spectrum_at(torch.tensor(scales), int(at)) for at, scales in base.timescales.items()}
         if ids is not None:
-            row = rows[layer]
-            for name, state in {"text": row, "slow text": row.get("slow")}.items():
-                if state is not None:
-                    spectra[name] = spectrum_at(1 / torch.tensor(state["rates"], dtype=torch.float64), ids.shape[1])
-        taper = {"taper": taper_report(decay)} if isinstance(decay, PoST) else {}
-        layers.append(
-            {"layer": layer, "num_heads": decay.num_heads, **rows.get(layer, {}), **taper, "spectra": spectra}
-        )
-    return {"positions": list(positions), "layers": layers}
+            states = {"text": on_text[layer], "slow text": on_text[layer].slow}
+            for name, state in ((name, state) for name, state in states.items() if state is not None):
+                spectra[name] = spectrum_at(1 / torch.tensor(state.rates, dtype=torch.float64), ids.shape[1])
+        taper = taper_report(decay) if isinstance(decay, PoST) else None
+        layers.append(LayerSpectrum(
+            layer=layer, num_heads=decay.num_heads, decays=on_text.get(layer), taper=taper, spectra=spectra
+        ))  # fmt: skip
+    return ModelSpectrum(list(positions), layers)
 
 
 def standard_positions(length: int | None) -> tuple[int, ...]:
-    """1, T, 4T and 16T; 1 alone where T is unknown."""
+    """Return the positions 1, T, 4T and 16T, or 1 alone if the length T is unknown."""
     return (1,) if length is None else (1, *(times * length for times in MULTIPLES))
 
 
-def training_position(shown: dict[str, Any]) -> int:
-    """The second of the positions that `model_spectrum` gives, T by default; the first if it is alone."""
-    return shown["positions"][:2][-1]
+def training_position(positions: Sequence[int]) -> int:
+    """Return T of `standard_positions`, the second position, or the first position if it is alone."""
+    return positions[:2][-1]
 
 
 def post_length(model: LanguageModel) -> int | None:
-    """The training length that the model's PoST was given, if it has one."""
+    """Return the training length that the model's PoST was given, or None without PoST."""
     return next((decay.train_length for _, decay in layer_decays(model) if isinstance(decay, PoST)), None)
 
 
-def spectrum_at(scales: Tensor, position: int) -> dict[str, Any]:
-    """The spectrum of time-scales `[N]` (tokens) at a position; see `model_spectrum`."""
-    return {
-        "timescales": scales.tolist(), "modes": effective_modes(scales),
-        "too_slow": (scales > position * (1 + EDGE)).double().mean().item(),
-        "too_fast": (scales < 1 - EDGE).double().mean().item(),
-    }  # fmt: skip
+def spectrum_at(scales: Tensor, position: int) -> Spectrum:
+    """Return the spectrum of time-scales `[N]` (tokens) at a position."""
+    return Spectrum(
+        timescales=scales.tolist(), modes=effective_modes(scales),
+        too_slow=(scales > position * (1 + EDGE)).double().mean().item(),
+        too_fast=(scales < 1 - EDGE).double().mean().item(),
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def taper_report(decay: PoST) -> dict[str, Any]:
-    """What a PoST has made of its taper.
-
-    Returns:
-        "learned" and "ideal", α_k and (N−k)/(N−1) `[N]`; "deviation", the largest difference d; "slack" and
-        "sharp_slack", the least ε for which `spectra.taper_bound`, the paper's and the sharp one, allows all
-        differences: how uneven the information of octaves would have to be for such a taper to be the best,
-        `d / (2q + d)` and `d / (2q (1−q) + d (1 − 2 min(q, 1−q)))` with q = (N−k)/(N−1).
-    """
+def taper_report(decay: PoST) -> Taper:
+    """Compare the learned taper of a PoST decay with the ideal one."""
     learned = decay.taper().double().cpu()
     q = approximation.taper(len(learned))
     d = (learned - q).abs()
     slacks = (d / (2 * q + d), d / (2 * q * (1 - q) + d * (1 - 2 * torch.minimum(q, 1 - q))))
     paper, sharp = (torch.where(d > 0, slack, 0).amax().item() for slack in slacks)
-    return {
-        "learned": learned.tolist(), "ideal": q.tolist(), "deviation": d.amax().item(),
-        "slack": paper, "sharp_slack": sharp,
-    }  # fmt: skip
+    return Taper(learned.tolist(), q.tolist(), d.amax().item(), slack=paper, sharp_slack=sharp)

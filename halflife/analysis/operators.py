@@ -1,109 +1,146 @@
-"""The operators that spectral Koopman attention holds after a text, head by head."""
+"""The operators that spectral Koopman attention (SKA) holds after a text, head by head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from halflife.analysis.capture import KoopmanReading, SKALayer, capture, ska_layers
 from halflife.analysis.decays import QUANTILES
-from halflife.layers.ska import SKA
+from halflife.analysis.records import Record
 from halflife.models import LanguageModel
-from halflife.ops.koopman import KoopmanResult
 from halflife.theory import koopman
 from halflife.theory.koopman import Operator
 from halflife.theory.koopman_bounds import eigenvector_condition
 
-Layer = Any  # an SKA: behind the registry's decorator the type checker sees any Mixer
 KEPT = (2, 4)  # powers of the filter in the paper's tables (Prop. D.1)
-DELTA, RHO = 0.3, 0.7  # which modes count as persistent and as transient, see `koopman.modes`
+DELTA, RHO = 0.3, 0.7  # limits of persistent and of transient modes, see `koopman.modes`
 
 
-def ska_layers(model: LanguageModel) -> list[tuple[int, Layer]]:
-    """(layer, mixer) of every layer of spectral Koopman attention."""
-    return [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, SKA)]
+@dataclass(frozen=True, kw_only=True)
+class HeadOperator(Record):
+    """The operator of one head. Numbers are (lower) medians over the sequences.
+
+    Modes are eigenvalues λ of A_w. After the filter they are those of Â = γ A_w. Fractions are NaN if the text is
+    shorter than a chunk.
+
+    Attributes:
+        head: the index of the head, from 0.
+        sigma_max: σ_max(A_w).
+        eigenvector_condition: κ(V), the condition number of the eigenvectors of A_w.
+        condition: κ(G̃).
+        lambda_min: λ_min(G̃) in units of m², the largest squared norm of a key.
+        unexplained: the fraction of Σ ‖v‖² that ridge regression leaves.
+        filter_bias: what the filter adds to the loss of ridge regression, as a fraction of Σ ‖v‖².
+        linear_bound, linear_distance: the bound of the distance to linear attention, and the distance.
+        q05, q25, median, q75, q95: quantiles of |λ| over modes and sequences.
+        persistent, transient, neither: the number of modes of each kind of Â, see `koopman.modes`.
+        kept_2, kept_4: the mean of |γλ|^K for K = 2 and 4.
+        gamma, mix, eta: the layer's γ, μ and η for this head.
+        eigenvalues: the eigenvalues of A_w in the first sequence, `[R]` pairs [real, imaginary].
+    """
+
+    head: int
+    sigma_max: float
+    eigenvector_condition: float
+    condition: float
+    lambda_min: float
+    unexplained: float
+    filter_bias: float
+    linear_bound: float
+    linear_distance: float
+    q05: float
+    q25: float
+    median: float
+    q75: float
+    q95: float
+    persistent: float
+    transient: float
+    neither: float
+    kept_2: float
+    kept_4: float
+    gamma: float
+    mix: float
+    eta: float
+    eigenvalues: list[list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOperators(Record):
+    """The operators of one SKA layer.
+
+    Attributes:
+        layer: the index of the layer, from 0.
+        tokens: the number of tokens that the operators are made of. It is 0 if the text is shorter than a chunk.
+        rank, width: R and P, the sizes of a key and of a value.
+        power, ridge: the filter's power K, and ε.
+        chunk_size: the tokens of a chunk, 1 if the operator is refreshed at every token.
+        retries: the number of operators whose factorisation was repeated with a larger ridge while reading.
+        state_floats: the numbers in the state of a head, see `koopman.state_size`.
+        crossover: the length in tokens beyond which a cache of keys and values is larger than this state.
+        heads: one entry for each head.
+    """
+
+    layer: int
+    tokens: int
+    rank: int
+    width: int
+    power: int
+    ridge: float
+    chunk_size: int
+    retries: int
+    state_floats: int
+    crossover: float
+    heads: list[HeadOperator]
 
 
 @torch.no_grad()
-def koopman_survey(model: LanguageModel, ids: Tensor) -> list[dict[str, Any]]:
-    """What the operators of every SKA layer are like at the end of a text.
+def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]:
+    """Measure the operators of every SKA layer at the end of a text, with the functions of `halflife.theory.koopman`.
 
-    An operator is that of the op's state: of all full chunks. Numbers are the (lower) median over sequences, of
-    `halflife.theory.koopman` with the same names; modes are of A_w, and of Â = γ A_w where they are filtered.
+    The operator is the one in the op's state, so it is made of all full chunks.
 
     Args:
         model: any language model.
-        ids: sequences `[N, T]`, each read from its start.
-
-    Returns:
-        One dict a layer of SKA: "layer" (from 0), "tokens" that its operators are of, "rank", "width", "power",
-        "ridge", "chunk_size"; "retries", operators whose factorisation had to be repeated with a larger ridge while
-        reading; "state_floats" and "crossover" a head, and "heads", a dict each:
-        "sigma_max"; "median", "q05", "q25", "q75", "q95" of |λ| over modes and sequences; "persistent", "transient",
-        "neither", how many of Â; "kept_2" and "kept_4", the mean of |γλ|^K; "eigenvector_condition", κ(V);
-        "condition", κ(G̃); "lambda_min" in units of m², as the paper's keys are; "unexplained", the share of Σ ‖v‖²
-        that ridge regression leaves; "filter_bias", the share that the filter adds to its loss; "linear_bound" and
-        "linear_distance" to linear attention; the layer's "gamma", "mix" and "eta"; and "eigenvalues", those of A_w
-        in the first sequence as [real, imaginary].
-        Shares are NaN where T is below a chunk, and "tokens" 0.
+        ids: sequences `[N, T]`. Each is read from its start.
 
     Raises:
-        ValueError: ids that are no sequences.
+        ValueError: if `ids` are not sequences.
     """
     if ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 1:
         raise ValueError(f"ids must be [N, T] with N ≥ 1 and T ≥ 1; got {tuple(ids.shape)}")
-    found = ska_layers(model)
-    seen: dict[int, list[_Seen]] = {layer: [] for layer, _ in found}
-    with ExitStack() as stack:
-        for layer, mixer in found:
-            stack.enter_context(_tapped(mixer, seen[layer].append))
+    layers = dict(ska_layers(model))
+    statistics: dict[int, list[_Statistics]] = {layer: [] for layer in layers}
+
+    def add(layer: int, reading: KoopmanReading) -> None:
+        statistics[layer].append(_Statistics(reading, layers[layer].num_heads))
+
+    with capture(model, koopman=add):
         for sequence in ids.to(model.embedding.weight.device).split(1):
             model.hidden(sequence)
-    return [{"layer": layer, **_summary(mixer, seen[layer])} for layer, mixer in found]
+    return [_summarise(layer, mixer, statistics[layer]) for layer, mixer in layers.items()]
 
 
-class _Seen:
-    """What a layer held after one sequence, on the CPU."""
+class _Statistics:
+    """The statistics that a layer holds after one sequence, in float64 on the CPU."""
 
-    def __init__(self, state: dict[str, Tensor], values: Tensor, retries: int, heads: int) -> None:
+    def __init__(self, reading: KoopmanReading, num_heads: int) -> None:
+        state, values = reading.state, reading.values
         self.tokens = values.shape[1] - int(state["pending"].max())
-        committed = values[:, : self.tokens].unflatten(-1, (heads, -1))
+        committed = values[:, : self.tokens].unflatten(-1, (num_heads, -1))
         self.energy = committed.cpu().double().square().sum((1, 3))
         self.state = {name: state[name].cpu().double() for name in ("gram", "transition", "values", "norm")}
-        self.retries = retries
+        self.retries = reading.retries
 
 
-@contextmanager
-def _tapped(mixer: Layer, take: Callable[[_Seen], object]) -> Iterator[None]:
-    """One layer whose state after each sequence is taken, with its values, which the state only holds as a product."""
-    during: dict[str, Any] = {}
-
-    def read(module: nn.Module, inputs: Any, result: KoopmanResult) -> None:
-        during["retries"] = result.retries
-
-    def projected(module: nn.Module, inputs: Any, values: Tensor) -> None:
-        during["values"] = values
-
-    def after(module: nn.Module, inputs: Any, output: tuple[Tensor, dict[str, Tensor]]) -> None:
-        take(_Seen(output[1], during.pop("values"), during.pop("retries"), mixer.num_heads))
-
-    with (
-        mixer.readout.register_forward_hook(read),
-        mixer.v_proj.register_forward_hook(projected),
-        mixer.register_forward_hook(after),
-    ):
-        yield
-
-
-def _summary(mixer: Layer, seen: list[_Seen]) -> dict[str, Any]:
-    """A layer's numbers, from what it held after each sequence."""
+def _summarise(layer: int, mixer: SKALayer, statistics: list[_Statistics]) -> LayerOperators:
     options: dict[str, Any] = mixer.options
-    state = {name: torch.cat([one.state[name] for one in seen]) for name in seen[0].state}
-    energy = torch.cat([one.energy for one in seen])
+    state = {name: torch.cat([one.state[name] for one in statistics]) for name in statistics[0].state}
+    energy = torch.cat([one.energy for one in statistics])
     operator = Operator.of_state(state, options["ridge"])
     settings = {
         name: torch.as_tensor(x).detach().cpu().double().expand(mixer.num_heads)
@@ -117,22 +154,21 @@ def _summary(mixer: Layer, seen: list[_Seen]) -> dict[str, Any]:
     first = torch.view_as_real(operator.eigenvalues[0]).tolist()
     rank, width = operator.gram.shape[-1], operator.values.shape[-2]
     chunk_size = 1 if options["refresh"] == "token" else options["chunk_size"]
-    return {
-        "tokens": seen[0].tokens, "rank": rank, "width": width, "power": options["power"], "ridge": options["ridge"],
-        "chunk_size": chunk_size, "retries": sum(one.retries for one in seen),
-        "state_floats": koopman.state_floats(rank, width, chunk_size),
-        "crossover": koopman.crossover(rank, width, chunk_size),
-        "heads": [
-            {"head": h, **{name: x[h].item() for name, x in numbers.items()}, "eigenvalues": first[h]}
+    return LayerOperators(
+        layer=layer, tokens=statistics[0].tokens, rank=rank, width=width, power=options["power"],
+        ridge=options["ridge"], chunk_size=chunk_size, retries=sum(one.retries for one in statistics),
+        state_floats=koopman.state_size(rank, width, chunk_size), crossover=koopman.crossover(rank, width, chunk_size),
+        heads=[
+            HeadOperator(head=h, **{name: x[h].item() for name, x in numbers.items()}, eigenvalues=first[h])
             for h in range(mixer.num_heads)
         ],
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def _numbers(
     operator: Operator, energy: Tensor, settings: dict[str, Tensor], power: int, ridge: float
 ) -> dict[str, Tensor]:
-    """What the statistics `[N, H, …]` and `energy [N, H]` of Σ ‖v‖² say, `[H]`."""
+    """The numbers of `HeadOperator` from statistics `[N, H, …]` and `energy [N, H]`, Σ ‖v‖²; each `[H]`."""
     numbers = {
         "sigma_max": koopman.sigma_max(operator),
         "eigenvector_condition": eigenvector_condition(operator.whitened),
@@ -147,7 +183,7 @@ def _numbers(
 
 
 def _mode_numbers(eigenvalues: Tensor, gamma: Tensor) -> dict[str, Tensor]:
-    """What the eigenvalues `[N, H, R]` of A_w say, `[H]`."""
+    """The numbers of `HeadOperator` from the eigenvalues `[N, H, R]` of A_w; each `[H]`."""
     levels = np.quantile(
         eigenvalues.abs().transpose(0, 1).flatten(1).numpy(), list(QUANTILES.values()), axis=1, method="lower"
     )
@@ -156,5 +192,5 @@ def _mode_numbers(eigenvalues: Tensor, gamma: Tensor) -> dict[str, Tensor]:
     return {
         **dict(zip(QUANTILES, torch.from_numpy(levels), strict=True)),
         **{name: mask.sum(-1).median(0).values for name, mask in kinds._asdict().items()},
-        **{f"kept_{power}": koopman.kept(scaled, power).mean(-1).median(0).values for power in KEPT},
+        **{f"kept_{power}": koopman.filtered_amplitude(scaled, power).mean(-1).median(0).values for power in KEPT},
     }

@@ -1,4 +1,4 @@
-"""The decays of models as files: `decays.json` and `decays.csv`."""
+"""The decays of models as files, `decays.json` and `decays.csv`, and numbers that JSON cannot hold."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from halflife.analysis.decays import QUANTILES
 from halflife.analysis.model_spectrum import training_position
 from halflife.files import write_json, write_text
 
-SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "layers")  # of what `survey` gives
-
-
+SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "layers")  # fields of a model in decays.json
 COLUMNS = (
     "model", "layer", "state", "mean", *QUANTILES, "half_life", "slowest_half_life", "erased", "horizon", "position",
     "fastest", "slowest", "modes", "too_slow", "too_fast",
@@ -23,8 +21,15 @@ COLUMNS = (
 
 
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes what `survey` gives, without operators, as `decays.json` (null: not finite) and, a row a layer and a
-    state, `decays.csv`; its spectrum is the base one at T."""
+    """Write `decays.json` and `decays.csv`, which has a row for each layer and state with the base spectrum at T.
+
+    Args:
+        result: `ModelMeasurements.to_dict()`. Operators are left out. Numbers that are not finite become null.
+        folder: where to write.
+
+    Returns:
+        The two files.
+    """
     models = [{key: model[key] for key in SAVED} for model in result["models"]]
     table = StringIO()
     writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
@@ -37,8 +42,8 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def table_rows(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Flat numbers of each layer of one model, and under GateRank those of its slow state as well."""
-    position = training_position(model)
+    """Yield the numbers of each layer of one model in one dict, and under GateRank those of its slow state as well."""
+    position = training_position(model["positions"])
     for layer in model["layers"]:
         spectrum = layer["spectra"][str(position)]
         ends = {"position": position, "fastest": min(spectrum["timescales"]), "slowest": max(spectrum["timescales"])}
@@ -48,9 +53,18 @@ def table_rows(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def finite(data: Any) -> Any:
-    """The same data with None for numbers that JSON has no word for."""
+    """Return the data with None in place of numbers that are not finite, which JSON cannot hold."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list):
         return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def from_finite(data: Any) -> Any:
+    """Return data that was read from JSON with NaN in place of None. Infinities are not restored."""
+    if isinstance(data, dict):
+        return {key: from_finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [from_finite(value) for value in data]
+    return math.nan if data is None else data

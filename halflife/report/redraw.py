@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from halflife.analysis.forecast_survey import saved
+from halflife.analysis.tables import from_finite
 from halflife.files import atomic_path, read_json
 from halflife.report.figures import language as language_figures
 from halflife.report.figures import theory as theory_figures
@@ -20,6 +19,7 @@ from halflife.report.figures.forecast import forecasts
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import all_of as spectra
 from halflife.report.page.render import write_page
+from halflife.report.tables.forecast import read_forecasts
 from halflife.runs.folder import Comparison, LanguageRun, read_any
 
 # What `halflife spectrum` saves of a text that trained models read, and how it is drawn.
@@ -51,7 +51,7 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     folder = run.path / "spectrum"
     for name, draw in READINGS.items():
         if (folder / f"{name}.json").exists():
-            for one, figure in draw(_numbers(read_json(folder / f"{name}.json"))).items():
+            for one, figure in draw(from_finite(read_json(folder / f"{name}.json"))).items():
                 files += save(figure, folder, one, formats)
     files += _analyses(run.path / "forecast", formats)
     return [*files, write_page(run)]
@@ -61,9 +61,9 @@ def _analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     """What `halflife theory` and `halflife forecast` left in a folder."""
     files = []
     if (folder / "theory.json").exists():
-        files += theory_figures.draw_all(_numbers(read_json(folder / "theory.json")), folder, formats)
+        files += theory_figures.draw_all(from_finite(read_json(folder / "theory.json")), folder, formats)
     if (folder / "forecast.json").exists():
-        files += save(forecasts(saved(folder / "forecast.json")), folder, "forecast", formats)
+        files += save(forecasts(read_forecasts(folder / "forecast.json")), folder, "forecast", formats)
     return files
 
 
@@ -81,12 +81,3 @@ def _language(run: LanguageRun, formats: Sequence[str]) -> list[Path]:
             drawings[file.stem](whole)
             whole.replace(temporary)
     return files
-
-
-def _numbers(data: Any) -> Any:
-    """What JSON has no word for, NaN and infinities, is NaN again."""
-    if isinstance(data, dict):
-        return {key: _numbers(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_numbers(value) for value in data]
-    return math.nan if data is None else data

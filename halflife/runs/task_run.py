@@ -104,7 +104,9 @@ def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dic
     )  # fmt: skip
     model.eval()
     after = timescales(model, positions)
-    spectrum = [{"layer": b["layer"], "init": b, "trained": a} for b, a in zip(before, after, strict=True)]
+    spectrum = [
+        {"layer": b.layer, "init": b.to_dict(), "trained": a.to_dict()} for b, a in zip(before, after, strict=True)
+    ]
     write_json(folder / "spectrum.json", {"channels": granularity(model), "layers": spectrum})
     length = max(task.length for task in validation)
     result = {

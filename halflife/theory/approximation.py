@@ -1,17 +1,18 @@
-"""How well N exponentials imitate the power law t^{−β} on [1, T], for random, linear, geometric and adapted rates.
+"""How well N exponentials approximate the power law t^{−β} on [1, T], for several choices of their rates.
 
-PoST, Table 1, bounds the minimax error of `Σ_k w_k e^{−r_k t}` with the best weights for given rates. It is computed
-here, between a lower and an upper bound that hold whatever the paper says. What comes out (T = 1e4, N = 16, β = 0.5):
+PoST, Table 1, bounds the minimax error of `Σ_k w_k e^{−r_k t}` with the best weights for given rates. This module
+computes the error, between a lower and an upper bound that hold independently of the paper. Results for T = 1e4, N =
+16, β = 0.5:
 
-* Ends matter most. Geometric rates on exactly [1/T, 1], the paper's, reach 3.0e-3 on the interval (1.6e-3 at the
-  integers); with the best ends, about 0.6/T and 4.6, 3.2e-6 (0.5/T and 3.9, 1.6e-6). Those are not far out: with
-  0.1/T and 6 it is 2.2e-5 (1.4e-5) again.
-* What "random" means matters next: uniform rates reach 7e-2, worse than linear ones at their best (2.3e-2),
-  uniform logarithms of rates 6e-3, near the paper's geometric ones.
-* Theorem 4.7's rate, π² / (log T + C₆) a channel, is that of geometric rates with the best ends (C₆ 3.2 to 4.0 at the
-  integers), and of no other spectrum here; with ends at [1/T, 1] errors fall about a fifth as fast.
+* The ends of the range of rates matter most. Geometric rates on exactly [1/T, 1], as in the paper, reach 3.0e-3 on the
+  interval (1.6e-3 at the integers). With the best ends, about 0.6/T and 4.6, they reach 3.2e-6 (0.5/T and 3.9, 1.6e-6).
+  These ends must not lie too far out: with 0.1/T and 6 the error is 2.2e-5 (1.4e-5).
+* The distribution of random rates matters next. Uniform rates reach 7e-2, which is worse than linear rates with the
+  best step (2.3e-2). Rates with uniform logarithms reach 6e-3, close to the paper's geometric rates.
+* Theorem 4.7 states the convergence rate π² / (log T + C₆) a channel. Geometric rates with the best ends have it (C₆
+  3.2 to 4.0 at the integers), and no other spectrum here does. With ends at [1/T, 1] errors fall about a fifth as fast.
 
-Rates are `[N]`, ascending, in float64: the slowest channel is the first.
+Rates are `[N]`, ascending, in float64, so that the slowest channel is the first.
 """
 
 from __future__ import annotations
@@ -44,10 +45,16 @@ LAWS = ("uniform", "log-uniform")
 
 
 def random_rates(channels: int, length: float, generator: torch.Generator, law: str = "uniform") -> Tensor:
-    """Independent rates on [1/T, 1], sorted: "uniform", or "log-uniform" (uniform logarithms); Lemma 4.1 is of either.
+    """Draw independent rates on [1/T, 1] and sort them. Lemma 4.1 holds for both laws.
+
+    Args:
+        channels: N.
+        length: T.
+        generator: of the draws.
+        law: "uniform", or "log-uniform" for rates with uniform logarithms.
 
     Raises:
-        ValueError: another law.
+        ValueError: if the law is unknown.
     """
     if law not in LAWS:
         raise ValueError(f"no law {law!r}; choose from {', '.join(LAWS)}")
@@ -56,19 +63,27 @@ def random_rates(channels: int, length: float, generator: torch.Generator, law: 
 
 
 def linear_rates(channels: int, step: float) -> Tensor:
-    """`step · k`, k = 1 … N (Lemma 4.3; S4D-Real's, up to the scale)."""
+    """Return `step · k` for k = 1 … N (Lemma 4.3). These are the rates of S4D-Real, up to the scale."""
     return step * torch.arange(1, channels + 1, dtype=torch.float64)
 
 
 def taper(channels: int) -> Tensor:
-    """The exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest (or one)."""
+    """Return the exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest.
+
+    A single channel has α = 0.
+    """
     return torch.linspace(1, 0, channels, dtype=torch.float64) if channels > 1 else torch.zeros(1).double()
 
 
 def adapted_rates(rates: Float[Tensor, " N"], position: float, reference_length: float = 1) -> Tensor:
-    """Rates at a position, `r_k (t / t_ref)^{−α_k}` `[N]`; t_ref is 1 (the paper's algorithm) or T (its theorem).
+    """Return rates at a position, `r_k (t / t_ref)^{−α_k}` `[N]`.
 
-    Geometric rates from lo/T to hi with t_ref = T are geometric from lo/t to hi at t (`halflife.decay.PoST`).
+    Geometric rates from lo/T to hi with t_ref = T become geometric rates from lo/t to hi at t (`halflife.decay.PoST`).
+
+    Args:
+        rates: r_k, `[N]`.
+        position: t.
+        reference_length: t_ref, which is 1 in the paper's algorithm and T in its theorem.
     """
     return rates * (position / reference_length) ** -taper(len(rates))
 
@@ -76,7 +91,7 @@ def adapted_rates(rates: Float[Tensor, " N"], position: float, reference_length:
 def best_step(
     channels: int, length: float, beta: float = 0.5, *, continuous: bool = False, cache: Path | None = None
 ) -> float:
-    """The step of the linear rates that approximate t^{−β} best; as `best_endpoints`."""
+    """Return the step of the linear rates that approximate t^{−β} best. Arguments are those of `best_endpoints`."""
 
     def error(x: Sequence[float]) -> float:
         return minimax_error(linear_rates(channels, math.exp(x[0])), length, beta, continuous=continuous)

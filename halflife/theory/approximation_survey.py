@@ -1,4 +1,4 @@
-"""The minimax error of t^{−β} against the number of channels and against the position, beside what PoST claims."""
+"""The minimax error of t^{−β} by the number of channels, the ends of the rates and the position, with PoST's claims."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halflife.theory.spectra import response_as_run, spread
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
 NORMS = {"integers": False, "interval": True}
-ENDS = {  # in units of (1/T, 1): the paper's, and two further out
+ENDS = {  # in units of (1/T, 1): the ends of the paper, and two pairs further out
     "geometric on [1/T, 1]": (1.0, 1.0), "geometric on [0.1/T, 6]": (0.1, 6.0), "geometric on [0.5/T, 4]": (0.5, 4.0),
 }  # fmt: skip
 
@@ -34,27 +34,27 @@ def error_by_channels(
     channels: Sequence[int], lengths: Sequence[float], beta: float = 0.5, *,
     draws: int = 9, seed: int = 0, continuous: bool = False, cache: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Error against N for every spectrum and T, and how fast it falls (PoST, Table 1).
+    """Compute the error for each N, spectrum and T, and how fast it falls with N (PoST, Table 1).
 
     Args:
         channels: N, ascending.
         lengths: T.
-        beta: exponent of the power law.
-        draws: of random rates; their median is taken.
-        seed: of those draws.
-        continuous: over the interval [1, T] rather than its integers.
-        cache: JSON file that keeps the best ends and steps.
+        beta: exponent β of the power law.
+        draws: number of draws of random rates. Their median error is taken.
+        seed: of these draws.
+        continuous: whether the error is over the interval [1, T] instead of its integers.
+        cache: JSON file that stores the best ends and steps.
 
     Returns:
-        "beta", "channels", "lengths", "continuous", "draws"; "errors", spectrum → T (as a string) → one error a N; and
-        "slopes", what `slopes` gives.
+        "beta", "channels", "lengths", "continuous", "draws"; "errors", spectrum → T (as a string) → an error for each
+        N; and "slopes", see `slopes`.
     """
     options: dict[str, Any] = {"continuous": continuous, "cache": cache}
 
     def drawn(count: int, length: float, law: str) -> float:
         generator = torch.Generator().manual_seed(seed)
-        found = [random_rates(count, length, generator, law) for _ in range(draws)]
-        return torch.tensor([minimax_error(r, length, beta, continuous=continuous) for r in found]).median().item()
+        rates = [random_rates(count, length, generator, law) for _ in range(draws)]
+        return torch.tensor([minimax_error(r, length, beta, continuous=continuous) for r in rates]).median().item()
 
     def error(rates: Tensor, length: float) -> float:
         return minimax_error(rates, length, beta, continuous=continuous)
@@ -76,25 +76,27 @@ def error_by_channels(
 def slopes(
     errors: dict[str, dict[str, list[float]]], channels: Sequence[int], beta: float
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Least-squares slopes of log error against N, and against log N, beside those that PoST gives with a constant.
+    """Fit slopes of log error against N, and against log N, by least squares, and state PoST's claims beside them.
 
-    Of Table 1 they are π² / (log T + C₆) a channel for geometric rates, and the power β for linear ones. Random
-    rates are said to fall as exp(−Ω(N / log N)) with no constant.
+    Table 1 claims π² / (log T + C₆) a channel for geometric rates, and the power β for linear rates. It claims that the
+    error of random rates falls as exp(−Ω(N / log N)), without a constant.
 
     Returns:
-        One dict a spectrum and T: "per_channel" −d log E / dN, "claimed_per_channel" (with C₆ = 0, or None), "offset"
-        the C₆ that would make them equal, "power" −d log E / d log N, "claimed_power" (or None), "points" the number
-        of errors in them. Errors under 1e-12 are left out; with fewer than two the slopes are None.
+        One dict for each spectrum and T. "per_channel" is −d log E / dN. "claimed_per_channel" is the claim with C₆ =
+        0, or None. "offset" is the C₆ that would make them equal. "power" is −d log E / d log N. "claimed_power" is the
+        claim or None. "points" is the number of errors that were fitted. Errors under 1e-12 are left out. With fewer
+        than two errors the slopes are None.
     """
     rows = []
     for name, by_length in errors.items():
-        for length, found in by_length.items():
-            kept = [(n, math.log(e)) for n, e in zip(channels, found, strict=True) if e > MEASURABLE]
-            rate = -_slope([n for n, _ in kept], [y for _, y in kept]) if len(kept) > 1 else None
-            power = -_slope([math.log(n) for n, _ in kept], [y for _, y in kept]) if len(kept) > 1 else None
+        for length, by_channels in by_length.items():
+            points = [(n, math.log(e)) for n, e in zip(channels, by_channels, strict=True) if e > MEASURABLE]
+            logs = [y for _, y in points]
+            rate = -_slope([n for n, _ in points], logs) if len(points) > 1 else None
+            power = -_slope([math.log(n) for n, _ in points], logs) if len(points) > 1 else None
             geometric = name.startswith("geometric")
             rows.append({
-                "spectrum": name, "length": float(length), "points": len(kept),
+                "spectrum": name, "length": float(length), "points": len(points),
                 "per_channel": rate,
                 "claimed_per_channel": math.pi**2 / math.log(float(length)) if geometric else None,
                 "offset": math.pi**2 / rate - math.log(float(length)) if geometric and rate else None,
@@ -112,15 +114,16 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 def error_by_ends(
     channels: int, length: float, beta: float = 0.5, *, draws: int = 9, seed: int = 0, cache: Path | None = None
 ) -> dict[str, Any]:
-    """Error of geometric rates against their ends, and of other spectra beside them, in both norms.
+    """Compute the error of geometric rates for different ends, and of other spectra, in both norms.
 
     Args:
-        channels, length, beta, draws, seed, cache: as `error_by_channels` has them.
+        channels, length: N, T.
+        beta, draws, seed, cache: see `error_by_channels`.
 
     Returns:
-        "channels", "length", "beta", "draws"; "low", "high" (ends in units of (1/T, 1)) and "errors" `[low][high]`
-        over the integers: a map; "rows", a dict a spectrum: "spectrum", "low", "high" (its ends in those units, or
-        None) and its errors over the "integers" and over the "interval".
+        "channels", "length", "beta", "draws". "low" and "high" are ends in units of (1/T, 1), and "errors"
+        `[low][high]` is the map of errors over the integers. "rows" has one dict for each spectrum: "spectrum", "low"
+        and "high" (its ends in these units, or None), and its errors over the "integers" and over the "interval".
     """
 
     def error(low: float, high: float, continuous: bool = False) -> float:
@@ -134,14 +137,13 @@ def error_by_ends(
         {"spectrum": name, "low": low, "high": high, **{norm: error(low, high, on) for norm, on in NORMS.items()}}
         for name, (low, high) in chosen.items()
     ]
-    found = {
-        norm: error_by_channels([channels], [length], beta, draws=draws, seed=seed, continuous=on, cache=cache)[
-            "errors"
-        ]
+    options: dict[str, Any] = {"draws": draws, "seed": seed, "cache": cache}
+    others = {
+        norm: error_by_channels([channels], [length], beta, continuous=on, **options)["errors"]
         for norm, on in NORMS.items()
     }
     for name in SPECTRA[:3]:
-        errors = {norm: found[norm][name][f"{length:g}"][0] for norm in NORMS}
+        errors = {norm: others[norm][name][f"{length:g}"][0] for norm in NORMS}
         rows.append({"spectrum": name, "low": None, "high": None, **errors})
     low, high = ([2 ** (i / 2) for i in range(*ends)] for ends in ((-14, 5), (-2, 9)))
     return {"channels": channels, "length": length, "beta": beta, "draws": draws, "low": low, "high": high,
@@ -152,24 +154,25 @@ def error_by_position(
     channels: int, length: float, positions: Sequence[int], beta: float = 0.5, *,
     ends: tuple[float, float] | None = None, continuous: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Error on [1, t] at positions t of one geometric spectrum made for T, as it is and adapted to t (Prop. 4.9).
+    """Compute the error on [1, t] at positions t of one geometric spectrum for T, fixed and adapted (Prop. 4.9).
 
-    "static" keeps the rates; "adapted" has those of Theorem 4.11 at t, `r_k (t/T)^{−α_k}`, as if they had been so
-    all along. A recurrence had another gate at every step before t, and responds to the lags s = 1 … t − 1 of its
-    inputs by `exp(−r_k Σ_{j = t−s+1}^t (j/T)^{−α_k})`: "as run". The theorem leaves that out, and it undoes the gain
-    for the paper's ends: a slow response (1 − s/t)^r falls to 0 at the oldest input. With a slow end near 0.01/T as
-    run is as good as adapted.
-    (Proposition 4.9 bounds the static error at t by one that grows as t falls; but [1, t] is part of [1, T].)
+    "static" uses the rates unchanged. "adapted" uses the rates of Theorem 4.11 at t, `r_k (t/T)^{−α_k}`, as if they had
+    been constant up to t. In a recurrence the gates before t were different ones. "as run" takes this into account: the
+    response to the input s = 1 … t − 1 tokens ago is `exp(−r_k Σ_{j = t−s+1}^t (j/T)^{−α_k})`. The theorem leaves this
+    out. With the paper's ends, it cancels the gain of adaptation, because a slow response (1 − s/t)^r falls to 0 at the
+    oldest input. With a slow end near 0.01/T, "as run" is as good as "adapted". Proposition 4.9 bounds the static error
+    at t by an expression that grows as t falls, although [1, t] is part of [1, T].
 
     Args:
         channels, length: N, T.
         positions: t, at least 3.
-        beta: exponent of the power law.
-        ends: the slowest and the fastest rate at T; (1/T, 1) unless given.
-        continuous: "static" and "adapted" over the interval [1, t] rather than its integers.
+        beta: exponent β of the power law.
+        ends: the slowest and the fastest rate at T. Default: (1/T, 1).
+        continuous: whether "static" and "adapted" are over the interval [1, t] instead of its integers.
 
     Returns:
-        "channels", "length", "beta", "ends", "positions", and "errors": "static", "adapted", "as run" → one a t.
+        "channels", "length", "beta", "ends", "positions", and "errors": "static", "adapted", "as run" → an error for
+        each t.
     """
     low, high = ends or (1 / length, 1.0)
     rates = geometric_rates(channels, length, low, high)

@@ -1,14 +1,13 @@
-"""All that `halflife theory` computes: what PoST states of decay spectra beside what is so, as one dict of plain data.
+"""The topics of `halflife theory`: PoST's claims about decay spectra and computed values, as one dict of plain data.
 
-A topic is a function of the settings. `theory_figures.FIGURES` has a figure of the same name for each, which draws
-what stands in `theory.json` as well.
+A topic is a function of the settings. The report has a figure of the same name for each topic, which it draws from
+`theory.json` alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from halflife.theory.approximation import (
 )
 from halflife.theory.approximation_survey import error_by_channels, error_by_ends, error_by_position
 from halflife.theory.correlations import bits, octave_information, power_law
+from halflife.theory.settings import TheorySettings
 from halflife.theory.spectra import (
     best_taper,
     coherences,
@@ -41,66 +41,23 @@ from halflife.theory.spectra import (
     taper_bound,
 )
 
-FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1): as good as run as in the paper's theorem
+FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1); with these ends "as run" is as good as the paper's "adapted"
 SLACKS = (0.1, 0.3, 0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the topics speak of.
-
-    Attributes:
-        channels, length, beta: N, T and the exponent of the power law t^{−β}.
-        lengths, counts: the T and the N of Table 1; `channels` is always among the latter.
-        text: files of the autocovariance.
-        tokenizer: name or folder of one of transformers; None reads bytes.
-        tokens: of the text that are read, from its start.
-        runs: of `halflife train`, or folders with some below: for the information per octave, and for embeddings.
-        seed: of everything that is drawn.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    channels: int = 16
-    length: int = 10_000
-    beta: float = 0.5
-    lengths: tuple[float, ...] = (1e2, 1e3, 1e4, 1e5, 1e6)
-    counts: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32)
-    text: tuple[Path, ...] = ()
-    tokenizer: str | None = None
-    tokens: int = 1 << 20
-    runs: tuple[Path, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.channels < 2 or self.length < 10 or not self.beta > 0 or self.tokens < 1:
-            raise ValueError(
-                "need at least 2 channels, a length of 10, β > 0 and a token; "
-                f"got {self.channels}, {self.length}, {self.beta:g}, {self.tokens}"
-            )
-        if not self.lengths or min(self.lengths) < 2 or min(self.counts, default=2) < 1:
-            raise ValueError(f"need lengths from 2 and counts from 1; got {self.lengths} and {self.counts}")
-
-    @property
-    def all_counts(self) -> list[int]:
-        """N of Table 1, ascending."""
-        return sorted({*self.counts, self.channels})
 
 
 # ----------------------------------------------------------------------------------------- approximation
 
 
-def _errors(s: Settings, cache: Path | None) -> dict[str, Any]:
+def _errors(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     return error_by_channels(s.all_counts, s.lengths, s.beta, seed=s.seed, cache=cache)
 
 
-def _ends(s: Settings, cache: Path | None) -> dict[str, Any]:
+def _ends(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     return error_by_ends(s.channels, s.length, s.beta, seed=s.seed, cache=cache)
 
 
-def _positions(s: Settings, cache: Path | None) -> list[dict[str, Any]]:
-    """Static, adapted and as run for the paper's ends, the best and far ones."""
+def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
+    """Errors at positions for three pairs of ends: the paper's, the best, and ends further out."""
     low, high = FAR_ENDS
     ends = (1 / s.length, 1.0), best_endpoints(s.channels, s.length, s.beta, cache=cache), (low / s.length, high)
     first = max(4, min(2 * s.channels, s.length // 2))  # N weights fit as many positions
@@ -111,12 +68,12 @@ def _positions(s: Settings, cache: Path | None) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------- spectra
 
 
-def _gaps(s: Settings, _: Path | None) -> dict[str, Any]:
-    """Of log-rates drawn evenly on [−log T, 0]."""
+def _gaps(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """Gaps of log-rates that are drawn uniformly on [−log T, 0]."""
     return minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed)
 
 
-def _coherence(s: Settings, cache: Path | None) -> dict[str, Any]:
+def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     n, t, middle = s.channels, s.length, round(math.sqrt(s.length))
     geometric = geometric_rates(n, t)
     spectra = {
@@ -128,42 +85,42 @@ def _coherence(s: Settings, cache: Path | None) -> dict[str, Any]:
     return {name: coherences(rates) for name, rates in spectra.items()}
 
 
-def _channels(s: Settings, _: Path | None) -> dict[str, Any]:
+def _channels(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     return effective_channels(geometric_rates(s.channels, s.length), spread(1, s.length, 120).int().tolist(), s.length)
 
 
-def _responses(s: Settings, _: Path | None) -> dict[str, Any]:
+def _responses(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     positions = sorted({max(4, s.length // part) for part in (100, 10, 1)})
     return responses(geometric_rates(s.channels, s.length), positions, s.length, points=40)
 
 
-def _energy(s: Settings, _: Path | None) -> dict[str, Any]:
-    """With τ_k(t) = t^{α_k} (Theorem 4.11), for a slowest, a middle and a fastest channel, as far as 1,000 tokens."""
+def _energy(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """Energies with τ_k(t) = t^{α_k} (Theorem 4.11), for a slowest, a middle and a fastest channel, up to t = 1,000."""
     steps, trials = min(s.length, 1000), 4000
     return energies(torch.ones(3, dtype=torch.float64), taper(3), steps, trials, s.seed, points=60)
 
 
-def _taper(s: Settings, _: Path | None) -> dict[str, Any]:
-    """Bounds, and the best taper where the first octaves carry J₀(1 + ε) and the others J₀(1 − ε).
+def _taper(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """Bounds, and the best taper if the first octaves carry J₀(1 + ε) of information and the others J₀(1 − ε).
 
-    The first are (1 − ε)/2 of all and carry half of the information: the sharp bound is reached at α = 1/2.
+    The first octaves are (1 − ε)/2 of all and carry half of the information, so that α = 1/2 reaches the sharp bound.
     """
-    found = {}
+    by_slack = {}
     for slack in SLACKS:
         bound, octave = taper_bound(slack, s.channels), torch.arange(20)
         best = best_taper(torch.where(octave < round(10 * (1 - slack)), 1 + slack, 1 - slack), s.channels)
-        found[f"{slack:g}"] = {"paper": bound.paper.tolist(), "sharp": bound.sharp.tolist(), "best": best.tolist()}
-    return found
+        by_slack[f"{slack:g}"] = {"paper": bound.paper.tolist(), "sharp": bound.sharp.tolist(), "best": best.tolist()}
+    return by_slack
 
 
 # --------------------------------------------------------------------------------------------- the data
 
 
-def _autocovariance(s: Settings, _: Path | None) -> dict[str, Any]:
-    """β of the text in bits, and in the embeddings of each run.
+def _autocovariance(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """Exponent β of the text in bits, and in the embeddings of each run.
 
     Returns:
-        "tokens"; "sequences", name → what `power_law` gives; "without", name → why a sequence has no power law.
+        "tokens"; "sequences", name → the result of `power_law`; "without", name → why a sequence has no power law.
     """
     if not s.text:
         raise ValueError("autocovariance needs a text: --text FILE")
@@ -173,78 +130,82 @@ def _autocovariance(s: Settings, _: Path | None) -> dict[str, Any]:
         model = load_any(folder)
         check_ids(model.config, ids, s.tokenizer)
         vectors[f"embeddings of {label}"] = model.embedding.weight.detach()
-    found: dict[str, Any] = {"tokens": len(ids), "sequences": {}, "without": {}}
+    result: dict[str, Any] = {"tokens": len(ids), "sequences": {}, "without": {}}
     for name, table in vectors.items():
         try:
-            found["sequences"][name] = power_law(ids, table, seed=s.seed)
+            result["sequences"][name] = power_law(ids, table, seed=s.seed)
         except ValueError as error:
-            found["without"][name] = str(error)
-    if not found["sequences"]:
-        raise ValueError(f"the text shows no power law: {next(iter(found['without'].values()))}")
-    return found
+            result["without"][name] = str(error)
+    if not result["sequences"]:
+        raise ValueError(f"the text shows no power law: {next(iter(result['without'].values()))}")
+    return result
 
 
-def _information(s: Settings, _: Path | None) -> dict[str, Any]:
-    """J(σ) of each run, up to its training length: beyond, the loss shows how the model extrapolates.
+def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """J(σ) of each run, up to its training length. Beyond it, the loss shows how the model extrapolates.
 
     Returns:
-        The run's name → what `octave_information` gives, "trained" (the training length) and "rows" (of the loss).
+        The run's name → the result of `octave_information`, "trained" (the training length) and "rows" (of the loss).
     """
     if not s.runs:
         raise ValueError("information needs runs of `halflife train`: --runs DIR")
-    found = {}
+    by_run = {}
     for label, folder in checkpoints(s.runs).items():
         result = read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
         if "positions" not in result:
             raise ValueError(f"{folder} has no losses by position: it is no finished run of `halflife train`")
         trained = result["lengths"][0]["length"]
         buckets = [(b["first"], b["last"], b["loss"]) for b in result["positions"] if b["last"] <= trained]
-        found[label] = {**octave_information(buckets), "trained": trained, "rows": result["rows"]}
-    return found
+        by_run[label] = {**octave_information(buckets), "trained": trained, "rows": result["rows"]}
+    return by_run
 
 
 # ------------------------------------------------------------------------------------------ all of them
 
-TOPICS: dict[str, Callable[[Settings, Path | None], Any]] = {
+TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
     "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
     "channels": _channels, "responses": _responses, "energy": _energy, "taper": _taper,
     "autocovariance": _autocovariance, "information": _information,
 }  # fmt: skip
-OF_FILES = {"autocovariance": "text", "information": "runs"}  # the setting without which a topic has nothing to say
+# Topics that need files → the setting that names the files.
+OF_FILES = {"autocovariance": "text", "information": "runs"}
 
 
 def compute(
-    settings: Settings, topics: Sequence[str] = (), *, cache: Path | None = None, show: bool = False
+    settings: TheorySettings, topics: Sequence[str] = (), *, cache: Path | None = None, show: bool = False
 ) -> dict[str, Any]:
-    """The data of some topics, in their order; of all that the settings have files for, unless they are named.
+    """Compute the data of some topics, in the order of `TOPICS`.
 
     Args:
-        settings: see there.
-        topics: names in `TOPICS`.
-        cache: JSON file that keeps best ends and steps.
+        settings: numbers and files.
+        topics: names in `TOPICS`. Default: all topics for which the settings have files.
+        cache: JSON file that stores the best ends and steps.
         show: whether to draw a progress bar.
 
     Returns:
-        topic → plain data, all numbers finite.
+        topic → plain data, in which all numbers are finite.
 
     Raises:
-        FileNotFoundError, ValueError: an unknown topic, one without its files, or a file that cannot be read.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a number is out of range, a topic is unknown or lacks its files, or a file cannot be read.
     """
     from rich.console import Console
     from rich.progress import track
 
+    settings.validate()
     for name in topics:
         if name not in TOPICS:
             raise unknown("topic", name, list(TOPICS))
     names = topics or [name for name in TOPICS if name not in OF_FILES or getattr(settings, OF_FILES[name])]
-    names = sorted(set(names), key=lambda name: (name not in OF_FILES, list(TOPICS).index(name)))  # files may be wrong
-    found: dict[str, Any] = {}
+    # Topics with files come first, so that a wrong file is an error before anything takes long.
+    names = sorted(set(names), key=lambda name: (name not in OF_FILES, list(TOPICS).index(name)))
+    data_of: dict[str, Any] = {}
 
     def add(name: str) -> None:
-        found[name] = TOPICS[name](settings, cache)
+        data_of[name] = TOPICS[name](settings, cache)
 
     steps: list[Callable[[], Any]] = [partial(add, name) for name in names]
-    if "errors" in names:  # its searches take long: each is a step before it, and remembered
+    if "errors" in names:  # its searches take long, so each is a step of the progress bar; their results are cached
         at = names.index("errors")
         steps[at:at] = [
             partial(search, count, length, settings.beta, cache=cache)
@@ -254,11 +215,11 @@ def compute(
     hidden = not (show and console.is_terminal)
     for step in track(steps, "computing", console=console, transient=True, disable=hidden):
         step()
-    return {name: found[name] for name in TOPICS if name in found}
+    return {name: data_of[name] for name in TOPICS if name in data_of}
 
 
 def write(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Writes `theory.json`; topics that it has from before and `data` has not stay. Returns all of it."""
+    """Write `theory.json` and return its content. Topics that the file already has and `data` lacks are kept."""
     file = folder / "theory.json"
     data = {**(read_json(file) if file.exists() else {}), **data}
     data = {name: data[name] for name in TOPICS if name in data}

@@ -1,10 +1,10 @@
 """Diagnostics of spectral Koopman attention: what its statistics say about retrieval (Echo, Appendices A, C, D, I).
 
-Everything is computed in float64 from the sums that an operator is fitted to (`halflife.ops.koopman.op`, math.md §5):
+Everything is computed in float64 from the statistics of the op (`halflife.ops.koopman`, docs/equations.md, "SKA"):
 
     G̃ = G + ε m² I = L Lᵀ,   A_w = L⁻¹ M L⁻ᵀ,   Â = γ A_w,   B* = C G̃⁻¹,   Φ_K = L Â^K L⁻¹
 
-Letters in front of the last axes (`…`) are batch, such as sequences and heads.
+Axes that are written `…` are batch axes, such as sequences and heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Operator:
-    """The statistics of some tokens.
+    """The statistics of some tokens, and the matrices that follow from them.
 
     Attributes:
         gram: G = Σ z zᵀ `[…, R, R]`.
@@ -40,7 +40,7 @@ class Operator:
 
     @classmethod
     def of_tokens(cls, keys: Tensor, values: Tensor, ridge: float = 1e-3) -> Operator:
-        """The operator of `keys […, T, R]` and `values […, T, P]`; ridge: ε."""
+        """Return the operator of `keys […, T, R]` and `values […, T, P]`; `ridge` is ε."""
         keys, values = keys.double(), values.double()
         before = torch.cat([torch.zeros_like(keys[..., :1, :]), keys], -2)[..., :-1, :]
         norm = keys.square().sum(-1)
@@ -49,9 +49,9 @@ class Operator:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Tensor], ridge: float = 1e-3) -> Operator:
-        """What the op's state has committed, `[N, H, …]`; ridge: ε.
+        """Return the operator of the committed tokens in a state of the op, `[N, H, …]`; `ridge` is ε.
 
-        Rounding can give a float32 Gram matrix eigenvalues below 0: they are 0 here.
+        Rounding can give a float32 Gram matrix negative eigenvalues. They are set to 0.
         """
         gram = state["gram"].double()
         levels, basis = torch.linalg.eigh(gram)
@@ -67,7 +67,7 @@ class Operator:
 
     @cached_property
     def levels(self) -> Tensor:
-        """Eigenvalues of G̃, ascending, `[…, R]`: none below the ridge (Lemma A.4), which is theirs without keys."""
+        """Eigenvalues of G̃, ascending, `[…, R]`. None is below the ridge (Lemma A.4). Without keys all equal it."""
         return torch.linalg.eigvalsh(self.gram).clamp(min=0) + self.ridge.unsqueeze(-1)
 
     @cached_property
@@ -79,42 +79,42 @@ class Operator:
     def whitened(self) -> Tensor:
         """A_w = L⁻¹ M L⁻ᵀ `[…, R, R]`, similar to M G̃⁻¹ (Prop. A.3, I.4).
 
-        It is similar to G̃⁻¹ M as well, which is `G̃⁻¹ (M G̃⁻¹) G̃`: the paper's Remark 2 denies that, in error.
+        It is also similar to G̃⁻¹ M, which is `G̃⁻¹ (M G̃⁻¹) G̃`. The paper's Remark 2 denies this, which is an error.
         """
         return self._unwhiten(torch.linalg.solve_triangular(self.factor, self.transition, upper=False))
 
     @cached_property
     def eigenvalues(self) -> Tensor:
-        """The complex eigenvalues of A_w `[…, R]`, in no order."""
+        """The complex eigenvalues of A_w `[…, R]`, in no particular order."""
         return torch.linalg.eigvals(self.whitened)
 
     @cached_property
     def whitened_readout(self) -> Tensor:
-        """C L⁻ᵀ = B* L `[…, P, R]`, what a whitened query is read with."""
+        """C L⁻ᵀ = B* L `[…, P, R]`, which reads a whitened query."""
         return self._unwhiten(self.values)
 
     @cached_property
     def readout(self) -> Tensor:
-        """B* = C G̃⁻¹ `[…, P, R]`, the minimiser of the ridge objective (Prop. I.2)."""
+        """B* = C G̃⁻¹ `[…, P, R]`, which minimises the ridge objective (Prop. I.2)."""
         return torch.cholesky_solve(self.values.mT, self.factor).mT
 
     def power(self, power: int, gamma: float | Tensor = 1.0) -> Tensor:
-        """Â^K = (γ A_w)^K `[…, R, R]`; gamma: a number or `[…]`."""
+        """Return Â^K = (γ A_w)^K `[…, R, R]`; gamma is a number or `[…]`."""
         gamma = torch.as_tensor(gamma, dtype=torch.float64, device=self.whitened.device)
         return torch.linalg.matrix_power(gamma[..., None, None] * self.whitened, power)
 
     def _unwhiten(self, x: Tensor) -> Tensor:
-        """`x L⁻ᵀ` for `x […, n, R]`."""
+        """Return `x L⁻ᵀ` for `x […, n, R]`."""
         return torch.linalg.solve_triangular(self.factor.mT, x, upper=True, left=False)
 
 
 def _unit(norm: Tensor) -> Tensor:
-    """m², or 1 where there are no keys, as the op has it."""
+    """Return m², or 1 where there are no keys, as the op does."""
     return torch.where(norm > 0, norm, 1.0)
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """The largest singular value of `[…, n, R]`: `[…]`."""
+    """Return the largest singular value of `[…, n, R]`: `[…]`."""
     return torch.linalg.matrix_norm(matrix, 2)
 
 
@@ -122,17 +122,18 @@ def norm(matrix: Tensor) -> Tensor:
 
 
 def sigma_max(operator: Operator) -> Tensor:
-    """σ_max(A_w) `[…]`, at most `λ_max(G) / (λ_max(G) + ε m²)` and so below 1, whatever the keys.
+    """Return σ_max(A_w) `[…]`. It is at most `λ_max(G) / (λ_max(G) + ε m²)`, so it is below 1 for all keys.
 
-    A_w = (Z₁ L⁻ᵀ)ᵀ (Z₀ L⁻ᵀ) for the rows of keys Z₁ and, one earlier, Z₀, all of which are in G: each factor has the
-    norm `λ_max(G) / λ_max(G̃)` to the ½ or less. So the division by `max(σ_max, 1)` (Eq. 12, Prop. D.2) never acts on
-    the whitened operator, and Remark 4's σ_max ≫ 1 is that of M G̃⁻¹ (Eq. 11), which can reach √κ(G̃).
+    A_w = (Z₁ L⁻ᵀ)ᵀ (Z₀ L⁻ᵀ), where the rows of Z₁ are keys and the rows of Z₀ are the keys one token earlier. All of
+    them are in G, so each factor has a norm of at most `(λ_max(G) / λ_max(G̃))^½`. Therefore the division by
+    `max(σ_max, 1)` (Eq. 12, Prop. D.2) never changes the whitened operator. The σ_max ≫ 1 of Remark 4 belongs to M G̃⁻¹
+    (Eq. 11), which can reach √κ(G̃).
     """
     return norm(operator.whitened)
 
 
 class Modes(NamedTuple):
-    """Which modes are persistent, transient, or neither: masks `[…, R]`."""
+    """Masks `[…, R]` of persistent modes, transient modes, and modes that are neither."""
 
     persistent: Tensor
     transient: Tensor
@@ -140,14 +141,14 @@ class Modes(NamedTuple):
 
 
 def modes(eigenvalues: Tensor, delta: float = 0.3, rho: float = 0.7) -> Modes:
-    """Persistent modes |1 − λ| ≤ δ and, of the others, transient ones |λ| ≤ ρ (Theorem I.11).
+    """Classify modes as persistent, |1 − λ| ≤ δ, or as transient, |λ| ≤ ρ among the others (Theorem I.11).
 
-    The main text calls every mode with |λ| ≈ 1 persistent; but one at −1 or at e^{iθ} turns, and the theorem's target
-    keeps only what stays in place. Those that turn or grow are `neither`, and with them the theorem does not apply.
-    The defaults meet on the real axis, where K = 2 keeps half (Remark 3).
+    The main text calls every mode with |λ| ≈ 1 persistent. A mode at −1 or at e^{iθ} however rotates, and the theorem's
+    target only keeps modes that stay in place. Modes that rotate or grow are `neither`. The theorem does not apply if
+    there are such modes. The default limits meet on the real axis, where K = 2 keeps half (Remark 3).
 
     Args:
-        eigenvalues: those of Â, that is γ times those of A_w, `[…, R]`.
+        eigenvalues: eigenvalues of Â, which are γ times those of A_w, `[…, R]`.
         delta, rho: δ, ρ.
     """
     persistent = (1 - eigenvalues).abs() <= delta
@@ -155,21 +156,21 @@ def modes(eigenvalues: Tensor, delta: float = 0.3, rho: float = 0.7) -> Modes:
     return Modes(persistent, transient, ~persistent & ~transient)
 
 
-def kept(eigenvalues: Tensor, power: int) -> Tensor:
-    """|λ|^K `[…, R]`: the share of a mode's amplitude that is left after the filter (Prop. D.1).
+def filtered_amplitude(eigenvalues: Tensor, power: int) -> Tensor:
+    """Return |λ|^K `[…, R]`, the fraction of a mode's amplitude that is left after the filter (Prop. D.1).
 
-    The paper's remark calls it energy, which is its square.
+    The paper's remark calls it energy, which is the square of it.
     """
     return eigenvalues.abs() ** power
 
 
 def lambda_min(operator: Operator) -> Tensor:
-    """λ_min(G̃) `[…]`: 1 / λ_min is the most that noise in the statistics is amplified (Corollary C.2)."""
+    """Return λ_min(G̃) `[…]`. Noise in the statistics is amplified by at most 1 / λ_min (Corollary C.2)."""
     return operator.levels[..., 0]
 
 
 def condition(operator: Operator) -> Tensor:
-    """κ(G̃) = λ_max / λ_min `[…]`."""
+    """Return κ(G̃) = λ_max / λ_min `[…]`."""
     return operator.levels[..., -1] / operator.levels[..., 0]
 
 
@@ -177,41 +178,42 @@ def condition(operator: Operator) -> Tensor:
 
 
 def loss(operator: Operator, readout: Tensor, energy: Tensor) -> Tensor:
-    """Σ ‖v − B z‖² + ε m² ‖B‖² `[…]` (Eq. 63); readout: B `[…, P, R]`; energy: Σ ‖v‖² `[…]`."""
+    """Return Σ ‖v − B z‖² + ε m² ‖B‖² `[…]` (Eq. 63), for the readout B `[…, P, R]` and the energy Σ ‖v‖² `[…]`."""
     return energy - 2 * _inner(readout, operator.values) + _inner(readout @ operator.regularised, readout)
 
 
 def residual(operator: Operator, readout: Tensor, energy: Tensor) -> Tensor:
-    """Σ ‖v − B z‖² `[…]`, the part of `loss` without the ridge."""
+    """Return Σ ‖v − B z‖² `[…]`, which is `loss` without the ridge term."""
     return energy - 2 * _inner(readout, operator.values) + _inner(readout @ operator.gram, readout)
 
 
 def excess_risk(operator: Operator, readout: Tensor) -> Tensor:
-    """‖(B − B*) L‖_F² `[…]`, what `loss` of B exceeds its minimum by (Prop. I.3)."""
+    """Return ‖(B − B*) L‖_F² `[…]`, by which `loss` of B exceeds its minimum (Prop. I.3)."""
     return ((readout - operator.readout) @ operator.factor).square().sum((-2, -1))
 
 
 def linear_bound(operator: Operator) -> Tensor:
-    """(κ − 1) / (κ + 1) `[…]`: ‖C q − a B* q‖ ≤ this · ‖C‖ ‖q‖ for a = `linear_scale` (Theorem I.6).
+    """Return (κ − 1) / (κ + 1) `[…]`. With a = `linear_scale`, ‖C q − a B* q‖ ≤ this · ‖C‖ ‖q‖ (Theorem I.6).
 
-    With orthogonal C there is a q for which no a does better; for other C and q the error may be anything down to 0
-    (an eigenvector q): the bound is reached, but not "unavoidable" (I.10), and a* is the best a only for the worst q.
+    For orthogonal C there is a q for which no a does better. For other C and q the error can be anything down to 0,
+    which an eigenvector q reaches. So the bound is tight, but the error is not "unavoidable" (I.10), and a* is the best
+    a only for the worst q.
     """
     return (condition(operator) - 1) / (condition(operator) + 1)
 
 
 def linear_scale(operator: Operator) -> Tensor:
-    """a* = 2 λ_min λ_max / (λ_min + λ_max) `[…]` of Theorem I.6."""
+    """Return a* = 2 λ_min λ_max / (λ_min + λ_max) `[…]` of Theorem I.6."""
     low, high = operator.levels[..., 0], operator.levels[..., -1]
     return 2 * low * high / (low + high)
 
 
 def linear_distance(operator: Operator) -> Tensor:
-    """min_a ‖C − a B*‖_F / ‖C‖_F `[…]`, for queries of all directions alike; `linear_bound` or less."""
-    ours, theirs = operator.readout, operator.values
-    scale = _inner(ours, theirs) / _inner(ours, ours)
-    rest = (theirs - scale[..., None, None] * ours).square().sum((-2, -1))
-    return (rest / _inner(theirs, theirs)).sqrt()
+    """Return min_a ‖C − a B*‖_F / ‖C‖_F `[…]`, for queries of all directions. It is at most `linear_bound`."""
+    ridge, linear = operator.readout, operator.values
+    scale = _inner(ridge, linear) / _inner(ridge, ridge)
+    rest = (linear - scale[..., None, None] * ridge).square().sum((-2, -1))
+    return (rest / _inner(linear, linear)).sqrt()
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
@@ -224,10 +226,10 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 def filtered_readout(
     operator: Operator, power: int = 2, gamma: float | Tensor = 1.0, mix: float | Tensor = 1.0
 ) -> Tensor:
-    """B* ((1 − μ) I + μ Φ_K) `[…, P, R]`, which the layer, times η, applies to queries.
+    """Return B* ((1 − μ) I + μ Φ_K) `[…, P, R]`, which the layer multiplies by η and applies to queries.
 
     Args:
-        operator: of which statistics.
+        operator: the statistics.
         power: K.
         gamma, mix: γ and μ, numbers or `[…]`.
     """
@@ -236,12 +238,12 @@ def filtered_readout(
 
 
 def filter_bias(operator: Operator, power: int = 2, gamma: float | Tensor = 1.0, mix: float | Tensor = 1.0) -> Tensor:
-    """‖μ B* (Φ_K − I) L‖_F² `[…]`: what the filter adds to `loss` (Prop. I.10; there μ = 1)."""
+    """Return ‖μ B* (Φ_K − I) L‖_F² `[…]`, which the filter adds to `loss` (Prop. I.10, with μ = 1 there)."""
     return (operator.whitened_readout @ _change(operator, power, gamma, mix)).square().sum((-2, -1))
 
 
 def _change(operator: Operator, power: int, gamma: float | Tensor, mix: float | Tensor) -> Tensor:
-    """μ (Â^K − I)."""
+    """Return μ (Â^K − I)."""
     mix = torch.as_tensor(mix, dtype=torch.float64, device=operator.gram.device)
     eye = torch.eye(operator.gram.shape[-1], dtype=torch.float64, device=operator.gram.device)
     return mix[..., None, None] * (operator.power(power, gamma) - eye)
@@ -250,15 +252,15 @@ def _change(operator: Operator, power: int, gamma: float | Tensor, mix: float | 
 # ----------------------------------------------------------------------------------------------- memory
 
 
-def state_floats(rank: int, width: int, chunk_size: int = 1) -> int:
-    """Numbers of a head's state, whatever the length: 2r² + Pr + r + 1 (Prop. I.14), and the chunk not yet full.
+def state_size(rank: int, width: int, chunk_size: int = 1) -> int:
+    """Return the numbers in a head's state at any length: 2r² + Pr + r + 1 (Prop. I.14), and the incomplete chunk.
 
-    The paper leaves out the chunk, which chunk-causal streaming must keep. Its 77 KB for the 50M model (§3.5; r 56,
-    P 64, 7 heads, 4 layers, float32) are 1.1 MB by its own formula.
+    The paper leaves out the chunk, although chunk-causal streaming must store it. Its 77 KB for the 50M model (§3.5; r
+    56, P 64, 7 heads, 4 layers, float32) are 1.1 MB by its own formula.
     """
     return 2 * rank**2 + width * rank + rank + 1 + (chunk_size - 1) * (rank + width)
 
 
 def crossover(rank: int, width: int, chunk_size: int = 1) -> float:
-    """The length T beyond which a cache of keys and values, T (r + P) numbers, is larger than `state_floats`."""
-    return state_floats(rank, width, chunk_size) / (rank + width)
+    """Return the length T beyond which a cache of keys and values, T (r + P) numbers, is larger than `state_size`."""
+    return state_size(rank, width, chunk_size) / (rank + width)

@@ -1,7 +1,8 @@
-"""Bounds on what spectral Koopman attention reads, and on how its modes move with its statistics (Echo, C and I.7).
+"""Bounds on the output of spectral Koopman attention, and on how its modes change with its statistics (Echo, C and
+I.7).
 
-Where the paper's bound is larger than need be, or not proved by its steps, ours stands beside it. Letters in front of
-the last axes (`…`) are batch, as in `halflife.theory.koopman`.
+If the paper's bound is larger than necessary, or its steps do not prove it, our bound stands beside it. Axes that are
+written `…` are batch axes, as in `halflife.theory.koopman`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from halflife.theory.koopman import Operator, condition, lambda_min, modes, norm
 
 
 class Bound(NamedTuple):
-    """An upper bound as the paper has it, and the one that its argument gives when followed closely."""
+    """An upper bound in the paper's form, and the sharper one that its argument gives when it is followed closely."""
 
     paper: Tensor
     sharp: Tensor
@@ -33,33 +34,35 @@ class Regime(NamedTuple):
 def regime(
     operator: Operator, query: Tensor, power: int = 2, gamma: float = 1.0, delta: float = 0.3, rho: float = 0.7
 ) -> Regime:
-    """How far y / η lies from what the persistent modes alone would read (Theorem I.11).
+    """Bound the distance of y / η from what the persistent modes alone would read (Theorem I.11).
 
-    The paper bounds the norm of a sum, of what the persistent part moves and the transient part keeps, by the sum of
-    norms. The two are orthogonal, so the root of the sum of squares will do (`sharp`). Corollary I.12 (the filter
-    helps where `filtered.paper < unfiltered`) compares bounds: errors follow it if C L⁻ᵀ is a multiple of an isometry,
-    and need not otherwise, for a C that does not see the transient part has nothing to gain.
+    The error has two parts: the change of the persistent modes, and the rest of the transient modes. The paper bounds
+        the
+    norm of their sum by the sum of their norms. The parts are orthogonal, so the root of the sum of squares is a bound
+    too (`sharp`). Corollary I.12 (the filter helps if `filtered.paper < unfiltered`) compares bounds. The errors
+    themselves follow it if C L⁻ᵀ is a multiple of an isometry. For other C they need not: if C does not read the
+    transient part, the filter cannot help.
 
     Args:
-        operator: of which Â is normal.
+        operator: the statistics; Â must be normal.
         query: q `[…, R]`.
-        power, gamma, delta, rho: K, γ, δ, ρ; every mode must be persistent or transient.
+        power, gamma, delta, rho: K, γ, δ, ρ. Every mode must be persistent or transient.
 
     Returns:
         `target […, P]` and the bounds `[…]`.
 
     Raises:
-        ValueError: Â is not normal, or has modes that are neither.
+        ValueError: if Â is not normal, or has modes that are neither persistent nor transient.
     """
     scaled = operator.power(1, gamma)
     if (norm(scaled @ scaled.mT - scaled.mT @ scaled) > 1e-9 * norm(scaled) ** 2).any():
         raise ValueError("Theorem I.11 needs a normal operator: A Aᵀ = Aᵀ A")
     eigenvalues, basis = _normal_eig(scaled)
-    found = modes(eigenvalues, delta, rho)
-    if found.neither.any():
+    kinds = modes(eigenvalues, delta, rho)
+    if kinds.neither.any():
         raise ValueError(f"Theorem I.11 needs every mode within {delta} of 1 or {rho} of 0; got {eigenvalues}")
     white = torch.linalg.solve_triangular(operator.factor, query.double().unsqueeze(-1), upper=False)
-    parts = basis.mH @ white.to(basis.dtype) * found.persistent.unsqueeze(-1)
+    parts = basis.mH @ white.to(basis.dtype) * kinds.persistent.unsqueeze(-1)
     persistent = (basis @ parts).real
     gain = norm(operator.whitened_readout)
     moved = ((1 + delta) ** power - 1) * persistent.norm(dim=(-2, -1))
@@ -73,10 +76,11 @@ def regime(
 
 
 def _normal_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and orthonormal eigenvectors of a real normal matrix, repeated eigenvalues included.
+    """Return eigenvalues and orthonormal eigenvectors of a real normal matrix, also if eigenvalues repeat.
 
-    Its symmetric part and −i times its antisymmetric part share its eigenvectors, with the eigenvalues Re λ and Im λ;
-    a Hermitian sum of the two, with weights for which no two λ are likely to agree, has them orthonormal.
+    The matrix shares its eigenvectors with its symmetric part and with −i times its antisymmetric part, whose
+    eigenvalues are Re λ and Im λ. A Hermitian sum of the two has orthonormal eigenvectors. Its weights make it unlikely
+    that two different λ coincide.
     """
     real, imaginary = (matrix + matrix.mT) / 2, (matrix - matrix.mT) / 2
     basis = torch.linalg.eigh(torch.complex(real, -math.sqrt(2) * imaginary)).eigenvectors
@@ -87,10 +91,10 @@ def _normal_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def perturbation_bound(operator: Operator, other: Operator) -> Bound:
-    """‖Â_ε − A_ε‖ for A_ε = M G̃⁻¹ and other statistics Ĝ, M̂ `[…]` (Theorem C.1).
+    """Bound ‖Â_ε − A_ε‖ for A_ε = M G̃⁻¹ and other statistics Ĝ, M̂ `[…]` (Theorem C.1).
 
-    The paper bounds ‖M G̃⁻¹ E_G‖ by ‖A‖ ‖G̃‖ ‖G̃⁻¹‖ ‖E_G‖; as M G̃⁻¹ is A itself, the factor κ(G̃) is needless.
-    The sharp bound is (‖E_M‖ + ‖A‖ ‖E_G‖) / λ_min(Ĝ), reached at R = 1: what counts is the other λ_min.
+    The paper bounds ‖M G̃⁻¹ E_G‖ by ‖A‖ ‖G̃‖ ‖G̃⁻¹‖ ‖E_G‖. Since M G̃⁻¹ is A itself, the factor κ(G̃) is not needed.
+    The sharp bound is (‖E_M‖ + ‖A‖ ‖E_G‖) / λ_min(Ĝ), which R = 1 reaches. It contains λ_min of the other statistics.
     """
     gram, transition, size = _errors(operator, other)
     low = lambda_min(other)
@@ -98,12 +102,13 @@ def perturbation_bound(operator: Operator, other: Operator) -> Bound:
 
 
 def eigenvalue_bound(operator: Operator, other: Operator) -> Bound:
-    """How far an eigenvalue of `other` may lie from the nearest one of `operator`, `[…]` (Corollary C.4).
+    """Bound the distance of an eigenvalue of `other` from the nearest one of `operator`, `[…]` (Corollary C.4).
 
-    The paper puts the eigenvectors of A_w before the perturbation of M G̃⁻¹, whose own eigenvectors L V are up to √κ(G̃)
-    worse: its steps do not prove it (we found no case that breaks it). Bauer–Fike for the pencil M x = λ G̃ x does it
-    directly: `L⁻¹ (E_M − λ̂ E_G) L⁻ᵀ` perturbs A_w itself, so that κ(V) (‖E_M‖ + |λ̂| ‖E_G‖) / λ_min(G̃) suffices
-    (`sharp`), where |λ̂| < 1 for statistics of keys; no κ(G̃), no λ_min(Ĝ). It is reached at R = 1.
+    The paper combines the eigenvectors of A_w with the perturbation of M G̃⁻¹. The eigenvectors of M G̃⁻¹ itself, L V,
+    are worse conditioned by up to √κ(G̃), so the paper's steps do not prove its bound, although we know no
+    counterexample. Bauer–Fike for the pencil M x = λ G̃ x gives a bound directly: `L⁻¹ (E_M − λ̂ E_G) L⁻ᵀ` perturbs A_w
+    itself, so κ(V) (‖E_M‖ + |λ̂| ‖E_G‖) / λ_min(G̃) is a bound (`sharp`). For statistics of keys |λ̂| < 1. It contains
+    neither κ(G̃) nor λ_min(Ĝ), and R = 1 reaches it.
     """
     gram, transition, size = _errors(operator, other)
     vectors = eigenvector_condition(operator.whitened)
@@ -113,7 +118,7 @@ def eigenvalue_bound(operator: Operator, other: Operator) -> Bound:
 
 
 def _errors(operator: Operator, other: Operator) -> tuple[Tensor, Tensor, Tensor]:
-    """‖E_G‖ (ridges included), ‖E_M‖ and ‖A_ε‖."""
+    """Return ‖E_G‖ (with ridges), ‖E_M‖ and ‖A_ε‖."""
     unwhitened = torch.cholesky_solve(operator.transition.mT, operator.factor).mT
     return (
         norm(other.regularised - operator.regularised), norm(other.transition - operator.transition), norm(unwhitened),
@@ -121,10 +126,10 @@ def _errors(operator: Operator, other: Operator) -> tuple[Tensor, Tensor, Tensor
 
 
 def eigenvector_condition(matrix: Tensor) -> Tensor:
-    """κ(V) `[…]` of `V Λ V⁻¹` `[…, R, R]`: 1 for normal matrices, infinite for those with no such form."""
+    """Return κ(V) `[…]` of `V Λ V⁻¹` `[…, R, R]`: 1 for normal matrices, infinite if there is no such form."""
     return torch.linalg.cond(torch.linalg.eig(matrix).eigenvectors)
 
 
 def bauer_fike(matrix: Tensor, error: Tensor) -> Tensor:
-    """κ(V) ‖E‖ `[…]`: no eigenvalue of A + E is farther from the nearest one of A (Theorem C.3)."""
+    """Return κ(V) ‖E‖ `[…]`, the largest distance of an eigenvalue of A + E from the nearest one of A (Theorem C.3)."""
     return eigenvector_condition(matrix) * norm(error)

@@ -1,7 +1,7 @@
-"""What a decay spectrum is worth, by the statements of PoST: gaps, coherence, channels in use, responses, energy.
+"""Properties of a decay spectrum in the statements of PoST: gaps, coherence, channels in use, responses, energy, taper.
 
-Rates `[N]` ascend and are those of `halflife.theory.approximation`; `p = log r`. Where a statement is wrong or its
-bound larger than need be, the docstring says so and the right one stands beside it.
+Rates `[N]` ascend, as in `halflife.theory.approximation`, and `p = log r`. If a statement of the paper is wrong, or its
+bound is larger than necessary, the docstring says so and gives the corrected statement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from halflife.theory.koopman_bounds import Bound
 
 
 def spread(first: float, last: float, points: int) -> Tensor:
-    """At most `points` integers from `first` to `last`, evenly in their logarithm: `[P]`, float64, ascending."""
+    """Return at most `points` integers from `first` to `last`, evenly spaced in their logarithm: `[P]`, float64."""
     return torch.linspace(math.log(first), math.log(last), points, dtype=torch.float64).exp().round().unique()
 
 
@@ -30,28 +30,27 @@ def minimum_gap(
     channels: Sequence[int], density: float = 1.0, *,
     draw: Callable[[Tensor], Tensor] | None = None, trials: int = 1000, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Mean least gap of N independent draws against `E[Δ_min] ≤ 1 / (m (N² − 1))` (Lemma 4.1).
+    """Compare the mean smallest gap of N independent draws with `E[Δ_min] ≤ 1 / (m (N² − 1))` (Lemma 4.1).
 
-    Equal for uniform draws, for which m is one over the width. The lemma speaks of the parameter that is drawn,
-    whatever its meaning; it is the gap of *log*-rates that coherence depends on.
+    Uniform draws reach the bound, with m = 1 over the width of their range. The lemma holds for the parameter that is
+    drawn, whatever it means. Coherence depends on the gaps of *log*-rates.
 
     Args:
         channels: N, each at least 2.
-        density: m, the least density of the draws.
-        draw: maps uniform numbers on [0, 1] to draws (an inverse distribution function); to u/m unless given.
-        trials: samples a N.
+        density: m, the smallest density of the draws.
+        draw: an inverse distribution function, which maps uniform numbers on [0, 1] to draws. Default: u/m.
+        trials: samples for each N.
         seed: of the generator.
 
     Returns:
-        "channels", "trials", and one number a N: "mean", "error" (its standard error), "bound", "even" (the gap
-        of N evenly spaced points on the same range), "largest" (mean largest gap).
+        "channels", "trials", and one number for each N: "mean", "error" (the standard error of the mean), "bound",
+        "even" (the gap of N evenly spaced points on the same range), "largest" (the mean largest gap).
     """
     if min(channels) < 2:
         raise ValueError(f"a gap needs two channels; got N = {min(channels)}")
     generator = torch.Generator().manual_seed(seed)
     draw = draw or (lambda u: u / density)
     ends = draw(torch.tensor([0.0, 1.0], dtype=torch.float64))
-    found: dict[str, Any] = {"channels": list(channels), "trials": trials}
     rows = {name: [] for name in ("mean", "error", "bound", "even", "largest")}
     for n in channels:
         gaps = draw(torch.rand(trials, n, generator=generator, dtype=torch.float64)).sort(-1).values.diff()
@@ -61,15 +60,15 @@ def minimum_gap(
         rows["bound"].append(1 / (density * (n**2 - 1)))
         rows["even"].append(((ends[1] - ends[0]) / (n - 1)).item())
         rows["largest"].append(gaps.amax(-1).mean().item())
-    return found | rows
+    return {"channels": list(channels), "trials": trials, **rows}
 
 
 def coherences(rates: Float[Tensor, " N"]) -> dict[str, Any]:
-    """Spectral coherence of every pair of channels, and the largest beside its bound (Def. 2.3, Prop. 4.5).
+    """Return the spectral coherence of every pair of channels, and its largest value and bound (Def. 2.3, Prop. 4.5).
 
-    The bound takes log-rates: with the least gap δ of p it is sech(δ/2), reached by the pair with that gap. Prop. 4.5
-    puts rates where Definition 4.4 has log-rates, and then the fastest pair, not the slowest, is the worst: with
-    equal gaps of *rates* the ratio r_{k+1}/r_k falls with k.
+    If δ is the smallest gap of log-rates p, the bound is sech(δ/2), and the pair with this gap reaches it. Prop. 4.5
+    uses gaps of rates, where Definition 4.4 has log-rates. With equal gaps of *rates* the ratio r_{k+1}/r_k falls with
+    k, so the worst pair would be the fastest one, not the slowest.
 
     Returns:
         "matrix" `[N][N]`, "largest" off the diagonal, "bound".
@@ -82,16 +81,16 @@ def coherences(rates: Float[Tensor, " N"]) -> dict[str, Any]:
 
 
 def effective_channels(rates: Float[Tensor, " N"], positions: Sequence[float], length: float) -> dict[str, Any]:
-    """The number of channels with time-scales in [1, t], and the law N log t / log T (Prop. 4.9).
+    """Count the channels with time-scales in [1, t], and state the law N log t / log T (Prop. 4.9).
 
-    For geometric rates on [1/T, 1] the number is `1 + ⌊(N − 1) log t / log T⌋`, within 1 of the law. (The others are
-    the slow channels, r < 1/t; "p_k > log t" in the paper's proof names the wrong end.)
+    For geometric rates on [1/T, 1] the number is `1 + ⌊(N − 1) log t / log T⌋`, within 1 of the law. The other channels
+    are the slow ones, r < 1/t. The condition "p_k > log t" in the paper's proof selects the wrong end.
 
     Returns:
-        "positions", "counted" and "law", one a position; "channels", "length".
+        "positions", "counted" and "law", one number for each position; "channels", "length".
     """
     scales = 1 / torch.as_tensor(rates, dtype=torch.float64)
-    close = 1e-9  # of ends that rounding moved
+    close = 1e-9  # tolerance for ends that rounding has moved
     counted = [int(((scales >= 1 - close) & (scales <= t * (1 + close))).sum()) for t in positions]
     law = [len(scales) * math.log(t) / math.log(length) for t in positions]
     return {
@@ -103,10 +102,10 @@ def effective_channels(rates: Float[Tensor, " N"], positions: Sequence[float], l
 
 
 def response(rates: Float[Tensor, " N"], lags: Tensor, position: float, reference_length: float = 1) -> Tensor:
-    """`ψ_k(s; t) = exp(−s r_k (t/t_ref)^{−α_k})` at lags s `[S]`: `[N, S]` (Corollary 4.13).
+    """Return `ψ_k(s; t) = exp(−s r_k (t/t_ref)^{−α_k})` at lags s `[S]`: `[N, S]` (Corollary 4.13).
 
-    With α = 1 it depends on s/t alone, with α = 0 on s alone. It is the response of a recurrence whose gates had been
-    those of position t all along; see `response_as_run`.
+    With α = 1 it depends on s/t alone, with α = 0 on s alone. It is the response of a recurrence with the gates of
+    position t at all earlier positions too. For the gates of each position, see `response_as_run`.
     """
     rates = torch.as_tensor(rates, dtype=torch.float64)
     slowed = rates * (position / reference_length) ** -taper(len(rates))
@@ -116,34 +115,35 @@ def response(rates: Float[Tensor, " N"], lags: Tensor, position: float, referenc
 def response_as_run(
     rates: Float[Tensor, " N"], lags: Int[Tensor, " S"], position: int, reference_length: float = 1
 ) -> Tensor:
-    """The response at t to the input at t − s, s = 0 … t `[S]`, of the gates along the way: `[N, S]`.
+    """Return the response at t to the input at t − s, for s = 0 … t `[S]`, with the gates of each position: `[N, S]`.
 
-    `exp(−r_k Σ_{j = t−s+1}^t (j/t_ref)^{−α_k})`. Remark 4.14 neglects the difference to `response`, O(α s/t), for
-    s ≪ t; but lags up to t are what the slow channels are there for. There, with α = 1 and t_ref = 1, it is
-    (1 − s/t)^r: still a function of s/t alone, and another one than e^{−r s/t}.
+    It is `exp(−r_k Σ_{j = t−s+1}^t (j/t_ref)^{−α_k})`. Remark 4.14 neglects the difference to `response`, O(α s/t), for
+    s ≪ t. Slow channels, however, serve lags up to t. There, with α = 1 and t_ref = 1, the response is (1 − s/t)^r. It
+    is still a function of s/t alone, but not the function e^{−r s/t}.
     """
     rates = torch.as_tensor(rates, dtype=torch.float64)
     steps = torch.arange(1, position + 1, dtype=torch.float64) / reference_length
     slowed = rates.unsqueeze(-1) * steps ** -taper(len(rates)).unsqueeze(-1)
-    passed = torch.nn.functional.pad(slowed.flip(-1).cumsum(-1), (1, 0))  # summed from position t back: no cancellation
+    passed = torch.nn.functional.pad(slowed.flip(-1).cumsum(-1), (1, 0))  # sums from t backwards, without cancellation
     return torch.exp(-passed[:, lags])
 
 
 def responses(
     rates: Float[Tensor, " N"], positions: Sequence[int], reference_length: float = 1, points: int = 60
 ) -> dict[str, Any]:
-    """Both responses of every channel at some positions, at lags spread evenly in their logarithm.
+    """Compute both responses of every channel at some positions, at lags that are evenly spaced in their logarithm.
 
     Returns:
-        "positions", "tapers", "rates", and a list a position: "lags" `[S]`, "frozen" and "as run" `[N][S]`.
+        "positions", "tapers", "rates", and lists with one entry for each position: "lags" `[S]`, "frozen" and "as run"
+        `[N][S]`.
     """
-    found: dict[str, Any] = {"lags": [], "frozen": [], "as run": []}
+    columns: dict[str, Any] = {"lags": [], "frozen": [], "as run": []}
     for t in positions:
         lags = spread(1, t, points).long()
-        found["lags"].append(lags.tolist())
-        found["frozen"].append(response(rates, lags, t, reference_length).tolist())
-        found["as run"].append(response_as_run(rates, lags, t, reference_length).tolist())
-    return found | {
+        columns["lags"].append(lags.tolist())
+        columns["frozen"].append(response(rates, lags, t, reference_length).tolist())
+        columns["as run"].append(response_as_run(rates, lags, t, reference_length).tolist())
+    return columns | {
         "positions": list(positions), "rates": torch.as_tensor(rates).tolist(), "tapers": taper(len(rates)).tolist(),
     }  # fmt: skip
 
@@ -152,9 +152,10 @@ def responses(
 
 
 def energy(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: Float[Tensor, " T"]) -> Tensor:
-    """`E_k(t) = τ/2 (1 − e^{−2t/τ})`, τ = t^α / r: white noise through gates frozen at t, in continuous time (Thm B.1).
+    """Return `E_k(t) = τ/2 (1 − e^{−2t/τ})` with τ = t^α / r (Thm B.1).
 
-    For t₂ > t₁ the ratio E(t₂)/E(t₁) lies between (t₂/t₁)^α and t₂/t₁, and equals both at α = 1.
+    This is the energy of white noise through gates that have the values of position t, in continuous time. For t₂ > t₁
+    the ratio E(t₂)/E(t₁) lies between (t₂/t₁)^α and t₂/t₁. At α = 1 it equals both.
 
     Args:
         rates, tapers: r_k and α_k `[N]`.
@@ -168,46 +169,47 @@ def energy(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: F
 
 
 def energy_frozen(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: Float[Tensor, " T"]) -> Tensor:
-    """`(1 − e^{−2t/τ}) / (1 − e^{−2/τ})`: the same gates in discrete time, exact (Thm B.1, proof): `[N, T]`.
+    """Return `(1 − e^{−2t/τ}) / (1 − e^{−2/τ})`, the exact energy of the same gates in discrete time: `[N, T]`.
 
-    It exceeds `energy` by a share of 1/τ + O(1/τ²), so the ratio bounds of continuous time hold for slow channels only.
+    See the proof of Thm B.1. Relative to `energy` it is larger by 1/τ + O(1/τ²), so the ratio bounds of continuous time
+    hold for slow channels only.
     """
     scales = positions ** tapers.unsqueeze(-1) / rates.unsqueeze(-1)
     return torch.expm1(-2 * positions / scales) / torch.expm1(-2 / scales)
 
 
 def energy_as_run(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], length: int) -> Tensor:
-    """`E_t = e^{−2 r t^{−α}} E_{t−1} + 1`, E_0 = 0: what the recurrence with its moving gates holds: `[N, T]`.
+    """Return `E_t = e^{−2 r t^{−α}} E_{t−1} + 1` with E_0 = 0, the energy in a recurrence whose gates move: `[N, T]`.
 
-    At α = 1 it tends to t / (1 + 2r), where gates frozen at t give t (1 − e^{−2r}) / 2r: the growth is linear in both.
+    At α = 1 it tends to t / (1 + 2r), while gates frozen at t give t (1 − e^{−2r}) / 2r. Both grow linearly.
     """
     steps = torch.arange(1, length + 1, dtype=torch.float64)
-    kept = torch.exp(-2 * rates.unsqueeze(-1) * steps ** -tapers.unsqueeze(-1))
-    held, found = torch.zeros(len(rates), dtype=torch.float64), []
+    squared_decay = torch.exp(-2 * rates.unsqueeze(-1) * steps ** -tapers.unsqueeze(-1))
+    current, over_time = torch.zeros(len(rates), dtype=torch.float64), []
     for t in range(length):
-        held = kept[:, t] * held + 1
-        found.append(held)
-    return torch.stack(found, -1)
+        current = squared_decay[:, t] * current + 1
+        over_time.append(current)
+    return torch.stack(over_time, -1)
 
 
 def energy_simulated(
     rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], length: int, trials: int = 1000, seed: int = 0
 ) -> Tensor:
-    """Mean square of the state over runs of `h_t = e^{−r t^{−α}} h_{t−1} + noise`, which estimates `energy_as_run`."""
+    """Estimate `energy_as_run` by the mean square of the state over runs of `h_t = e^{−r t^{−α}} h_{t−1} + noise`."""
     generator = torch.Generator().manual_seed(seed)
-    state, found = torch.zeros(trials, len(rates), dtype=torch.float64), []
+    state, squares = torch.zeros(trials, len(rates), dtype=torch.float64), []
     for t in range(1, length + 1):
         noise = torch.randn(trials, 1, generator=generator, dtype=torch.float64)
         state = torch.exp(-rates * t**-tapers) * state + noise
-        found.append((state**2).mean(0))
-    return torch.stack(found, -1)
+        squares.append((state**2).mean(0))
+    return torch.stack(squares, -1)
 
 
 def energies(
     rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], length: int,
     trials: int = 1000, seed: int = 0, points: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The four energies at t = 1 … T, or at `points` of them that are evenly spread in their logarithm.
+    """Compute the four energies at t = 1 … T, or at `points` positions that are evenly spaced in their logarithm.
 
     Returns:
         "positions" `[P]`; "continuous", "frozen", "as run", "simulated", each `[N][P]`; "rates", "tapers", "trials".
@@ -228,15 +230,15 @@ def energies(
 
 
 def taper_bound(slack: float, channels: int) -> Bound:
-    """How far the best α_k may be from (N−k)/(N−1) if octaves carry J₀(1 ± ε) of information, `[N]` (Cor. 4.15).
+    """Bound the distance of the best α_k from (N−k)/(N−1) if octaves carry J₀(1 ± ε) of information, `[N]` (Cor. 4.15).
 
-    The paper has `2ε/(1−ε) · q`, q = (N−k)/(N−1), which is 2ε/(1−ε) and not 0 for the slowest channel, that is fixed.
-    Its own steps, with the information of the other octaves bounded as well, give
-    `2ε q (1−q) / (1 − ε + 2ε min(q, 1−q))` (`sharp`), reached when the octaves up to τ_k all lie at one end of the
-    slack and the others at the other.
+    The paper's bound is `2ε/(1−ε) · q` with q = (N−k)/(N−1). For the slowest channel, which is fixed, it is 2ε/(1−ε)
+    instead of 0. The paper's steps give `2ε q (1−q) / (1 − ε + 2ε min(q, 1−q))` (`sharp`) if they also bound the
+    information of the other octaves. This bound is reached if the octaves up to τ_k all lie at one end of the slack and
+    the others at the other end.
 
     Raises:
-        ValueError: ε outside [0, 1).
+        ValueError: if ε is outside [0, 1).
     """
     if not 0 <= slack < 1:
         raise ValueError(f"the equipartition slack must be in [0, 1); got {slack}")
@@ -246,10 +248,11 @@ def taper_bound(slack: float, channels: int) -> Bound:
 
 
 def best_taper(information: Float[Tensor, " M"], channels: int) -> Tensor:
-    """α_k `[N]` that place channels by the information in octaves 1 … M: F(α_k M) = (N−k)/(N−1) (Cor. B.3, proof).
+    """Return α_k `[N]` that place channels by the information in octaves 1 … M: F(α_k M) = (N−k)/(N−1) (Cor. B.3,
+    proof).
 
     Raises:
-        ValueError: an octave without information, over which F does not grow.
+        ValueError: if an octave has no information, so that F does not grow over it.
     """
     if not (information > 0).all():
         raise ValueError(f"every octave needs positive information; got {information.tolist()}")
@@ -261,9 +264,9 @@ def best_taper(information: Float[Tensor, " M"], channels: int) -> Tensor:
 
 
 def coherence(log_rates: Tensor) -> Tensor:
-    """Spectral coherence of channels: `sech(|p_i − p_j| / 2)`, 1 on the diagonal: `[N]` → `[N, N]`.
+    """Return the spectral coherence of channels, `sech(|p_i − p_j| / 2)`, 1 on the diagonal: `[N]` → `[N, N]`.
 
-    The cosine between two decaying exponentials on [0, ∞) with rates e^{p_i}, e^{p_j} (PoST, Def. 2.3, which takes
-    rates, not log-rates). With all gaps at least δ it is at most sech(δ/2) off the diagonal (Prop. 4.5).
+    This is the cosine between two decaying exponentials on [0, ∞) with rates e^{p_i} and e^{p_j}. PoST, Def. 2.3, has
+    rates in place of log-rates. If all gaps are at least δ, it is at most sech(δ/2) off the diagonal (Prop. 4.5).
     """
     return 1 / torch.cosh((log_rates.unsqueeze(-1) - log_rates).abs() / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ class Head(NamedTuple):
     def masks(self) -> tuple[Tensor, Tensor, Tensor]:
         """Γ, Λ and their product, `[T, T]`."""
         one = slice(self.sequence, self.sequence + 1)
-        layer, fast, slow = self.gates
+        layer, fast, slow = self.gates.layer, self.gates.g_fast, self.gates.g_slow
         gamma, lam = Gates(layer, fast[one], None if slow is None else slow[one]).masks()
         return gamma[0, self.head], lam[0, self.head], (gamma * lam)[0, self.head]
 
@@ -137,8 +138,8 @@ def _cuts(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
         values = cut_values(entries)[:, k].clamp(min=SMALLEST)
         lines.extend(axes.step(range(len(values)), values, where="mid", label=label, linewidth=1.2, **look))
 
-    alone = heads[0].gates._replace(g_slow=None)
-    draw(heads[0]._replace(gates=alone).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
+    fast_alone = dataclasses.replace(heads[0].gates, g_slow=None)
+    draw(heads[0]._replace(gates=fast_alone).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
     for one, look in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
         for k, linestyle in ((1, "-"), (2, (0, (1, 1)))):
             label = f"{plain(one.label)}, σ{'₁₂₃'[k]}"

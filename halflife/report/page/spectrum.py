@@ -100,7 +100,7 @@ def _layers(model: LanguageModel, positions: list[int], saved: dict[int, dict[st
 
 def _scales(model: LanguageModel, positions: list[int]) -> dict[int, np.ndarray]:
     """Time-scales of each layer, `[P, N]`, or `[1, N]` if they are the same everywhere."""
-    found = {layer["layer"]: _table(layer["timescales"].values()) for layer in timescales(model, positions)}
+    found = {layer.layer: _table(layer.timescales.values()) for layer in timescales(model, positions)}
     return {index: scales if np.any(scales != scales[0]) else scales[:1] for index, scales in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Several trained models read one text: the tables, figure and data of their Koopman operators."""
+"""The Koopman operators of several trained models on one text: their table and their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halflife.analysis.decays import QUANTILES
 from halflife.analysis.operators import DELTA, KEPT, RHO
 from halflife.analysis.tables import finite
 from halflife.files import write_json, write_text
-from halflife.report.tables.terminal import print_wide
+from halflife.report.tables.terminal import print_sections
 
 LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_floats", "crossover")
 HEAD = (
@@ -24,36 +24,22 @@ HEADINGS = ("layer", "head", "σ max", "|λ|", "lasts", "kept", "κ(G̃)", "left
 COLUMNS = ("model", "layer", "head", *HEAD, *LAYER)
 
 
-def write(result: dict[str, Any], output: Path) -> list[Path]:
-    """Prints the table of the models' operators and writes data and figure; returns the files.
-
-    Without a layer of SKA nothing is printed or written.
-    """
-    from halflife.report.figures.comparison import save
-    from halflife.report.figures.operators import operators
-
-    if not result["models"]:
-        return []
-    print_table(result)
-    return [*write_tables(result, output), *save(operators(result), output, "koopman")]
-
-
-def operators_of(surveyed: dict[str, Any]) -> dict[str, Any]:
-    """The models with a layer of SKA among those that `decay_survey.survey` gives.
+def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the models that have an SKA layer, from `ModelMeasurements.to_dict()`.
 
     Returns:
-        `{"text", "tokenizer", "length", "sequences", "delta", "rho", "models": [{"model", "checkpoint", "layers"}]}`;
-        "layers" is what `koopman_survey` gives, "delta" and "rho" its settings of `koopman.modes`.
+        `{"text", "tokenizer", "length", "sequences", "delta", "rho", "models": [{"model", "checkpoint", "layers"}]}`.
+        "layers" are those of `measure_operators`. "delta" and "rho" are the limits that count modes, `koopman.modes`.
     """
     models = [
         {"model": model["model"], "checkpoint": model["checkpoint"], "layers": model["operators"]}
-        for model in surveyed["models"] if model["operators"]
+        for model in measured["models"] if model["operators"]
     ]  # fmt: skip
-    return {**surveyed, "delta": DELTA, "rho": RHO, "models": models}
+    return {**measured, "delta": DELTA, "rho": RHO, "models": models}
 
 
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes what `operators_of` gives as `koopman.json` (null: not finite) and, a row a head, `koopman.csv`."""
+    """Write the result of `operators_of` as `koopman.json` (null if not finite) and `koopman.csv` (a row a head)."""
     table = StringIO()
     writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -67,22 +53,16 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     return files
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Prints what `survey` gives, a table a model that fits 80 columns, a row a head."""
-    from rich.box import SIMPLE_HEAD
+def print_operators(result: dict[str, Any]) -> None:
+    """Print the result of `operators_of`, a table for each model that fits 80 columns, with a row for each head."""
     from rich.markup import escape
-    from rich.table import Table
 
     for model in result["models"]:
-        title = f"Koopman operators of {escape(model['model'])}"
-        table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
-        for heading in HEADINGS:
-            table.add_column(heading, justify="right")
-        for layer in model["layers"]:
-            for head in layer["heads"]:
-                last = head is layer["heads"][-1]
-                table.add_row("" if head["head"] else str(layer["layer"]), *_cells(layer, head), end_section=last)
-        print_wide(table)
+        sections = [
+            [("" if head["head"] else str(layer["layer"]), *_cells(layer, head)) for head in layer["heads"]]
+            for layer in model["layers"]
+        ]
+        print_sections(f"Koopman operators of {escape(model['model'])}", HEADINGS, sections, padding=(0, 0, 0, 0))
         for layer in model["layers"]:
             print(_sentence(layer))
     _print_legend(result)
@@ -101,14 +81,14 @@ def _sentence(layer: dict[str, Any]) -> str:
     retries = f"\n  {layer['retries']:,} factorisations repeated with a larger ridge" if layer["retries"] else ""
     return (
         f"layer {layer['layer']}: {layer['tokens']:,} tokens in {layer['state_floats']:,} numbers a head "
-        f"(a cache has more from {math.floor(layer['crossover']) + 1:,} on){retries}"
+        f"(a cache is larger from {math.floor(layer['crossover']) + 1:,} on){retries}"
     )
 
 
 def _print_legend(result: dict[str, Any]) -> None:
     print(
-        f"read: {result['sequences']} × {result['length']:,} tokens; medians over sequences.\n"
-        f"|λ|: median and 95 % quantile of the modes. lasts: how many have |1 − γλ| ≤ {result['delta']:g}.\n"
-        "kept: mean of |γλ|². left: share of the values' energy that ridge regression\n"
-        "leaves; bias: what the filter adds. linear: distance from linear attention."
+        f"text: {result['sequences']} × {result['length']:,} tokens. Numbers are medians over sequences.\n"
+        f"|λ|: median and 95 % quantile of the modes. lasts: modes with |1 − γλ| ≤ {result['delta']:g}.\n"
+        "kept: mean of |γλ|². left: fraction of the values' energy that ridge regression\n"
+        "leaves. bias: what the filter adds. linear: distance from linear attention."
     )

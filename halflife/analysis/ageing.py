@@ -1,0 +1,142 @@
+"""The parts of a state that is linear in what was written, and how they age; see `halflife.analysis.forecast`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halflife.analysis.spectrum import layer_decays
+from halflife.layers import State
+from halflife.models import LanguageModel, ModelState
+
+MEMORIES = ("memory", "fast", "slow")  # names of the states that are linear in what was written
+FADED = 1e-9  # fraction of the energy at half the window; float64 cannot tell the rate of a row that has faded further
+NODES = 33  # positions at which PoST's time-scales are computed; between them they are interpolated
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """A model's state after K pairs and other tokens, split into parts. Each part has one dict a layer.
+
+    Attributes:
+        seen: the number of other tokens after the pairs.
+        state: the whole state.
+        pairs: what is left of the pairs, tensors `[B, H, K, V]`.
+        others: what the other tokens wrote.
+        older: the part of `others` that was written before the latest reading.
+    """
+
+    seen: int
+    state: ModelState
+    pairs: list[State]
+    others: list[State]
+    older: list[State]
+
+
+def memories(state: State) -> State:
+    """Return the parts of a layer's state that are linear in what was written."""
+    return {name: state[name] for name in MEMORIES if name in state}
+
+
+def empty_memories(state: State) -> State:
+    """Return zeros in the shapes of `memories`."""
+    return {name: torch.zeros_like(value) for name, value in memories(state).items()}
+
+
+def subtract(state: State, part: State) -> State:
+    """Return the difference of two dicts of memories."""
+    return {name: value - part[name] for name, value in state.items()}
+
+
+class LayerAgeing:
+    """The memory of one layer at any lag, extrapolated from the state at half the window and at its end.
+
+    Args:
+        model: the model, in float64.
+        half: the state at half the window.
+        full: the state at the end of the window.
+        layer: the index of the layer.
+
+    Attributes:
+        rates: state → the rate at which rows of the pairs' part fade at the end of the window, `[H, K]`, 1 / token.
+            It is infinite for rows that have faded too far to tell.
+        noise_rates: the same for the others' part.
+    """
+
+    def __init__(self, model: LanguageModel, half: SplitState, full: SplitState, layer: int) -> None:
+        self.layer, self.window = layer, full.seen
+        self.pairs, self.others = full.pairs[layer], full.others[layer]
+        self.before = int(full.state[layer]["position"][0]) - full.seen
+        self.decay = dict(layer_decays(model)).get(layer)
+        self.rates, self.noise_rates = (
+            {name: self._rate(name, early[layer][name], value, half.seen) for name, value in late[layer].items()}
+            for early, late in ((half.pairs, full.pairs), (half.others, full.older))
+        )
+
+    def _rate(self, name: str, half: Tensor, full: Tensor, seen: int) -> Tensor:
+        """The rate of each row at position W, `[H, K]`, from its root mean square over examples and columns."""
+        early, late = (part.square().mean((0, -1)) for part in (half, full))
+        stretch = self._stretch(name, self.window)[seen:].mean(0)
+        rate = (early / late).log() / 2 / (self.window - seen) / stretch
+        return torch.where(late > FADED * early, rate.clamp(min=0), torch.inf)
+
+    def _stretch(self, name: str, lag: int) -> Tensor:
+        """`r(t) / r(W)` at t = 1 … L tokens after the pairs, `[L, H, K]` or `[L, 1, 1]`. It is 1 without PoST."""
+        if self.decay is None or name == "slow":
+            return torch.ones(lag, 1, 1, dtype=torch.float64)
+        at = torch.arange(1, lag + 1, dtype=torch.float64) + self.before
+        nodes = torch.linspace(0, math.log(self.before + max(lag, self.window)), NODES, dtype=torch.float64).exp()
+        log_scales = torch.stack([self.decay.timescales(t).double() for t in nodes.tolist()]).log()
+        place = (at.log() / nodes.log()[-1] * (NODES - 1)).clamp(max=NODES - 1)
+        low = place.floor().clamp(max=NODES - 2).long()
+        share = (place - low).view(-1, *[1] * (log_scales.ndim - 1))
+        log_scale = log_scales[low] * (1 - share) + log_scales[low + 1] * share
+        at_window = self.decay.timescales(self.before + self.window).double().log()
+        stretch = (at_window - log_scale).exp()
+        rows = self.pairs[name].shape[-2]
+        return stretch.unsqueeze(-1) if stretch.ndim == 2 else stretch.repeat(1, 1, rows // stretch.shape[-1])
+
+    def at(self, fade: int, fill: int) -> State:
+        """Return the memories when the pairs' part is `fade` tokens old and the others' part `fill` tokens."""
+        aged = {}
+        for name, pairs in self.pairs.items():
+            left = self.fading(name, fade).unsqueeze(-1)
+            mean, noise = (factor.unsqueeze(-1) for factor in self.growth(name, fill))
+            others = self.others[name]
+            steady = others.mean(0)
+            aged[name] = pairs * left + steady * mean + (others - steady) * noise
+        return aged
+
+    def fading(self, name: str, lag: int) -> Tensor:
+        """Return the factor by which the pairs' part changes from lag W to L, `[H, K]`."""
+        passed, at_window = ((self._stretch(name, t) * self.rates[name]).sum(0) for t in (lag, self.window))
+        return (at_window - passed).exp().nan_to_num(0)
+
+    def growth(self, name: str, lag: int) -> tuple[Tensor, Tensor]:
+        """Return the factors by which the others' mean and fluctuation change from lag W to L, `[H, K]` each."""
+        (mean, energy), (mean_then, energy_then) = (self._sums(name, t) for t in (lag, self.window))
+        return mean / mean_then, (energy / energy_then).sqrt()
+
+    def _sums(self, name: str, lag: int) -> tuple[Tensor, Tensor]:
+        """`Σ_t e^{−(R(L) − R(t))}` over the t = 1 … L other tokens, with the others' rates, and the sum of squares."""
+        passed = self._stretch(name, lag) * self.noise_rates[name]
+        since = (passed.flip(0).cumsum(0) - passed.flip(0)).flip(0).nan_to_num(0)
+        return (-since).exp().sum(0), (-2 * since).exp().sum(0)
+
+    def energies(self, lag: int, num_pairs: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return for each state the energy of one pair, and of the fluctuation in one row, `[H]` each."""
+        energies = {}
+        for name, pairs in self.pairs.items():
+            left, (_, noise) = self.fading(name, lag), self.growth(name, lag)
+            signal = (pairs.square().sum(-1).mean(0) * left**2).sum(-1) / num_pairs
+            energies[name] = signal, (self.others[name].var(0).sum(-1) * noise**2).mean(-1)
+        return energies
+
+    def ratio(self, lag: int, num_pairs: int) -> float:
+        """Return the energy of a pair over that of the fluctuation, in the head in which the ratio is largest."""
+        return max(
+            (signal / noise).nan_to_num(0).max().item() for signal, noise in self.energies(lag, num_pairs).values()
+        )

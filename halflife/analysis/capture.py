@@ -1,0 +1,177 @@
+"""Hooks that show what a model computes inside while it reads: decays, gates, Koopman states.
+
+All hooks of the package that only observe a model are here. They are removed when the context ends, also after an
+error. Nothing is stored here, so a caller that reduces each value at once needs little memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halflife.analysis.spectrum import layer_decays
+from halflife.decay import Decay
+from halflife.layers import State
+from halflife.layers.gate_rank import SlowGate
+from halflife.layers.ska import SKA
+from halflife.models import LanguageModel, ModelState
+from halflife.ops.koopman import KoopmanResult
+
+SKALayer = Any  # an SKA; behind the registry's decorator the type checker sees any Mixer
+TakeDecay = Callable[[int, Tensor], object]
+
+
+@dataclass(frozen=True)
+class KoopmanReading:
+    """What a layer of spectral Koopman attention (SKA) holds after one forward pass.
+
+    Attributes:
+        state: the layer's state, which contains the statistics of the committed tokens, `[B, H, …]` each.
+        values: the values v of all tokens that were read, `[B, T, H · P]`. The state only holds products of them.
+        retries: the number of operators whose factorisation was repeated with a larger ridge.
+    """
+
+    state: dict[str, Tensor]
+    values: Tensor
+    retries: int
+
+
+@contextmanager
+def capture(
+    model: LanguageModel,
+    *,
+    decay: TakeDecay | None = None,
+    slow_decay: TakeDecay | None = None,
+    koopman: Callable[[int, KoopmanReading], object] | None = None,
+) -> Iterator[None]:
+    """Call the given functions with what each layer computes, in every forward pass while the context is open.
+
+    Args:
+        model: any language model.
+        decay: is called with the layer's index (from 0) and its log-decays, `[B, T, H]` or `[B, T, H, K]`. Under
+            GateRank these are the log-decays of the fast state.
+        slow_decay: is called with the index of a layer with GateRank and the log-decays of its slow state, `[B, T, H]`.
+            The call comes after the one of `decay`.
+        koopman: is called with the index of an SKA layer and its reading.
+    """
+    with ExitStack() as hooks:
+        if decay is not None:
+            for layer, module in layer_decays(model):
+                hooks.enter_context(_decay_hook(module, partial(decay, layer)))
+        if slow_decay is not None:
+            for layer, gate in slow_gates(model):
+                hooks.enter_context(gate.register_forward_hook(_after_gate(partial(slow_decay, layer))))
+        if koopman is not None:
+            for layer, mixer in ska_layers(model):
+                hooks.enter_context(_koopman_hooks(mixer, partial(koopman, layer)))
+        yield
+
+
+def slow_gates(model: LanguageModel) -> list[tuple[int, SlowGate]]:
+    """Return (layer, slow gate) for every layer with GateRank."""
+    gates = ((i, getattr(block.mixer, "gate_rank", None)) for i, block in enumerate(model.blocks))
+    return [(i, gate.slow_gate) for i, gate in gates if gate is not None]
+
+
+def ska_layers(model: LanguageModel) -> list[tuple[int, SKALayer]]:
+    """Return (layer, mixer) for every layer of spectral Koopman attention."""
+    return [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, SKA)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation mode, and every module back to its previous mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@torch.no_grad()
+def read_from(
+    model: LanguageModel, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
+) -> tuple[ModelState, list[list[State]]]:
+    """Read `ids` after `state`, and run each block again from other states over the same inputs.
+
+    Args:
+        model: any language model.
+        ids: token ids, `[B, T]`.
+        state: the model's state before them.
+        starts: the other states, a sequence of one state a layer for each repetition.
+
+    Returns:
+        The model's state after `ids`, and for each repetition the state that each block ends in.
+    """
+    layers = iter(zip(*starts, strict=True))
+    ends: list[list[State]] = [[] for _ in starts]
+
+    def run_block(block: Any, x: Tensor, own: State, cu_seqlens: Tensor | None, *, shared: Any) -> tuple[Tensor, State]:
+        for end, start in zip(ends, next(layers), strict=True):
+            end.append(block(x, start, cu_seqlens, shared=dict(shared))[1])
+        return block(x, own, cu_seqlens, shared=shared)
+
+    _, after = model.hidden(ids.to(model.embedding.weight.device), state, call=run_block)
+    return after, ends
+
+
+@contextmanager
+def _decay_hook(decay: Decay, take: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call `take` with the log-decays. A stateful decay does not pass through `forward`, so its `scan` is wrapped."""
+
+    def after_forward(module: nn.Module, inputs: Any, g: Tensor) -> None:
+        take(g)
+
+    if not decay.stateful:
+        with decay.register_forward_hook(after_forward):
+            yield
+        return
+    scan = decay.scan
+
+    def wrapped_scan(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        g, state = scan(*args, **options)
+        take(g)
+        return g, state
+
+    decay.scan = wrapped_scan  # the instance's attribute hides the method of the class
+    try:
+        yield
+    finally:
+        del decay.scan
+
+
+def _after_gate(take: Callable[[Tensor], object]) -> Callable[..., None]:
+    def after(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        take(output[0])
+
+    return after
+
+
+@contextmanager
+def _koopman_hooks(mixer: SKALayer, take: Callable[[KoopmanReading], object]) -> Iterator[None]:
+    """Call `take` after every forward pass of one SKA layer."""
+    during: dict[str, Any] = {}
+
+    def after_readout(module: nn.Module, inputs: Any, result: KoopmanResult) -> None:
+        during["retries"] = result.retries
+
+    def after_values(module: nn.Module, inputs: Any, values: Tensor) -> None:
+        during["values"] = values
+
+    def after(module: nn.Module, inputs: Any, output: tuple[Tensor, dict[str, Tensor]]) -> None:
+        take(KoopmanReading(output[1], during.pop("values"), during.pop("retries")))
+
+    with (
+        mixer.readout.register_forward_hook(after_readout),
+        mixer.v_proj.register_forward_hook(after_values),
+        mixer.register_forward_hook(after),
+    ):
+        yield

@@ -1,0 +1,121 @@
+"""The tables of `halflife spectrum`: decays on a text, base spectra, heads.
+
+All functions take `ModelMeasurements.to_dict()` or a part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halflife.analysis.model_spectrum import training_position
+from halflife.analysis.tables import table_rows
+from halflife.report.tables.terminal import print_sections, token_count
+
+Rows = list[tuple[str, ...]]
+
+
+def print_all(result: dict[str, Any], *, heads: bool = False) -> None:
+    """Print the tables: decays if a text was read, base spectra, and if asked for, a table of all heads."""
+    if result["text"]:
+        print_decays(result)
+    print_spectra(result)
+    if heads:
+        print_heads(result)
+
+
+def print_decays(result: dict[str, Any]) -> None:
+    """Print the decays on the text, a row for each layer, two under GateRank."""
+    headings = ("model", "layer", "median", "quartiles", "half-life", "slowest", "horizon")
+    rows = [[_decay_cells(row) for row in table_rows(model)] for model in result["models"]]
+    print_sections("decay λ", headings, _labelled(result, rows))
+    print(f"text: {result['sequences']} × {result['length']:,} tokens. half-life: tokens, at the median decay.")
+    print("slowest: half-life of the slowest channel, from its mean log-decay.")
+    print("horizon: lag at which 1/e of a write is left (RMS), in the slowest head.")
+    if any("slow" in layer for model in result["models"] for layer in model["layers"]):
+        print("GateRank: the horizon beside the fast state is that of both states.")
+        print("The slow state has λ = 1 at tokens that do not reset.")
+
+
+def _decay_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{row['layer']} {row['state']}".strip(), f"{row['median']:.4f}", f"{row['q25']:.4f}–{row['q75']:.4f}",
+        token_count(row["half_life"]), token_count(row["slowest_half_life"]),
+        token_count(row["horizon"], row["longest_lag"]),
+    )  # fmt: skip
+
+
+def print_spectra(result: dict[str, Any]) -> None:
+    """Print the base spectra at T, a row for each layer."""
+    headings = ("model", "layer", "T", "N", "time-scales", "modes", "text", "slow", "fast")
+    rows = [_spectrum_rows(model) for model in result["models"]]
+    print_sections("base spectrum", headings, _labelled(result, rows))
+    print("time-scales: tokens to 1/e, of N channels at position T, at zero input.")
+    print("modes: effective number of distinct time-scales. text: the same on the text.")
+    print("slow, fast: wasted channels, with a time-scale beyond T, or below 1 token.")
+    for model in result["models"]:
+        if tapers := [layer["taper"] for layer in model["layers"] if "taper" in layer]:
+            worst = max(tapers, key=lambda taper: taper["deviation"])
+            print(
+                f"{model['model']}: taper up to {worst['deviation']:.3f} from the ideal one "
+                f"(octaves uneven by ε = {worst['sharp_slack']:.2f})."
+            )
+
+
+def _spectrum_rows(model: dict[str, Any]) -> Rows:
+    position = training_position(model["positions"])
+    known, rows = position > 1, []
+    for layer in model["layers"]:
+        base, text = layer["spectra"][str(position)], layer["spectra"].get("text")
+        rows.append((
+            str(layer["layer"]), f"{position:,}" if known else "–", str(len(base["timescales"])),
+            _range(base["timescales"]), f"{base['modes']:.1f}", f"{text['modes']:.1f}" if text else "–",
+            f"{base['too_slow']:.0%}" if known else "–", f"{base['too_fast']:.0%}",
+        ))  # fmt: skip
+    return rows
+
+
+def print_heads(result: dict[str, Any]) -> None:
+    """Print the base time-scales at T of every head and, with a text, its decays. Slow states follow the fast ones."""
+    from rich.markup import escape
+
+    headings = ("layer", "head", "time-scales", "median", "quartiles", "erased", "horizon")
+    headings = headings if result["text"] else headings[:3]
+    for model in result["models"]:
+        if model["layers"]:
+            sections = [_head_rows(model, layer) for layer in model["layers"]]
+            print_sections(f"heads of {escape(model['model'])}", headings, sections)
+    if result["text"]:
+        print("erased: fraction of tokens that leave less than half of the memory, λ < 0.5.")
+
+
+def _head_rows(model: dict[str, Any], layer: dict[str, Any]) -> Rows:
+    scales = layer["spectra"][str(training_position(model["positions"]))]["timescales"]
+    count = layer["num_heads"]
+    size = len(scales) // count
+    first = [(str(layer["layer"]), str(h), _range(scales[h * size : (h + 1) * size])) for h in range(count)]
+    if "heads" not in layer:
+        return first
+    first = [(*row, *_head_cells(layer, head)) for row, head in zip(first, layer["heads"], strict=True)]
+    slow = layer.get("slow", {}).get("heads", [])
+    return first + [(f"{layer['layer']} slow", str(h), "–", *_head_cells(layer, head)) for h, head in enumerate(slow)]
+
+
+def _head_cells(layer: dict[str, Any], head: dict[str, Any]) -> tuple[str, ...]:
+    quartiles, horizon = f"{head['q25']:.4f}–{head['q75']:.4f}", token_count(head["horizon"], layer["longest_lag"])
+    return f"{head['median']:.4f}", quartiles, f"{head['erased']:.1%}", horizon
+
+
+def _labelled(result: dict[str, Any], rows: list[Rows]) -> list[Rows]:
+    """One section for each model, with the model's name in the first row."""
+    from rich.markup import escape
+
+    sections = []
+    for model, section in zip(result["models"], rows, strict=True):
+        label = escape(model["model"])
+        sections.append([("" if i else label, *row) for i, row in enumerate(section)] or [(label, "", "no decay")])
+    return sections
+
+
+def _range(scales: list[float]) -> str:
+    low, high = token_count(min(scales)), token_count(max(scales))
+    return low if low == high else f"{low}–{high}"
