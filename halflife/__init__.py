@@ -1,13 +1,14 @@
-"""halflife: how linear recurrent sequence models remember and forget."""
+"""halflife: a library of linear recurrent sequence models, and of how they remember and forget."""
 
 import importlib
 from typing import Any
 
-from halflife import decay, layers, ops, tasks
+from halflife import decay, layers, ops, renamed, tasks
 from halflife.models import SIZES, LanguageModel, ModelConfig, param_groups, preset
 from halflife.models.session import Session
 
 __version__ = "0.1.0"
+renamed.install()
 
 __all__ = [
     "SIZES",
@@ -24,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`halflife.hf`, imported when it is asked for: it needs transformers."""
+    """Import `halflife.hf` at the first access, because it needs transformers."""
     if name == "hf":
         return importlib.import_module("halflife.hf")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

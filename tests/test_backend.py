@@ -9,11 +9,11 @@ import torch
 from helpers import OPS, op_inputs, rounded, unchecked
 
 from halflife import ops
-from halflife.cli.about import refusals
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.call import OpCall
+from halflife.report.tables.about import refusals
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")

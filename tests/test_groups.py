@@ -10,7 +10,7 @@ import torch
 
 from halflife import tasks
 from halflife.tasks import stream_seed
-from halflife.tasks.groups import GROUPS, multiplication, running_product
+from halflife.tasks.groups import GROUPS, multiplication_table, running_product
 
 SIZES = {"s5": 120, "s3": 6, "a5": 60, "z60": 60, "z2": 2}
 each_group = pytest.mark.parametrize("group", GROUPS)
@@ -61,12 +61,12 @@ def test_a_table_is_that_of_the_definition(group):
     meant = elements(group)
     assert len(meant) == SIZES[group]
     expected = [[meant.index(multiply(group, a, b)) for b in meant] for a in meant]
-    assert multiplication(group).tolist() == expected
+    assert multiplication_table(group).tolist() == expected
 
 
 @each_group
 def test_a_table_is_a_group(group):
-    table = multiplication(group)
+    table = multiplication_table(group)
     ids = torch.arange(SIZES[group])
     assert torch.equal(table[0], ids)  # 0 is the identity on both sides
     assert torch.equal(table[:, 0], ids)
@@ -82,7 +82,7 @@ def test_a_table_is_a_group(group):
 
 @each_group
 def test_orders_of_elements(group):
-    table, found = multiplication(group), Counter()
+    table, found = multiplication_table(group), Counter()
     for x in range(SIZES[group]):
         power, order = x, 1
         while power:
@@ -106,7 +106,7 @@ def test_s3_by_hand():
     # 3 is a cycle, so 3 · 3 = 4 and 3 · 3 · 3 = 0. 5 is a swap, so 5 · 5 = 0. First 5 and then 3 gives 0, 2, 1: 1.
     words = torch.tensor([[1, 2, 0, 3, 4], [2, 1, 3, 5, 5], [3, 3, 3, 5, 3]])
     expected = [[1, 3, 3, 4, 3], [2, 4, 0, 5, 0], [3, 4, 0, 5, 1]]
-    assert running_product(words, multiplication("s3")).tolist() == expected
+    assert running_product(words, multiplication_table("s3")).tolist() == expected
 
 
 @each_group
@@ -126,16 +126,16 @@ def test_parity_is_the_number_of_ones():
 @each_group
 def test_the_other_order_of_composition_is_wrong_where_it_differs(group):
     batch = tasks.build("s5", group=group).generate(500, seed=0)
-    other = running_product(batch.inputs, multiplication(group).T.contiguous())
+    other = running_product(batch.inputs, multiplication_table(group).T.contiguous())
     assert torch.equal(other[:, 0], batch.labels[:, 0])
     assert torch.equal(other, batch.labels) == (group[0] == "z")
 
 
 def test_running_product_keeps_its_input_and_takes_no_rows():
     words = torch.tensor([[3, 1, 2]])
-    running_product(words, multiplication("s3"))
+    running_product(words, multiplication_table("s3"))
     assert words.tolist() == [[3, 1, 2]]
-    assert running_product(words[:0], multiplication("s3")).shape == (0, 3)
+    assert running_product(words[:0], multiplication_table("s3")).shape == (0, 3)
 
 
 @each_group

@@ -18,10 +18,10 @@ import torch
 
 from halflife import preset
 from halflife.cli import main
-from halflife.cli.train import number
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.experiments import train as language
+from halflife.experiments.values import parse_count
 from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.language_run import MicroBatches, run
@@ -326,7 +326,13 @@ def test_errors_are_one_line_and_leave_nothing(text, tmp_path, capsys, monkeypat
 
 
 def test_numbers_of_tokens():
-    assert [number(x) for x in ("1000", "500K", "1.5m", "2B", "1_000")] == [1000, 500_000, 1_500_000, 2 * 10**9, 1000]
+    assert [parse_count(x) for x in ("1000", "500K", "1.5m", "2B", "1_000")] == [
+        1000,
+        500_000,
+        1_500_000,
+        2 * 10**9,
+        1000,
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ processes and signals

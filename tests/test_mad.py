@@ -8,7 +8,7 @@ import torch
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
-from halflife.tasks.mad import expected_mode, latest
+from halflife.tasks.mad import expected_mode, previous_occurrence
 
 NAMES = ("selective_copy", "noisy_recall")
 CASES = [  # the smallest sizes, MAD's sizes, usual sizes
@@ -216,8 +216,8 @@ def test_a_tier_is_a_share_of_noise(percent):
 
 def test_latest_by_hand():
     ids = torch.tensor([[5, 2, 5, 5, 2, 7], [1, 1, 1, 0, 0, 1]])
-    assert latest(ids).tolist() == [[-1, -1, 0, 2, 1, -1], [-1, 0, 1, -1, 3, 2]]
-    assert latest(ids[:, :1]).tolist() == [[-1], [-1]]
+    assert previous_occurrence(ids).tolist() == [[-1, -1, 0, 2, 1, -1], [-1, 0, 1, -1, 3, 2]]
+    assert previous_occurrence(ids[:, :1]).tolist() == [[-1], [-1]]
 
 
 @pytest.mark.parametrize(("draws", "kinds"), [(1, 1), (1, 5), (7, 1), (2, 2), (3, 2), (5, 3), (4, 6)])

@@ -25,7 +25,8 @@ from halflife.evaluation.memory import (
     ska_sizes,
     ska_threshold,
 )
-from halflife.report.figures.memory import apart, memory, write_tables
+from halflife.report.figures.memory import apart, memory
+from halflife.report.tables.memory import write_memory
 
 D, LAYERS, HEADS = 64, 3, 2
 WIDTHS: dict[str, Any] = {"hidden_size": D, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": 31}
@@ -312,7 +313,7 @@ def test_apart():
 
 
 def test_tables_of_nothing_that_grows(tmp_path):
-    files = write_tables(made_up([(5, 0)], [1, 2]), tmp_path)
+    files = write_memory(made_up([(5, 0)], [1, 2]), tmp_path)
     assert (
         files[1].read_text()
         == "model,length,bytes,cache_bytes,smaller_from\nmodel $0,1,5,1024,1\nmodel $0,2,5,2048,1\n"

@@ -9,10 +9,10 @@ import torch
 from halflife.experiments import EXPERIMENTS, compare
 from halflife.experiments.echo import VARIANTS, variant
 from halflife.experiments.recall import grid, recall_model
-from halflife.experiments.tables import print_comparison
 from halflife.models import LanguageModel
 from halflife.report.figures.comparison import save_all
 from halflife.report.figures.recall import recall_grid
+from halflife.report.tables.comparison import levels, print_comparison, summarise
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell
 from halflife.tasks import build
@@ -146,7 +146,7 @@ def test_a_task_of_text_needs_no_tier(tmp_path):
 
 def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
     _, rows = finished
-    table = compare.summarise(rows)
+    table = summarise(rows)
     first = next(row for row in table if row["seed"] == 0 and row["model"] == "mamba2")
     own = [
         r["accuracy"] for r in rows
@@ -154,7 +154,7 @@ def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
     ]  # fmt: skip
     assert len(own) == 3
     assert first["accuracy"]["commonword", 24] == pytest.approx(sum(own) / 3)
-    chance, guess = compare.levels(rows)["commonword", 24]
+    chance, guess = levels(rows)["commonword", 24]
     assert chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 5) / 3)
     assert guess == pytest.approx((2 / 3 + 2 / 4 + 2 / 6) / 3)
     print_comparison(rows)

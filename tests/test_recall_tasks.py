@@ -7,7 +7,7 @@ import torch
 
 from halflife import tasks
 from halflife.tasks import IGNORED, stream_seed
-from halflife.tasks.layout import BOS, CALL, FILLERS, KEYS, QUERY, RESULT, SEP, SYS, VALUES, pick, scatter
+from halflife.tasks.layout import BOS, CALL, FILLERS, KEYS, QUERY, RESULT, SEP, SYS, VALUES, draw_index, scatter
 
 NAMES = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")
 
@@ -304,7 +304,7 @@ def test_scatter_places_all_ways_alike():
 
 def test_pick_is_uniform_with_a_count_a_row():
     counts = torch.tensor([[1], [3]]).repeat(6000, 1)
-    picked = pick(12_000, counts, torch.Generator().manual_seed(0)).view(-1, 2)
+    picked = draw_index(12_000, counts, torch.Generator().manual_seed(0)).view(-1, 2)
     assert (picked[:, 0] == 0).all()
     assert all(close(n / 6000, 1 / 3, 6000) for n in torch.bincount(picked[:, 1], minlength=3).tolist())
 

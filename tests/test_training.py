@@ -23,6 +23,7 @@ from halflife.experiments import compare as comparison
 from halflife.experiments.mqar import mqar_model
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
+from halflife.report.tables.comparison import summarise
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec, run
 from halflife.tasks import IGNORED
@@ -255,7 +256,7 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
     assert {p.name for p in folder.iterdir()} == {
         "config.json", "versions.json", "results.csv", "summary.md", "report.html", "figures", "mamba2", "llama",
     }  # fmt: skip
-    table = comparison.summarise(rows)
+    table = summarise(rows)
     assert [row["seed"] for row in table] == [0, 1, 0, 1, "mean"] * 2
     with pytest.raises(FileExistsError, match="--resume"):
         comparison.new(["mamba2"], overrides=SMALL, output=folder)

@@ -1,9 +1,12 @@
-"""The command line: parse, call, print; one file a group of commands."""
+"""The command line: every command parses, calls the library, and prints."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import Annotated
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
 
 import tyro
 
@@ -16,51 +19,77 @@ from halflife.cli.forecast import Forecast
 from halflife.cli.generate import Generate
 from halflife.cli.mask import Mask
 from halflife.cli.memory import Memory
-from halflife.cli.reproduce import Reproduce
+from halflife.cli.options import read_options
 from halflife.cli.spectrum import Spectrum
 from halflife.cli.theory import Theory
 from halflife.cli.train import Train
 
-EPILOG = """examples:
-  halflife train mamba2+post --data "docs/**/*.md" --tokens 20M --context 1024
-  halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
-  halflife compare mamba2 simple+vector --scale small --seeds 3 --lr 1e-3 3e-3 1e-2
-  halflife compare --resume runs/20260101-120000-mqar-smoke
-  halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
-  halflife mask runs/20260101-120000-gate-rank-s5-smoke
-  halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
-  halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
-  halflife generate my-checkpoint "Once upon a time" --temperature 0.8
+DESCRIPTION = """How linear recurrent sequence models remember and forget.
+
+examples:
   halflife list
   halflife info
+  halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
+  halflife compare --experiment echo-mqar --scale small --seeds 3
+  halflife compare --resume runs/20260101-120000-mqar-smoke
+  halflife train mamba2+post --data "docs/**/*.md" --tokens 20M --context 1024
+  halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.weight_decay=0.05
+  halflife generate my-checkpoint "Once upon a time" --temperature 0.8
+  halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
+  halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
+  halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
+  halflife mask runs/20260101-120000-gate-rank-s5-smoke
+
+`halflife COMMAND --help` shows the options and examples of a command.
 """
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
-    | Annotated[Figures, tyro.conf.subcommand("figures")]
-    | Annotated[Spectrum, tyro.conf.subcommand("spectrum")]
-    | Annotated[Theory, tyro.conf.subcommand("theory")]
-    | Annotated[Forecast, tyro.conf.subcommand("forecast")]
-    | Annotated[Mask, tyro.conf.subcommand("mask")]
-    | Annotated[Memory, tyro.conf.subcommand("memory")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Convert, tyro.conf.subcommand("convert")]
-    | Annotated[List, tyro.conf.subcommand("list")]
-    | Annotated[Info, tyro.conf.subcommand("info")]
-)
+COMMANDS = {
+    "list": List, "info": Info, "compare": Compare, "train": Train, "generate": Generate, "eval": Eval,
+    "spectrum": Spectrum, "memory": Memory, "mask": Mask, "forecast": Forecast, "theory": Theory, "figures": Figures,
+    "convert": Convert,
+}  # fmt: skip
+
+
+def _commands(brief: bool) -> Any:
+    """The type that tyro parses. `brief` leaves the first line of each command's help, for the list of commands."""
+
+    def description(command: type) -> str | None:
+        return (command.__doc__ or "").splitlines()[0] if brief else None
+
+    return reduce(
+        or_,
+        (
+            Annotated[command, tyro.conf.subcommand(name, description=description(command))]
+            for name, command in COMMANDS.items()
+        ),
+    )
+
+
+Command = _commands(brief=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point: wrong input ends with one line on stderr and exit code 2, not with a traceback."""
-    command = tyro.cli(
-        Command, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,),
-        description="How linear recurrent sequence models remember and forget.\n\n" + EPILOG,
-    )  # fmt: skip
+    """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if arguments[:1] == ["reproduce"]:
+            raise ValueError("`halflife reproduce` is now `halflife compare --experiment decay-design`")
+        command: Any = parse(arguments)
+        if getattr(command, "config", None) is not None and command.resume is None:
+            # The options of the file are the defaults of a second reading, so that the command line wins.
+            default = read_options(command)
+            overrides = (*default.set, *command.set)
+            command = dataclasses.replace(parse(arguments, default=default), set=overrides)
         command.run()
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
         print(f"halflife: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def parse(arguments: list[str], **options: Any) -> Any:
+    """Return the command of a command line, or end with tyro's message."""
+    commands = Command if arguments and arguments[0] in COMMANDS else _commands(brief=True)
+    return tyro.cli(
+        commands, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,), description=DESCRIPTION,
+        **options,
+    )  # fmt: skip

@@ -5,116 +5,178 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tyro.conf import Positional
 
-from halflife.cli.resume import only, resumable
+from halflife.cli.options import reject_other_options, resumable, take_overrides
+
+# Options of the experiment: a setting that is given replaces that of the scale.
+SETTINGS = (
+    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
+    "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
+)  # fmt: skip
+PLACE = ("on", "cpus_per_run", "gpus_per_run")
+# Names for --set that are options of the command.
+OPTIONS = {
+    "training.learning_rate": "lr", "training.steps": "steps", "training.batch_size": "batch_size",
+    "training.save_every": "save_every", "model.hidden_size": "hidden_size", "model.num_layers": "num_layers",
+    "model.vocab_size": "vocab_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Train models on a task, test them in and beyond distribution, and write a table, figures and a report.
+    """Train models, test them in and beyond their training distribution, and write a table, figures and a report.
 
-    Results go to runs/<time>-<name>/: results.csv, report.html, figures/, and a folder a run with its configuration,
-    metrics and weights. An interrupted comparison goes on with --resume DIR, to the same numbers.
+    The models learn one task or a mixture of tasks (--task), or a paper's experiment (--experiment). The folder
+    runs/<time>-<name>/ gets results.csv, report.html, figures/, and one folder a run with its configuration, metrics
+    and weights. An interrupted comparison continues with --resume DIR and reaches the same numbers.
+
+    examples:
+      halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
+      halflife compare mamba2 simple+vector --task sysprompt niah:hard --scale small --seeds 3 --lr 1e-3 3e-3
+      halflife compare mamba2+post mamba2+post+ska --set post.reference_length=512 training.weight_decay=0.05
+      halflife compare --experiment echo-mqar --scale small --seeds 3
+      halflife compare vector/mamba2 simple/0.99 --experiment decay-design --text corpus/*.txt
+      halflife compare --config runs/20260101-120000-mqar-smoke/config.json --seeds 3
+      halflife compare --resume runs/20260101-120000-mqar-smoke
     """
 
     models: Positional[tuple[str, ...]] = ()
-    """Presets, base[+modifier…]; `halflife list` shows them."""
-    task: tuple[str, ...] = ("mqar",)
-    """What to train on: a task, or several as a mixture; `name` or `name:tier` (niah:hard). `halflife list` shows them.
-    All but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs.
-    Or a paper's experiment, which brings its models: echo-transfer, echo-mqar, echo-ablations,
-    gate-rank-s5, gate-rank-mqar, gate-rank-niah."""
+    """Presets, base[+modifier…]; `halflife list` shows them. An experiment may add models and has its own default."""
+    task: tuple[str, ...] = ()
+    """The task to learn, or several as a mixture: `name` or `name:tier` (niah:hard); `halflife list` shows them. All
+    but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs. Default:
+    mqar."""
+    experiment: str | None = None
+    """A paper's experiment, which brings its models: echo-transfer, echo-mqar, echo-ablations, gate-rank-s5,
+    gate-rank-mqar, gate-rank-niah, decay-design."""
     scale: str = "smoke"
     """smoke (minutes on 2 cores), small (an hour), or paper (a GPU)."""
     seeds: int = 1
-    """How many seeds, from 0; every one is in the table."""
+    """The number of seeds, counted from 0. The table shows every seed."""
     lr: tuple[float, ...] = ()
-    """Learning rates to try; the best on in-distribution validation is marked. Default: the scale's own."""
+    """Learning rates to try. The table marks the best on in-distribution validation. Default: those of the scale."""
     resume: Path | None = None
-    """Go on with the comparison in this folder; it has all settings but where the runs are done."""
+    """Continue the comparison in this folder, which has all settings but where the runs are done."""
+    config: Path | None = None
+    """Take options from this YAML or JSON file, or from the config.json of another comparison. The command line wins
+    over it."""
+    set: tuple[str, ...] = ()
+    """Set options of every model or training by name: group.option=value, with a group of model, mixer, decay, post,
+    gate_rank, ska, training. An unknown name is answered with the known ones."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<name>."""
     name: str | None = None
-    """Name of that folder, after the time. Default: <task>-<scale>."""
+    """Name of that folder, after the time. Default: <task or experiment>-<scale>."""
+    text: tuple[str, ...] = ()
+    """Files, folders or globs to train on, for decay-design. Default: Python's standard library, 11 MB."""
     steps: int | None = None
-    """Training steps instead of the scale's."""
+    """Training steps. Default of this and of all options below: the setting of the scale."""
     batch_size: int | None = None
-    """Examples a batch instead of the scale's."""
+    """Examples of a batch."""
     hidden_size: int | None = None
-    """Model width instead of the scale's."""
+    """Model width."""
     num_layers: int | None = None
-    """Layers instead of the scale's."""
+    """Layers."""
     num_heads: int | None = None
-    """Heads instead of the scale's."""
+    """Heads."""
     vocab_size: int | None = None
-    """Vocabulary of the task instead of the scale's."""
+    """Vocabulary of the task (mqar)."""
     train_length: int | None = None
-    """Training length T instead of the scale's."""
+    """Training length T."""
     pairs: tuple[int, ...] | None = None
-    """Pairs to train on instead of the scale's: a number a stage of the curriculum (mqar), all at once (mixtures)."""
+    """Numbers of pairs to train on: one a stage of the curriculum (mqar), or all at once (mixtures)."""
     test_tasks: tuple[str, ...] | None = None
-    """Tasks to test on instead of the scale's (mixtures)."""
+    """Tasks to test on (mixtures)."""
     lengths: tuple[int, ...] | None = None
-    """Lengths to test at instead of the scale's (mixtures)."""
+    """Lengths to test at (mixtures)."""
     test_pairs: tuple[int, ...] | None = None
-    """Numbers of pairs to test with instead of the scale's (mixtures)."""
+    """Numbers of pairs to test with (mixtures)."""
     test_examples: int | None = None
-    """Examples a test instead of the scale's."""
+    """Examples of a test."""
     group: str | None = None
-    """Group of gate-rank-s5 instead of s5: s3, a5, z60, z2 (parity)."""
+    """The group of gate-rank-s5: s5, s3, a5, z60, or z2 (parity)."""
     words: str | None = None
-    """Words of gate-rank-s5: all (the default), or swaps, words in transpositions alone."""
+    """The words of gate-rank-s5: all, or swaps (words of transpositions alone)."""
     save_every: int | None = None
-    """Steps between checkpoints instead of the scale's."""
+    """Steps between checkpoints."""
     only_seeds: tuple[int, ...] = ()
     """Run only these seeds now, so that several processes can share the work."""
     on: str = "local"
     """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
-    install 'halflife[sweep]'); ray://host:port, on that Ray cluster, all of whose machines must see the folder under
-    the same path (a shared file system). A run that is killed there goes on from its last checkpoint, up to 5 times."""
+    install 'halflife[sweep]'); ray://host:port, on that Ray cluster, whose machines must all see the folder under the
+    same path (a shared file system). A run that is killed there continues from its last checkpoint, up to 5 times."""
     cpus_per_run: int | None = None
     """Processors, and threads, of a run on Ray. Default: 1."""
     gpus_per_run: float | None = None
-    """GPUs of a run on Ray, 0 to 1; 0.5: two runs share one. Default: 1 if the cluster has GPUs, else 0."""
+    """GPUs of a run on Ray, from 0 to 1; with 0.5 two runs share one. Default: 1 if the cluster has GPUs, else 0."""
     quiet: bool = False
-    """No progress bars."""
+    """Show no progress bars."""
 
-    OVERRIDES = (
-        "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-        "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
-    )  # fmt: skip
+    @staticmethod
+    def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The options of a comparison whose `config.json` holds `written`; None for a file that a user wrote."""
+        from halflife.experiments.saved import compare_options
 
-    PLACE = ("on", "cpus_per_run", "gpus_per_run")
+        return compare_options(written) if isinstance(written.get("learning_rates"), Mapping) else None
 
     def run(self) -> None:
         from halflife.experiments import compare
-        from halflife.experiments.tables import print_comparison
+        from halflife.report.tables.comparison import print_comparison
         from halflife.runs.pool import executor
 
         on = executor(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:
-            only(self, "resume", "only_seeds", "quiet", *self.PLACE)
+            reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
             folder = self.resume
         else:
-            overrides = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
-            folder = compare.new(
-                self.models, tasks=self.task, scale=self.scale, seeds=self.seeds, learning_rates=self.lr or None,
-                overrides=overrides, output=self.output, name=self.name,
-                command=shlex.join(["halflife", *sys.argv[1:]]),
-            )  # fmt: skip
+            folder = self._create()
         print(f"writing to {folder}")
         with resumable(shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])):
             rows = compare.execute(folder, only_seeds=self.only_seeds or None, show=not self.quiet, on=on)
         print_comparison(rows)
         print(f"report: {folder / 'report.html'}")
 
+    def _create(self) -> Path:
+        from halflife.experiments import compare
+
+        self._check_task()
+        command, overrides = take_overrides(self, OPTIONS)
+        if "training.seed" in overrides:
+            raise ValueError("training.seed cannot be set: a comparison runs the seeds of --seeds")
+        settings = {name: value for name in SETTINGS if (value := getattr(command, name)) is not None}
+        return compare.new(
+            self.models, tasks=(self.experiment,) if self.experiment else self.task or ("mqar",), scale=self.scale,
+            seeds=self.seeds, learning_rates=command.lr or None,
+            overrides=settings | ({"overrides": overrides} if overrides else {}), output=self.output, name=self.name,
+            command=shlex.join(["halflife", *sys.argv[1:]]),
+        )  # fmt: skip
+
+    def _check_task(self) -> None:
+        from halflife.experiments import EXPERIMENTS
+        from halflife.registry import unknown
+        from halflife.tasks import TASKS
+
+        papers = [name for name in EXPERIMENTS if name not in (*TASKS, "recall")]
+        for name in self.task:
+            if name in papers:
+                raise ValueError(f"{name} is a paper's experiment, not a task: use --experiment {name}")
+        if self.experiment is None:
+            return
+        if self.experiment in TASKS:
+            raise ValueError(f"{self.experiment} is a task, not a paper's experiment: use --task {self.experiment}")
+        if self.experiment not in papers:
+            raise unknown("experiment", self.experiment, papers)
+        if self.task:
+            raise ValueError(f"give --task or --experiment, not both: {self.experiment} has its tasks")
+
     def _place(self) -> Iterator[str]:
         """The options that say where the runs are done, as they were typed."""
         for field in dataclasses.fields(self):
-            if field.name in self.PLACE and (value := getattr(self, field.name)) != field.default:
+            if field.name in PLACE and (value := getattr(self, field.name)) != field.default:
                 yield from (f"--{field.name.replace('_', '-')}", str(value))

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Convert:
-    """Weights in and out: models of transformers and fla as checkpoints of halflife, and Mamba-2 for transformers.
+    """Convert weights: models of transformers and fla to checkpoints of halflife, and Mamba-2 to transformers.
 
     examples:
       halflife convert mamba2-130m-hf my-mamba2
@@ -20,12 +20,13 @@ class Convert:
     """
 
     source: Positional[Path]
-    """The folder to read: mamba2, rwkv7, gla or gated_deltanet in safetensors, or a mixer of a qwen3_next."""
+    """The folder to read: a mamba2, rwkv7, gla or gated_deltanet in safetensors, or a qwen3_next for one mixer."""
     target: Positional[Path]
-    """The folder to write; it must hold no checkpoint."""
+    """The folder to write, which must not hold a checkpoint."""
     to: Literal["halflife", "transformers"] = "halflife"
+    """The format to write."""
     layer: int | None = None
-    """Which mixer of a qwen3_next, from 0; `halflife.models.convert.load_layer` reads it."""
+    """The layer of a qwen3_next whose mixer is converted, from 0. `halflife.models.convert.load_layer` reads it."""
 
     def run(self) -> None:
         from halflife.models.convert import convert

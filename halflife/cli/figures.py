@@ -10,10 +10,10 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Figures:
-    """Draw the figures of finished or unfinished runs anew, from their saved data alone, and their report pages.
+    """Redraw the figures and report pages of finished or unfinished runs from their saved data.
 
-    Nothing is trained or measured again. Written are figures/ and report.html in each folder, the figures where
-    `halflife spectrum` and `halflife forecast` left data in it, and those of a folder of `halflife theory`.
+    Nothing is trained or measured again. Each folder gets figures/ and report.html. The figures of `halflife spectrum`
+    and `halflife forecast` are redrawn where these commands left data, and so are those of `halflife theory`.
 
     examples:
       halflife figures runs/20260101-120000-mqar-smoke
@@ -23,7 +23,7 @@ class Figures:
     runs: Positional[tuple[Path, ...]]
     """Folders of `halflife compare`, `train`, `forecast` or `theory`."""
     formats: tuple[str, ...] = ("png", "svg")
-    """png, svg, pdf."""
+    """Formats of the figures: png, svg, pdf."""
 
     def run(self) -> None:
         from halflife.report.redraw import redraw

@@ -10,10 +10,10 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a text with a trained model, printed as it comes.
+    """Continue a text with a trained model, and print it token by token.
 
-    The checkpoint is a folder of halflife (config.json, model.safetensors) or of transformers' save_pretrained. Text
-    becomes tokens by the tokenizer in that folder; without one, a model of bytes reads and writes them.
+    The checkpoint is a folder of halflife (config.json, model.safetensors) or of transformers' save_pretrained. The
+    tokenizer in that folder encodes the text; a model with a vocabulary of bytes needs none.
 
     examples:
       halflife generate my-checkpoint "Once upon a time"
@@ -26,31 +26,32 @@ class Generate:
     prompt: Positional[str]
     """The text to continue."""
     max_new_tokens: int = 200
-    """Tokens to write at most; a tokenizer's end token ends the text before."""
+    """Most tokens to write. The end token of a tokenizer ends the text earlier."""
     temperature: float = 1.0
-    """Logits are divided by it: below 1 likelier tokens, above 1 unlikelier ones."""
+    """Divides the logits: below 1 it favours likely tokens, above 1 unlikely ones."""
     top_k: int | None = None
-    """Draw from so many likeliest tokens."""
+    """Draw from the top_k likeliest tokens."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Draw from the likeliest tokens whose probabilities sum to top_p."""
     seed: int | None = None
-    """Of the random numbers. Default: another text every time."""
+    """Seed of the random numbers. Default: a new text every time."""
     greedy: bool = False
     """Always take the likeliest token."""
     device: str | None = None
-    """Where to run; by default the GPU if there is one, else the CPU."""
+    """The device. Default: the GPU if there is one, else the CPU."""
 
     def run(self) -> None:
         import torch
 
         from halflife.cli.checkpoint import load_model, load_tokenizer
+        from halflife.cli.options import default_device
         from halflife.models.session import Session
 
         if self.max_new_tokens < 1 or self.temperature <= 0:
             raise ValueError(
                 f"need max_new_tokens ≥ 1 and temperature > 0; got {self.max_new_tokens} and {self.temperature}"
             )
-        model = load_model(self.checkpoint).to(self.device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        model = load_model(self.checkpoint).to(default_device(self.device)).eval()
         tokenizer = load_tokenizer(self.checkpoint, model.config.vocab_size)
         session = Session(model)
         if tokenizer.name != "bytes":

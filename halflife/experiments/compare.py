@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from halflife.experiments.base import EXPERIMENTS
@@ -102,43 +100,3 @@ def execute(
     if summary := experiment.summary(folder, rows):
         write_text(folder / "summary.md", summary)
     return rows
-
-
-def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a run for a table: the run's own numbers and `accuracy[(test, length)]`; means of the selected runs.
-
-    The cells of a grid that differ in the number of pairs alone count as one test, by their mean. Means stand after
-    their model's runs, their seed is "mean"; seeds that diverged are left out, and it says so.
-    """
-    table: list[dict[str, Any]] = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        runs: dict[tuple[float, int], dict[str, Any]] = {}
-        for row in (r for r in rows if r["model"] == model):
-            entry = runs.setdefault((row["learning_rate"], row["seed"]), {**row, "accuracy": {}})
-            entry["accuracy"].setdefault((row["test"], row["length"]), []).append(row["accuracy"])
-        for entry in runs.values():
-            entry["accuracy"] = {key: fmean(cells) for key, cells in entry["accuracy"].items()}
-        table.extend(runs.values())
-        chosen = [entry for entry in runs.values() if entry["selected"]]
-        whole = [entry for entry in chosen if not any(map(math.isnan, entry["accuracy"].values()))]
-        if len(chosen) > 1 and whole:
-            mean = {key: fmean(e["accuracy"][key] for e in whole) for key in chosen[0]["accuracy"]}
-            speed = fmean(e["tokens_per_second"] for e in whole)
-            label = "mean" if whole == chosen else f"mean of {len(whole)} of {len(chosen)}"
-            table.append({**chosen[0], "seed": label, "accuracy": mean, "tokens_per_second": speed})
-    return table
-
-
-def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[float, float]]:
-    """(test, length) → (chance, accuracy of the best answer that ignores the key), means over the numbers of pairs."""
-    cells: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        cells.setdefault((row["test"], row["length"]), []).append(row)
-    return {
-        key: (fmean(row["chance"] for row in own), fmean(row["guess"] for row in own)) for key, own in cells.items()
-    }
-
-
-def shown(accuracy: float) -> str:
-    """An accuracy as a percentage; "diverged" for NaN."""
-    return "diverged" if math.isnan(accuracy) else f"{100 * accuracy:.1f}"

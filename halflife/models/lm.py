@@ -48,7 +48,7 @@ class Block(nn.Module):
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
 
-def _call(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
+def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
     return block(*inputs, **shared)
 
 
@@ -162,10 +162,10 @@ class LanguageModel(nn.Module):
         embedded = ids if ids.is_floating_point() else self.embedding(ids)
         x, new, toeplitz = self.embedding_norm(embedded), [], []
         if self.tpe is not None:
-            encoded, kept = self.tpe(x, None if state is None else state[-1], cu_seqlens)
-            x, toeplitz = x + encoded, [kept]
+            encoded, tpe_state = self.tpe(x, None if state is None else state[-1], cu_seqlens)
+            x, toeplitz = x + encoded, [tpe_state]
         for i, block in enumerate(self.blocks):
-            x, layer_state = (call or _call)(block, x, None if state is None else state[i], cu_seqlens, shared=shared)
+            x, layer_state = (call or _run)(block, x, None if state is None else state[i], cu_seqlens, shared=shared)
             new.append(layer_state)
         new += toeplitz
         x = self.norm(x)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from halflife.registry import unknown
 from halflife.tasks.base import TASKS, TaskBatch, distinct
-from halflife.tasks.layout import pick
-from halflife.tasks.text import TextTask, among, check_range, render, table
+from halflife.tasks.layout import draw_index
+from halflife.tasks.text import TextTask, check_range, render, slot_mask, table
 
 HEXADECIMAL = "0123456789abcdef"  # digits that name agents and tools
 BLANK = "."  # fills the rest of a gap
@@ -73,15 +73,15 @@ class ToolCalling(TextTask):
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
         most = self.max_calls
-        number = self.min_calls + pick(num_examples, most - self.min_calls + 1, draw)
+        number = self.min_calls + draw_index(num_examples, most - self.min_calls + 1, draw)
         pairs = distinct(num_examples, most, 0, len(HEXADECIMAL) ** 2, draw)
         rounds = [distinct(num_examples, 100, 0, 100, draw) for _ in range(math.ceil(most / 100))]
         results = torch.cat(rounds, 1)[:, :most]
         names = [f"A{agent}:T{tool}" for agent, tool in product(HEXADECIMAL, HEXADECIMAL)]
         numerals = [f"{result:02}" for result in range(100)]
         heads, tails = table(*(f"{name}>" for name in names)), table(*(f"{result};" for result in numerals))
-        calls = torch.cat([heads[pairs], tails[results]], 2) * among(most, number).unsqueeze(2)
-        asked = pick(num_examples, number, draw)
+        calls = torch.cat([heads[pairs], tails[results]], 2) * slot_mask(most, number).unsqueeze(2)
+        asked = draw_index(num_examples, number, draw)
         query = table(*(f"?{name}=" for name in names))[pairs.gather(1, asked)]
         answer = table(*numerals)[results.gather(1, asked)].squeeze(1)
         gap = calls.shape[2] * (number - 1 - asked) + len(";")
@@ -148,12 +148,12 @@ class Amnesia(TextTask):
         names = distinct(num_examples, self.num_variables, 0, len(ascii_uppercase), draw)
         values = distinct(num_examples, self.num_variables, 0, len(digits), draw)
         bindings = table(*(f"{x}={d};" for x, d in product(ascii_uppercase, digits)))[names * len(digits) + values]
-        asked = pick(num_examples, self.num_variables, draw)
-        gap = self.min_gap + pick(num_examples, self.max_gap - self.min_gap + 1, draw)
+        asked = draw_index(num_examples, self.num_variables, draw)
+        gap = self.min_gap + draw_index(num_examples, self.max_gap - self.min_gap + 1, draw)
         steps, of = (self._scratch if self.kind == "cot" else self._decoys)(values, names, draw)
         most, width = steps.shape[1:]
-        taken = among(most, gap // width)
-        rest = table(BLANK) * among(width, gap % width)
+        taken = slot_mask(most, gap // width)
+        rest = table(BLANK) * slot_mask(width, gap % width)
         query = table(*(f"?{x}=" for x in ascii_uppercase))[names.gather(1, asked)]
         return render(
             [bindings, steps * taken.unsqueeze(2), rest, query],

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from halflife.tasks.base import TASKS, TaskBatch
-from halflife.tasks.layout import pick
-from halflife.tasks.text import TextTask, among, check_range, render, table
+from halflife.tasks.layout import draw_index
+from halflife.tasks.text import TextTask, check_range, render, slot_mask, table
 
 GOODS = ("gold", "wood")
 HOLDINGS = 10  # an agent has 0 to 9 of each good, so the answer is one digit
@@ -84,11 +84,11 @@ class Economy(TextTask):
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
         moves, steps, accepted, counts = play(self.num_agents, self.min_steps, self.max_steps, num_examples, draw)
-        texts = moves_of(self.num_agents)[0][moves] * among(self.max_steps, steps).unsqueeze(2)
-        gap = self.min_gap + pick(num_examples, self.max_gap - self.min_gap + 1, draw)
+        texts = possible_moves(self.num_agents)[0][moves] * slot_mask(self.max_steps, steps).unsqueeze(2)
+        gap = self.min_gap + draw_index(num_examples, self.max_gap - self.min_gap + 1, draw)
         noise = torch.randint(len(NOISE), (num_examples, self.max_gap), generator=draw)
-        noise = table(NOISE).squeeze(0)[noise] * among(self.max_gap, gap)
-        asked = pick(num_examples, counts.shape[1], draw)
+        noise = table(NOISE).squeeze(0)[noise] * slot_mask(self.max_gap, gap)
+        asked = draw_index(num_examples, counts.shape[1], draw)
         owners = product(NAMES[: self.num_agents], GOODS)
         query = table(*(f"?{agent}.{good}=" for agent, good in owners))[asked]
         answer = counts.gather(1, asked) + ord("0")
@@ -103,14 +103,14 @@ def play(
     """Play episodes of `Economy`.
 
     Returns:
-        The moves as row indices of `moves_of`, `[N, max_steps]`; the number of moves made, `[N, 1]`; the number of
-        accepted moves, `[N, 1]`; and the final holdings (A's gold, A's wood, B's gold, …), `[N, 2 agents]`.
+        The moves as row indices of `possible_moves`, `[N, max_steps]`; the numbers of all moves and of accepted moves,
+        `[N, 1]` each; and the final holdings (A's gold, A's wood, B's gold, …), `[N, 2 agents]`.
     """
-    _, effects, starts = moves_of(num_agents)
+    _, effects, starts = possible_moves(num_agents)
     kinds = torch.randint(len(starts) - 1, (num_examples, max_steps), generator=draw)
     within = torch.rand(kinds.shape, generator=draw, dtype=torch.float64)
     moves = starts[kinds] + (within * starts.diff()[kinds]).long()
-    steps = min_steps + pick(num_examples, max_steps - min_steps + 1, draw)
+    steps = min_steps + draw_index(num_examples, max_steps - min_steps + 1, draw)
     counts = torch.full((num_examples, effects.shape[1]), START)
     accepted = torch.zeros_like(steps)
     for step in range(max_steps):
@@ -122,7 +122,7 @@ def play(
 
 
 @cache
-def moves_of(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
+def possible_moves(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
     """List the M possible moves.
 
     Returns:

@@ -64,7 +64,7 @@ class GroupWords(Task):
             raise unknown("kind of words", self.words, list(WORDS))
         if self.words == "swaps" and self.group[0] != "s":
             raise ValueError(f"only s3 and s5 hold transpositions; group {self.group} has no words in swaps")
-        order = len(multiplication(self.group))
+        order = len(multiplication_table(self.group))
         if self.vocab_size not in (0, order):
             raise ValueError(f"group {self.group} has {order} elements as token ids; got vocab_size {self.vocab_size}")
         object.__setattr__(self, "vocab_size", order)
@@ -78,9 +78,9 @@ class GroupWords(Task):
         return _guess(self.group, self.words, self.length)
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
-        letters = elements(self.group, self.words)
+        letters = word_letters(self.group, self.words)
         inputs = letters[torch.randint(len(letters), (num_examples, self.length), generator=draw)]
-        labels = running_product(inputs, multiplication(self.group))
+        labels = running_product(inputs, multiplication_table(self.group))
         length = torch.full((num_examples,), self.length)
         return TaskBatch(inputs, labels, {"length": length, "position": torch.arange(self.length).expand_as(inputs)})
 
@@ -104,7 +104,7 @@ def running_product(words: Tensor, table: Tensor) -> Tensor:
 
 
 @lru_cache
-def multiplication(group: str) -> Tensor:
+def multiplication_table(group: str) -> Tensor:
     """Return the multiplication table of a group, `[|G|, |G|]`, with ab at row a and column b. Do not modify it."""
     kind, size = group[0], int(group[1:])
     if kind == "z":
@@ -117,10 +117,10 @@ def multiplication(group: str) -> Tensor:
     return torch.searchsorted((elements * digits).sum(-1), (products * digits).sum(-1))
 
 
-def elements(group: str, words: str) -> Tensor:
+def word_letters(group: str, words: str) -> Tensor:
     """Return the letters of words in order: all elements, or the elements of s3 or s5 that swap two things."""
     if words == "all":
-        return torch.arange(len(multiplication(group)))
+        return torch.arange(len(multiplication_table(group)))
     images = list(permutations(range(int(group[1:]))))
     return torch.tensor([i for i, p in enumerate(images) if sum(at != image for at, image in enumerate(p)) == 2])
 
@@ -128,7 +128,7 @@ def elements(group: str, words: str) -> Tensor:
 @lru_cache
 def _guess(group: str, words: str, length: int) -> float:
     """Return the mean over positions t of the largest probability of a product of t − 1 letters."""
-    letters, table = elements(group, words), multiplication(group)
+    letters, table = word_letters(group, words), multiplication_table(group)
     likely = torch.zeros(len(table), dtype=torch.double)
     likely[0], total = 1.0, 0.0
     for _ in range(length):

@@ -84,7 +84,7 @@ def check_sizes(task: Task, shortest: int) -> None:
         raise ValueError(f"task {task.name} needs a length of at least {shortest} for these sizes; got {task.length}")
 
 
-def pick(rows: int, count: int | Tensor, draw: torch.Generator) -> Tensor:
+def draw_index(rows: int, count: int | Tensor, draw: torch.Generator) -> Tensor:
     """Draw a uniform number from 0 to `count` − 1 for each row, `[rows, 1]`; `count` may be a tensor `[rows, 1]`."""
     return (torch.rand(rows, 1, generator=draw, dtype=torch.float64) * count).long()
 

@@ -78,8 +78,9 @@ class NoisyRecall(Task):
     """Noisy in-context recall: repeated pairs `k v` with noise between them; at a repeated key → its value.
 
     A sequence has T/2 motifs of two tokens. A motif is either noise, which is two meaningless ids, or a pair `k v`.
-    Each pair has a uniform one of K keys, and a key always has the same value. The last motif is a pair with a repeated
-    key, and all repeated keys are equally likely. Every repeated key is scored at its position; its value follows.
+    The key of a pair is uniform among K keys, and a key always has the same value. The last motif is a pair with a
+    repeated key, and all repeated keys are equally likely. Every repeated key is scored at its position; its value
+    follows.
 
     Args:
         vocab_size: V. The last `noise_vocab_size` ids are noise. Of the ids below them, the lower half are keys and the
@@ -179,12 +180,12 @@ class NoisyRecall(Task):
         which = torch.randint(self.num_pairs, (num_examples, self.num_motifs), generator=draw)
         race = torch.rand(num_examples, self.num_motifs - 1, generator=draw)
         # Each key that has occurred has one first pair, so all these keys are equally likely.
-        first = latest(which)[:, :-1] < 0
+        first = previous_occurrence(which)[:, :-1] < 0
         which[:, -1:] = which.gather(1, torch.where(first, race, -1.0).argmax(1, keepdim=True))
-        return which, latest(which)
+        return which, previous_occurrence(which)
 
 
-def latest(ids: Tensor) -> Tensor:
+def previous_occurrence(ids: Tensor) -> Tensor:
     """Return for each of the ids `[N, P]` the position of its previous occurrence in the row, or −1: `[N, P]`."""
     ordered, order = ids.sort(dim=1, stable=True)
     before = torch.full_like(ids, -1)

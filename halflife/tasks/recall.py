@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halflife.tasks.base import TASKS, TaskBatch, distinct
-from halflife.tasks.layout import BOS, CALL, KEYS, RESULT, SEP, SYS, VALUES, RecallTask, fillers, pick, scatter
+from halflife.tasks.layout import BOS, CALL, KEYS, RESULT, SEP, SYS, VALUES, RecallTask, draw_index, fillers, scatter
 
 AGENTS, TOOLS = (16, 32), (32, 48)  # the two halves of the keys
 
@@ -44,7 +44,7 @@ class SysPrompt(RecallTask):
         end = 2 + 2 * self.num_pairs
         inputs[:, 0], inputs[:, 1], inputs[:, end] = BOS, SYS, SEP
         inputs[:, 2:end:2], inputs[:, 3:end:2] = keys, values
-        asked = pick(num_examples, self.num_pairs, draw)
+        asked = draw_index(num_examples, self.num_pairs, draw)
         return self.with_query(inputs, keys.gather(1, asked), 3 + 2 * asked, depth=asked.squeeze(1))
 
 
@@ -92,7 +92,7 @@ class ToolTrace(RecallTask):
         inputs = fillers(num_examples, self.length, draw)
         calls = torch.stack([marks[0], agents, tools, marks[1], values], 2)
         starts = scatter(inputs, calls, self.length - 3, draw)
-        asked = askable[pick(num_examples, len(askable), draw)]
+        asked = askable[draw_index(num_examples, len(askable), draw)]
         start = starts.gather(1, asked)
         names = torch.cat([agents.gather(1, asked), tools.gather(1, asked)], 1)
         return self.with_query(inputs, names, start + 4, depth=(starts < start).sum(1))
@@ -148,7 +148,7 @@ class NIAH(RecallTask):
         second = torch.cat([values, beside[1], decoy_values], 1)
         inputs = fillers(num_examples, self.length, draw)
         starts = scatter(inputs, torch.stack([first, second], 2), self.length - 2, draw)[:, : self.num_pairs]
-        asked = pick(num_examples, self.num_pairs, draw)
+        asked = draw_index(num_examples, self.num_pairs, draw)
         start = starts.gather(1, asked)
         return self.with_query(inputs, keys.gather(1, asked), start + 1, depth=(starts < start).sum(1))
 
@@ -184,7 +184,7 @@ class MultiHop(RecallTask):
         links = torch.stack([names, torch.cat([between, values], 1)], 2)
         inputs = fillers(num_examples, self.length, draw)
         one, two = scatter(inputs, links, self.length - 2, draw).chunk(2, 1)
-        asked = pick(num_examples, self.num_pairs, draw)
+        asked = draw_index(num_examples, self.num_pairs, draw)
         one, two = one.gather(1, asked), two.gather(1, asked)
         return self.with_query(inputs, keys.gather(1, asked), two + 1, forward=(one < two).long().squeeze(1))
 

@@ -67,7 +67,7 @@ def table(*texts: str) -> Tensor:
     return torch.tensor([list(text.ljust(width, "\0").encode("ascii")) for text in texts])
 
 
-def among(count: int, present: Tensor) -> Tensor:
+def slot_mask(count: int, present: Tensor) -> Tensor:
     """Return the mask `[N, count]` of the first `present` slots of each row; `present` is `[N, 1]`."""
     return torch.arange(count) < present
 

@@ -1,11 +1,8 @@
-"""The figure of how memory grows with the length, and the files next to it."""
+"""The figure of `halflife memory`: the size of states against the length."""
 
 from __future__ import annotations
 
-import csv
 import math
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from halflife.evaluation.memory import LinearSize, format_bytes
-from halflife.files import write_json, write_text
 from halflife.report.style import INK, WIDTH, model_styles, plain, styled
 
-COLUMNS = ("model", "length", "bytes", "cache_bytes", "smaller_from")
 CACHE: dict[str, Any] = {"color": INK, "linewidth": 4, "alpha": 0.35, "solid_capstyle": "butt"}
 RING: dict[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.4}
 DOTS: dict[str, Any] = {"linestyle": "none", "clip_on": False}
@@ -123,18 +118,3 @@ def apart(positions: list[float], gap: float) -> list[float]:
         i: centre(group) + gap * (place - (len(group) - 1) / 2) for group in groups for place, i in enumerate(group)
     }
     return [moved[i] for i in range(len(positions))]
-
-
-def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes `memory.json`, all that was measured, and `memory.csv`, a row a model and length; returns the files."""
-    files = [folder / "memory.json", folder / "memory.csv"]
-    write_json(files[0], result)
-    rows = StringIO()
-    writer = csv.writer(rows, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for model in result["models"]:
-        for length, size, cache in zip(result["lengths"], model["bytes"], result["cache"]["bytes"], strict=True):
-            crossing = model["smaller_from"]
-            writer.writerow((model["model"], length, size, cache, "never" if crossing is None else crossing))
-    write_text(files[1], rows.getvalue())
-    return files

@@ -1,0 +1,110 @@
+"""Parts that commands share: options from a file, jobs that resume, and the default device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from halflife.registry import unknown
+
+Command = TypeVar("Command")
+NOT_IN_FILES = ("config", "resume")
+
+
+def read_options(command: Command) -> Command:
+    """Return the command with the options of its file `command.config`, and defaults for all others.
+
+    The file is YAML or JSON. Keys are the options' names, with "-" or "_"; `set` is a list of `group.option=value` or
+    a mapping. A configuration that a run of this command saved is such a file, too.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, an unknown key (the message lists the known ones), or a value of
+            the wrong type.
+    """
+    from halflife.experiments.values import convert, load_yaml
+
+    file: Path = command.config  # pyright: ignore[reportAttributeAccessIssue] (commands with a file have it)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}, which --config names")
+    written = load_yaml(file.read_text(encoding="utf-8"), str(file)) or {}
+    if not isinstance(written, Mapping):
+        raise ValueError(f"{file} must hold a mapping from options to values")
+    written = command.from_saved(written) or written  # pyright: ignore[reportAttributeAccessIssue]
+    hints = {name: hint for name, hint in get_type_hints(type(command)).items() if name not in NOT_IN_FILES}
+    known = [f.name for f in dataclasses.fields(command) if f.name in hints]  # pyright: ignore[reportArgumentType]
+    options = {}
+    for key, value in written.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise unknown(f"option in {file}:", str(key), known)
+        value = _entries(value) if name == "set" else value
+        options[name] = convert(f"{key} in {file}", value, hints[name])
+    return type(command)(**options)
+
+
+def _entries(overrides: Any) -> Any:
+    """A mapping of overrides as the list that `--set` takes: `{"mixer": {"power": 2}}` → `["mixer.power=2"]`."""
+    if not isinstance(overrides, Mapping):
+        return overrides
+    entries = {}
+    for name, value in overrides.items():
+        is_group = isinstance(value, Mapping) and "." not in name
+        entries |= {f"{name}.{option}": own for option, own in value.items()} if is_group else {name: value}
+    return [f"{name}={json.dumps(value)}" for name, value in entries.items()]
+
+
+def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Command, dict[str, Any]]:
+    """Return the command after its `--set` entries that are options of the command, and the other entries by name.
+
+    Args:
+        command: with the entries in `command.set`.
+        options: names of overrides that are options of the command, and the names of those options.
+    """
+    from halflife.experiments.overrides import parse_overrides
+    from halflife.experiments.values import convert
+
+    overrides = parse_overrides(command.set)  # pyright: ignore[reportAttributeAccessIssue]
+    hints = get_type_hints(type(command))
+    own = {options[n]: convert(n, value, hints[options[n]]) for n, value in overrides.items() if n in options}
+    changed: Any = dataclasses.replace(command, **own)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return changed, {name: value for name, value in overrides.items() if name not in options}
+
+
+def reject_other_options(command: Any, *allowed: str) -> None:
+    """Raise a ValueError that names the options given beside `allowed`: a resumed job has its settings."""
+    given = [
+        field.name for field in dataclasses.fields(command)
+        if field.name not in allowed and getattr(command, field.name) != field.default
+    ]  # fmt: skip
+    if given:
+        raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(given)}")
+
+
+@contextmanager
+def resumable(command: str) -> Iterator[None]:
+    """End an interrupted job with a message that shows `command`, which resumes it.
+
+    An interruption is Ctrl-C, or SIGTERM for a job that saves on it.
+    """
+    from halflife.training.fit import Stopped
+
+    try:
+        yield
+    except Stopped as stopped:
+        print(f"\n{stopped}; resume with: {command}", file=sys.stderr)
+        raise SystemExit(143) from None
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; resume with: {command}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def default_device(device: str | None) -> str:
+    """Return `device`, or if it is None the GPU where there is one, else the CPU."""
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")

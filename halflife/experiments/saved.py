@@ -1,0 +1,76 @@
+"""The configurations that runs save, as options of the commands that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halflife.experiments.overrides import model_overrides
+from halflife.models import ModelConfig, preset
+from halflife.tasks import TASKS
+
+Options = dict[str, Any]
+
+# Options of `halflife train` that a run saves under the same name.
+SAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
+# Fields of a run on text that `--set training.…` alone sets.
+SET_ONLY = ("betas", "validation_tokens", "test_tokens")
+BYTES = {"bytes": 256, "bytes+eos": 257}
+# Options of `halflife compare` that a comparison saves among its settings.
+SETTINGS = (
+    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
+    "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
+)  # fmt: skip
+
+
+def train_options(run: Mapping[str, Any]) -> Options:
+    """Return the options of `halflife train` that give the run whose `run.json` holds `run`.
+
+    "set" has what the preset and the options do not give.
+    """
+    model, data = ModelConfig.from_dict(run["model"]), run["data"]
+    sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
+    base = preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
+    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
+    if model.vocab_size != BYTES.get(data["tokenizer"]):
+        overrides["model.vocab_size"] = model.vocab_size
+    options = {
+        "model": model.name, **sizes, "data": data["sources"], "tokenizer": data["tokenizer"], "field": data["field"],
+        "held_out": data["fractions"][0], "documents": run["mode"], "lr": run["learning_rate"],
+        "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME},
+    }  # fmt: skip
+    if schedule := _schedule(run):
+        return {**options, **schedule, "set": overrides}
+    kept = {"training.schedule": run["schedule"], "training.schedule_options": run["schedule_options"]}
+    return {**options, "set": overrides | kept}
+
+
+def _schedule(run: Mapping[str, Any]) -> Options | None:
+    """The inverse of `training.schedules.schedule`; None for a schedule that it does not give."""
+    settings = run["schedule_options"]
+    names = run["schedule"], *sorted(settings)
+    if names == ("cosine_with_min_lr", "min_lr_rate"):
+        return {"schedule": "cosine", "floor": settings["min_lr_rate"]}
+    if names == ("warmup_stable_decay", "decay_type", "min_lr_ratio", "num_decay_steps"):
+        share = settings["num_decay_steps"] / run["steps"]
+        return {"schedule": "wsd", "floor": settings["min_lr_ratio"], "decay": share}
+    if names == ("polynomial", "lr_end", "power"):
+        return {"schedule": "linear", "floor": settings["lr_end"] / run["learning_rate"]}
+    return {"schedule": "constant"} if names == ("constant_with_warmup",) else None
+
+
+def compare_options(comparison: Mapping[str, Any]) -> Options:
+    """Return the options of `halflife compare` that give the comparison whose `config.json` holds `comparison`."""
+    settings, rates = comparison["settings"], list(comparison["learning_rates"].values())
+    experiment = comparison["experiment"]
+    chosen: Options = {"experiment": experiment}
+    if experiment in TASKS:
+        chosen = {"task": [experiment]}
+    elif "tasks" in settings and comparison["task"] != experiment:
+        chosen = {"task": settings["tasks"]}
+    options = {
+        "models": comparison["models"], **chosen, "scale": comparison["scale"], "seeds": len(comparison["seeds"]),
+        **{name: settings[name] for name in SETTINGS if name in settings}, "set": settings.get("overrides", {}),
+    }  # fmt: skip
+    # Rates that differ between models are those of the experiment, which are the default.
+    return {**options, "lr": rates[0]} if all(rate == rates[0] for rate in rates) else options

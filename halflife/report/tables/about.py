@@ -1,0 +1,60 @@
+"""Tables of what the library offers: names with a line each, and the backends that run on a device."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from halflife import ops
+from halflife.decay import DECAYS
+from halflife.layers import LAYERS
+from halflife.models import MODIFIERS, PRESETS
+from halflife.models.presets.sizes import SIZES
+from halflife.ops.backends import dispatch
+from halflife.tasks import TASKS
+
+REGISTRIES = {
+    "presets": PRESETS, "modifiers (preset+modifier)": MODIFIERS, "decays": DECAYS, "layers": LAYERS, "tasks": TASKS,
+}  # fmt: skip
+
+
+def print_names(experiments: dict[str, str]) -> None:
+    """Print every name that a user can choose, with its summary.
+
+    Args:
+        experiments: name → summary, from the registry of experiments.
+    """
+    console = Console()
+    for title, registry in REGISTRIES.items():
+        console.print(_two_columns(title, {name: registry.summary(name) for name in registry}), "")
+    console.print(_two_columns("experiments (compare --experiment)", experiments), "")
+    sizes = {name: ", ".join(f"{key} {value}" for key, value in size.items()) for name, size in SIZES.items()}
+    console.print(_two_columns("sizes (train --size)", sizes))
+
+
+def _two_columns(title: str, rows: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(f"[bold]{name}[/]", text)
+    return table
+
+
+def print_backends(device: torch.device | str) -> None:
+    """Print the backends of each op on `device`, the fastest first, and why the others cannot run."""
+    print(f"\nbackends on {device}; backend='auto' takes the first:")
+    for op in ops.ops():
+        print(f"  {op:17} {', '.join(ops.available_backends(op, device))}")
+    for (name, reason), affected in refusals(device).items():
+        print(f"not {name} ({', '.join(affected)}): {reason}")
+
+
+def refusals(device: torch.device | str) -> dict[tuple[str, str], list[str]]:
+    """Return `(backend, reason) → ops` for the backends that cannot run on `device`."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for op in ops.ops():
+        for name in dispatch.registered(op):
+            reason = dispatch.why(op, name, device)
+            if reason is not None:
+                refused.setdefault((name, reason), []).append(op)
+    return refused

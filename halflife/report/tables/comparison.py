@@ -1,0 +1,110 @@
+"""The tables that `halflife compare` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from halflife.report.tables.terminal import print_wide
+
+MAX_COLUMNS = 12  # columns of tests that fit a terminal
+
+
+def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what was trained, and its accuracy on every test, in two tables that fit 80 columns.
+
+    Args:
+        rows: of `results.csv`.
+    """
+    keys, summary = levels(rows), summarise(rows)
+    if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells
+        keys, summary = _over_lengths(keys), [{**row, "accuracy": _over_lengths(row["accuracy"])} for row in summary]
+    runs = _table("runs", ("model", "lr", "seed", "parameters", "state", "tokens/s"))
+    tests = _table("accuracy, %", ("model", "seed", *(_heading(test, length) for test, length in keys)))
+    for row in summary:
+        mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
+        rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
+        sizes = (f"{row['parameters']:,}", f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}")
+        runs.add_row(row["model"], rate, seed, *sizes, style=style)
+        label = row["model"] if row["selected"] else f"{row['model']} {rate}"
+        tests.add_row(label, seed, *(_percent(row["accuracy"][key]) for key in keys), style=style)
+    for i, level in enumerate(("chance", "ignoring the key")):
+        tests.add_row(level, "", *(f"{100 * values[i]:.1f}" for values in keys.values()), style="dim")
+    print_wide(runs, tests)
+    print("lr*: the learning rate with the best validation accuracy in distribution.")
+    print("state: the numbers that a model stores of one sequence.")
+    if any(test == "capacity" for test, _ in keys):
+        print("in: in distribution. cap: `capacity`, K = T/4 pairs. per: `persist`, the training K. Under them: T.")
+    elif any(length is None for _, length in keys):
+        print("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
+    return table
+
+
+def _over_lengths(cells: Mapping[tuple[str, int], Any]) -> dict[tuple[str, None], Any]:
+    """Return the mean of each test over its lengths."""
+    tests: dict[tuple[str, None], list[Any]] = {}
+    for (test, _), value in cells.items():
+        tests.setdefault((test, None), []).append(value)
+    return {
+        key: tuple(map(fmean, zip(*values, strict=True))) if isinstance(values[0], tuple) else fmean(values)
+        for key, values in tests.items()
+    }
+
+
+def _heading(test: str, length: int | None) -> str:
+    if test == "in_distribution":
+        return "in"
+    return test if length is None else f"{test[:3]}\n{length}"
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row a run, and for each model with several seeds a row with the means of its selected runs.
+
+    `accuracy[(test, length)]` of a row is the mean over the numbers of pairs. The "seed" of a row of means is "mean";
+    seeds that diverged do not count, and then it is "mean of 2 of 3".
+    """
+    table: list[dict[str, Any]] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        runs: dict[tuple[float, int], dict[str, Any]] = {}
+        for row in (r for r in rows if r["model"] == model):
+            entry = runs.setdefault((row["learning_rate"], row["seed"]), {**row, "accuracy": {}})
+            entry["accuracy"].setdefault((row["test"], row["length"]), []).append(row["accuracy"])
+        for entry in runs.values():
+            entry["accuracy"] = {key: fmean(cells) for key, cells in entry["accuracy"].items()}
+        table.extend(runs.values())
+        chosen = [entry for entry in runs.values() if entry["selected"]]
+        whole = [entry for entry in chosen if not any(map(math.isnan, entry["accuracy"].values()))]
+        if len(chosen) > 1 and whole:
+            mean = {key: fmean(e["accuracy"][key] for e in whole) for key in chosen[0]["accuracy"]}
+            speed = fmean(e["tokens_per_second"] for e in whole)
+            label = "mean" if whole == chosen else f"mean of {len(whole)} of {len(chosen)}"
+            table.append({**chosen[0], "seed": label, "accuracy": mean, "tokens_per_second": speed})
+    return table
+
+
+def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return (test, length) → (accuracy by chance, accuracy of the best answer that ignores the key).
+
+    Both are means over the numbers of pairs.
+    """
+    cells: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["test"], row["length"]), []).append(row)
+    return {
+        key: (fmean(row["chance"] for row in own), fmean(row["guess"] for row in own)) for key, own in cells.items()
+    }
+
+
+def _percent(accuracy: float) -> str:
+    return "diverged" if math.isnan(accuracy) else f"{100 * accuracy:.1f}"
