@@ -1,5 +1,4 @@
-"""Bounds on the output of spectral Koopman attention, and on how its modes change with its statistics (Echo, C and
-I.7).
+"""Bounds on the output of spectral Koopman attention, and on changes of its modes with its statistics (Echo, C, I.7).
 
 If the paper's bound is larger than necessary, or its steps do not prove it, our bound stands beside it. Axes that are
 written `…` are batch axes, as in `halflife.theory.koopman`.
@@ -36,8 +35,7 @@ def regime(
 ) -> Regime:
     """Bound the distance of y / η from what the persistent modes alone would read (Theorem I.11).
 
-    The error has two parts: the change of the persistent modes, and the rest of the transient modes. The paper bounds
-        the
+    The error consists of the change of the persistent modes and the rest of the transient modes. The paper bounds the
     norm of their sum by the sum of their norms. The parts are orthogonal, so the root of the sum of squares is a bound
     too (`sharp`). Corollary I.12 (the filter helps if `filtered.paper < unfiltered`) compares bounds. The errors
     themselves follow it if C L⁻ᵀ is a multiple of an isometry. For other C they need not: if C does not read the
