@@ -45,8 +45,8 @@ class Forecast:
         from rich.markdown import Markdown
 
         from halflife.analysis.forecast_survey import markdown, survey, write
-        from halflife.report.figures.comparison import save
         from halflife.report.figures.forecast import forecasts
+        from halflife.report.figures.matplotlib_renderer import save
 
         if min(self.window, self.examples) < 1 or self.longest < self.window:
             raise ValueError(

@@ -49,24 +49,25 @@ class Mask:
     tokenizer: str | None = None
     """For text and models of tokens: name or folder of a tokenizer of transformers."""
     output: Path | None = None
-    """The picture to write, .png or .svg. Default: mask.png in the first folder; of the example, ./mask_example.png."""
+    """The picture to write, .png, .svg or .pdf. Default: mask.png in the first folder, or ./mask_example.png."""
     device: str | None = None
     """Where to run; by default the GPU if there is one, else the CPU."""
 
     def run(self) -> None:
         from halflife.report.figures import masks as mask_figure
+        from halflife.report.figures.matplotlib_renderer import check_format, save_as
 
         if self.example == bool(self.folders):
             raise ValueError("name at least one checkpoint or run, or give --example alone")
         output = self.output or (Path("mask_example.png") if self.example else self.folders[0] / "mask.png")
-        mask_figure.check_suffix(output)
+        check_format(output.suffix[1:])
         if self.example:
-            mask_figure.save(mask_figure.example(), output)
+            save_as(mask_figure.example(), output)
         else:
             found = self._survey()
             heads = [mask_figure.most_resets(label, gates, self.layer, self.head) for label, gates in found.items()]
             print_table(found, self.block)
-            mask_figure.save(mask_figure.mask(heads), output)
+            save_as(mask_figure.mask(heads), output)
             if (more := len(heads) - mask_figure.MAX_ROWS) > 0:
                 print(f"in the picture: the first {mask_figure.MAX_ROWS} models, not the other {more}.")
         print(f"written: {output}")

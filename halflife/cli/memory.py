@@ -45,7 +45,7 @@ class Memory:
 
     def run(self) -> None:
         from halflife.evaluation.memory import survey
-        from halflife.report.figures.comparison import save
+        from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import memory, write_tables
 
         result = survey(

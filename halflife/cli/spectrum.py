@@ -55,7 +55,7 @@ class Spectrum:
         from halflife.analysis import tables
         from halflife.report.figures import decays as decay_figures
         from halflife.report.figures import spectrum as model_spectrum_figures
-        from halflife.report.figures.comparison import save
+        from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.tables import operators as koopman_report
 
         result = decay_survey.survey(
@@ -72,7 +72,7 @@ class Spectrum:
         files = tables.write_tables(result, output)
         if self.text:
             files += save(decay_figures.decays(result), output, "decays")
-        for name, figure in model_spectrum_figures.all_of(tables.finite(result)).items():
+        for name, figure in model_spectrum_figures.spectrum_figures(tables.finite(result)).items():
             files += save(figure, output, name)
         files += koopman_report.write(koopman_report.operators_of(result), output)
         print(f"written to {output}: {', '.join(file.name for file in files)}")

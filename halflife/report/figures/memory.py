@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from halflife.evaluation.memory import Size, readable
 from halflife.files import write_json, write_text
-from halflife.report.style import INK, WIDTH, model_styles, plain, styled
+from halflife.report.style import INK, WIDTH, escape_formula, model_styles, styled
 
 COLUMNS = ("model", "length", "bytes", "cache_bytes", "smaller_from")
 CACHE: dict[str, Any] = {"color": INK, "linewidth": 4, "alpha": 0.35, "solid_capstyle": "butt"}
@@ -86,7 +86,7 @@ def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, Size], end: floa
     beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for name, at, moved in zip(sizes, ends, apart(ends, min(GAP, 0.95 / len(ends))), strict=True):
         if look := models.get(name):
-            text, colour = f"{plain(name)}: {_when(crossings[name])}", look.color
+            text, colour = f"{escape_formula(name)}: {_when(crossings[name])}", look.color
             mark = Line2D([1.055], [moved], color=colour, marker=look.marker, **beside)
         else:
             text, colour = f"KV cache of llama, {result['cache_dtype']}", INK

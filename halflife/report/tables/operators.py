@@ -29,7 +29,7 @@ def write(result: dict[str, Any], output: Path) -> list[Path]:
 
     Without a layer of SKA nothing is printed or written.
     """
-    from halflife.report.figures.comparison import save
+    from halflife.report.figures.matplotlib_renderer import save
     from halflife.report.figures.operators import operators
 
     if not result["models"]:
