@@ -10,10 +10,10 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Figures:
-    """Draw the figures of finished or unfinished runs anew, from their saved data alone, and their report pages.
+    """Draw the figures and report pages of finished or unfinished runs again, from their saved data.
 
-    Nothing is trained or measured again. Written are figures/ and report.html in each folder, the figures where
-    `halflife spectrum` and `halflife forecast` left data in it, and those of a folder of `halflife theory`.
+    Nothing is trained or measured again. The command writes figures/ and report.html into each folder. It also draws
+    the figures of data that `halflife spectrum`, `halflife forecast` and `halflife theory` wrote.
 
     examples:
       halflife figures runs/20260101-120000-mqar-smoke
@@ -21,7 +21,7 @@ class Figures:
     """
 
     runs: Positional[tuple[Path, ...]]
-    """Folders of `halflife compare`, `train`, `forecast` or `theory`."""
+    """Folders that `halflife compare`, `train`, `forecast` or `theory` wrote."""
     formats: tuple[str, ...] = ("png", "svg")
     """png, svg, pdf."""
 

@@ -50,8 +50,9 @@ class Series:
         name: its name in tables and under the pointer.
         group: the entry of the legend that it belongs to.
         style: colour, marker and line style.
-        x, y: its points; y may be NaN.
-        weight: "thick" with markers, "thin" without, or "level" for a horizontal line to compare with.
+        x: positions of its points.
+        y: values of its points, which may be NaN.
+        weight: "thick" has markers, "thin" has none, and "level" is a dotted line to compare with.
         note: what is added to the name under the pointer.
     """
 

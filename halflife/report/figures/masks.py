@@ -35,7 +35,8 @@ class Head(NamedTuple):
     Attributes:
         label: the model's name.
         gates: the gates of the layer.
-        head, sequence: their numbers, from 0.
+        head: its number, from 0.
+        sequence: the number of the sequence, from 0.
     """
 
     label: str
@@ -103,39 +104,39 @@ def mask(heads: Sequence[Head]) -> Figure:
     for row, one, shown in zip(rows, heads, masks, strict=True):
         panels = row.subplots(1, 3)
         for axes, name, entries in zip(panels, NAMES, shown, strict=True):
-            drawn = _heat(axes, entries, one.resets(), faintest)
+            image = _draw_mask(axes, entries, one.resets(), faintest)
             axes.set(title=name, xlabel="written at token j")
         panels[0].set_ylabel("read at token i")
         row.suptitle(one.title(), fontsize=9, x=0.01, ha="left")
         beyond = "min" if smallest < faintest else "neither"
-        _colour_bar(row, drawn, panels, beyond)
-    lines = _cuts(below.subplots(), heads)
+        _colour_bar(row, image, panels, beyond)
+    lines = _draw_singular_values(below.subplots(), heads)
     legend(figure, [*lines, Line2D([], [], color=RESET["color"], marker="|", linestyle="none", label="reset")])
     return figure
 
 
-def _heat(axes: Axes, entries: Tensor, resets: Sequence[int], faintest: float) -> AxesImage:
+def _draw_mask(axes: Axes, entries: Tensor, resets: Sequence[int], faintest: float) -> AxesImage:
     """Draw the lower triangle of a mask. Ticks above and to the right mark the resets."""
     upper = ~np.tri(len(entries), dtype=bool)
     shown = np.ma.masked_array(entries.clamp(min=faintest).numpy(), upper)
-    drawn = axes.imshow(shown, norm=LogNorm(faintest, 1), cmap="magma", interpolation="nearest")
+    image = axes.imshow(shown, norm=LogNorm(faintest, 1), cmap="magma", interpolation="nearest")
     axes.grid(False)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
         axis.set_ticks(resets, minor=True)
         axis.remove_overlapping_locs = False  # a reset has a tick even next to a number
     axes.tick_params(which="minor", bottom=False, left=False, top=True, right=True, **RESET)
-    return drawn
+    return image
 
 
-def _colour_bar(figure: FigureBase, drawn: AxesImage, panels: Any, extend: str) -> None:
-    bar = figure.colorbar(drawn, ax=panels, extend=extend, shrink=0.8, label="share that is left", format="%g")
+def _colour_bar(figure: FigureBase, image: AxesImage, panels: Any, extend: str) -> None:
+    bar = figure.colorbar(image, ax=panels, extend=extend, shrink=0.8, label="share that is left", format="%g")
     bar.minorformatter = NullFormatter()
-    low, high = drawn.get_clim()
+    low, high = image.get_clim()
     bar.set_ticks([tick for tick in (0.001, 0.01, 0.1, 0.2, 0.5, 1) if low <= tick <= high])
 
 
-def _cuts(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
+def _draw_singular_values(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
     """Draw σ₂ (solid) and σ₃ (dotted) of each model, and in grey σ₂ of the first model's fast gates alone."""
     lines = []
 
@@ -186,18 +187,18 @@ def example() -> Figure:
     figure = Figure(figsize=(1.6 * WIDTH, 4.1), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, name, entries, symbols in zip(panels, NAMES, head.masks(), example_symbols(), strict=True):
-        drawn = _heat(axes, entries, head.resets(), faintest=EXAMPLE_FAINTEST)
+        image = _draw_mask(axes, entries, head.resets(), faintest=EXAMPLE_FAINTEST)
         axes.set(title=name, xlabel="written at token j", xticks=range(EXAMPLE_LENGTH), yticks=range(EXAMPLE_LENGTH))
         for i, row in enumerate(symbols):
             for j, symbol in enumerate(row):
-                _entry(axes, i, j, symbol, dark=entries[i, j].item() < EXAMPLE_DARK)
+                _draw_formula(axes, i, j, symbol, dark=entries[i, j].item() < EXAMPLE_DARK)
     panels[0].set_ylabel("read at token i")
     figure.suptitle(f"resets at 1, 3 and 5 (ticks), colours for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}", fontsize=9)
-    _colour_bar(figure, drawn, panels, "neither")
+    _colour_bar(figure, image, panels, "neither")
     return figure
 
 
-def _entry(axes: Axes, i: int, j: int, symbol: str, dark: bool) -> None:
+def _draw_formula(axes: Axes, i: int, j: int, symbol: str, dark: bool) -> None:
     if symbol:
         names = symbol.replace("α", r"\alpha").replace("β", r"\beta").split(" ")
         lines = ["$" + " ".join(names[k : k + 2]) + "$" for k in range(0, len(names), 2)]

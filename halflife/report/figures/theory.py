@@ -87,11 +87,11 @@ def errors_by_ends(data: Mapping[str, Any]) -> Figure:
     image = axes.pcolormesh(*ends, errors, cmap=HEAT_COLOURS.reversed(), shading="gouraud", rasterized=True)
     decades = np.arange(math.ceil(errors.min()), errors.max())
     axes.contour(*ends, errors, decades, colors=INK, linewidths=0.5, linestyles="-")
-    handles = model_handles([row["spectrum"] for row in data["rows"]], **RINGED)
-    handles = [handle for handle, row in zip(handles, data["rows"], strict=True) if row["low"] is not None]
-    for row, style in zip(data["rows"], model_styles([row["spectrum"] for row in data["rows"]]).values(), strict=True):
+    styles, handles = model_styles([row["spectrum"] for row in data["rows"]]), []
+    for row in data["rows"]:
         if row["low"] is not None:
-            axes.plot(row["low"], row["high"], **{**style._asdict(), **RINGED})
+            style = {**styles[row["spectrum"]]._asdict(), **RINGED}
+            handles += axes.plot(row["low"], row["high"], **style, label=row["spectrum"])
     axes.set(xscale="log", yscale="log", xlabel="slowest rate × T", ylabel="fastest rate")
     axes.grid(visible=False)
     figure.colorbar(image, ax=axes, label=rf"$\log_{{10}}$ of the largest error of $t^{{-{data['beta']:g}}}$")
