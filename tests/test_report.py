@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.language import length, loss
+from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import save_figures, write_report
 from halflife.report.style import model_styles
 from halflife.runs import folder as results
@@ -127,7 +131,7 @@ def html(run_dir) -> str:
     return write_report(run_dir).read_text()
 
 
-def test_save_all_writes_every_figure_twice(run_dir):
+def test_save_figures_writes_every_figure_twice(run_dir):
     files = save_figures(results.read(run_dir))
     names = ("accuracy", "spectrum", "training")
     assert {path.name for path in files} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
@@ -137,6 +141,36 @@ def test_save_all_writes_every_figure_twice(run_dir):
 def test_figures_are_the_same_each_time(run_dir):
     before = {path: path.read_bytes() for path in save_figures(results.read(run_dir))}
     assert all(path.read_bytes() == before[path] for path in save_figures(results.read(run_dir)))
+
+
+def assert_same_figure(data):
+    """The file and the page show the same titles, labels and points in the same colours."""
+    for axes, panel, shown in zip(draw(data).axes, data.panels, plot(data).panels, strict=True):
+        assert axes.get_title() == panel.title == shown["title"]
+        assert axes.get_xlabel() == panel.x.label == shown["layout"]["xaxis"]["title"]["text"]
+        assert axes.get_ylabel() == panel.y.label == shown["layout"]["yaxis"]["title"]["text"]
+        lines = axes.lines[len(panel.references) :]
+        assert len(shown["layout"]["shapes"]) == len(panel.references)
+        for line, trace in zip(lines, shown["data"], strict=True):
+            assert list(line.get_xdata()) == trace["x"]
+            assert list(line.get_ydata()) == pytest.approx(trace["y"], rel=1e-5)
+            assert line.get_color() == trace["line"]["color"]
+
+
+def test_files_and_page_show_the_same(run_dir):
+    for data in comparison_figures(results.read(run_dir)):
+        assert_same_figure(data)
+
+
+def test_language_figures_compare_runs_and_baselines(run_dir):
+    lengths = [{"length": n, "perplexity": n**0.5, "last_perplexity": n**0.4} for n in (64, 128)]
+    result = {"lengths": lengths, "positions": [{"last": 2**k, "loss": 3 - k / 4} for k in range(8)]}
+    assert_same_figure(length({"a": result, "b": result}))
+    trainings = {one.model: one for one in results.read(run_dir).trainings}
+    data = loss(trainings, {"5-gram": 2.5})
+    assert_same_figure(data)
+    assert list(data.legend) == list(MODELS)
+    assert [reference.y for reference in data.panels[0].references] == [2.5]
 
 
 def test_page_is_whole_and_alone(run_dir, html):

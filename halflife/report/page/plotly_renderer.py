@@ -27,7 +27,7 @@ WIDTHS = {"thick": 2.2, "thin": 1, "level": 1.4}
 LOG_TICKS = {1: 1, 3: "D2", 9: "D1"}  # number of leading digits with a tick → plotly's `dtick`
 
 
-class Key(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of a plot's legend: a button that shows and hides the traces of its group."""
 
     label: str
@@ -41,17 +41,17 @@ class Plot(NamedTuple):
 
     data: FigureData
     panels: list[dict[str, Any]]
-    keys: list[Key]
+    legend: list[LegendEntry]
 
 
 def plot(data: FigureData) -> Plot:
     """The figure as an interactive plot: for each panel its title, traces ("data") and layout."""
     panels = [_heat_map(panel) if isinstance(panel, HeatMap) else _curves(panel) for panel in data.panels]
-    keys = [
-        Key(group, style.color, _dash(style.linestyle), SYMBOLS[style.marker][1])
+    legend = [
+        LegendEntry(group, style.color, _dash(style.linestyle), SYMBOLS[style.marker][1])
         for group, style in data.legend.items()
     ]
-    return Plot(data, panels, keys)
+    return Plot(data, panels, legend)
 
 
 def _curves(panel: Panel) -> dict[str, Any]:
