@@ -21,7 +21,9 @@ from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_pe
 from halflife.experiments.train import opened, saved
 from halflife.files import read_json, write_text
 from halflife.models import checkpoint
-from halflife.report.figures.language import by_lengths, curves, lines
+from halflife.report.figures.language import length, loss
+from halflife.report.figures.matplotlib_renderer import draw, save_as
+from halflife.runs.folder import read_language
 from halflife.runs.language_run import LanguageConfig, MicroBatches, documents, of_rows
 
 EXCERPT = 700  # characters of a sample
@@ -65,7 +67,8 @@ def seconds(folder: Path) -> float:
     """Of training: what the steps took, from the log."""
     tokens = read_json(folder / "result.json")["tokens"] / read_json(folder / "run.json")["steps"]
     steps, last = 0.0, 0
-    for line in (line for line in lines(folder) if "tokens_per_second" in line):
+    metrics = read_language(folder).training.metrics
+    for line in (line for line in metrics if "tokens_per_second" in line):
         steps, last = steps + (line["step"] - last) * tokens / line["tokens_per_second"], line["step"]
     return steps
 
@@ -147,8 +150,9 @@ def main() -> None:
         names = [one["config"].model.name for one in found]
         stem = options.write.with_suffix("")
         goals = {"5-gram": found[0]["bits"]["5-gram"], "gzip −9": found[0]["bits"]["gzip -9, one stream"]}
-        curves(dict(zip(names, options.runs, strict=True)), Path(f"{stem}_loss.png"), goals)
-        by_lengths(dict(zip(names, found, strict=True)), Path(f"{stem}_length.png"))
+        trainings = {name: read_language(run).training for name, run in zip(names, options.runs, strict=True)}
+        save_as(draw(loss(trainings, goals)), Path(f"{stem}_loss.png"))
+        save_as(draw(length(dict(zip(names, found, strict=True)))), Path(f"{stem}_length.png"))
         write_text(options.write, markdown(options.runs, found, stem.name))
 
 

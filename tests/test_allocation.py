@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from halflife.report.figures import allocation as allocation
+from halflife.report.figures import allocation
+from halflife.report.figures.grids import SLOWEST
 
 
 def model(name, layers, channels="heads"):
@@ -45,7 +46,7 @@ def test_heads_are_not_sorted():
     figure = allocation.heads(DATA)
     maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     assert maps[0].shape == (2, 8)
-    assert maps[0][1, 0] == allocation.EDGES[1]
+    assert maps[0][1, 0] == np.log10(SLOWEST)
     assert np.allclose(maps[1][0], np.log10(GEOMETRIC[0]))
     figure.draw_without_rendering()
 

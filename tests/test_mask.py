@@ -342,7 +342,7 @@ def test_example_needs_no_model(tmp_path, capsys):
         (["{run}", "--tokens", "8", "--task", "mqar"], "choose 1 to 7"),
         (["{run}", "--layer", "7"], "choose from 0, 1"),
         (["{run}", "--head", "7"], "choose 0 to 1"),
-        (["{run}", "--output", "{run}/picture.gif"], ".png or a .svg"),
+        (["{run}", "--output", "{run}/picture.gif"], "unknown format 'gif'; choose from png, svg, pdf"),
         (["{run}/../elsewhere"], "no folder"),
         (["{run}/.."], "what its model was trained on"),
         (["{run}/../plain"], "no layer with one decay a head"),

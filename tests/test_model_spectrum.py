@@ -381,7 +381,7 @@ def data(tmp_path):
 
 
 def test_figures_show_the_saved_numbers(data):
-    figures = model_spectrum_figures.all_of(data)
+    figures = model_spectrum_figures.spectrum_figures(data)
     assert list(figures) == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads", "spectrum_taper"]
     for figure in figures.values():
         figure.canvas.draw()
@@ -405,7 +405,7 @@ def test_figures_show_the_saved_numbers(data):
 
 def test_figures_of_models_without_a_decay(data):
     nothing = {**data, "models": [model for model in data["models"] if not model["layers"]]}
-    figures = model_spectrum_figures.all_of(nothing)
+    figures = model_spectrum_figures.spectrum_figures(nothing)
     assert list(figures) == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads"]
     for figure in figures.values():
         figure.canvas.draw()

@@ -20,8 +20,8 @@ from halflife.experiments import compare
 from halflife.experiments import train as language
 from halflife.files import read_json
 from halflife.models import checkpoint
-from halflife.report.page.render import write_report
 from halflife.report.page.spectrum import grid
+from halflife.report.redraw import write_report
 from halflife.training.config import ExecutionConfig
 
 MODELS = ("mamba2", "mamba2+post")
@@ -229,7 +229,7 @@ def test_the_response_is_what_the_recurrence_leaves(name, request, comparison, t
 
 def test_many_channels_are_thinned_out(text, trained):
     page = text.page
-    assert page.locator("#note").inner_text() == "Of 160 key channels a layer, 64 evenly chosen ones are shown."
+    assert page.locator("#note").inner_text() == "The plot shows 64 evenly chosen key channels of 160 in each layer."
     [start, now] = drawn(page, "#scales")
     assert (start["name"], now["name"], len(now["x"]), now["x"][0], now["x"][-1]) == ("initial", "trained", 64, 1, 160)
     assert page.locator("#channels tbody tr").count() == 64
@@ -365,12 +365,12 @@ def test_tables_under_plots_have_the_numbers_of_the_results(shown, comparison):
 
 def test_a_run_on_text_shows_its_numbers(text, trained):
     result = read_json(trained / "result.json")
-    perplexity, position = tables(text.page, "lengths")
+    perplexity, position = tables(text.page, "length")
     for row in result["lengths"]:
-        assert number(perplexity[f"{row['length']:,}", "whole text"]) == pytest.approx(row["perplexity"], rel=1e-4)
+        assert number(perplexity[f"{row['length']:,}", "rwkv7+post"]) == pytest.approx(row["perplexity"], rel=1e-4)
     for bucket in result["positions"]:
         bits = bucket["loss"] / math.log(2)
-        assert number(position[f"{bucket['last']:,}", "loss"]) == pytest.approx(bits, rel=1e-4)
+        assert number(position[f"{bucket['last']:,}", "rwkv7+post"]) == pytest.approx(bits, rel=1e-4)
     assert text.page.locator(".summary tr.first").count() == len(result["lengths"])
     assert f"{result['parameters']:,}" in text.page.locator(".pairs").first.inner_text()
     assert "halflife train" in text.page.locator(".command").first.inner_text()
@@ -395,7 +395,7 @@ def test_an_unfinished_run_on_text_has_its_curves(trained, tmp_path):
     page = write_report(folder).read_text()
     assert "the run has not finished" in page
     assert "not finished</span>" in page
-    assert 'data-plot="training"' in page
+    assert 'data-plot="loss"' in page
     assert "explorer" not in page[: page.index('id="data"')]
 
 
@@ -409,7 +409,7 @@ def test_figures_are_drawn_anew_from_saved_data(comparison, trained, tmp_path, c
     capsys.readouterr()
     main(["figures", str(folder), "--formats", "png", "svg", "pdf"])
     files = capsys.readouterr().out.split()
-    names = ("figures/loss", "figures/length", "spectrum/decays")
+    names = ("figures/length", "figures/loss", "spectrum/decays")
     expected = [str(folder / f"{name}.{suffix}") for name in names for suffix in ("png", "svg", "pdf")]
     assert files[: len(expected)] == expected
     assert files[-1] == str(folder / "report.html")
@@ -442,4 +442,7 @@ def test_weights_of_another_version_are_told(comparison, tmp_path):
     folder = shutil.copytree(comparison, tmp_path / "run")
     for weights in folder.glob("mamba2/*/model.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-9])
-    assert "The weights cannot be read by this version: shown is what was measured" in write_report(folder).read_text()
+    assert (
+        "The weights cannot be read by this version. The plot shows the time-scales measured after training"
+        in write_report(folder).read_text()
+    )

@@ -10,8 +10,9 @@ from halflife.experiments import EXPERIMENTS, compare
 from halflife.experiments.echo import VARIANTS, variant
 from halflife.experiments.recall import grid, recall_model
 from halflife.models import LanguageModel
-from halflife.report.figures.comparison import save_all
-from halflife.report.figures.recall import recall_grid
+from halflife.report.figures.comparison import recall
+from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.redraw import save_figures
 from halflife.report.tables.comparison import levels, print_comparison, summarise
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell
@@ -133,7 +134,7 @@ def test_a_mixture_is_compared_on_a_grid(finished):
     assert {row["seed"] for row in rows} == {0, 1}
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
     assert (folder / "report.html").exists()
-    assert {"recall.png", "recall.svg"} <= {path.name for path in save_all(folder)}
+    assert {"recall.png", "recall.svg"} <= {path.name for path in save_figures(read(folder))}
 
 
 def test_a_task_of_text_needs_no_tier(tmp_path):
@@ -165,7 +166,7 @@ def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
 def test_a_heat_map_prints_every_cell_of_every_model(finished):
     folder, _rows = finished
     run = read(folder)
-    figure = recall_grid(run)
+    figure = draw(recall(run))
     panels = figure.axes
     assert len(panels) == 2 * 2
     printed = [text.get_text() for panel in panels for text in panel.texts]

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from halflife.report.figures.comparison import save_all
-from halflife.report.page.render import write_report
+from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.language import length, loss
+from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.page.plotly_renderer import plot
+from halflife.report.redraw import save_figures, write_report
 from halflife.report.style import model_styles
 from halflife.runs import folder as results
 
@@ -128,16 +131,46 @@ def html(run_dir) -> str:
     return write_report(run_dir).read_text()
 
 
-def test_save_all_writes_every_figure_twice(run_dir):
-    files = save_all(run_dir)
+def test_save_figures_writes_every_figure_twice(run_dir):
+    files = save_figures(results.read(run_dir))
     names = ("accuracy", "spectrum", "training")
     assert {path.name for path in files} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     assert all(path.parent == run_dir / "figures" and path.stat().st_size > 2000 for path in files)
 
 
 def test_figures_are_the_same_each_time(run_dir):
-    before = {path: path.read_bytes() for path in save_all(run_dir)}
-    assert all(path.read_bytes() == before[path] for path in save_all(run_dir))
+    before = {path: path.read_bytes() for path in save_figures(results.read(run_dir))}
+    assert all(path.read_bytes() == before[path] for path in save_figures(results.read(run_dir)))
+
+
+def assert_same_figure(data):
+    """The file and the page show the same titles, labels and points in the same colours."""
+    for axes, panel, shown in zip(draw(data).axes, data.panels, plot(data).panels, strict=True):
+        assert axes.get_title() == panel.title == shown["title"]
+        assert axes.get_xlabel() == panel.x.label == shown["layout"]["xaxis"]["title"]["text"]
+        assert axes.get_ylabel() == panel.y.label == shown["layout"]["yaxis"]["title"]["text"]
+        lines = axes.lines[len(panel.references) :]
+        assert len(shown["layout"]["shapes"]) == len(panel.references)
+        for line, trace in zip(lines, shown["data"], strict=True):
+            assert list(line.get_xdata()) == trace["x"]
+            assert list(line.get_ydata()) == pytest.approx(trace["y"], rel=1e-5)
+            assert line.get_color() == trace["line"]["color"]
+
+
+def test_files_and_page_show_the_same(run_dir):
+    for data in comparison_figures(results.read(run_dir)):
+        assert_same_figure(data)
+
+
+def test_language_figures_compare_runs_and_baselines(run_dir):
+    lengths = [{"length": n, "perplexity": n**0.5, "last_perplexity": n**0.4} for n in (64, 128)]
+    result = {"lengths": lengths, "positions": [{"last": 2**k, "loss": 3 - k / 4} for k in range(8)]}
+    assert_same_figure(length({"a": result, "b": result}))
+    trainings = {one.model: one for one in results.read(run_dir).trainings}
+    data = loss(trainings, {"5-gram": 2.5})
+    assert_same_figure(data)
+    assert list(data.legend) == list(MODELS)
+    assert [reference.y for reference in data.panels[0].references] == [2.5]
 
 
 def test_page_is_whole_and_alone(run_dir, html):
@@ -157,11 +190,18 @@ def test_page_says_everything(run_dir, html):
     text = " ".join(Page(html).text.split())
     for shown in (*MODELS, "123,456", "8,192", "10,000", "90.5 %", "91.0 %", "0.01", "512 (8T)", "mean of 2"):
         assert shown in text, shown
-    for shown in ("optimizer.steps", "[0.9, 0.95]", "cpu, 2 threads", "chance 0.78 %", "guess 6.25 % to 0.78 %"):
+    for shown in (
+        "optimizer.steps",
+        "[0.9, 0.95]",
+        "cpu, 2 threads",
+        "chance 0.78 %",
+        "best answer that ignores the key 6.25 % to 0.78 %",
+    ):
         assert shown in text, shown
     assert "halflife compare mamba2 mamba2+post llama" in text
     assert f"halflife compare --resume {run_dir}" in text
-    assert "Persist, 512 (8T): best is mamba2 with 59.7 % (2 seeds, 59.4 % to 60.0 %), then mamba2+post" in text
+    found = "In the test persist at length 512 (8T), mamba2 is best with 59.7 % (2 seeds, 59.4 % to 60.0 %)"
+    assert f"{found}, followed by mamba2+post" in text
 
 
 def test_page_is_accessible(html):
@@ -183,7 +223,7 @@ def test_figures_have_the_numbers(html):
     assert lines["mamba2+post, seed 1"]["x"] == [64, 128, 256, 512]
     assert lines["mamba2+post, seed 1"]["y"] == pytest.approx([0.71 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
     assert lines["mamba2+post"]["y"] == pytest.approx([0.705 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
-    assert lines["guess"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
+    assert lines["shortcut"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
     styles = {(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in (lines[model] for model in MODELS)}
     assert len(styles) == 3  # told apart without colour
     loss, accuracy = data["plots"]["training"]
@@ -256,7 +296,7 @@ def test_diverged_seed_is_told(tmp_path):
     html = write_report(folder).read_text()
     text = Page(html).text
     assert "mean of 1 of 2" in text
-    assert "best is mamba2 with 59.7 %" in text
+    assert "mamba2 is best with 59.7 %" in text
     assert "gla with 46.2 % (1 of 2 seeds" in text
 
 
@@ -298,7 +338,7 @@ def test_seeds_are_counted_not_cells(tmp_path):
     more = [",".join([*cells[:at], "4", *cells[at + 1 :]]) for cells in (row.split(",") for row in rows[1:])]
     (folder / "results.csv").write_text("\n".join([*rows, *more]) + "\n")
     page = Page(write_report(folder).read_text())
-    assert "best is mamba2 with 59.7 % (2 seeds, 59.4 % to 60.0 %)" in " ".join(page.text.split())
+    assert "mamba2 is best with 59.7 % (2 seeds, 59.4 % to 60.0 %)" in " ".join(page.text.split())
     capacity, persist = json.loads(page.data)["plots"]["recall"]
     [heat] = capacity["data"]
     assert (heat["x"], heat["y"]) == (["64", "128", "256", "512"], ["4", "16", "32", "64", "128"])
@@ -321,7 +361,7 @@ def test_only_the_selected_learning_rate_counts(tmp_path):
 
 def test_imports_are_light():
     code = "import sys, halflife; assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
-    code += "import halflife.report.page.render; assert 'matplotlib.pyplot' not in sys.modules"
+    code += "import halflife.report.redraw; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -333,5 +373,5 @@ def test_drawing_leaves_matplotlib_alone(run_dir):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    save_all(run_dir)
+    save_figures(results.read(run_dir))
     assert dict(matplotlib.rcParams) == before

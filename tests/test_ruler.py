@@ -404,7 +404,7 @@ def test_the_figure_shows_every_mean(tmp_path):
     assert [text.get_text() for text in every.texts] == ["15", "30", "45", "75"]
     assert [text.get_text() for text in deep.texts] == ["20", "40", "10", "20"]  # one row for each depth
     assert [label.get_text() for label in every.get_yticklabels()] == ["niah_single_2 (user text)", "vt"]
-    assert [label.get_text() for label in deep.get_xticklabels()] == ["1K", "1500"]
+    assert [label.get_text() for label in deep.get_xticklabels()] == ["1K", "1,500"]
     assert [file.name for file in write_figure(details, tmp_path)] == ["ruler.png", "ruler.svg"]
     assert all(file.stat().st_size > 1000 for file in tmp_path.iterdir())
     with pytest.raises(ValueError, match="no example"):

@@ -16,8 +16,8 @@ from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.models.load import checkpoints
-from halflife.report.figures.comparison import save
 from halflife.report.figures.decays import decays
+from halflife.report.figures.matplotlib_renderer import save
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 

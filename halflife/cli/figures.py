@@ -10,10 +10,10 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Figures:
-    """Redraw the figures and report pages of finished or unfinished runs from their saved data.
+    """Draw the figures and report pages of finished or unfinished runs again, from their saved data.
 
-    Nothing is trained or measured again. Each folder gets figures/ and report.html. The figures of `halflife spectrum`
-    and `halflife forecast` are redrawn where these commands left data, and so are those of `halflife theory`.
+    Nothing is trained or measured again. The command writes figures/ and report.html into each folder. It also draws
+    the figures of data that `halflife spectrum`, `halflife forecast` and `halflife theory` wrote.
 
     examples:
       halflife figures runs/20260101-120000-mqar-smoke
@@ -21,7 +21,7 @@ class Figures:
     """
 
     runs: Positional[tuple[Path, ...]]
-    """Folders of `halflife compare`, `train`, `forecast` or `theory`."""
+    """Folders that `halflife compare`, `train`, `forecast` or `theory` wrote."""
     formats: tuple[str, ...] = ("png", "svg")
     """Formats of the figures: png, svg, pdf."""
 

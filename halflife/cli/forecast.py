@@ -43,8 +43,8 @@ class Forecast:
         import torch
 
         from halflife.analysis.forecast_survey import measure_forecasts
-        from halflife.report.figures.comparison import save
         from halflife.report.figures.forecast import forecasts
+        from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.tables.forecast import print_forecasts, write_forecasts
 
         if min(self.window, self.examples) < 1 or self.longest < self.window:

@@ -45,19 +45,20 @@ class Mask:
     tokenizer: str | None = None
     """For --text, name or folder of a tokenizer of transformers. Default: bytes, for models with 256 tokens."""
     output: Path | None = None
-    """Picture to write, .png or .svg. Default: mask.png in the first folder, or ./mask_example.png for the example."""
+    """Picture to write, .png, .svg or .pdf. Default: mask.png in the first folder, or ./mask_example.png."""
     device: str | None = None
     """Device of the models. Default: the GPU if there is one, else the CPU."""
 
     def run(self) -> None:
         from halflife.report.figures import masks as figures
+        from halflife.report.figures.matplotlib_renderer import check_format, save_as
 
         if self.example == bool(self.folders):
             raise ValueError("name at least one checkpoint or run, or give --example alone")
         output = self.output or (Path("mask_example.png") if self.example else self.folders[0] / "mask.png")
-        figures.check_suffix(output)
+        check_format(output.suffix[1:])
         if self.example:
-            figures.save(figures.example(), output)
+            save_as(figures.example(), output)
         else:
             self._show_models(output)
         print(f"written: {output}")
@@ -67,6 +68,7 @@ class Mask:
 
         from halflife.analysis.masks import measure_masks
         from halflife.report.figures import masks as figures
+        from halflife.report.figures.matplotlib_renderer import save_as
         from halflife.report.tables.masks import print_masks
 
         gates_of = measure_masks(
@@ -75,6 +77,6 @@ class Mask:
         )  # fmt: skip
         heads = [figures.most_resets(label, gates, self.layer, self.head) for label, gates in gates_of.items()]
         print_masks(gates_of, self.block)
-        figures.save(figures.mask(heads), output)
+        save_as(figures.mask(heads), output)
         if (more := len(heads) - figures.MAX_ROWS) > 0:
             print(f"The picture shows the first {figures.MAX_ROWS} models, not the other {more}.")

@@ -44,7 +44,7 @@ class Memory:
 
     def run(self) -> None:
         from halflife.evaluation.memory import measure_memory
-        from halflife.report.figures.comparison import save
+        from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import memory
         from halflife.report.tables.memory import print_memory, write_memory
 

@@ -51,10 +51,10 @@ class Spectrum:
 
         from halflife.analysis.survey import measure_models
         from halflife.analysis.tables import finite, write_tables
-        from halflife.report.figures.comparison import save
         from halflife.report.figures.decays import decays
+        from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.operators import operators
-        from halflife.report.figures.spectrum import all_of
+        from halflife.report.figures.spectrum import spectrum_figures
         from halflife.report.tables.operators import operators_of, print_operators
         from halflife.report.tables.operators import write_tables as write_operators
         from halflife.report.tables.spectrum import print_all
@@ -69,7 +69,7 @@ class Spectrum:
         files = write_tables(result, output)
         if self.text:
             files += save(decays(result), output, "decays")
-        for name, figure in all_of(finite(result)).items():
+        for name, figure in spectrum_figures(finite(result)).items():
             files += save(figure, output, name)
         with_ska = operators_of(result)
         if with_ska["models"]:

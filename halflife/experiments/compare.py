@@ -85,7 +85,7 @@ def execute(
     Raises:
         FileNotFoundError: there is no comparison in the folder.
     """
-    from halflife.report.page.render import write_report
+    from halflife.report.redraw import write_report
 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no comparison (no config.json)")

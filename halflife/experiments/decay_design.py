@@ -12,8 +12,8 @@ from halflife.experiments.decay_findings import report
 from halflife.files import read_json, write_json, write_text
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.report.figures.comparison import save
 from halflife.report.figures.decays import against_paper
+from halflife.report.figures.matplotlib_renderer import save
 from halflife.runs.sweep import create
 from halflife.training.text import Text, TextConfig, run, standard_library
 

@@ -118,15 +118,11 @@ def _execute(
         write_json(folder / "versions.json", {**versions(), "command": command})
     result = run(config, corpus, folder, name=config.model.name, execution=execution)
     if rank() == 0 and "lengths" in result:
-        from halflife.report.figures.language import by_length, curve
         from halflife.runs.samples import write_samples
 
-        (folder / "figures").mkdir(exist_ok=True)
-        curve(folder, folder / "figures" / "loss.png")
-        by_length(result, folder / "figures" / "length.png")
         write_samples(folder, corpus, samples)
     if rank() == 0:
-        from halflife.report.page.render import write_report
+        from halflife.report.redraw import write_report
 
         write_report(folder)
     return result

@@ -1,4 +1,4 @@
-"""Tables of a comparison in Markdown: every seed beside its mean."""
+"""Tables of a comparison in Markdown, with the mean and every seed."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
 
 
 def in_distribution(rows: Rows) -> str:
-    """A row a model: state, parameters, and the accuracy of every test, mean and seeds."""
+    """A table with one row for each model: parameters, state size, and accuracy on every test and length."""
     tests = list(dict.fromkeys((r["test"], r["length"]) for r in rows))
     heading = ["model", "parameters", "state", *(f"{test} {length}" for test, length in tests)]
     table = []
     for model in models(rows):
-        own = [r for r in rows if r["model"] == model]
-        sizes = [f"{own[0]['parameters']:,}", f"{own[0]['state_floats']:,}"]
-        cells = [percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests]
+        of_model = [r for r in rows if r["model"] == model]
+        sizes = [f"{of_model[0]['parameters']:,}", f"{of_model[0]['state_floats']:,}"]
+        cells = [percent([r for r in of_model if (r["test"], r["length"]) == key]) for key in tests]
         table.append([model, *sizes, *cells])
     return markdown(heading, table)
 
 
 def models(rows: Rows) -> list[str]:
-    """The models, in order, at their selected learning rates."""
+    """The models that have a selected learning rate, in order."""
     return list(dict.fromkeys(r["model"] for r in rows if r["selected"]))
 
 
 def percent(rows: Rows) -> str:
-    """Mean over seeds, and every seed: "87.5 (86.1, 88.9)"."""
+    """The mean accuracy over seeds and that of every seed, "87.5 (86.1, 88.9)", at the selected learning rate."""
     rows = [r for r in rows if r["selected"]]
     seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
     if not seeds or any(map(math.isnan, seeds)):
@@ -39,6 +39,6 @@ def percent(rows: Rows) -> str:
 
 
 def markdown(heading: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table, numbers to the right."""
+    """A table in Markdown. The first column is aligned to the left, the others to the right."""
     lines = ["| " + " | ".join(heading) + " |", "|---" + "|---:" * (len(heading) - 1) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in table])

@@ -1,83 +1,95 @@
-"""The figures of a run's folder drawn anew, from what was saved there alone."""
+"""Draws figures and report page of a folder from the files in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from halflife.analysis.tables import from_finite
-from halflife.files import atomic_path, read_json
-from halflife.report.figures import language as language_figures
-from halflife.report.figures import theory as theory_figures
-from halflife.report.figures.comparison import FORMATS, check_format, save, save_all
+from halflife.files import read_json
+from halflife.report.figures import theory
+from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.comparison_spectrum import spectrum
 from halflife.report.figures.decays import decays
 from halflife.report.figures.forecast import forecasts
+from halflife.report.figures.language import language_figures
+from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, save
 from halflife.report.figures.operators import operators
-from halflife.report.figures.spectrum import all_of as spectra
+from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
 from halflife.runs.folder import Comparison, LanguageRun, read_any
 
-# What `halflife spectrum` saves of a text that trained models read, and how it is drawn.
-READINGS: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
-    "decays": lambda data: {**({"decays": decays(data)} if data["text"] else {}), **spectra(data)},
+# The files that `halflife spectrum` writes about a text that trained models read, and the figures of each.
+SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
+    "decays": lambda data: {**({"decays": decays(data)} if data["text"] else {}), **spectrum_figures(data)},
     "koopman": lambda data: {"koopman": operators(data)},
 }
 
 
-def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Draws every figure of a run and its report page; returns the files.
+def write_report(run_dir: str | Path) -> Path:
+    """Write the figures and `report.html` of a run and return the page's path.
 
     Args:
-        run_dir: the folder of a comparison or of a run of `halflife train`. What `halflife spectrum` left in its
-            `spectrum/` and `halflife forecast` in its `forecast/` is drawn too. Or a folder of `halflife theory` or
-            `halflife forecast`, which has no page.
+        run_dir: the folder of a comparison or of a run of `halflife train`, finished or not.
+
+    Raises:
+        FileNotFoundError, ValueError: as `runs.folder.read_any`.
+    """
+    run = read_any(run_dir)
+    save_figures(run)
+    return write_page(run)
+
+
+def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draw every figure that a run has data for into its folder `figures/` and return the files.
+
+    Raises:
+        ValueError: a format is unknown.
+    """
+    data = comparison_figures(run) if isinstance(run, Comparison) else language_figures(run)
+    figures = {one.name: draw(one) for one in data}
+    if isinstance(run, Comparison):
+        figures["spectrum"] = spectrum(run)
+    return [file for name, figure in figures.items() for file in save(figure, run.path / "figures", name, formats)]
+
+
+def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draw every figure of a folder and its report page and return the files.
+
+    Args:
+        run_dir: the folder of a comparison or of a run of `halflife train`, with the `spectrum/` of `halflife spectrum`
+            and the `forecast/` of `halflife forecast` in it; or a folder of `halflife theory` or `halflife forecast`,
+            which has no page.
         formats: png, svg, pdf.
 
     Raises:
-        FileNotFoundError: it is no such folder, or a file of it is missing; the message names it.
-        ValueError: a file is truncated or damaged, or a format unknown.
+        FileNotFoundError: the folder is of another kind, or one of its files is missing; the message names it.
+        ValueError: a file is truncated or damaged, or a format is unknown.
     """
     for suffix in formats:
         check_format(suffix)
-    if files := _analyses(Path(run_dir), formats):
+    if files := _redraw_analyses(Path(run_dir), formats):
         return files
     run = read_any(run_dir)
-    files = save_all(run.path, formats) if isinstance(run, Comparison) else _language(run, formats)
+    files = save_figures(run, formats)
     folder = run.path / "spectrum"
-    for name, draw in READINGS.items():
+    for name, figures_of in SPECTRUM_FILES.items():
         if (folder / f"{name}.json").exists():
-            for one, figure in draw(from_finite(read_json(folder / f"{name}.json"))).items():
-                files += save(figure, folder, one, formats)
-    files += _analyses(run.path / "forecast", formats)
+            for figure_name, figure in figures_of(from_finite(read_json(folder / f"{name}.json"))).items():
+                files += save(figure, folder, figure_name, formats)
+    files += _redraw_analyses(run.path / "forecast", formats)
     return [*files, write_page(run)]
 
 
-def _analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
-    """What `halflife theory` and `halflife forecast` left in a folder."""
+def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
+    """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder."""
     files = []
     if (folder / "theory.json").exists():
-        files += theory_figures.draw_all(from_finite(read_json(folder / "theory.json")), folder, formats)
+        files += theory.draw_all(from_finite(read_json(folder / "theory.json")), folder, formats)
     if (folder / "forecast.json").exists():
         files += save(forecasts(read_forecasts(folder / "forecast.json")), folder, "forecast", formats)
-    return files
-
-
-def _language(run: LanguageRun, formats: Sequence[str]) -> list[Path]:
-    """Those of `halflife train`; a run that has not finished, or diverged, has none."""
-    if "lengths" not in run.result:
-        return []
-    drawings: dict[str, Callable[[Path], None]] = {
-        "loss": partial(language_figures.curve, run.path), "length": partial(language_figures.by_length, run.result)
-    }  # fmt: skip
-    files = [run.path / "figures" / f"{name}.{suffix}" for name in drawings for suffix in formats]
-    for file in files:
-        with atomic_path(file) as temporary:
-            whole = temporary.with_suffix(file.suffix)  # which says the format
-            drawings[file.stem](whole)
-            whole.replace(temporary)
     return files

@@ -1,7 +1,8 @@
-"""How figures look: one palette, one look a model, legends below the panels.
+"""The style of all figures: one palette, one style for each model, and legends below the panels.
 
-Figures read in grey print and by colour-blind eyes: every model has a colour of Okabe and Ito, a marker and a line
-style, the same in all figures. All else is drawn in `INK` on `PAPER`, so that a page can swap the two for a dark theme.
+Every model has a colour (Okabe and Ito's palette for colour-blind readers), a marker and a line style, which are the
+same in all figures, so that lines can be told apart in grey print too. Everything else is drawn in `INK` on `PAPER`;
+the report page replaces these two colours in its dark theme.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from typing import Any, NamedTuple
 
 import matplotlib.style
 from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 INK, PAPER = "#1f2328", "#ffffff"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # Okabe–Ito without its yellow
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # Okabe and Ito, without yellow
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (5, 1.5, 1, 1.5, 1, 1.5)))
-LEVELS: dict[str, dict[str, Any]] = {
-    "guess": {"color": INK, "linewidth": 1.2, "linestyle": (0, (1, 1.2)), "label": "guess (ignores the key)"},
-    "chance": {"color": INK, "linewidth": 1.2, "linestyle": (0, (1, 4)), "label": "chance"},
-}
+# A single hue whose lightness alone carries the value, for grey print and colour-blind readers.
+HEAT_COLOURS: Colormap = LinearSegmentedColormap.from_list("recall", ["#eef4f9", "#56a0cf", "#08306b"])
 REFERENCE_LINE: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (5, 3)), "alpha": 0.7}
-WIDTH = 7.2  # inches: of a page of print
+WIDTH = 7.2  # inches, the width of a printed page
 
 STYLE = {
     "font.size": 9,
@@ -38,17 +38,17 @@ STYLE = {
     "lines.markersize": 5,
     "legend.frameon": False,
     "legend.handlelength": 3.2,
-    "svg.hashsalt": "halflife",  # the same data give the same file
+    "svg.hashsalt": "halflife",  # makes the ids in an SVG file depend on the data alone
     **dict.fromkeys(
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
     ),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), PAPER),
 }
-styled = matplotlib.style.context(["default", STYLE])  # a decorator; whatever the user's own style is
+styled = matplotlib.style.context(["default", STYLE])  # a decorator that ignores the user's own matplotlib style
 
 
 class ModelStyle(NamedTuple):
-    """How a model is drawn in every figure."""
+    """Colour, marker and line style of a model, in matplotlib's terms. An empty marker means none."""
 
     color: str
     marker: str
@@ -56,34 +56,37 @@ class ModelStyle(NamedTuple):
 
 
 def model_styles(models: Sequence[str]) -> dict[str, ModelStyle]:
-    """One look a model, by its place in the command; no two of the first 280 are alike."""
+    """The style of each model, by its place in the list. The first 280 styles all differ."""
     return {
         model: ModelStyle(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], LINES[i % len(LINES)])
         for i, model in enumerate(models)
     }
 
 
-def model_handles(models: Sequence[str]) -> list[Line2D]:
-    """Legend entries of models."""
-    return [Line2D([], [], **look._asdict(), label=plain(model)) for model, look in model_styles(models).items()]
+def model_handles(models: Sequence[str], **changes: Any) -> list[Line2D]:
+    """Legend entries of models; `changes` replace attributes of each style, such as `marker=""`."""
+    return [
+        Line2D([], [], **{**style._asdict(), **changes}, label=escape_formula(model))
+        for model, style in model_styles(models).items()
+    ]
 
 
-def legend(figure: Figure, handles: list[Line2D]) -> None:
-    """A legend below the panels, in as many columns as fit; the figure grows by it."""
+def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """Add a legend below the panels, in as many columns as fit, and make the figure taller by its height."""
     for columns in range(len(handles), 0, -1):
         box = figure.legend(handles=handles, loc="outside lower center", ncols=columns)
         if columns == 1 or box.get_window_extent().width < 0.98 * figure.bbox.width:
-            break
+            figure.set_figheight(figure.get_figheight() + box.get_window_extent().height / figure.dpi)
+            return
         box.remove()
-    figure.set_figheight(figure.get_figheight() + box.get_window_extent().height / figure.dpi)
 
 
 def note(axes: Axes, text: str) -> None:
-    """Says in an empty panel why it is empty."""
+    """Write in an empty panel why it is empty."""
     axes.set(xticks=[], yticks=[])
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", alpha=0.7)
 
 
-def plain(name: str) -> str:
-    """A name in which matplotlib sees no formula."""
+def escape_formula(name: str) -> str:
+    """Escape dollar signs, which matplotlib would read as the start of a formula."""
     return name.replace("$", r"\$")

@@ -1,1 +1,1 @@
-"""The figures, a file a subject."""
+"""Figures: data functions, renderers, and figures that are drawn with matplotlib directly."""

@@ -1,4 +1,4 @@
-"""The figure of the decay values that models use on a text."""
+"""Figures of decays: their values on a text, and losses of decay variants against the paper's."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
-from halflife.report.figures.comparison import FASTEST, SLOWEST
+from halflife.report.figures.grids import FASTEST, SLOWEST, panel_grid
 from halflife.report.style import (
     INK,
     REFERENCE_LINE,
-    WIDTH,
     ModelStyle,
+    escape_formula,
     legend,
     model_handles,
     model_styles,
     note,
-    plain,
     styled,
 )
 
-FEW = 4  # models; with more, bars from quartile to quartile would cover each other
+MAX_WITH_BARS = 4  # models; the bars of more models would cover each other
 BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
 
 
 @styled
 def decays(result: dict[str, Any]) -> Figure:
-    """Median decay λ of every layer, and its half-life (tokens, log): a line a model, bars from quartile to quartile.
+    """Median decay λ of every layer, and its half-life (tokens, log): a line for each model, bars between quartiles.
 
     Args:
-        result: what `decay_survey.survey` gives; models without a decay are left out.
+        result: what `analysis.survey.survey` returns. Models without a decay are left out.
     """
     models = {model["model"]: model["layers"] for model in result["models"] if model["layers"]}
-    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
-    values, lives = figure.subplots(1, 2)
-    for i, (label, look) in enumerate(model_styles(list(models)).items()):
-        shift = 0.13 * (i - (len(models) - 1) / 2) if len(models) <= FEW else 0.0
-        for axes, shown in ((values, float), (lives, _shown_life)):
-            _model(axes, models[label], look, shift, shown, bars=len(models) <= FEW)
+    bars = len(models) <= MAX_WITH_BARS
+    figure, (values, lives) = panel_grid(2, 3.0)
+    for i, (name, style) in enumerate(model_styles(list(models)).items()):
+        shift = 0.13 * (i - (len(models) - 1) / 2) if bars else 0.0
+        _draw_model(values, models[name], style, shift, float, bars)
+        _draw_model(lives, models[name], style, shift, _clipped_half_life, bars)
     lives.axhline(result["length"], **REFERENCE_LINE)
     values.set(ylabel="median decay λ", ylim=(-0.03, 1.03))
     lives.set(ylabel="half-life (tokens)", yscale="log")
@@ -53,60 +52,55 @@ def decays(result: dict[str, Any]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
         if not models:
             note(axes, "no layer with a decay")
-    legend(figure, [*model_handles(list(models)), *_handles(result, bars=len(models) <= FEW)])
+    handles = [Line2D([], [], **REFERENCE_LINE, label=f"tokens of a sequence, {result['length']:,}")]
+    if bars:
+        handles.append(Line2D([], [], color=INK, **BAR, label="from quartile to quartile"))
+    legend(figure, [*model_handles(list(models)), *handles])
     return figure
 
 
-def _model(
+def _draw_model(
     axes: Axes,
     layers: list[dict[str, Any]],
-    look: ModelStyle,
+    style: ModelStyle,
     shift: float,
-    shown: Callable[[float], float],
+    transform: Callable[[float], float],
     bars: bool,
 ) -> None:
+    """Draw a transform of the median decay by layer, moved to the right by `shift` layers."""
     x = np.array([layer["layer"] for layer in layers]) + shift
-    low, middle, high = ([shown(layer[key]) for layer in layers] for key in ("q25", "median", "q75"))
+    low, middle, high = ([transform(layer[key]) for layer in layers] for key in ("q25", "median", "q75"))
     if bars:
-        axes.vlines(x, low, high, color=look.color, **BAR, zorder=1.5)  # below all lines
-    axes.plot(x, middle, **look._asdict(), linewidth=1.2)
+        axes.vlines(x, low, high, color=style.color, **BAR, zorder=1.5)  # below all lines
+    axes.plot(x, middle, **style._asdict(), linewidth=1.2)
 
 
-def _shown_life(decay: float) -> float:
-    """Half-life in tokens; those beyond what the time-scale figures show are drawn at its ends."""
+def _clipped_half_life(decay: float) -> float:
+    """The half-life in tokens, within the limits of all figures of time-scales."""
     return float(np.clip(half_life(decay), FASTEST, SLOWEST))
-
-
-def _handles(result: dict[str, Any], bars: bool) -> list[Line2D]:
-    handles = [Line2D([], [], **REFERENCE_LINE, label=f"tokens read at a time, {result['length']:,}")]
-    if bars:
-        handles.append(Line2D([], [], color=INK, **BAR, label="from quartile to quartile"))
-    return handles
 
 
 @styled
 def against_paper(data: dict[str, Any]) -> Figure:
-    """Loss here against the paper's: a dot a variant (mean over seeds), a bar over its seeds, a colour a group.
+    """Loss here against the paper's: a dot for each variant (mean over seeds), a bar over its seeds.
 
     Args:
         data: "results", variant → seed → result, and "paper", variant → the paper's loss or None. A variant is
-            called "group/name".
+            called "group/name"; variants of a group have the same colour.
     """
     shown = [
         (name, data["paper"][name], [run["test"] for run in runs.values()])
         for name, runs in data["results"].items() if runs and data["paper"][name] is not None
     ]  # fmt: skip
-    groups = list(dict.fromkeys(name.split("/")[0] for name, *_ in shown))
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-    axes = figure.subplots()
+    styles = model_styles(list(dict.fromkeys(name.split("/")[0] for name, *_ in shown)))
+    figure, (axes,) = panel_grid(1, 4.2)
     for name, paper, losses in shown:
-        group, _, own = name.partition("/")
-        look = model_styles(groups)[group]
-        axes.vlines(paper, min(losses), max(losses), color=look.color, **BAR)
-        axes.plot(paper, float(np.mean(losses)), color=look.color, marker=look.marker)
-        axes.annotate(
-            plain(own or group), (paper, float(np.mean(losses))), xytext=(5, 3), textcoords="offset points", fontsize=7
-        )
+        group, _, variant = name.partition("/")
+        average = float(np.mean(losses))
+        axes.vlines(paper, min(losses), max(losses), color=styles[group].color, **BAR)
+        axes.plot(paper, average, color=styles[group].color, marker=styles[group].marker)
+        label = escape_formula(variant or group)
+        axes.annotate(label, (paper, average), (5, 3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="paper's loss, 160M parameters (nats a token)", ylabel="test loss here (nats a byte)")
-    legend(figure, [handle for handle in model_handles(groups) if not handle.set_linestyle("none")])
+    legend(figure, model_handles(list(styles), linestyle="none"))
     return figure

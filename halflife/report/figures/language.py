@@ -1,81 +1,97 @@
-"""Figures of language models: the loss while training, and by position in the context."""
+"""Data of the figures of language models that `halflife train` made: the loss, and perplexity by length."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+from halflife.report.figures.comparison import gates, training_length
+from halflife.report.figures.data import Axis, FigureData, Panel, Reference, Series, length_ticks, octave_ticks
+from halflife.report.style import model_styles
+from halflife.runs.folder import LanguageRun, Training
 
-from halflife.report.style import REFERENCE_LINE, WIDTH, model_styles, styled
-
-BITS = 1 / math.log(2)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """What a run logged, a dict a line of `metrics.jsonl`."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+BITS = 1 / math.log(2)  # bits of a nat
+BITS_A_TOKEN = "loss (bits a token)"
 
 
-@styled
-def curves(folders: Mapping[str, Path], path: Path, goals: Mapping[str, float] | None = None) -> None:
-    """Validation loss (lines) and training loss (thin) of runs against their steps; `goals` are horizontal lines."""
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
-    for name, look in model_styles(list(folders)).items():
-        logged = lines(folders[name])
-        styles: dict[str, dict[str, Any]] = {
-            "loss": {"alpha": 0.35, "linewidth": 0.8}, "validation_loss": {"label": name},
-        }  # fmt: skip
-        for key, style in styles.items():
-            found = [(line["step"], line[key] * BITS) for line in logged if key in line]
-            axes.plot(*zip(*found, strict=True), color=look.color, linestyle=look.linestyle, **style)
-    for name, value in (goals or {}).items():
-        axes.axhline(value, **REFERENCE_LINE)
-        axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axes.set(xlabel="step", ylabel="loss (bits a token)", xscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def language_figures(run: LanguageRun) -> list[FigureData]:
+    """The figures that a run has data for."""
+    trained = {run.model: run.training}
+    figures = [length({run.model: run.result})] if "lengths" in run.result else []
+    if run.training.gates():
+        figures.append(gates({run.model: [run.training]}))
+    return [*figures, loss(trained)]
 
 
-def curve(folder: Path, path: Path) -> None:
-    """`curves` of one run."""
-    curves({"validation (thin: training)": folder}, path)
+def length(results: Mapping[str, Mapping[str, Any]]) -> FigureData:
+    """Perplexity against the length of the text, and loss (bits a token) against the position in it, both tokens, log.
 
-
-@styled
-def by_lengths(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Left: loss by position in the context. Right: perplexity at multiples of the training length."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
-    for name, look in model_styles(list(results)).items():
-        result, style = results[name], {"color": look.color, "marker": look.marker, "linestyle": look.linestyle}
-        buckets = result["positions"]
-        left.plot([b["last"] for b in buckets], [b["loss"] * BITS for b in buckets], label=name, **style)
-        sizes = [row["length"] for row in result["lengths"]]
-        right.plot(sizes, [row["perplexity"] for row in result["lengths"]], **style)
-    trained = next(iter(results.values()))["lengths"][0]["length"]
-    _trained(left, trained)
-    _trained(right, trained)
-    left.set(xlabel="position (end of the octave)", ylabel="loss (bits a token)", xscale="log")
-    right.set(xlabel="length of the text", ylabel="perplexity", xscale="log")
-    left.set_xscale("log", base=2)
-    right.set_xscale("log", base=2)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=len(results))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _trained(axes: Axes, length: int) -> None:
-    axes.axvline(length, **REFERENCE_LINE)
-    axes.annotate(
-        "trained", (length, 1), xycoords=("data", "axes fraction"), ha="right", va="top", fontsize=8, rotation=90
+    Args:
+        results: the `result.json` of each model.
+    """
+    first = next(iter(results.values()))
+    sizes = [row["length"] for row in first["lengths"]]
+    perplexity, by_position = [], []
+    for name, style in model_styles(list(results)).items():
+        rows, buckets = results[name]["lengths"], results[name]["positions"]
+        lengths, ends = [row["length"] for row in rows], [bucket["last"] for bucket in buckets]
+        recent = [row["last_perplexity"] for row in rows]
+        perplexity += [
+            Series(f"{name}, last context", name, style, lengths, recent, "thin"),
+            Series(name, name, style, lengths, [row["perplexity"] for row in rows]),
+        ]
+        by_position.append(Series(name, name, style, ends, [BITS * bucket["loss"] for bucket in buckets]))
+    x = Axis("length of the text (tokens)", log=True, ticks=length_ticks(sizes), phrase="{} tokens")
+    last = first["positions"][-1]["last"]
+    position = Axis("position (tokens)", log=True, ticks=octave_ticks(last), phrase="positions up to {}")
+    bits = Axis(BITS_A_TOKEN, phrase="{} bits")
+    line = training_length(min(sizes))
+    return FigureData(
+        "length",
+        "Perplexity and loss by length",
+        f"Line charts of {', '.join(results)}: perplexity against the length of the text, and loss by position in it.",
+        "On the validation text. Left: perplexity of texts of each length, over all of their tokens (thick) and over "
+        "those of the last context alone (thin). Right: loss by position in the longest text. Each point is the mean "
+        "over an octave of positions, drawn at its end. To the right of the dashed line, the model reads further than "
+        "in training.",
+        [
+            Panel("perplexity by length", x, Axis("perplexity", log=True), perplexity, line),
+            Panel("loss by position", position, bits, by_position, line),
+        ],
     )
 
 
-def by_length(result: Mapping[str, Any], path: Path) -> None:
-    """`by_lengths` of one run."""
-    by_lengths({"validation": result}, path)
+def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = None) -> FigureData:
+    """Training and validation loss (bits a token, log) and the learning rate, against the step (log).
+
+    Args:
+        runs: the training of each model.
+        baselines: losses of other models (bits a token), drawn as horizontal lines.
+    """
+    losses, rates = [], []
+    for name, style in model_styles(list(runs)).items():
+        curves = {key: runs[name].curve(key) for key in ("loss", "validation_loss", "learning_rate")}
+        bits = {key: [BITS * value for value in values] for key, (_, values) in curves.items()}
+        losses += [
+            Series(f"{name}, training", name, style, curves["loss"][0], bits["loss"], "thin"),
+            Series(f"{name}, validation", name, style, curves["validation_loss"][0], bits["validation_loss"]),
+        ]
+        rates.append(Series(name, name, style, *curves["learning_rate"]))
+    x = Axis("step", log=True, phrase="step {}")
+    lines = [Reference(name, y=value) for name, value in (baselines or {}).items()]
+    return FigureData(
+        "loss",
+        "Training",
+        f"Line charts of the loss of {', '.join(runs)} in training and validation, and of the learning rate, by step.",
+        "Left: the thin line is the loss of the training batches, averaged over the steps between two "
+        "records. The thick line is the loss on the validation text, always on the same rows.",
+        [
+            Panel("loss", x, Axis(BITS_A_TOKEN, log=True, phrase="{} bits"), _with_points(losses), lines),
+            Panel("learning rate", x, Axis("", from_zero=True), _with_points(rates)),
+        ],
+    )
+
+
+def _with_points(curves: list[Series]) -> list[Series]:
+    return [series for series in curves if len(series.x)]

@@ -1,11 +1,10 @@
-"""Pictures of decay masks: a head's of each model, and the paper's worked example (GateRank, Figure 2a)."""
+"""Pictures of decay masks: those of one head of each model, and the paper's example (GateRank, Figure 2a)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,21 +18,27 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
 from halflife.analysis.masks import Gates, cut_values
-from halflife.files import atomic_path
-from halflife.report.style import COLOURS, INK, WIDTH, legend, model_styles, plain, styled
+from halflife.report.style import COLOURS, INK, WIDTH, escape_formula, legend, model_styles, styled
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
-FAINTEST = 1e-3  # entries below are drawn like it; colours begin at the smallest entry if that is larger
-SMALLEST = 1e-18  # singular values below are drawn at it
-RESET: dict[str, Any] = {"color": COLOURS[1], "width": 0.8, "length": 4}  # a tick
-MAX_ROWS = 4  # models of one picture
-EXAMPLE_RESETS, EXAMPLE_LENGTH = (1, 3, 5), 6  # tokens from 0, as the paper's subscripts
+FAINTEST = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
+SMALLEST = 1e-18  # smaller singular values are drawn here
+RESET: dict[str, Any] = {"color": COLOURS[1], "width": 0.8, "length": 4}  # of ticks
+MAX_ROWS = 4  # models in one picture
+EXAMPLE_RESETS, EXAMPLE_LENGTH = (1, 3, 5), 6  # tokens, counted from 0 as in the paper
 EXAMPLE_FAINTEST, EXAMPLE_DARK = 0.05, 0.3
-EXAMPLE_SLOW, EXAMPLE_FAST = 0.5, 0.8  # α at a reset and β at every token of the picture
+EXAMPLE_SLOW, EXAMPLE_FAST = 0.5, 0.8  # α at a reset, and β at every token
 
 
 class Head(NamedTuple):
-    """One head of one model's layer, on one sequence."""
+    """One head of a layer, on one sequence.
+
+    Attributes:
+        label: the model's name.
+        gates: the gates of the layer.
+        head: its number, from 0.
+        sequence: the number of the sequence, from 0.
+    """
 
     label: str
     gates: Gates
@@ -41,20 +46,20 @@ class Head(NamedTuple):
     sequence: int = 0
 
     def masks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Γ, Λ and their product, `[T, T]`."""
+        """The masks Γ and Λ and their product, `[T, T]`."""
         one = slice(self.sequence, self.sequence + 1)
         layer, fast, slow = self.gates.layer, self.gates.g_fast, self.gates.g_slow
         gamma, lam = Gates(layer, fast[one], None if slow is None else slow[one]).masks()
         return gamma[0, self.head], lam[0, self.head], (gamma * lam)[0, self.head]
 
     def resets(self) -> list[int]:
-        """The tokens, from 0, that end a segment."""
+        """The tokens (from 0) at which the head resets."""
         return self.gates.resets()[self.sequence, :, self.head].nonzero().flatten().tolist()
 
     def title(self) -> str:
-        """Which head it is, and how often it resets."""
+        """The head's name and how often it resets."""
         count, length = len(self.resets()), self.gates.g_fast.shape[1]
-        name = f"{plain(self.label)}, layer {self.gates.layer}, head {self.head}: "
+        name = f"{escape_formula(self.label)}, layer {self.gates.layer}, head {self.head}: "
         if not count:
             return f"{name}no reset in {length} tokens"
         resets = "1 reset" if count == 1 else f"{count} resets"
@@ -62,15 +67,16 @@ class Head(NamedTuple):
 
 
 def most_resets(label: str, found: Sequence[Gates], layer: int | None = None, head: int | None = None) -> Head:
-    """The head with the most resets in the first sequence, among those of a layer, or the head, that is asked for.
+    """The head with the most resets in the first sequence, within the given layer and head number, if any.
 
     Raises:
-        ValueError: there is no such layer with one decay a head, or no such head; the message lists the choices.
+        ValueError: the layer does not exist or has no scalar decay, or the head does not exist; the message lists the
+            choices.
     """
     chosen = [gates for gates in found if layer in (None, gates.layer)]
     if not chosen:
         layers = ", ".join(str(gates.layer) for gates in found)
-        raise ValueError(f"{label} has no layer {layer} with one decay a head; choose from {layers}")
+        raise ValueError(f"{label} has no layer {layer} with a scalar decay for each head; choose from {layers}")
     heads = [Head(label, gates, h) for gates in chosen for h in range(gates.g_fast.shape[2]) if head in (None, h)]
     if not heads:
         raise ValueError(f"{label} has no head {head}; choose 0 to {chosen[0].g_fast.shape[2] - 1}")
@@ -82,10 +88,11 @@ def most_resets(label: str, found: Sequence[Gates], layer: int | None = None, he
 
 @styled
 def mask(heads: Sequence[Head]) -> Figure:
-    """Γ, Λ and Γ ⊙ Λ (log colour), a row a model, with ticks at its resets; below, the singular values at every cut.
+    """Γ, Λ and Γ ⊙ Λ (log colours) with ticks at the resets, a row for each model; below, singular values.
 
-    At token m that is what tokens from m on read from tokens up to m: σ₂/σ₁ and σ₃/σ₁, the latter at rounding where two
-    states suffice. At most `MAX_ROWS` models are drawn.
+    The singular values are those of the block of the mask in which tokens from m on read from tokens up to m, relative
+    to the largest, for every m. Two states suffice where σ₃/σ₁ is at rounding level. At most `MAX_ROWS` models are
+    drawn.
     """
     heads = heads[:MAX_ROWS]
     figure = Figure(figsize=(WIDTH, 2.55 * len(heads) + 1.9), layout="constrained")
@@ -98,56 +105,56 @@ def mask(heads: Sequence[Head]) -> Figure:
     for row, one, shown in zip(rows, heads, masks, strict=True):
         panels = row.subplots(1, 3)
         for axes, name, entries in zip(panels, NAMES, shown, strict=True):
-            drawn = _heat(axes, entries, one.resets(), faintest)
+            image = _draw_mask(axes, entries, one.resets(), faintest)
             axes.set(title=name, xlabel="written at token j")
         panels[0].set_ylabel("read at token i")
         row.suptitle(one.title(), fontsize=9, x=0.01, ha="left")
         beyond = "min" if smallest < faintest else "neither"
-        _colour_bar(row, drawn, panels, beyond)
-    lines = _cuts(below.subplots(), heads)
+        _colour_bar(row, image, panels, beyond)
+    lines = _draw_singular_values(below.subplots(), heads)
     legend(figure, [*lines, Line2D([], [], color=RESET["color"], marker="|", linestyle="none", label="reset")])
     return figure
 
 
-def _heat(axes: Axes, entries: Tensor, resets: Sequence[int], faintest: float) -> AxesImage:
-    """One mask, nothing above its diagonal; ticks above and to the right stand at the resets."""
+def _draw_mask(axes: Axes, entries: Tensor, resets: Sequence[int], faintest: float) -> AxesImage:
+    """Draw the lower triangle of a mask. Ticks above and to the right mark the resets."""
     upper = ~np.tri(len(entries), dtype=bool)
     shown = np.ma.masked_array(entries.clamp(min=faintest).numpy(), upper)
-    drawn = axes.imshow(shown, norm=LogNorm(faintest, 1), cmap="magma", interpolation="nearest")
+    image = axes.imshow(shown, norm=LogNorm(faintest, 1), cmap="magma", interpolation="nearest")
     axes.grid(False)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(4, integer=True))
         axis.set_ticks(resets, minor=True)
-        axis.remove_overlapping_locs = False  # a reset keeps its tick where a number stands
+        axis.remove_overlapping_locs = False  # a reset has a tick even next to a number
     axes.tick_params(which="minor", bottom=False, left=False, top=True, right=True, **RESET)
-    return drawn
+    return image
 
 
-def _colour_bar(figure: FigureBase, drawn: AxesImage, panels: Any, extend: str) -> None:
-    bar = figure.colorbar(drawn, ax=panels, extend=extend, shrink=0.8, label="what is left", format="%g")
+def _colour_bar(figure: FigureBase, image: AxesImage, panels: Any, extend: str) -> None:
+    bar = figure.colorbar(image, ax=panels, extend=extend, shrink=0.8, label="share that is left", format="%g")
     bar.minorformatter = NullFormatter()
-    low, high = drawn.get_clim()
+    low, high = image.get_clim()
     bar.set_ticks([tick for tick in (0.001, 0.01, 0.1, 0.2, 0.5, 1) if low <= tick <= high])
 
 
-def _cuts(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
-    """σ₂ drawn through and σ₃ dotted, a colour a model; in grey, σ₂ of the first model's fast gates alone."""
+def _draw_singular_values(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
+    """Draw σ₂ (solid) and σ₃ (dotted) of each model, and in grey σ₂ of the first model's fast gates alone."""
     lines = []
 
-    def draw(entries: Tensor, k: int, label: str, **look: Any) -> None:
+    def draw(entries: Tensor, k: int, label: str, **style: Any) -> None:
         values = cut_values(entries)[:, k].clamp(min=SMALLEST)
-        lines.extend(axes.step(range(len(values)), values, where="mid", label=label, linewidth=1.2, **look))
+        lines.extend(axes.step(range(len(values)), values, where="mid", label=label, linewidth=1.2, **style))
 
-    fast_alone = dataclasses.replace(heads[0].gates, g_slow=None)
-    draw(heads[0]._replace(gates=fast_alone).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
-    for one, look in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
+    fast_only = dataclasses.replace(heads[0].gates, g_slow=None)
+    draw(heads[0]._replace(gates=fast_only).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
+    for one, style in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
         for k, linestyle in ((1, "-"), (2, (0, (1, 1)))):
-            label = f"{plain(one.label)}, σ{'₁₂₃'[k]}"
-            draw(one.masks()[2], k, label, color=look.color, linestyle=linestyle)
+            label = f"{escape_formula(one.label)}, σ{'₁₂₃'[k]}"
+            draw(one.masks()[2], k, label, color=style.color, linestyle=linestyle)
     axes.set(yscale="log", ylim=(SMALLEST / 3, 3), xlabel="token m", ylabel="σ / σ₁")
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.set_title("singular values of what tokens from m on read from tokens up to m", loc="left")
+    axes.set_title("singular values of the block in which tokens from m on read from tokens up to m", loc="left")
     return lines
 
 
@@ -155,14 +162,14 @@ def _cuts(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
 
 
 def example_gates() -> Gates:
-    """Six tokens with resets at 1, 3 and 5, counted from 0 (GateRank, Figure 2a)."""
+    """The gates of six tokens with resets at tokens 1, 3 and 5, counted from 0 (GateRank, Figure 2a)."""
     slow = torch.zeros(1, EXAMPLE_LENGTH, 1, dtype=torch.float64)
     slow[:, list(EXAMPLE_RESETS)] = math.log(EXAMPLE_SLOW)
     return Gates(0, torch.full_like(slow, math.log(EXAMPLE_FAST)), slow)
 
 
 def example_symbols() -> tuple[list[list[str]], ...]:
-    """The entries of Γ, Λ and Γ ⊙ Λ in the example: α₃α₁ is "α_3 α_1"; "1" for none, "" above the diagonal."""
+    """The formulas of the entries of Γ, Λ and Γ ⊙ Λ: "α_3 α_1" for α₃α₁, "1" without factors, "" above the diagonal."""
 
     def written(*factors: list[list[list[str]]]) -> list[list[str]]:
         return [[" ".join(name for f in factors for name in f[i][j]) or "1" if j <= i else "" for j in T] for i in T]
@@ -176,49 +183,24 @@ def example_symbols() -> tuple[list[list[str]], ...]:
 
 @styled
 def example() -> Figure:
-    """The example's Γ, Λ and Γ ⊙ Λ, each entry with its formula, coloured for α = 1/2 and β = 4/5."""
+    """Γ, Λ and Γ ⊙ Λ of the example with the formula of each entry, in colours for α = 1/2 and β = 4/5."""
     head = Head("example", example_gates(), 0)
     figure = Figure(figsize=(1.6 * WIDTH, 4.1), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, name, entries, symbols in zip(panels, NAMES, head.masks(), example_symbols(), strict=True):
-        drawn = _heat(axes, entries, head.resets(), faintest=EXAMPLE_FAINTEST)
+        image = _draw_mask(axes, entries, head.resets(), faintest=EXAMPLE_FAINTEST)
         axes.set(title=name, xlabel="written at token j", xticks=range(EXAMPLE_LENGTH), yticks=range(EXAMPLE_LENGTH))
         for i, row in enumerate(symbols):
             for j, symbol in enumerate(row):
-                _entry(axes, i, j, symbol, dark=entries[i, j].item() < EXAMPLE_DARK)
+                _draw_formula(axes, i, j, symbol, dark=entries[i, j].item() < EXAMPLE_DARK)
     panels[0].set_ylabel("read at token i")
-    figure.suptitle(f"resets at 1, 3 and 5 (ticks); coloured for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}", fontsize=9)
-    _colour_bar(figure, drawn, panels, "neither")
+    figure.suptitle(f"resets at 1, 3 and 5 (ticks), colours for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}", fontsize=9)
+    _colour_bar(figure, image, panels, "neither")
     return figure
 
 
-def _entry(axes: Axes, i: int, j: int, symbol: str, dark: bool) -> None:
+def _draw_formula(axes: Axes, i: int, j: int, symbol: str, dark: bool) -> None:
     if symbol:
         names = symbol.replace("α", r"\alpha").replace("β", r"\beta").split(" ")
         lines = ["$" + " ".join(names[k : k + 2]) + "$" for k in range(0, len(names), 2)]
         axes.text(j, i, "\n".join(lines), ha="center", va="center", fontsize=8, color="#ffffff" if dark else INK)
-
-
-FORMATS: dict[str, dict[str, Any]] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
-
-
-@styled
-def save(figure: Figure, file: Path) -> None:
-    """Writes the picture, whole or not at all, as PNG (150 dpi) or SVG, by the file's name.
-
-    Raises:
-        ValueError: see `check_suffix`.
-    """
-    check_suffix(file)
-    with atomic_path(file) as temporary:
-        figure.savefig(temporary, format=file.suffix[1:], **FORMATS[file.suffix])
-
-
-def check_suffix(file: Path) -> None:
-    """Whether a picture can be written to a file of this name.
-
-    Raises:
-        ValueError: it ends neither in .png nor in .svg.
-    """
-    if file.suffix not in FORMATS:
-        raise ValueError(f"a picture is a .png or a .svg; got {file}")

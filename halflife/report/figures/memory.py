@@ -12,54 +12,50 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from halflife.evaluation.memory import LinearSize, format_bytes
-from halflife.report.style import INK, WIDTH, model_styles, plain, styled
+from halflife.report.figures.grids import panel_grid
+from halflife.report.style import INK, escape_formula, model_styles, styled
 
 CACHE: dict[str, Any] = {"color": INK, "linewidth": 4, "alpha": 0.35, "solid_capstyle": "butt"}
 RING: dict[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.4}
-DOTS: dict[str, Any] = {"linestyle": "none", "clip_on": False}
 MAX_TICKS = 10
-GAP = 0.055  # between labels, as a share of the panel's height; it holds some 17
+GAP = 0.055  # between labels, as a fraction of the panel's height, which has room for about 17 labels
 
 
 @styled
 def memory(result: dict[str, Any]) -> Figure:
-    """Draw the bytes of one sequence's state against its length, on log axes, with a line a model and the KV cache.
+    """Bytes of one sequence's state against its length (both log), for each model and for the KV cache of llama.
 
-    Each line has its name at its right end. A ring marks the length from which on a model's state is smaller than the
-    cache, if the lengths include it.
+    The name of a model stands at the end of its line. A ring marks where its state becomes smaller than the cache.
 
     Args:
-        result: as `evaluation.memory.measure_memory` returns it.
+        result: what `evaluation.memory.measure_memory` returns.
     """
     models = result["models"]
     sizes = {model["model"]: LinearSize(model["constant"], model["per_token"]) for model in models}
     cache = LinearSize(per_token=result["cache"]["per_token"])
     first, last = result["lengths"][0], result["lengths"][-1]
     span = (first, last) if first < last else (first / 2, 2 * last)
-    figure = Figure(figsize=(WIDTH, max(3.6, 0.24 * (len(models) + 3))), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panel_grid(1, max(3.6, 0.24 * (len(models) + 3)))
     x = np.geomspace(*span, 200)
     axes.plot(x, cache.per_token * x, **CACHE)
-    for model, (name, look) in zip(models, model_styles(list(sizes)).items(), strict=True):
-        size = sizes[name]
-        axes.plot(x, size.constant + size.per_token * x, color=look.color, linestyle=look.linestyle)
-        axes.plot(
-            result["lengths"], model["bytes"], color=look.color, marker=look.marker, linestyle="none", clip_on=False
-        )
+    for model, (name, style) in zip(models, model_styles(list(sizes)).items(), strict=True):
+        size, dots = sizes[name], {"color": style.color, "marker": style.marker, "linestyle": "none", "clip_on": False}
+        axes.plot(x, size.constant + size.per_token * x, color=style.color, linestyle=style.linestyle)
+        axes.plot(result["lengths"], model["bytes"], **dots)
         crossing = model["smaller_from"]
         if crossing is not None and span[0] <= crossing <= span[1]:
-            axes.plot(crossing, size.at(crossing), color=look.color, **RING)
-    _scales(axes, result["lengths"], span)
-    _names(axes, result, {"": cache, **sizes}, span[1])
-    axes.set_title("ring: from this length on the state is smaller than the KV cache", loc="left")
+            axes.plot(crossing, size.at(crossing), color=style.color, **RING)
+    _set_scales(axes, result["lengths"], span)
+    _write_names(axes, result, {"": cache, **sizes}, span[1])
+    axes.set_title("ring: from here on the state is smaller than the KV cache", loc="left")
     return figure
 
 
-def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
+def _set_scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
     axes.set(xlabel="tokens read", ylabel="state of one sequence")
     axes.set_xscale("log", base=2)
     ticks = lengths[:1]
-    for length in lengths[1:]:  # only lengths whose labels have room
+    for length in lengths[1:]:  # labels that do not fit are left out
         if math.log(length / ticks[-1]) >= math.log(span[1] / span[0]) / MAX_TICKS:
             ticks.append(length)
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
@@ -68,27 +64,22 @@ def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=MAX_TICKS))  # 4⁵ is 1 KiB, 4¹⁰ 1 MiB
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
-    axes.set_xlim(span[0] / 1.15, span[1])  # the lines to the names begin where the curves end
+    axes.set_xlim(span[0] / 1.15, span[1])  # lines end where the leader lines to their names begin
     low, high = axes.dataLim.intervaly
     axes.set_ylim(low / 2, high * 2)
 
 
-def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end: float) -> None:
-    """Write each line's name at its right end. Names of lines that end close together move apart.
-
-    Args:
-        sizes: name → size; the name of the cache is "".
-        end: the length at which the lines end.
-    """
+def _write_names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end: float) -> None:
+    """Write the name of each line at its right end, without overlaps. In `sizes`, the cache has the name ""."""
     crossings = {model["model"]: model["smaller_from"] for model in result["models"]}
     models = model_styles(list(crossings))
     low, high = np.log(axes.get_ylim())
     ends = [float(np.log(size.constant + size.per_token * end) - low) / float(high - low) for size in sizes.values()]
     beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for name, at, moved in zip(sizes, ends, apart(ends, min(GAP, 0.95 / len(ends))), strict=True):
-        if look := models.get(name):
-            text, colour = f"{plain(name)}: {_when(crossings[name])}", look.color
-            mark = Line2D([1.055], [moved], color=colour, marker=look.marker, **beside)
+        if style := models.get(name):
+            text, colour = f"{escape_formula(name)}: {_crossing(crossings[name])}", style.color
+            mark = Line2D([1.055], [moved], color=colour, marker=style.marker, **beside)
         else:
             text, colour = f"KV cache of llama, {result['cache_dtype']}", INK
             mark = Line2D([1.04, 1.065], [moved, moved], **CACHE, **beside)
@@ -97,15 +88,15 @@ def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end
         axes.annotate(text, (1.075, moved), xycoords="axes fraction", fontsize=8, va="center", annotation_clip=False)
 
 
-def _when(crossing: int | None) -> str:
+def _crossing(crossing: int | None) -> str:
     return "never smaller" if crossing is None else f"smaller from {crossing:,}"
 
 
 def apart(positions: list[float], gap: float) -> list[float]:
-    """Return positions between 0 and 1 that are at least `gap` apart, in the order of `positions`.
+    """Move positions between 0 and 1 so that neighbours are at least `gap` apart. Their order stays the same.
 
-    Positions that are too close to each other form a group, which is centred at their mean and stays inside the panel.
-    Groups that meet are joined. Of equal positions the first one comes to lie highest.
+    Of equal positions, later ones move down. Positions that are too close form a group around their mean, inside
+    [0, 1]. Groups that overlap are joined.
     """
     order = sorted(range(len(positions)), key=lambda i: (positions[i], -i))
     groups: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The figure of RULER's scores: every task by length, and needles by how deep they lie."""
+"""The figure of RULER's scores: every task by length, and needle tasks by the depth of the needle."""
 
 from __future__ import annotations
 
@@ -8,76 +8,68 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from halflife.report.figures.comparison import save
-from halflife.report.figures.recall import heat_map
-from halflife.report.style import WIDTH, plain, styled
+from halflife.report.figures.matplotlib_renderer import draw_heat_map, save
+from halflife.report.numbers import short_count
+from halflife.report.style import WIDTH, escape_formula, styled
 from halflife.runs.folder import mean
 from halflife.tasks.ruler import names
 
 MAX_COLUMNS = 3  # panels side by side
 
+Details = Sequence[Mapping[str, Any]]
+
 
 @styled
-def ruler_figure(details: Sequence[Mapping[str, Any]]) -> Figure:
-    """Mean scores: tasks × length (tokens); below, a panel a task whose answer lies in one place, its depth × length.
+def ruler_figure(details: Details) -> Figure:
+    """Mean scores in percent. Above: task × length (tokens). Below: depth × length for each task with a needle.
 
     Args:
-        details: of `evaluation.ruler.Ruler`, at least one.
+        details: those of `evaluation.ruler.Ruler`, at least one.
 
     Raises:
-        ValueError: no details.
+        ValueError: there are no details.
     """
     if not details:
         raise ValueError("there is no example to draw")
     tasks = list(dict.fromkeys(row["task"] for row in details))
     lengths = sorted({row["length"] for row in details})
-    deep = [task for task in tasks if any(row["depth"] is not None for row in details if row["task"] == task)]
     depths = sorted({row["depth"] for row in details if row["depth"] is not None})
-    columns = min(len(deep), MAX_COLUMNS) or 1
-    lines = math.ceil(len(deep) / columns)
-    heights = [0.3 * len(tasks) + 0.8, *[0.22 * len(depths) + 0.8] * lines]
-    wide = max(WIDTH, columns * (0.36 * len(lengths) + 0.8))
-    figure = Figure(figsize=(wide, sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(1 + lines, columns, height_ratios=heights)
-    every = figure.add_subplot(grid[0, :])
-    _panel(every, details, "task", tasks, [_labelled(task) for task in tasks], lengths)
-    every.set_title("references found, %")
-    for i, task in enumerate(deep):
+    with_depth = [task for task in tasks if any(row["depth"] is not None for row in details if row["task"] == task)]
+    columns = min(len(with_depth), MAX_COLUMNS) or 1
+    rows = math.ceil(len(with_depth) / columns)
+    heights = [0.3 * len(tasks) + 0.8, *[0.22 * len(depths) + 0.8] * rows]
+    width = max(WIDTH, columns * (0.36 * len(lengths) + 0.8))
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(1 + rows, columns, height_ratios=heights)
+    ticks = [short_count(length) for length in lengths]
+    axes = figure.add_subplot(grid[0, :])
+    axes.set_title("references found, %")
+    draw_heat_map(axes, _means(details, "task", tasks, lengths), [_label(task) for task in tasks], ticks)
+    for i, task in enumerate(with_depth):
         axes = figure.add_subplot(grid[1 + i // columns, i % columns])
-        own = [row for row in details if row["task"] == task]
-        _panel(axes, own, "depth", depths, [f"{100 * depth:.0f}" for depth in depths], lengths)
-        axes.set(title=_labelled(task), ylabel="depth, %" if i % columns == 0 else "")
+        axes.set(title=_label(task), ylabel="depth, %" if i % columns == 0 else "")
+        cells = _means([row for row in details if row["task"] == task], "depth", depths, lengths)
+        draw_heat_map(axes, cells, [f"{100 * depth:.0f}" for depth in depths], ticks)
     for axes in figure.axes:
         axes.set_xlabel("length (tokens)")
     return figure
 
 
-def write_figure(details: Sequence[Mapping[str, Any]], folder: str | Path) -> list[Path]:
-    """Writes `ruler.png` and `ruler.svg` into the folder; returns the files."""
+def write_figure(details: Details, folder: str | Path) -> list[Path]:
+    """Write `ruler.png` and `ruler.svg` into the folder and return the files."""
     return save(ruler_figure(details), Path(folder), "ruler")
 
 
-def _labelled(task: str) -> str:
-    """The task's name; those of the user's text are not RULER's own, and say so."""
-    return plain(task) + (" (user text)" if task in names() and task not in names(essay=False) else "")
+def _label(task: str) -> str:
+    """The task's name, marked if its text is the user's instead of RULER's."""
+    return escape_formula(task) + (" (user text)" if task in names() and task not in names(essay=False) else "")
 
 
-def _panel(
-    axes: Axes,
-    details: Sequence[Mapping[str, Any]],
-    key: str,
-    values: Sequence[Any],
-    labels: Sequence[str],
-    lengths: Sequence[int],
-) -> None:
-    """One heat map of mean scores, `key` × length, as percentages; cells without examples stay empty."""
-    cells = np.array(
-        [
-            [mean(r["score"] for r in details if r[key] == value and r["length"] == n) for n in lengths]
-            for value in values
-        ]
-    )
-    heat_map(axes, cells, labels, lengths)
+def _means(details: Details, key: str, values: Sequence[Any], lengths: Sequence[int]) -> np.ndarray:
+    """Mean scores `[values, lengths]` of the details whose `key` has each value; NaN where there is none."""
+    return np.array([
+        [mean(row["score"] for row in details if row[key] == value and row["length"] == n) for n in lengths]
+        for value in values
+    ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the report page of a language model says: findings, tables, captions, commands."""
+"""The report page of a language model: findings, table of perplexities, figures, settings and commands."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 import shlex
 from typing import Any
 
-from halflife.report.page.language_plots import BITS, plots
+from halflife.report.figures.language import BITS, language_figures
+from halflife.report.numbers import count, percent
 from halflife.report.page.spectrum import explorer, without
-from halflife.report.page.table import UNFINISHED, Cell, Row, Table, count, percent
+from halflife.report.page.table import UNFINISHED, Cell, Row, Table
 from halflife.runs.folder import LanguageRun, flatten
 
-STAYS = 1.05  # a perplexity of no more than so many times that at the training length counts as kept
+TOLERANCE = 0.05  # how much a perplexity may exceed that at the training length and still count as equal
 
 
-def page(run: LanguageRun) -> dict[str, Any]:
-    """What the template prints, by name."""
+def language_page(run: LanguageRun) -> dict[str, Any]:
+    """The variables of the page's template."""
     spectra = explorer({run.model: [run.training]}, run.train_length)
     return {
         "title": f"{run.model}, a language model",
@@ -24,7 +25,7 @@ def page(run: LanguageRun) -> dict[str, Any]:
         "findings": findings(run),
         "table": _table(run) if "lengths" in run.result else None,
         "numbers": _numbers(run.result),
-        "plots": plots(run),
+        "figures": language_figures(run),
         "spectra": spectra,
         "without": without([run.model], spectra),
         "settings": flatten(run.config),
@@ -37,53 +38,53 @@ def page(run: LanguageRun) -> dict[str, Any]:
 
 
 def findings(run: LanguageRun) -> list[str]:
-    """How well the model predicts, and how far beyond the training length that lasts."""
+    """How well the model predicts, and up to which length its perplexity stays the same."""
     if "diverged" in run.result:
         return [f"The run diverged: {run.result['diverged']}."]
     if "lengths" not in run.result:
         return [UNFINISHED]
     loss = run.result["validation"]
     text = (
-        f"After {run.result['tokens']:,} tokens: validation loss {loss:.3f} nats a token ({loss * BITS:.3f} bits), "
-        f"perplexity {math.exp(loss):.2f}."
+        f"After {run.result['tokens']:,} tokens, the validation loss is {loss:.3f} nats a token ({loss * BITS:.3f} "
+        f"bits), a perplexity of {math.exp(loss):.2f}."
     )
-    sizes = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
-    trained, last = min(sizes), max(sizes)
-    limit = STAYS * sizes[trained]
-    kept = max(size for size in sizes if all(sizes[other] <= limit for other in sizes if other <= size))
-    reach = f"Texts of the training length, {trained:,} tokens: perplexity {sizes[trained]:.2f}"
-    if kept > trained:
-        reach += f"; within {percent(STAYS - 1, 0)} of it up to {kept:,} ({kept // trained} T)"
-    if last > kept:
-        reach += f"; at {last:,} ({last // trained} T) {sizes[last]:.2f}"
+    perplexity = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
+    trained, last = min(perplexity), max(perplexity)
+    limit = (1 + TOLERANCE) * perplexity[trained]
+    reached = max(n for n in perplexity if all(perplexity[shorter] <= limit for shorter in perplexity if shorter <= n))
+    reach = f"The perplexity is {perplexity[trained]:.2f} on texts of the training length, {trained:,} tokens"
+    if reached > trained:
+        reach += f", and within {percent(TOLERANCE, 0)} of it up to {reached:,} tokens ({reached // trained}T)"
+    if last > reached:
+        reach += f", and {perplexity[last]:.2f} at {last:,} tokens ({last // trained}T)"
     return [text, f"{reach}."]
 
 
 def _table(run: LanguageRun) -> Table:
     rows = run.result["lengths"]
-    best = {key: min(row[key] for row in rows) for key in ("perplexity", "last_perplexity")}
+    lowest = {key: min(row[key] for row in rows) for key in ("perplexity", "last_perplexity")}
 
-    def row(found: dict[str, float]) -> Row:
-        times = int(found["length"]) // run.train_length
-        cells = [Cell(f"{found[key]:.3f}", found[key], found[key] == low) for key, low in best.items()]
-        return Row(count(found["length"]), "T" if times == 1 else f"{times} T", cells)
+    def table_row(row: dict[str, float]) -> Row:
+        times = int(row["length"]) // run.train_length
+        cells = [Cell(f"{row[key]:.3f}", row[key], row[key] == low) for key, low in lowest.items()]
+        return Row(count(row["length"]), "T" if times == 1 else f"{times}T", cells)
 
     return Table(
         caption="Perplexity on the validation text by length, over all tokens and over those of the last context "
-        "alone. Marked: the lowest of a column.",
+        "alone. The lowest of a column is marked.",
         first="length (tokens)",
-        columns=["perplexity", "of its last context"],
+        columns=["perplexity", "of the last context"],
         spans=[],
-        groups=[[row(found)] for found in rows],
+        groups=[[table_row(row)] for row in rows],
     )
 
 
 def _numbers(result: dict[str, Any]) -> dict[str, str]:
-    """The run's other numbers; a run that diverged lacks some."""
+    """The other results of the run. A run that diverged lacks some of them."""
     shown = {
         "parameters": ("parameters", count), "tokens": ("tokens read", count),
-        "state_floats": ("numbers of the state of a row", count), "tokens_per_second": ("tokens/s", count),
-        "mfu": ("share of the machine's peak in use", percent),
+        "state_floats": ("state size of one sequence", count), "tokens_per_second": ("tokens/s", count),
+        "mfu": ("model FLOPs utilisation (MFU)", percent),
         "validation": ("validation loss (nats a token)", lambda value: f"{value:.4f}"),
         "bits_per_byte": ("bits per byte", lambda value: f"{value:.4f}"),
         "bits_per_byte_of_documents": ("bits per byte of whole documents", lambda value: f"{value:.4f}"),

@@ -1,5 +1,5 @@
 "use strict";
-// The report page: draws its plots in the page's colours, shows their numbers, sorts the table.
+// The report page: draws the plots in the page's colours, lists their numbers, and sorts the summary table.
 const report = (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const find = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -26,7 +26,7 @@ const report = (() => {
     return { ink, paper, named: { [page.ink]: ink, recall } };
   }
 
-  // A copy of a plot's dicts in which named colours are those of the page.
+  // Copies a plot's data and replaces its named colours by those of the page.
   function themed(value, named) {
     if (Array.isArray(value)) return value.map((item) => themed(item, named));
     if (value && typeof value === "object")
@@ -40,12 +40,12 @@ const report = (() => {
     return { gridcolor: faint, linecolor: faint, zeroline: false, automargin: true, tickangle: 0, separatethousands: true, exponentformat: "none", ...own, title };
   }
 
-  // Draws a panel {data, layout} into its element; what was zoomed is reset.
+  // Draws a panel {data, layout} into its element and resets its zoom.
   function draw(element, panel) {
     const colour = colours();
     const clear = "rgba(0,0,0,0)";
     const { xaxis, yaxis, ...own } = themed(panel.layout, colour.named);
-    const empty = { text: "nothing recorded yet", xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false };
+    const empty = { text: page.noData, xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false };
     const layout = {
       annotations: panel.data.some((one) => one.x.length) ? [] : [empty],
       width: element.clientWidth, height: 280, margin: { l: 48, r: 14, t: 24, b: 40 }, paper_bgcolor: clear, plot_bgcolor: clear,
@@ -57,7 +57,7 @@ const report = (() => {
     return Plotly.react(element, themed(panel.data, colour.named), layout, options);
   }
 
-  // Panels are drawn when they come near the window: a page may have dozens.
+  // Panels are drawn when they come near the window, because a page may have dozens.
   const panels = new Map();
   const near = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries)
@@ -78,7 +78,7 @@ const report = (() => {
     for (const [element, panel] of panels) if (all || drawn(element)) draw(element, panel);
   };
 
-  // Gives an element its panel, or another one than before.
+  // Sets or replaces the panel of an element.
   function place(element, panel) {
     panels.set(element, panel);
     if (drawn(element)) draw(element, panel);
@@ -127,7 +127,7 @@ const report = (() => {
   function tabulated({ title, data, layout }) {
     if (data[0]?.type === "heatmap") {
       const { x, y, z } = data[0];
-      return table(title, ["pairs", ...x], y.map((pairs, i) => [pairs, ...z[i].map((cell) => number(cell, true))]));
+      return table(title, [layout.yaxis.title.text, ...x], y.map((row, i) => [row, ...z[i].map((cell) => number(cell, true))]));
     }
     const percent = (layout.yaxis.tickformat ?? "").includes("%") || data.some((one) => /:\.\d%/.test(one.hovertemplate));
     const columns = data.map((one) => new Map(one.x.map((x, i) => [x, one.y[i]])));
@@ -136,7 +136,7 @@ const report = (() => {
     return table(title, [layout.xaxis.title.text, ...data.map((one) => one.name)], rows);
   }
 
-  // Fills an opened <details> with a table of each of its panels; returns what does so anew.
+  // Fills a <details> element with a table of each current panel when it is opened. Returns a function that fills it again.
   function tables(details, current) {
     const fill = () => {
       if (!details.open) return;
@@ -156,7 +156,7 @@ const report = (() => {
   for (const button of find(".summary thead button")) {
     const head = button.closest("th");
     const whole = head.closest("table");
-    const groups = [...whole.tBodies]; // in their first order
+    const groups = [...whole.tBodies]; // in their original order
     const column = Number(button.dataset.column);
     const plain = (group) => group.rows[0].cells[0].firstChild.textContent.replaceAll(",", "").trim();
     const value = (group) => Number(group.rows[0].cells[column].dataset.value ?? NaN);
@@ -171,11 +171,11 @@ const report = (() => {
         sorted.sort((a, b) => {
           if (!column) return sign * plain(a).localeCompare(plain(b), "en", { numeric: true });
           const [x, y] = [value(a), value(b)];
-          return Number.isNaN(x) - Number.isNaN(y) || sign * (x - y); // what has no number stays last
+          return Number.isNaN(x) - Number.isNaN(y) || sign * (x - y); // rows without a number stay last
         });
       }
       whole.append(...sorted);
-      say(order === "none" ? "In the first order" : `Sorted by ${button.textContent}, ${order}`);
+      say(order === "none" ? "In the original order" : `Sorted by ${button.textContent}, ${order}`);
     });
   }
 
@@ -208,7 +208,7 @@ const report = (() => {
   addEventListener("beforeprint", () => {
     before = root.style.colorScheme;
     root.style.colorScheme = "light";
-    root.classList.add("printing"); // as narrow as paper: plots do not shrink on their own
+    root.classList.add("printing"); // as narrow as paper, because plots do not shrink by themselves
     repaint(true);
   });
   addEventListener("afterprint", () => {

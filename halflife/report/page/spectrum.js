@@ -1,5 +1,5 @@
 "use strict";
-// The spectrum explorer: time-scales and responses of a layer's channels at the position that the slider chooses.
+// The spectrum explorer: time-scales and responses of a layer's channels at the position chosen with the slider.
 (() => {
   const { page, find, byId, make, number, place, table, tables } = report;
   if (!page.spectra) return;
@@ -7,14 +7,14 @@
   const [model, layer, position] = [byId("model"), byId("layer"), byId("position")];
   const SHOWN = 12; // lines of the response
   const LAGS = 60;
-  const SLOW = [0, 114, 178], FAST = [230, 159, 0]; // colour-blind eyes tell blue from orange
+  const SLOW = [0, 114, 178], FAST = [230, 159, 0]; // blue and orange differ for colour-blind readers too
   let entry, own, sums;
 
   const at = (rows) => rows && rows[Math.min(Number(position.value), rows.length - 1)];
   const evenly = (items, count) =>
     items.length <= count ? items : Array.from({ length: count }, (_, i) => items[Math.round((i * (items.length - 1)) / (count - 1))]);
 
-  // Σ of the rates 1/τ up to each position; between those known, the logarithm of τ is linear in that of the position.
+  // Sums the rates 1/τ up to each position. Between known positions, log τ is interpolated linearly in log position.
   function summed(rows, positions, channel) {
     const total = new Float64Array(positions.at(-1) + 1);
     for (let t = 1, i = 0; t < total.length; t++) {
@@ -51,7 +51,7 @@
   }
 
   const times = (t) => (t === length ? "T" : `${Number((t / length).toPrecision(2))} T`);
-  const decades = (span) => (span > 3.5 ? { dtick: 1 } : { dtick: "D2", tickformat: ",~g" }); // ticks at powers of ten, or at 1, 2 and 5 of each
+  const decades = (span) => (span > 3.5 ? { dtick: 1 } : { dtick: "D2", tickformat: ",~g" }); // ticks at powers of ten, or also at 2 and 5 times each
   const rate = (i) => (own.taper ? `, α = ${own.taper[i]}` : "");
   const line = (value, dash, text) => ({
     type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value, line: { color: page.ink, width: 1, dash },

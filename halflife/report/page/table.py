@@ -1,16 +1,21 @@
-"""The summary table of a report page, and how its numbers are printed."""
+"""The summary table of a report page."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-NOTHING = "–"
-UNFINISHED = "No results yet: the run has not finished."
+UNFINISHED = "There are no results yet because the run has not finished."
 
 
 class Cell(NamedTuple):
-    """A number as it is printed, and as it is sorted by."""
+    """A number of the table.
+
+    Attributes:
+        text: the number as it is printed.
+        value: the number that the column is sorted by; NaN if there is none.
+        best: whether it is the best of its column.
+    """
 
     text: str
     value: float = math.nan
@@ -18,7 +23,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of a table; `note` stands in grey beside its name."""
+    """A row of the table. `note` stands in grey beside its name."""
 
     name: str
     note: str
@@ -26,9 +31,14 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Groups of rows that stay together: the first row of each is what the page sorts by.
+    """A table whose rows stay together in groups. Sorting compares the first row of each group.
 
-    `columns` are the headings after `first`; the last ones stand under the headings of `spans`, (text, columns).
+    Attributes:
+        caption: what the table shows.
+        first: the heading of the names.
+        columns: the headings of the other columns.
+        spans: (text, width) of the headings above the last columns.
+        groups: the rows of each group.
     """
 
     caption: str
@@ -38,14 +48,6 @@ class Table(NamedTuple):
     groups: list[list[Row]]
 
     @property
-    def plain(self) -> int:
-        """How many columns stand under no span."""
+    def num_plain(self) -> int:
+        """The number of columns without a heading above theirs."""
         return len(self.columns) - sum(width for _, width in self.spans)
-
-
-def percent(value: float, digits: int = 1) -> str:
-    return f"{100 * value:.{digits}f} %" if math.isfinite(value) else NOTHING
-
-
-def count(value: float) -> str:
-    return f"{value:,.0f}"

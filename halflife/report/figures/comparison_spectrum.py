@@ -1,0 +1,83 @@
+"""The time-scales of a comparison's models before and after training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, layer_grid, note_missing
+from halflife.report.style import INK, REFERENCE_LINE, legend, model_styles, styled
+from halflife.runs.folder import Comparison
+
+Ends = tuple[np.ndarray, np.ndarray]  # time-scales `[N]` at the first position and at the training length
+
+
+@styled
+def spectrum(run: Comparison) -> Figure:
+    """Time-scales (tokens, log) of the channels in the model's order, initial and trained, by layer.
+
+    The first seed at the selected learning rate is shown. Circles are time-scales at the first position. Triangles are
+    those at position T, if they differ.
+    """
+    spectra = {}
+    for model in run.models:
+        found = [one.spectrum for one in run.trainings_of(model) if one.spectrum.get("layers")]
+        if found:
+            spectra[model] = found[0]
+    figure, panels = layer_grid([(model, found["layers"]) for model, found in spectra.items()], sharey=True)
+    if not panels:
+        return note_missing(figure, "no spectrum: no model with a decay has finished")
+    styles = model_styles(run.models)
+    moved = [
+        _draw_layer(axes, layer, run.train_length, styles[model].color, spectra[model].get("channels", "channels"))
+        for axes, model, layer in panels
+    ]
+    figure.supylabel("time-scale (tokens)", fontsize=9)
+    legend(figure, _handles(run.train_length, any(moved)))
+    return figure
+
+
+def _draw_layer(axes: Axes, layer: dict[str, Any], train_length: int | None, color: str, channels: str) -> bool:
+    """Draw one layer. Return whether its time-scales depend on the position."""
+    initial, trained = (_at_ends(layer[when], train_length) for when in ("init", "trained"))
+    moves = not all(np.allclose(first, last, equal_nan=True) for first, last in (initial, trained))
+    numbers = np.arange(1, len(initial[0]) + 1)
+    crowded = len(numbers) > CROWDED
+    size = 2.2 if crowded else min(5.0, 60 / len(numbers))
+    for end, marker in enumerate("o^"[: 1 + moves]):
+        x = numbers + (0.14 * (2 * end - 1) if moves else 0)
+        dots: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": size, "color": color}
+        if not crowded:
+            axes.vlines(x, initial[end], trained[end], color=color, linewidth=0.8, alpha=0.6)
+        axes.plot(x, initial[end], **dots, markerfacecolor="none", markeredgewidth=0.5 if crowded else 0.8)
+        axes.plot(x, trained[end], **dots, markeredgewidth=0)
+    if train_length:
+        axes.axhline(train_length, **REFERENCE_LINE)
+    axes.set(yscale="log", xlabel=channels, xlim=(0.4, len(numbers) + 0.6))
+    if len(numbers) <= 8:
+        axes.set_xticks(numbers)
+    return moves
+
+
+def _at_ends(saved: dict[str, Any], train_length: int | None) -> Ends:
+    """Time-scales at the first saved position, and at the one nearest to the training length."""
+    scales = {float(position): values for position, values in saved["timescales"].items()}
+    end = min(scales, key=lambda position: abs(position - (train_length or math.inf)))
+    first, last = (np.ravel(np.array(scales[at], dtype=float)) for at in (min(scales), end))
+    return first.clip(FASTEST, SLOWEST), last.clip(FASTEST, SLOWEST)
+
+
+def _handles(train_length: int | None, moves: bool) -> list[Line2D]:
+    handles = []
+    for marker, where in {"o": ", position 1", "^": ", position T"}.items() if moves else [("o", "")]:
+        dots: dict[str, Any] = {"color": INK, "linestyle": "none", "marker": marker}
+        handles += [Line2D([], [], **dots, markerfacecolor="none", label=f"initial{where}")]
+        handles += [Line2D([], [], **dots, label=f"trained{where}")]
+    if train_length:
+        handles.append(Line2D([], [], **REFERENCE_LINE, label=f"training length T = {train_length:,}"))
+    return handles

@@ -1,0 +1,27 @@
+"""Numbers as the tables and figures print them."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "–"
+
+
+def percent(fraction: float, digits: int = 1) -> str:
+    """A fraction in percent, "87.5 %", or a dash if it is not finite."""
+    return f"{100 * fraction:.{digits}f} %" if math.isfinite(fraction) else MISSING
+
+
+def count(number: float) -> str:
+    """A whole number with separated thousands: "12,345"."""
+    return f"{number:,.0f}"
+
+
+def short_count(number: float) -> str:
+    """A number of tokens for an axis: "512", "1,500", "4K" for 4,096."""
+    return f"{number / 1024:g}K" if number >= 1024 and number % 1024 == 0 else f"{number:,g}"
+
+
+def rounded(number: float, digits: int = 6) -> float | None:
+    """The number with that many significant digits, or None if it is not finite, for which JSON has no literal."""
+    return float(f"{number:.{digits}g}") if math.isfinite(number) else None
