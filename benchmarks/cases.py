@@ -1,4 +1,4 @@
-"""The ops that are timed, their arithmetic, and the peers beside them."""
+"""The ops that are timed, their FLOPs, and their peers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Case:
     """An op on inputs of length T.
 
     Attributes:
-        forward: runs it and returns the output; leaves require gradients.
-        units: C×C×64 products a chunk and head, forward and forward + backward: the floor is their FLOPs at the
-            machine's GEMM rate. Attention counts its own.
+        name: name in the table.
+        forward: runs the op and returns its output; the inputs require gradients.
+        flops: FLOPs of forward and of forward + backward. At the machine's GEMM rate they give the floor.
     """
 
     name: str
@@ -35,8 +35,11 @@ class Case:
 def inputs(
     length: int, heads: int = H, key: int = K, value: int = V, device: str = "cpu", dtype=torch.float32, batch: int = 1
 ) -> dict[str, Tensor]:
-    """Random q, k (unit norm), v, beta, scalar g, vector gv, GateRank's g_slow (a reset every 64 tokens or so, else 0),
-    all requiring gradients; GateRank's fast gate is g."""
+    """Draw random inputs that require gradients.
+
+    They are q, k (of unit norm), v, beta, a scalar log-decay g, a vector log-decay gv, and g_slow of GateRank, with a
+    reset about every 64 tokens. GateRank takes g as its fast log-decay.
+    """
     torch.manual_seed(0)
 
     def leaf(x: Tensor) -> Tensor:
@@ -56,20 +59,22 @@ def inputs(
 
 
 def dplr(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor | None]:
-    """DPLR as the design space writes it: what key k holds is replaced, beside the decay."""
+    """DPLR as in the design space: the state decays, and the value stored under k is replaced."""
     written = k * beta.unsqueeze(-1)
     return ops.dplr(q, written, v, -k, written, g, **options)
 
 
 def unit(x: dict) -> float:
-    """FLOPs of one product of C·C·K in every chunk and head."""
+    """Return the FLOPs of one C·C·K product in every chunk and head."""
     return 2 * x["q"].numel() * C
 
 
 def ours(x: dict, backend: str = "auto") -> list[Case]:
-    """Our ops. A chunk's products, in C·C·64 units: linear attention 4 forward and 10 backward (two of them
-    recomputed), the delta rule 7 (one is the triangular solve) and 20, DPLR 14 and 35 (four
-    matrices of weights where linear attention has one)."""
+    """Return our ops with their FLOPs, counted in C·C·64 products of a chunk.
+
+    Linear attention has 4 products forward and 10 backward, two of which are recomputed. The delta rule has 7 (one is
+    the triangular solve) and 20. DPLR has 14 and 35, because it has four weight matrices in the place of one.
+    """
     q, k, v, beta, g, gv = (x[name] for name in ("q", "k", "v", "beta", "g", "gv"))
     linear, delta, rank_one = ((forward * unit(x), both * unit(x)) for forward, both in ((4, 14), (7, 27), (14, 49)))
     option = {"backend": backend}
@@ -85,8 +90,11 @@ def ours(x: dict, backend: str = "auto") -> list[Case]:
 
 
 def gated(x: dict, backend: str = "auto") -> list[Case]:
-    """The ops that have kernels: under a scalar decay and under GateRank, which reads two states where they read one
-    (5 products forward and 13 backward under the linear update, 9 and 26 under the delta rule)."""
+    """Return the ops that have kernels, with a scalar decay or with GateRank.
+
+    GateRank reads two states. It has 5 products forward and 13 backward under the linear update, and 9 and 26 under the
+    delta rule.
+    """
     q, k, v, beta, g, slow = (x[name] for name in ("q", "k", "v", "beta", "g", "g_slow"))
     option = {"backend": backend}
     counts = {
@@ -108,7 +116,7 @@ def gated(x: dict, backend: str = "auto") -> list[Case]:
 
 
 def sdpa(x: dict) -> Case:
-    """Softmax attention on the same inputs, causal (half of T² products); FlashAttention's kernels on a GPU."""
+    """Causal softmax attention on the same inputs (half of T² products), by FlashAttention's kernels on a GPU."""
     batch, length, heads, key = x["q"].shape
     flops = 2 * batch * length * length * heads * key
 
@@ -124,7 +132,7 @@ def sdpa(x: dict) -> Case:
 def transformers_peers(x: dict) -> list[Case]:
     """transformers' pure-torch Mamba-2 scan and chunked gated delta rule, on the same sizes.
 
-    Unwrapped: transformers puts fla's kernels in their place where fla-core is installed, GPU or not.
+    They are unwrapped, because transformers replaces them by fla's kernels where fla-core is installed, even on a CPU.
     """
     from transformers.models.mamba2 import modeling_mamba2
     from transformers.models.qwen3_next import modeling_qwen3_next

@@ -1,8 +1,9 @@
-"""What decoding costs as the context grows: `python benchmarks/decode.py [--write docs/benchmarks.md]`.
+"""The cost of decoding as the context grows: `python benchmarks/decode.py [--write docs/benchmarks.md]`.
 
-One layer of hidden size 768, float32, one sequence: milliseconds a token and bytes of the state after 1K to 64K tokens.
-Recurrent states come from a forward pass over that many tokens in pieces; softmax attention is given a cache of random
-keys and values. Then, for an operator a token: rank-one updates against factorising the Gram matrix anew.
+The script decodes one sequence with one layer of hidden size 768 in float32. It reports milliseconds a token and bytes
+of the state after 1K to 64K tokens. Recurrent states come from a forward pass over that many tokens in pieces. Softmax
+attention gets a cache of random keys and values. A second table compares rank-one updates with factorisations of the
+Gram matrix for spectral Koopman attention with one operator a token.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
-    """Markdown: a row a layer, milliseconds and bytes at each length."""
+    """Yield Markdown lines with one row a layer: milliseconds and bytes at each length."""
     mixers = _mixers()
     states: dict[str, State | None] = dict.fromkeys(mixers)
     times, sizes, done = [], [], 0
@@ -87,14 +88,14 @@ def _mixers() -> dict[str, Mixer]:
 
 
 def _state(mixer: Mixer, state: State | None, done: int, length: int) -> State:
-    """The state after `length` tokens, given that after `done`."""
+    """Return the state after `length` tokens, from the state after `done` tokens."""
     if isinstance(mixer, layers.LAYERS["attention"]):
         shape = 1, length, HIDDEN // 64, 64
         return {"position": torch.tensor([length]), "keys": torch.randn(shape), "values": torch.randn(shape)}
     while done < length:
         piece = min(PIECE, length - done)
         state, done = mixer(torch.randn(1, piece, HIDDEN), state)[1], done + piece
-    # One token, so that the state is what decoding makes of it.
+    # A single token gives the state the form that decoding gives it.
     return mixer(torch.randn(1, 1, HIDDEN), state)[1]
 
 
@@ -107,7 +108,7 @@ def _step(mixer: Mixer, state: State | None):
 
 
 def updates(seconds: float) -> Iterator[str]:
-    """Markdown: a token's work with its operator kept by rank-one updates, and factorised anew."""
+    """Yield Markdown lines on the cost of a token with rank-one updates and with factorisations of its operator."""
     yield f"An operator a token, P {WIDTH}, K 2, {HEADS} heads: ms a token. *Update*: what is solved with, by a"
     yield "rank-one update or a Cholesky factorisation. *Token*: that, the read-out (K + 1 solves, K products with M,"
     yield "one with C) and the three sums, which all need. *As the paper*: A_w and B_v are formed anew (Eq. 11 to 13,"
@@ -129,7 +130,7 @@ def _updates(rank: int, batch: int) -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     q, k = torch.randn(2, batch, 2 * rank, HEADS, rank)
     v = torch.randn(batch, 2 * rank, HEADS, WIDTH)
-    k[:, 0] *= 3  # the longest: later keys leave the unit as it is
+    k[:, 0] *= 3  # the longest key, so that later keys do not change the unit
     options = {"refresh": "token", "output_final_state": True}
     _, state = koopman_attention(q[:, :-1], k[:, :-1], v[:, :-1], **options)
     q, k, v = (x[:, -1:] for x in (q, k, v))

@@ -1,12 +1,14 @@
-"""Op parity and speed on a GPU, in one go of under 10 minutes: `make gpu`.
+"""Correctness and speed of the ops on a GPU, in one run of under 10 minutes: `make gpu`.
 
-Needs torch, triton and this repository; fla-core is measured too where it can be imported. First every backend is held
-against float64 on the device (`selfcheck`, `parity`), in several processes at once, while others compile the kernels
-that will be timed. Then, alone on the device, the ops are timed forward and with backward at 32K tokens (H 16, K = V =
-64 and 128, T 1K to 128K) against FlashAttention, fla and the ceilings measured in the same run. One table of ratios
-goes to `benchmarks/results/` (and to $OUT, where that is set). A kernel that breaks down costs its rows; then, or if
-something is wrong, the exit status is 1. `--device cpu` runs the same code at toy sizes, the Triton kernels too where
-TRITON_INTERPRET=1 is set.
+The run needs torch, triton and this repository. It measures fla-core too if that can be imported.
+
+First every backend is compared with float64 on the device (`selfcheck`, `parity`), in several processes at once. Other
+processes compile the kernels that will be timed. Then the ops are timed alone on the device, forward and with backward,
+at 32K tokens (H 16, K = V = 64 and 128, T 1K to 128K). FlashAttention, fla, a matrix product and a copy are timed in
+the same run. A table of ratios is written to `benchmarks/results/`, and to $OUT if that is set.
+
+A kernel that raises an error loses its rows in the table. The exit status is 1 after such an error or a wrong result.
+`--device cpu` runs the same code at toy sizes, with the Triton kernels too if TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import speed  # noqa: E402
 
 from halflife import ops  # noqa: E402
 
-# Seconds from the start: until when checks may run, and everything. (The interpreter on a busy CPU is another matter.)
+# Seconds from the start after which checks end, and after which everything ends. The interpreter on a CPU gets more.
 CHECKS, ALL = {"cuda": 270, "cpu": 3000}, {"cuda": 540, "cpu": 6000}
 
 
@@ -91,7 +93,7 @@ def _versions() -> str:
 
 
 def _checked(rows: list[dict]) -> list[str]:
-    """The lines of `selfcheck` and of `parity` in the report."""
+    """Return the lines of `selfcheck` and of `parity` for the report."""
     checks = [row for row in rows if "check" in row]
     right = sum(row["ok"] for row in checks)
     lines = [
@@ -111,27 +113,27 @@ def _checked(rows: list[dict]) -> list[str]:
 
 
 class Job:
-    """One worker in a process of its own: what it crashes, or hangs, is its own."""
+    """One worker in a separate process, so that a crash or a hang does not affect the others."""
 
     def __init__(self, kind: str, names: list[str], device: str, skip: list[str], until: float) -> None:
         self.kind = kind
         self.title, self.until, self.log = f"{kind} {', '.join(names)}", until, tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, __file__, "--device", device, "--worker", kind, "--until", str(until)]
         command += ["--names", *names, "--skip", *skip]
-        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # there is one process a core
+        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # one process runs on each core
         self.process = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=alone
         )
 
     def running(self) -> bool:
-        """Whether it still runs; past its time it is ended."""
+        """Return whether the process still runs; kill it when its time is over."""
         if self.process.poll() is None and time.time() > self.until:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         return self.process.poll() is None
 
     def results(self) -> tuple[list[dict], list[str]]:
-        """Its rows, and what it died of, if it did."""
+        """Return its rows, and a list with the reason of its death if it did not end normally."""
         self.log.seek(0)
         lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
         self.log.close()
@@ -143,7 +145,7 @@ class Job:
 
 
 def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
-    """The rows of `selfcheck` and `parity`, all at once on a GPU; the kernels to be timed are compiled meanwhile."""
+    """Return the rows of `selfcheck` and `parity`. On a GPU, kernels to be timed are compiled at the same time."""
     names = {"parity": list(parity.CASES), "selfcheck": ops.ops()}
     if device == "cpu":
         waiting, slots = list(names.items()), 1
@@ -167,7 +169,7 @@ def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
 
 
 def _speeds(device: str, until: float) -> tuple[list[dict], list[str]]:
-    """The rows of `speed`, one process a head size; a kernel that took its process down is left out of the next."""
+    """Return the rows of `speed`, with one process a head size. A kernel that crashed its process is not run again."""
     rows, complaints = [], []
     for index, size in enumerate(speed.SIZES[device]):
         stop = time.time() + (until - time.time()) / (len(speed.SIZES[device]) - index)
@@ -190,8 +192,10 @@ def _speeds(device: str, until: float) -> tuple[list[dict], list[str]]:
 
 
 def _one_configuration() -> None:
-    """For checks, kernels need no tuning: the first configuration is compiled, not all. (What is timed is tuned, and
-    compared again.)"""
+    """Make Triton compile one configuration a kernel, because checks need no tuning.
+
+    Kernels that are timed are tuned in their process, and their results are checked again there.
+    """
     try:
         import triton
     except ImportError:

@@ -1,11 +1,11 @@
-"""What language models that were trained here are worth: against gzip and a 5-gram that saw the same bytes.
+"""Language models that were trained here, compared with gzip and with a 5-gram that saw the same bytes.
 
     python benchmarks/language.py runs/text/* --write docs/results/language.md
 
-The runs are folders of `halflife train` with the tokenizer "bytes", on one corpus. The 5-gram (interpolated Kneser-Ney)
-is fitted on exactly the bytes that the batches of the run held; where rows lie side by side in a document they are
-joined, so that it loses no context. All are measured on the same validation documents, each from its first byte on,
-which the model is charged 8 bits for.
+The runs are folders of `halflife train` with the tokenizer "bytes" on one corpus. The 5-gram (interpolated Kneser-Ney)
+is fitted on exactly the bytes in the batches of the run. Neighbouring rows of a document are joined, so that it loses
+no context. All are measured on the same validation documents, each from its first byte on. The first byte costs the
+model 8 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXCERPT = 700  # characters of a sample
 
 
 def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
-    """The bytes that training read, once each: the pieces of documents that its rows cover, joined where they touch."""
+    """Return the bytes that training read, each once, as pieces of documents; neighbouring rows are joined."""
     split = corpus.split("train")
     batches = MicroBatches(split, config, 1).parts[0]
     mask = np.zeros(split.tokens + 1, dtype=bool)
@@ -44,7 +44,7 @@ def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """A run's result, with `bits`: bits per byte of the model, and of what it has to beat."""
+    """Return the result of a run with `bits`, the bits per byte of the model and of its baselines."""
     config, result = saved(folder), read_json(folder / "result.json")
     corpus = opened(config.data, show=False)
     split = corpus.split("validation")
@@ -64,7 +64,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def seconds(folder: Path) -> float:
-    """Of training: what the steps took, from the log."""
+    """Return the seconds that the training steps took, from the log."""
     tokens = read_json(folder / "result.json")["tokens"] / read_json(folder / "run.json")["steps"]
     steps, last = 0.0, 0
     metrics = read_language(folder).training.metrics
@@ -74,7 +74,7 @@ def seconds(folder: Path) -> float:
 
 
 def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> str:
-    """The page."""
+    """Return the page as Markdown."""
     first = found[0]
     config: LanguageConfig = first["config"]
     names = [one["config"].model.name for one in found]

@@ -1,7 +1,7 @@
-"""Every architecture's layer on this machine: `python benchmarks/layers.py [--write docs/benchmarks.md]`.
+"""Speed of the layer of each architecture on this machine: `python benchmarks/layers.py [--write docs/benchmarks.md]`.
 
-One sequence mixer of hidden size 384 (no MLP), float32: tokens/s of a forward and backward pass at T 2048, tokens/s of
-decoding one token at a time, and the bytes of the state after 2048 tokens.
+The script measures one sequence mixer of hidden size 384 (no MLP) in float32. It reports tokens/s of a forward and
+backward pass at T 2048, tokens/s of decoding one token at a time, and the bytes of the state after 2048 tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def table(names: list[str]) -> list[str]:
-    """Markdown: a row a preset."""
+    """Markdown lines with one row a preset."""
     mixers = {name: _mixer(name) for name in dict.fromkeys(("mamba2", *names))}
     x = torch.randn(1, LENGTH, HIDDEN, requires_grad=True)
     training = timing.medians(

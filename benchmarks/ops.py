@@ -1,7 +1,7 @@
-"""Our chunked ops against peers and floors, on this machine: `python benchmarks/ops.py [--write docs/benchmarks.md]`.
+"""Speed of the chunked ops, their peers and a floor: `python benchmarks/ops.py [--write docs/benchmarks.md]`.
 
-B 1, H 12, K = V = 64, float32. Medians in one process, candidates in turn. Floor: the same FLOPs at the rate of one
-2048³ matrix product measured in the same run.
+B 1, H 12, K = V = 64, float32. The candidates run in turn in one process, and the table has medians. The floor is the
+time of the same FLOPs at the rate of one 2048³ matrix product, measured in the same run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
         print(_grown(arguments.memory[0], int(arguments.memory[1])))
         return
     torch.set_num_threads(2)
-    rate = max(timing.gemm_rate() for _ in range(3))  # a busy moment must not flatter the ratios
+    rate = max(timing.gemm_rate() for _ in range(3))  # on a busy machine, a low rate would improve the ratios
     import transformers
 
     lines = [
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _times(length: int) -> dict[str, tuple[float, float, tuple[float, float], float]]:
-    """name → (forward s, forward + backward s, FLOPs of both, MB that the process grew by)."""
+    """Map each name to (forward s, forward + backward s, FLOPs of both, growth of the process in MB)."""
     x = cases.inputs(length)
     found = [*_ours(x), cases.sdpa(x), *cases.transformers_peers(x)]
     weight = torch.randn_like(x["v"])
@@ -76,7 +76,7 @@ def _ours(x: dict) -> list[cases.Case]:
 
 
 def _memory(name: str, length: int) -> float:
-    """MB by which a fresh process grows in one forward + backward of the case."""
+    """Return the MB by which a fresh process grows in one forward + backward of the case."""
     command = [sys.executable, __file__, "--memory", name, str(length)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
@@ -85,16 +85,16 @@ def _grown(name: str, length: int) -> float:
     x = cases.inputs(length)
     every = [*_ours(x), cases.sdpa(x), *(cases.transformers_peers(x) if name.startswith("transformers") else [])]
     case = next(case for case in every if case.name == name)
-    small = cases.inputs(64)  # loads the libraries that a first product loads
+    small = cases.inputs(64)  # a first product loads libraries
     cases.ours(small)[3].forward().sum().backward()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the resident memory
     before = _status("VmRSS")
     case.forward().backward(torch.ones_like(x["v"]))
     return (_status("VmHWM") - before) / 1024
 
 
 def _status(field: str) -> int:
-    """A memory field of this process in kB (Linux)."""
+    """Return a memory field of this process in kB (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
@@ -141,7 +141,7 @@ def _targets(results: dict, rate: float) -> list[str]:
 
 
 def _share() -> float:
-    """Forward FLOP/s at T 2048 over the GEMM's, the two in turn."""
+    """Return forward FLOP/s at T 2048 divided by those of a GEMM; the two run in turn."""
     case = cases.ours(cases.inputs(2048))[1]
     a, b = torch.randn(2, 2048, 2048)
 
@@ -154,7 +154,7 @@ def _share() -> float:
 
 
 def _growth() -> list[str]:
-    """What four times the length costs, the two lengths in turn with nothing between them that empties the caches."""
+    """Measure the cost of four times the length. The two lengths run in turn, and nothing else empties the caches."""
     short, long = cases.inputs(2048), cases.inputs(8192)
     weights = torch.randn_like(short["v"]), torch.randn_like(long["v"])
     lines = []
@@ -181,7 +181,7 @@ def _growth() -> list[str]:
 
 
 def _layer() -> list[str]:
-    """PoST on a Mamba-2 layer, d 768, T 2048."""
+    """Measure the cost of PoST on a Mamba-2 layer, d 768, T 2048."""
     from halflife import layers
 
     def layer(post: dict | None):

@@ -1,6 +1,6 @@
-"""Is every backend right on this device? Each against the chunked form in float64, short and long, plain and packed.
+"""A check of every backend on this device against the chunked form in float64, at short, long and packed inputs.
 
-(That form is the one which `selfcheck` holds against the token loop.) Results are dicts, one a row of the report.
+`selfcheck` compares the chunked form with the token loop. Results are dicts, one for each row of the report.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from torch import Tensor
 from halflife import ops
 from halflife.ops.backends import dispatch as backends
 
-# Largest error of an output, state or gradient, relative to the largest entry of the tensor: in bfloat16 four times the
-# worst measured in Triton's interpreter (1.1e-2); in float32 with room for what 131,072 tokens add to 4e-7.
+# The largest allowed error of an output, state or gradient, relative to the largest entry of the tensor. In bfloat16 it
+# is four times the worst one measured in Triton's interpreter (1.1e-2). In float32 the errors start at 4e-7 and grow
+# with the length, up to 131,072 tokens.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4.4e-2}
 
 
 def _gate_rank(q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g: Tensor, *beta: Tensor, **options):
-    """GateRank with its two states as one tensor."""
+    """Run GateRank with its two states in one tensor."""
     state = options.pop("initial_state")
     o, states = ops.gate_rank(q, k, v, g_slow, g, *beta, initial_state=tuple(state.chunk(2, -2)), **options)
     return o, torch.cat(states, -2)
 
 
-# name → op, the function, its inputs in `cases.inputs`
+# name → (op, function, names of its inputs in `cases.inputs`)
 CASES: dict[str, tuple[str, Callable, tuple[str, ...]]] = {
     "linear_attention, no decay": ("linear_attention", ops.linear_attention, ("q", "k", "v")),
     "linear_attention, scalar": ("linear_attention", ops.linear_attention, ("q", "k", "v", "g")),
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[str, Callable, tuple[str, ...]]] = {
 
 
 def rows(name: str, device: str) -> Iterator[dict]:
-    """Every backend of one case in float32 and bfloat16, at a short batch and at a long packed row."""
+    """Check all backends of one case in float32 and bfloat16, with a short batch and with a long packed row."""
     op, function, names = CASES[name]
     short, long, heads, size = (1000, 131_072, 2, 64) if device == "cuda" else (20, 70, 1, 16)
     for length, batch in ((short, 2), (long, 1)):
@@ -60,18 +61,18 @@ def rows(name: str, device: str) -> Iterator[dict]:
 
 
 def _backends(op: str, device: str) -> list[str]:
-    """Those that might run here, the interpreter too; which inputs they refuse turns out."""
+    """Return the backends that might run here, including the interpreter. They may still refuse some inputs."""
     found = [n for n in backends.registered(op) if n not in ("reference", "mask")]
     return [name for name in found if backends.why(op, name, device) is None]
 
 
 def _compare(function, arguments, state, bounds, backend, dtype, exact, tolerance) -> dict:
-    """`{"error", "worst", "ok"}`, or `{"failure", "ok"}`; a refusal is all right."""
+    """Return `{"error", "worst", "ok"}`, or `{"failure", "ok"}`, or `{"refused", "ok"}`, which counts as ok."""
     try:
         got = run(function, arguments, state, bounds, backend, dtype)
     except backends.CannotRun as error:
         return {"refused": str(error), "ok": True}
-    except Exception as error:  # a kernel that does not compile or launch here, whatever its compiler raises
+    except Exception as error:  # a compiler of kernels may raise anything
         return {"failure": said(error), "ok": False}
     errors = {name: relative_error(got[name], exact[name]) for name in exact}
     worst = max(errors, key=errors.__getitem__)
@@ -79,7 +80,7 @@ def _compare(function, arguments, state, bounds, backend, dtype, exact, toleranc
 
 
 def run(function, arguments: dict, state: Tensor, bounds, backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """`{"o", "state", "d…" for every input and the initial state}` in float64."""
+    """Return `{"o", "state"}` and the gradients "d…" of all inputs and of the initial state, in float64."""
     given = {**arguments, "initial_state": state}
     leaves = {n: t.detach().to(torch.promote_types(dtype, t.dtype)).requires_grad_() for n, t in given.items()}
     inputs = [leaves[n] for n in arguments]
@@ -93,20 +94,20 @@ def run(function, arguments: dict, state: Tensor, bounds, backend: str, dtype: t
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest entry; infinite where something is not finite."""
+    """Return the largest difference divided by the largest entry; infinite if an entry is not finite."""
     if not torch.isfinite(got).all():
         return float("inf")
     return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 
 def said(error: Exception) -> str:
-    """An exception in one line."""
+    """Return the text of an exception in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0].strip()[:160]}"
 
 
 def table(found: list[dict]) -> list[str]:
-    """The report: the worst over the settings of each case, backend and dtype, and every row that is not right."""
+    """Return the report: the worst error of each case, backend and dtype, and every row that failed."""
     lines = ["| op | backend | dtype | longest T | worst relative error | in | |", "|---|---|---|---:|---:|---|---|"]
     groups: dict[tuple[str, str, str], list[dict]] = {}
     for row in found:

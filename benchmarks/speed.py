@@ -1,7 +1,8 @@
-"""How fast the ops are beside FlashAttention, fla, and the floor: what `gpu.py` times, and its table.
+"""The timing part of `gpu.py`: the ops, FlashAttention and fla against a floor, and the table of the results.
 
-At 32K tokens (H 16), forward, and forward with backward. Floor: the larger of the op's FLOPs at the rate of a GEMM and
-the bytes of q, k, v, o (three times that with the backward pass) at the rate of a copy, both measured in the same run.
+All run at 32K tokens (H 16), forward, and forward with backward. The floor is the larger of two times. One is that of
+the op's FLOPs at the rate of a GEMM. The other is that of the bytes of q, k, v, o (three times as many with the
+backward pass) at the rate of a copy. Both rates are measured in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SOFTMAX = ("softmax attention", "SDPA")
 
 
 def compile_kernels(name: str, device: str) -> None:
-    """Fills Triton's cache on disk with the kernels of "op / head size"; whatever goes wrong is `rows`' to say."""
+    """Fill Triton's cache on disk with the kernels of "op / head size". Errors are printed; `rows` reports them."""
     op, _, size = name.rpartition(" / ")
     x, leaves, weight = inputs(LENGTHS[device][0], int(size), device)
     for backend in ("triton", "fla"):
@@ -39,20 +40,21 @@ def compile_kernels(name: str, device: str) -> None:
 
 
 def inputs(length: int, size: int, device: str) -> tuple[dict, list[torch.Tensor], torch.Tensor]:
-    """Inputs of 32K tokens (one sequence of `length` if that is more), as leaves, and the gradient of the output."""
+    """Return inputs of 32K tokens (or of one longer sequence), the same as a list, and the gradient of the output."""
     batch = max(1, TOKENS[device] // length)
     x = cases.inputs(length, HEADS[device], size, size, device, torch.bfloat16, batch)
-    del x["gv"]  # as large as q; nothing here has vector decays
+    del x["gv"]  # not used here, and as large as q
     return x, list(x.values()), torch.randn_like(x["v"])
 
 
 def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    """The ceilings, then what each case took at each length, as dicts.
+    """Yield one dict with the measured rates, then one for each case and length.
 
     Args:
         size: K = V.
-        skip: "op / backend" or "T length", what to leave out.
-        until: when to stop starting lengths, in seconds since the epoch.
+        device: "cuda" or "cpu".
+        skip: cases ("op / backend") and lengths ("T length") to leave out.
+        until: time after which no further length starts, in seconds since the epoch.
     """
     broken = set(skip)
     gemm = timing.gemm_rate(device, torch.bfloat16, 8192 if device == "cuda" else 256)
@@ -95,7 +97,7 @@ def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict
 
 
 def _cases(x: dict) -> dict[tuple[str, str], cases.Case]:
-    """`(op, backend) → case`, the chunked forms first: what the others are compared with."""
+    """Map (op, backend) to cases. The chunked forms come first, because the others are compared with them."""
     every = [(case, backend) for backend in ("chunked", "triton", "fla") for case in cases.gated(x, backend)]
     has = {op: backends.registered(op) for op in ("linear_attention", "delta_rule", "gate_rank")}
     found = {(case.name, backend): case for case, backend in every if backend in has[case.name.split(",")[0]]}
@@ -103,7 +105,7 @@ def _cases(x: dict) -> dict[tuple[str, str], cases.Case]:
 
 
 def _try(key, case: cases.Case, leaves: list, weight: torch.Tensor, one: dict, two: dict) -> dict:
-    """Runs a case once each way, and adds it to what is timed: its gradients, for comparison."""
+    """Run a case forward and with backward, add it to the functions to be timed, and return its gradients."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -120,7 +122,7 @@ def _try(key, case: cases.Case, leaves: list, weight: torch.Tensor, one: dict, t
 
 
 def _compare(key, gradients: dict, exact: dict) -> None:
-    """The tuned kernels against the chunked form in the same bfloat16, which comes first."""
+    """Compare the gradients of tuned kernels with those of the chunked form in bfloat16, which comes first."""
     name, backend = key
     if backend == "chunked":
         exact[name] = gradients
@@ -131,7 +133,7 @@ def _compare(key, gradients: dict, exact: dict) -> None:
 
 
 def _dead(device: str) -> bool:
-    """Whether an error took the device's context with it (an illegal address does)."""
+    """Return whether an error (such as an illegal address) has destroyed the device's context."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()
@@ -145,7 +147,7 @@ def _dead(device: str) -> bool:
 
 
 def table(found: list[dict]) -> list[str]:
-    """The ceilings and one table: milliseconds, and their ratios to the floor, SDPA, fla, and the plain op."""
+    """Return the measured rates and a table of milliseconds with ratios to the floor, SDPA, fla and the plain op."""
     ceilings = [row for row in found if "gemm" in row]
     timed = {(row["K"], row["T"], row["name"], row["backend"]): row for row in found if "forward" in row}
     ratios = "÷ floor | ÷ SDPA | ÷ fla | ÷ plain"
@@ -181,7 +183,7 @@ def table(found: list[dict]) -> list[str]:
 
 
 def crossings(found: list[dict]) -> list[str]:
-    """From which length on each op is faster than softmax attention."""
+    """Return a table of the lengths from which on each op is faster than softmax attention."""
     timed = {(row["K"], row["T"], row["name"], row["backend"]): row for row in found if "forward" in row}
     kinds = dict.fromkeys((size, name, backend) for size, _, name, backend in timed if (name, backend) != SOFTMAX)
     lines = [
@@ -202,7 +204,7 @@ def crossings(found: list[dict]) -> list[str]:
 
 
 def crossing(ratios: dict[int, float]) -> str:
-    """The length at which a ratio that falls with it passes 1, by interpolation of logarithms."""
+    """Return the length at which a falling ratio passes 1, by interpolation of logarithms."""
     lengths = sorted(ratios)
     if not lengths:
         return ""

@@ -1,8 +1,8 @@
-"""100,000 tokens, one at a time: `python benchmarks/streaming.py [--write docs/benchmarks.md]`.
+"""Streaming of 100,000 tokens, one at a time: `python benchmarks/streaming.py [--write docs/benchmarks.md]`.
 
-Time a token and memory of the process for every 10,000 tokens that a small model samples through `halflife.Session`,
-and through `generate()` of transformers; softmax attention beside them, on fewer tokens. Each model has a process and
-a thread of its own.
+Small models sample tokens through `halflife.Session` and through `generate()` of transformers. For every 10,000 tokens
+the script measures the time a token and the memory of the process. Softmax attention runs on fewer tokens. Each model
+has a separate process with one thread.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace) -> Iterator[str]:
-    """Markdown: the tables."""
+    """Yield the Markdown lines of the tables."""
     lengths: dict[str, int] = dict.fromkeys((GENERATE + "mamba2+post", *MODELS), arguments.tokens)
     lengths["llama"] = arguments.softmax_tokens
     with ThreadPoolExecutor(arguments.processes) as pool:
@@ -77,7 +77,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def table(found: dict[str, list[Stretch]]) -> Iterator[str]:
-    """A row a stretch, a column a model; then the last stretch against the first."""
+    """Yield one row a stretch and one column a model, then the ratio of the last stretch to the first."""
     yield f"| tokens | {' | '.join(found)} |"
     yield "|---:|" + "---:|" * len(found)
     for row in zip(*found.values(), strict=True):
@@ -89,7 +89,7 @@ def table(found: dict[str, list[Stretch]]) -> Iterator[str]:
 
 
 def _process(name: str, tokens: int) -> list[Stretch]:
-    """`stream` in a fresh process."""
+    """Run `stream` in a fresh process."""
     command = [sys.executable, __file__, "--stream", name, "--tokens", str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -101,7 +101,7 @@ def _process(name: str, tokens: int) -> list[Stretch]:
 
 
 def stream(name: str, tokens: int) -> list[Stretch]:
-    """A model's pace over so many tokens."""
+    """Measure the pace of a model over `tokens` tokens."""
     torch.manual_seed(0)
     model = LanguageModel(preset(name.removeprefix(GENERATE), **SIZES)).eval()
     return (_generate if name.startswith(GENERATE) else _session)(model, tokens)
@@ -121,7 +121,7 @@ def _generate(model: LanguageModel, tokens: int) -> list[Stretch]:
     from halflife.hf import HalflifeForCausalLM
 
     class Ticks(BaseStreamer):
-        """Hears of the prompt and then of every token."""
+        """Gets the prompt first, and then each token."""
 
         def __init__(self) -> None:
             self.pace: Pace | None = None

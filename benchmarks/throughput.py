@@ -1,8 +1,9 @@
 """Training, decoding and memory of whole models: `python benchmarks/throughput.py [--write docs/benchmarks.md]`.
 
-Models of about 10 M parameters, ours and transformers': tokens/s of training steps (forward, backward, AdamW) at
-several lengths, what a fresh process grows by in a step, and tokens/s of decoding after several contexts. All models
-take turns in one process. `--bf16` trains in mixed precision, writes a section of its own and leaves decoding out.
+The models are ours and transformers', with about 10 M parameters. The script measures tokens/s of training steps
+(forward, backward, AdamW) at several lengths, the growth of a fresh process in one step, and tokens/s of decoding after
+several contexts. All models take turns in one process. `--bf16` trains in mixed precision, does not decode, and writes
+a separate section.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from halflife.models import LanguageModel, preset  # noqa: E402
 from halflife.training import speed  # noqa: E402
 
 HIDDEN, VOCABULARY = 256, 256
-# Layers that give 10 M parameters, within 5 %.
+# Numbers of layers that give 10 M parameters, within 5 %.
 DEPTHS = {
     "mamba2": 10, "mamba2+post": 10, "gated_deltanet": 11, "gated_deltanet+gate_rank": 11, "echo": 13, "llama": 12,
 }  # fmt: skip
 BARE, BARE_DEPTH = "mamba2 without MLPs", 21
 MAMBA, LLAMA = "transformers Mamba-2", "transformers LLaMA"
-SAME = {MAMBA: BARE, LLAMA: "llama"}  # which of ours computes the same
+SAME = {MAMBA: BARE, LLAMA: "llama"}  # our model that computes the same function
 RECURRENT = [name for name in DEPTHS if name != "llama"]
 DECODED = (*DEPTHS, LLAMA)
-SLOW = (512, 2048)  # where transformers' Mamba-2 is timed
+SLOW = (512, 2048)  # lengths at which transformers' Mamba-2 is timed
 MEMORY_AT = 2048  # tokens of the step whose memory is measured
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 DECODED_TOKENS = 32  # timed after each context
 
-GEMM, SIDE = "GEMM", 2048  # one product of square matrices, in turn with the models
+GEMM, SIDE = "GEMM", 2048  # a product of square matrices, timed in turn with the models
 
 Speeds = dict[int, dict[str, float]]  # tokens/s by length and model; of GEMM FLOP/s
 
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace) -> Iterator[str]:
-    """Markdown: the tables."""
+    """Yield the Markdown lines of the tables."""
     import transformers
 
     yield f"## Whole models{' in bfloat16' if arguments.bf16 else ''}"
@@ -106,7 +107,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 class Transformers(nn.Module):
-    """A causal language model of transformers as ours are called: `logits, state = model(ids, state)`."""
+    """A causal language model of transformers with our interface, `logits, state = model(ids, state)`."""
 
     def __init__(self, model: nn.Module, cache: str) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class Transformers(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    """A model of the tables."""
+    """Build a model of the tables."""
     torch.manual_seed(0)
     own = SAME.get(name, name)
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}
@@ -131,7 +132,7 @@ def build(name: str) -> nn.Module:
 
 
 def _transformers_mamba(model: LanguageModel) -> Transformers:
-    """The same function with the same weights; chunks of 256, as transformers has it."""
+    """transformers' model with the same function and weights; its chunks are 256 tokens, its default."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     from halflife.models.convert import to_transformers_mamba2
@@ -168,7 +169,7 @@ def _batch(length: int, tokens: int) -> Tensor:
 
 
 def train(models: dict[str, Any], lengths: list[int], arguments: argparse.Namespace) -> Speeds:
-    """Tokens/s of training steps, and FLOP/s of a matrix product."""
+    """Measure tokens/s of training steps, and FLOP/s of a matrix product."""
     steps = {name: throughput.train_step(model, bf16=arguments.bf16) for name, model in models.items()}
     for step in steps.values():
         step(_batch(64, 64))  # allocates AdamW's moments, loads libraries
@@ -186,7 +187,7 @@ def train(models: dict[str, Any], lengths: list[int], arguments: argparse.Namesp
 
 
 def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.Namespace) -> Iterator[str]:
-    """A row a model: tokens/s and its share of the GEMM rate at each length, and the memory of a step."""
+    """Yield one row a model: tokens/s and the share of the GEMM rate at each length, and the memory of a step."""
     at = max((length for length in speeds if length <= MEMORY_AT), default=min(speeds))
     yield "Tokens/s of training (MFU: 3 × the matrix products of a forward pass, softmax attention's in full, over the"
     yield "rate of one product of 2048³ in the same rounds). Memory: what a fresh process grows by in its first step,"
@@ -209,7 +210,7 @@ def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.N
 
 
 def ratio_table(speeds: Speeds) -> Iterator[str]:
-    """Speeds of ours over LLaMA's, and what was aimed at."""
+    """Yield our speeds divided by LLaMA's, and the targets."""
     yield f"| training, × the faster of llama and {LLAMA} | {' | '.join(f'T {n:,}' for n in speeds)} | faster from |"
     yield "|---|" + "---:|" * (len(speeds) + 1)
     for name in RECURRENT:
@@ -224,7 +225,7 @@ def ratio_table(speeds: Speeds) -> Iterator[str]:
 
 
 def faster_from(ratios: dict[int, float]) -> str:
-    """The first length from which on every ratio is above 1; "never" if the last is not."""
+    """Return the first length from which on every ratio is above 1, or "never" if the last one is not."""
     first = "never"
     for length in sorted(ratios, reverse=True):
         if ratios[length] <= 1:
@@ -234,7 +235,7 @@ def faster_from(ratios: dict[int, float]) -> str:
 
 
 def _memory(name: str, length: int, arguments: argparse.Namespace) -> float:
-    """Bytes by which a fresh process grows in a step."""
+    """Return the bytes by which a fresh process grows in a step."""
     command = [sys.executable, __file__, "--memory", name, "--lengths", length, "--tokens", arguments.tokens]
     command += ["--threads", arguments.threads, *(["--bf16"] if arguments.bf16 else [])]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
@@ -246,7 +247,7 @@ def _memory(name: str, length: int, arguments: argparse.Namespace) -> float:
 def _grown(name: str, ids: Tensor, bf16: bool) -> int:
     model = build(name)
     with torch.no_grad():
-        model(ids[:1, :64])  # loads the libraries that a first product loads
+        model(ids[:1, :64])  # a first product loads libraries
     step = throughput.train_step(model, bf16=bf16)
     return throughput.peak_memory(lambda: step(ids))
 
@@ -255,7 +256,7 @@ def _grown(name: str, ids: Tensor, bf16: bool) -> int:
 
 
 def decoding_table(contexts: list[int], rounds: int) -> Iterator[str]:
-    """A row a model: tokens/s and the bytes of the state after each context."""
+    """Yield one row a model: tokens/s and the bytes of the state after each context."""
     decoders = {name: throughput.Decoder(build(name)) for name in DECODED}
     speeds: Speeds = {}
     sizes: dict[int, dict[str, int]] = {}
@@ -276,7 +277,7 @@ def decoding_table(contexts: list[int], rounds: int) -> Iterator[str]:
 
 
 def _layers(state) -> list[dict]:
-    """A state as one dict a layer; transformers' caches have objects."""
+    """Return a state as one dict a layer; transformers' caches have one object a layer."""
     return list(state) if isinstance(state, tuple) else [vars(layer) for layer in state.layers]
 
 

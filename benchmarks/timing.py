@@ -1,4 +1,4 @@
-"""Timing that noise cannot fool much: candidates take turns in one process, and medians are compared."""
+"""Timing on a noisy machine: candidates take turns in one process, and their medians are compared."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 def medians(
     candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, device: str = "cpu"
 ) -> dict[str, float]:
-    """Median seconds of each candidate, over rounds in which every one runs once.
+    """Return the median seconds of each candidate over rounds, in each of which every candidate runs once.
 
     Args:
-        candidates: name → what to time.
-        seconds: about how long to measure in all; at least five rounds.
-        device: "cuda" waits for the device around each call.
+        candidates: name → function to time.
+        seconds: approximate duration of the measurement; it has at least five rounds.
+        device: with "cuda", the host waits for the device around each call.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for run in candidates.values():
@@ -39,13 +39,13 @@ def _wait(device: str) -> None:
 
 
 def gemm_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
-    """FLOP a second of one large matrix product on this machine, now."""
+    """Measure the FLOP/s of one large matrix product on this machine."""
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     return 2 * size**3 / medians({"gemm": lambda: a @ b}, 1.0, device)["gemm"]
 
 
 def copy_rate(device: str = "cpu", megabytes: int = 256) -> float:
-    """Bytes a second (read + written) of one large copy on this machine, now."""
+    """Measure the bytes a second (read + written) of one large copy on this machine."""
     a = torch.empty(megabytes << 18, device=device)
     b = torch.empty_like(a)
     return 2 * a.nbytes / medians({"copy": lambda: b.copy_(a)}, 1.0, device)["copy"]

@@ -27,7 +27,7 @@ class OpCall:
         beta: writing strength of the delta rule `[B, T, H]`.
         a, b: vectors of DPLR's rank-one correction `[B, T, H, K]`.
         g_slow: log-decay of GateRank's slow state `[B, T, H]`.
-        scale: factor of the output as the user gave it; see `output_scale`.
+        scale: factor of the output, or None (see `output_scale`).
         initial_state: `[N, H, num_states · K, V]`, or None for zeros.
         cu_seqlens: boundaries `[N + 1]` of packed sequences (then B = 1), or None for a batch of equal lengths.
         chunk_size: tokens a chunk, which implementations may round.
@@ -136,7 +136,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> int:
 
 
 def pieces(length: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Yield `(rows of the state, tokens)` of what runs on its own: the whole batch, or each packed sequence."""
+    """Yield `(rows of the state, tokens)` of each independent part: the whole batch, or one packed sequence each."""
     if cu_seqlens is None:
         yield slice(None), slice(0, length)
         return

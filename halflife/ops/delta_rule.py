@@ -88,7 +88,7 @@ def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
     return blocks.run(DeltaBlock, (call.q, call.k, call.v, call.beta, call.g), call)
 
 
-class DeltaBlock(blocks.Block):
+class DeltaBlock(blocks.ChunkBlock):
     """A block of chunks. It solves the triangular system of each chunk when it is made."""
 
     def __init__(self, *args):

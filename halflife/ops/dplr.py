@@ -103,7 +103,7 @@ def _later(x: Tensor) -> Tensor:
     return F.pad(x[..., :-1, :], (0, 0, 1, 0))
 
 
-class DPLRBlock(blocks.Block):
+class DPLRBlock(blocks.ChunkBlock):
     """A block of chunks. It solves the triangular system of each chunk when it is made.
 
     `self.a` holds the vector a of each token in the row of the token before it.

@@ -78,7 +78,7 @@ def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
     return blocks.run(LinearBlock, (call.q, call.k, call.v, call.g), call)
 
 
-class LinearBlock(blocks.Block):
+class LinearBlock(blocks.ChunkBlock):
     """Each chunk computes `o = scores(q, k) V + (e^b q) S` and `S ← e^{b_C} S + (e^{b_C − b} k)ᵀ V`."""
 
     def __init__(self, *args):

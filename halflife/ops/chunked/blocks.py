@@ -99,7 +99,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------- autograd
 
 
-class Block:
+class ChunkBlock:
     """A block of chunks of one op. Its tensors are `[b, H, c, C, D]`.
 
     Args:
@@ -148,7 +148,7 @@ class Block:
         return self.decay.log_grad(grads, entering, leaving).masked_fill_(self.g < FLOOR[entering.dtype], 0)
 
 
-def run(block_type: type[Block], inputs: Sequence[Tensor | None], call: OpCall) -> tuple[Tensor, Tensor]:
+def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: OpCall) -> tuple[Tensor, Tensor]:
     """Run a chunked op, which can be differentiated once in every input.
 
     Args:

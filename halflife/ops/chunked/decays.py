@@ -55,7 +55,7 @@ class DecayGrads(NamedTuple):
 
 
 class _OneState:
-    """The members that scalar and vector decays share: one state, each row of which has its own decay."""
+    """The members that scalar and vector decays share: one state, whose rows decay separately."""
 
     num_states = 1
     query_weights: Tensor  # e^{b_t}

@@ -1,8 +1,8 @@
-"""The delta rule and GateRank on it as Triton kernels: the backward pass.
+"""The backward pass of the delta rule, and of GateRank on it, as Triton kernels.
 
-Systems, states and written values are formed again. With G the gradient of the state leaving a chunk, that of the
-values written is `dU = (Q Kᵀ ⊙ D)ᵀ dO + (w K) G`, and the walk back, `G ← carryᵀ(G) + (w Q)ᵀ dO − Yᵀ dU`, is the only
-sequential step. The adjoint of a chunk's system, `R = (I + L)⁻ᵀ dU`, then gives all the rest, chunk by chunk.
+Systems, states and written values are recomputed. Let G be the gradient of the state leaving a chunk. Then the gradient
+of the values written is `dU = (Q Kᵀ ⊙ D)ᵀ dO + (w K) G`. The reverse walk `G ← carryᵀ(G) + (w Q)ᵀ dO − Yᵀ dU` is the
+only sequential step. The adjoint of a chunk's system, `R = (I + L)⁻ᵀ dU`, gives all other gradients, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _read_grads_kernel(
     q, k, do, g_slow, g_fast, out, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """`scale · (Q Kᵀ ⊙ D)ᵀ dO` of chunk n, head h, a block of V: what of dU comes from the chunk's own outputs."""
+    """`scale · (Q Kᵀ ⊙ D)ᵀ dO` of chunk n, head h, a block of V: the part of dU from the outputs of the same chunk."""
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -65,9 +65,11 @@ def _walk_back_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head, a block of V, from the last chunk to the first: keeps the gradient G of the leaving state
-    and `dU = partial + (w K) G`, and takes G to the entering state. `last` and `first` are the gradients of the final
-    and of the initial states."""
+    """The reverse walk over the chunks of one sequence and head, for a block of V.
+
+    Each step stores the gradient G of the leaving state and `dU = partial + (w K) G`, and computes the gradient of the
+    entering state. `last` and `first` are the gradients of the final and of the initial states.
+    """
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
     program = tl.program_id(0)
     head = program % H
@@ -136,7 +138,7 @@ def _state_products(
     do, adjoint, written, state, dstate, rows, inside, kk, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """`(dO Sᵀ, R Sᵀ, U Gᵀ)`, each `[C, BK]`, of a block of rows of an entering state S and of its leaving gradient."""
+    """Compute `(dO Sᵀ, R Sᵀ, U Gᵀ)`, each `[C, BK]`, for a block of rows of an entering state S and a gradient G."""
     there = kk < K
     by_queries = tl.zeros([C, BK], tl.float32)
     by_keys = tl.zeros([C, BK], tl.float32)
@@ -155,7 +157,7 @@ def _state_products(
 @triton.jit
 @no_type_check
 def _overlap(state, dstate, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """`Σ S ⊙ G` over a state and a gradient, a scalar."""
+    """Compute the scalar `Σ S ⊙ G` of a state and a gradient."""
     total = tl.zeros([BK], tl.float32)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
@@ -173,7 +175,7 @@ def _inputs_kernel(
     chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr,
     PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dbeta and the gradients of the log-decays of chunk n, head h, from all that it wrote and passed on."""
+    """dq, dk, dbeta and the gradients of the log-decays of chunk n, head h."""
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     strength = tl.load(beta + rows, mask=inside, other=0.0).to(tl.float32)
@@ -193,7 +195,7 @@ def _inputs_kernel(
     dstrength += tl.sum(dsystem * overlap, 1)
     dsystem *= strength[:, None]
     within, across, gone = pair_sums(dscores * scores + dsystem * overlap, seg, C, MODE)
-    # For dk also their transposes, each a product of its own (see gates.py), a small one: C×C×V.
+    # dk needs the transposes too. Each is computed by a second small product, C×C×V (see gates.py).
     decay = decay_matrix(a, b, fast, reset, seg, C, MODE, True)
     dscores_t = pair_products(written, do, rows, inside, V, C, PRECISION, BV) * decay * scale
     dsystem_t = -pair_products(written, adjoint, rows, inside, V, C, PRECISION, BV) * decay * strength[None, :]
@@ -201,7 +203,7 @@ def _inputs_kernel(
     weight, weight_slow = read_weights(a, fast, reset, seg)
     leave, leave_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
 
-    # What queries and keys read and what keys leave, times its gradient, state by state.
+    # What queries and keys read and what keys write, times its gradient, for each state.
     read_fast = tl.zeros([C], tl.float32)
     read_slow = tl.zeros([C], tl.float32)
     left_fast = tl.zeros([C], tl.float32)
@@ -266,8 +268,12 @@ def _inputs_kernel(
 def _walk_back(
     q: Tensor, k: Tensor, do: Tensor, solved: Solved, gates: Gates, dfinal: Tensor, chunks: Chunks, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the states leaving the chunks `[n, H, K', V]`, of the values written `[B, T, H, V]` and of the
-    initial states, all float32."""
+    """Walk back over the chunks of all sequences.
+
+    Returns:
+        The gradients of the states leaving the chunks `[n, H, K', V]`, of the values written `[B, T, H, V]` and of the
+        initial states, all in float32.
+    """
     (heads, key), value, sequences, n = q.shape[2:], do.shape[-1], len(chunks.sequences), len(chunks.chunks)
     mode, precision, columns = mode_of(*gates), precision_of(q), walk_columns(key, value)
     partial, dwritten, dinitial = torch.empty_like(solved.x), torch.empty_like(solved.x), torch.empty_like(dfinal)
@@ -290,8 +296,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Gates, initial: Tensor,
     scale: float, chunks: Chunks, do: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of q, k, v, beta, both log-decays and the initial state, from those of the outputs and final
-    states."""
+    """Return the gradients of q, k, v, beta, both log-decays and the initial state."""
     n, (heads, key), value = len(chunks.chunks), q.shape[2:], v.shape[-1]
     solved = solve(k, v, beta, gates, chunks, keep=True)
     states, written, _ = walk(k, solved, gates, initial, chunks)

@@ -1,20 +1,20 @@
-"""What every kernel knows of a chunk: its tokens, and the weights that its log-decays give to all products.
+"""The tokens of a chunk in a kernel, and the weights that its log-decays give to all products.
 
-A chunk is a row of a table made on the host, for batches and packed sequences alike; tokens are rows of `[B·T, H, D]`.
-With the inclusive sums A of the slow log-decay and B of the fast one (0 before the chunk), a *reset* being a token
-whose slow log-decay is not 0, and f the first reset of the chunk:
+A chunk is a row of a table made on the host, for batches and packed sequences alike. Tokens are rows of `[B·T, H, D]`.
+A and B are the inclusive sums of the slow and of the fast log-decay in the chunk. A *reset* is a token whose slow
+log-decay is not 0. n(j) is the first reset after token j, and f is the first reset of the chunk. The weights are:
 
     D_ij = e^{B_i − B_j}                          no reset after j and up to i
-         = e^{A_i − A_j + (B_n(j) − B_j)}         otherwise, n(j) the first reset after j
-    queries read the entering fast state with e^{A_i + B_min(f, i)}, the slow one with e^{A_i}
-    key j leaves to the fast state with e^{B_C − B_j} if no reset follows, else to the slow one with
+         = e^{A_i − A_j + (B_n(j) − B_j)}         otherwise
+    query i reads the entering fast state with e^{A_i + B_min(f, i)}, and the slow state with e^{A_i}
+    key j is written into the outgoing fast state with e^{B_C − B_j} if no reset follows, else into the slow one with
     e^{A_C − A_j + (B_n(j) − B_j)}
 
-Sums are float64 vectors, their C×C differences those of (high, low) pairs of float32: a slow decay beside a full reset
-stays exact. `B_n(j) − B_j` is a masked sum of log-decays, in which nothing cancels. No exponent is above 0.
+The sums are float64 vectors. Their C×C differences are formed from (high, low) pairs of float32, so a slow decay beside
+a full reset stays exact. `B_n(j) − B_j` is a masked sum of log-decays, in which nothing cancels. All exponents are ≤ 0.
 
-No kernel transposes the result of a product into an operand of the next one, which Triton has compiled to wrong
-numbers on Hopper: where the transpose is needed, it is a product (and a D) of its own.
+No kernel uses the transposed result of a product as an operand of the next product, because Triton has compiled that to
+wrong numbers on Hopper. Where the transpose is needed, a second product (and a second D) computes it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch import Tensor
 
 from halflife.ops.backends.triton import interpreted
 
-# MODE of a kernel: how the state fades. GATE_RANK has two states, rows 0 … K−1 (fast) and K … 2K−1 (slow) of one.
+# MODE of a kernel, the kind of decay. GATE_RANK has two states, rows 0 … K−1 (fast) and K … 2K−1 (slow) of one tensor.
 NONE, SCALAR, GATE_RANK = 0, 1, 2
 
 Gates = tuple[Tensor | None, Tensor | None]  # the log-decays (slow, fast), each [B, T, H]
 
-# exp(-110) is 0 in float32: clamping the log-decay here changes nothing, and makes −inf a number.
+# exp(-110) is 0 in float32. Clamping log-decays here changes no result, and it replaces −inf by a finite number.
 FLOOR = tl.constexpr(-110.0)
 
 _INTERPRETED = tl.constexpr(interpreted())
@@ -46,13 +46,13 @@ _INTERPRETED = tl.constexpr(interpreted())
 
 @dataclass(frozen=True)
 class Chunks:
-    """Where the chunks stand.
+    """The table of chunks.
 
     Attributes:
-        size: tokens a chunk, C: a power of two from 16 to 64.
-        chunks: `[n, 3]` int64, the first token of each chunk (a row of `[B·T, …]`), its number of tokens (0 to C) and
-            its sequence.
-        sequences: `[N, 2]` int64, the first chunk of each sequence and its number of chunks.
+        size: tokens a chunk, C, a power of two from 16 to 64.
+        chunks: `[n, 3]` int64. A row holds the first token of a chunk (a row of `[B·T, …]`), the number of its tokens
+            (0 to C) and its sequence.
+        sequences: `[N, 2]` int64. A row holds the first chunk of a sequence and the number of its chunks.
     """
 
     size: int
@@ -61,13 +61,13 @@ class Chunks:
 
 
 def make_chunks(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Chunks:
-    """The chunks of `q [B, T, H, K]`, or of sequences packed with boundaries `cu_seqlens [N + 1]`.
+    """Return the chunks of `q [B, T, H, K]`, or of sequences packed with boundaries `cu_seqlens [N + 1]`.
 
-    Made on the device without waiting for it: of packed sequences it has as many chunks as they might need, the last
-    ones without tokens.
+    The table is made on the device, and the host does not wait for it. For packed sequences it therefore has as many
+    chunks as they might need, and the last ones may be without tokens.
     """
     batch, length, _, key = q.shape
-    # Products of float32 have no tensor cores: a longer chunk costs them more, and more registers than there are.
+    # Products of float32 do not use tensor cores, so longer chunks cost more, and they need too many registers.
     size = 64 if key <= 128 and q.element_size() == 2 else 32
     while size > 16 and (size > chunk_size or size >= 2 * length):
         size //= 2
@@ -82,7 +82,7 @@ def _batch_chunks(batch: int, length: int, size: int, device: torch.device) -> C
 
 
 def _chunks(bounds: Tensor, count: int, size: int) -> Chunks:
-    """`count` chunks of sequences with these boundaries `[N + 1]`: no fewer than they need."""
+    """`count` chunks of sequences with boundaries `bounds [N + 1]`; `count` is at least the number that they need."""
     lengths = bounds[1:] - bounds[:-1]
     counts = (lengths + size - 1) // size
     ends = counts.cumsum(0)
@@ -95,23 +95,26 @@ def _chunks(bounds: Tensor, count: int, size: int) -> Chunks:
 
 
 def mode_of(g_slow: Tensor | None, g_fast: Tensor | None) -> int:
-    """The MODE of a kernel with these log-decays."""
+    """Return the MODE of a kernel with these log-decays."""
     return NONE if g_fast is None else SCALAR if g_slow is None else GATE_RANK
 
 
 def precision_of(x: Tensor) -> str:
-    """How products with a float32 operand are formed: exactly for float32 inputs; for bfloat16 and float16 inputs in
-    TF32, whose 11 bits are no fewer than theirs, with the range of float32."""
+    """Return the precision of products that have a float32 operand.
+
+    It is exact float32 for float32 inputs. For bfloat16 and float16 inputs it is TF32, which has at least as many bits
+    as they have, and the range of float32.
+    """
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def block(size: int, most: int = 64) -> int:
-    """Columns a kernel takes at once of `size`: a power of two from 16 to `most`."""
+    """Return how many of `size` columns a kernel takes at once, a power of two from 16 to `most`."""
     return max(16, min(most, triton.next_power_of_2(size)))
 
 
 def tuned(*key: str):
-    """Decorator: a kernel's warps and stages are those that were fastest for its `key`; the interpreter has neither."""
+    """Tune the warps and stages of the decorated kernel for each value of `key`, except in the interpreter."""
     if interpreted():
         return lambda kernel: kernel
     configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2, 3)]
@@ -124,7 +127,7 @@ def tuned(*key: str):
 @triton.jit
 @no_type_check
 def chunk_rows(chunks, n, h, H, C: tl.constexpr):
-    """Chunk n, head h: the rows of its tokens in `[B·T·H, D]` (int64 `[C]`), and which of them there are."""
+    """Return the rows of the tokens of chunk n, head h, in `[B·T·H, D]` (int64 `[C]`), and which of them exist."""
     first = tl.load(chunks + 3 * n)
     size = tl.load(chunks + 3 * n + 1)
     rows = tl.arange(0, C)
@@ -134,7 +137,7 @@ def chunk_rows(chunks, n, h, H, C: tl.constexpr):
 @triton.jit
 @no_type_check
 def tile(x, rows, cols, inside, size):
-    """Rows `[C]` (those `inside`) and columns `[D]` (those below `size`) of `x [rows, size]`: `[C, D]`, else 0."""
+    """Load rows `[C]` (where `inside`) and columns `[D]` (below `size`) of `x [rows, size]`: `[C, D]`, else 0."""
     mask = inside[:, None] & (cols < size)[None, :]
     return tl.load(x + rows[:, None] * size + cols[None, :], mask=mask, other=0.0)
 
@@ -142,7 +145,7 @@ def tile(x, rows, cols, inside, size):
 @triton.jit
 @no_type_check
 def put(x, value, rows, cols, inside, size):
-    """The inverse of `tile`."""
+    """Store `value [C, D]` at the places that `tile` loads."""
     mask = inside[:, None] & (cols < size)[None, :]
     tl.store(x + rows[:, None] * size + cols[None, :], value.to(x.dtype.element_ty), mask=mask)
 
@@ -150,7 +153,7 @@ def put(x, value, rows, cols, inside, size):
 @triton.jit
 @no_type_check
 def dot(x, y, out, PRECISION: tl.constexpr):
-    """`x y + out`, float32. The interpreter takes bfloat16 for integers: it gets the same numbers in float32."""
+    """Compute `x y + out` in float32. The interpreter treats bfloat16 as integers, so it gets float32 operands."""
     if _INTERPRETED:
         x = x.to(tl.float32)
         y = y.to(tl.float32)
@@ -160,8 +163,11 @@ def dot(x, y, out, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def load_gates(g_slow, g_fast, rows, inside, C: tl.constexpr, MODE: tl.constexpr):
-    """`(a, b, fast, reset, seg)` of a chunk, each `[C]`: float64 sums A and B, the float32 fast log-decay, whether the
-    token is a reset (int32), and how many resets there are up to and with it. Zeros where a MODE has none."""
+    """Load the log-decays of a chunk and return `(a, b, fast, reset, seg)`, each `[C]`.
+
+    These are the float64 sums A and B, the float32 fast log-decay, whether the token is a reset (int32), and the number
+    of resets up to and including it. They are zeros where the MODE does not have them.
+    """
     fast = tl.zeros([C], tl.float32)
     slow = tl.zeros([C], tl.float32)
     reset = tl.zeros([C], tl.int32)
@@ -181,14 +187,14 @@ def load_gates(g_slow, g_fast, rows, inside, C: tl.constexpr, MODE: tl.constexpr
 @triton.jit
 @no_type_check
 def last(x, C: tl.constexpr):
-    """The last entry of `x [C]`."""
+    """Return the last entry of `x [C]`."""
     return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0), 0)
 
 
 @triton.jit
 @no_type_check
 def until_joined(fast, reset, seg, C: tl.constexpr):
-    """`B_n(j) − B_j [C]`, or `B_C − B_j` where no reset follows."""
+    """Compute `B_n(j) − B_j [C]`, or `B_C − B_j` where no reset follows."""
     index = tl.arange(0, C)
     counted = (index[None, :] > index[:, None]) & ((seg - reset)[None, :] == seg[:, None])
     return tl.sum(tl.where(counted, fast[None, :], 0.0), 1)
@@ -197,7 +203,7 @@ def until_joined(fast, reset, seg, C: tl.constexpr):
 @triton.jit
 @no_type_check
 def difference(x):
-    """`x_i − x_j` of a float64 `[C]`, exactly where they are close: float32 `[C, C]`."""
+    """Compute `x_i − x_j` of a float64 `[C]` in float32 `[C, C]`, exactly where the two are close."""
     high = x.to(tl.float32)
     low = (x - high.to(tl.float64)).to(tl.float32)
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
@@ -206,9 +212,9 @@ def difference(x):
 @triton.jit
 @no_type_check
 def decay_matrix(a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """D `[C, C]` float32, lower triangular with ones on its diagonal; or Dᵀ, without a transposition."""
+    """Compute D or Dᵀ, `[C, C]` float32. D is lower triangular with ones on its diagonal."""
     index = tl.arange(0, C)
-    if TRANSPOSED:  # x_j − x_i is the difference of −x, to the bit
+    if TRANSPOSED:  # x_j − x_i is exactly the difference of −x
         a = -a
         b = -b
         index = -index
@@ -221,14 +227,17 @@ def decay_matrix(a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr, TR
             until = until_joined(fast, reset, seg, C)
             through = difference(a) + (until[:, None] if TRANSPOSED else until[None, :])
             exponent = tl.where(seg[:, None] == seg[None, :], exponent, through)
-        # Where it is not causal, or by rounding, a difference can be above 0. A NaN is not, and stays.
+        # A difference can be above 0 where it is not causal, or by rounding. A NaN passes through.
         return tl.where(causal, tl.exp(tl.where(exponent > 0, 0.0, exponent)), 0.0)
 
 
 @triton.jit
 @no_type_check
 def read_weights(a, fast, reset, seg):
-    """`(fast, slow)` float32 `[C]`: with what each query reads the entering states; slow is ones where it has none."""
+    """Return the weights `(fast, slow)`, float32 `[C]`, with which queries read the entering states.
+
+    The slow ones are 1 where there is no slow state.
+    """
     until = tl.cumsum(tl.where(seg == reset, fast, 0.0).to(tl.float64), 0)  # B_min(f, i)
     return tl.exp((a + until).to(tl.float32)), tl.exp(a.to(tl.float32))
 
@@ -236,7 +245,7 @@ def read_weights(a, fast, reset, seg):
 @triton.jit
 @no_type_check
 def leave_weights(a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr):
-    """`(fast, slow)` float32 `[C]`: with what each key leaves to the outgoing states."""
+    """Return the weights `(fast, slow)`, float32 `[C]`, with which keys are written into the outgoing states."""
     left = tl.exp((tl.sum(fast.to(tl.float64), 0) - b).to(tl.float32))
     slow = tl.zeros([C], tl.float32)
     if MODE == 2:
@@ -251,7 +260,7 @@ def leave_weights(a, b, fast, reset, seg, C: tl.constexpr, MODE: tl.constexpr):
 @triton.jit
 @no_type_check
 def carry_weights(a, b, fast, reset, seg, C: tl.constexpr):
-    """`(fast to fast, fast to slow, slow to slow)`, float32 scalars: how the entering states pass the chunk."""
+    """Return the factors `(fast to fast, fast to slow, slow to slow)` of states that pass the chunk, float32."""
     resets = tl.sum(reset, 0)
     until = tl.sum(tl.where(seg == reset, fast, 0.0).to(tl.float64), 0)  # B_f, or B_C without a reset
     total = last(a, C)
@@ -262,9 +271,12 @@ def carry_weights(a, b, fast, reset, seg, C: tl.constexpr):
 @triton.jit
 @no_type_check
 def pair_sums(pairs, seg, C: tl.constexpr, MODE: tl.constexpr):
-    """`(within, across, gone)` of the pairs `[C, C]` (scores times their gradient), each `[C]`: row sums less column
-    sums of the pairs without a reset between them and of those with one, and the column sums of the latter. The
-    diagonal, whose weight is 1 whatever the decay, is left out."""
+    """Return sums `(within, across, gone)` of the pairs `[C, C]` (scores times their gradient), each `[C]`.
+
+    `within` is row sums minus column sums of the pairs without a reset between them. `across` is the same for the pairs
+    with a reset between them, and `gone` is the column sums of those. The diagonal is left out, because its weight is 1
+    under any decay.
+    """
     index = tl.arange(0, C)
     pairs = tl.where(index[:, None] > index[None, :], pairs, 0.0)
     through = tl.zeros([C], tl.float32)
@@ -282,18 +294,19 @@ def pair_sums(pairs, seg, C: tl.constexpr, MODE: tl.constexpr):
 def log_grads_of_sums(
     within, across, gone, read_fast, read_slow, left_fast, left_slow, kept, joined, slow, reset, seg, C: tl.constexpr
 ):
-    """`(slow, fast)`: the gradients `[C]` of the log-decays from those of everything that they weigh.
+    """Return the gradients `(slow, fast)` of the log-decays, each `[C]`, from those of everything that they weigh.
 
-    A log-decay of t weighs what a token i ≥ t reads from before t, and what a key i < t leaves. Splitting it so keeps
-    strong decays exact: no large terms cancel.
+    The log-decay of t weighs what tokens i ≥ t read from before t, and what keys i < t write into the outgoing state.
+    With these sums apart, no large terms cancel, and the gradients of strong decays are exact.
 
     Args:
-        within, across, gone: of `pair_sums`.
-        read_fast, read_slow: of each token, what it reads of an entering state times its gradient `[C]`.
-        left_fast, left_slow: of each key, what it leaves to an outgoing state times its gradient `[C]`.
-        kept, joined, slow: scalars, what the chunk lets pass times its gradient: of the entering fast state in all,
-            of its part that joins the slow state, and of the entering slow state.
-        reset, seg: of `load_gates`.
+        within, across, gone: the results of `pair_sums`.
+        read_fast, read_slow: for each token, what it reads from an entering state times its gradient `[C]`.
+        left_fast, left_slow: for each key, what it writes into an outgoing state times its gradient `[C]`.
+        kept: the part of the entering fast state that passes the chunk into either state, times its gradient, a scalar.
+        joined: the part of it that passes into the slow state, times its gradient, a scalar.
+        slow: the part of the entering slow state that passes the chunk, times its gradient, a scalar.
+        reset, seg: results of `load_gates`.
     """
     index = tl.arange(0, C)
     later = index[:, None] >= index[None, :]  # [i, t]
@@ -311,6 +324,6 @@ def log_grads_of_sums(
 @triton.jit
 @no_type_check
 def put_log_grad(dg, grad, g, rows, inside):
-    """Writes the gradient of a log-decay `[C]`: exactly 0 where nothing passes."""
+    """Store the gradient of a log-decay `[C]`, exactly 0 where the decay is 0."""
     given = tl.load(g + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(dg + rows, tl.where(given < FLOOR, 0.0, grad).to(dg.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
-"""Linear attention and GateRank on it as Triton kernels: the backward pass.
+"""The backward pass of linear attention, and of GateRank on it, as Triton kernels.
 
-The states entering the chunks are formed again; the gradients of those leaving them are a scan the other way, over
-what the queries of each chunk read; then every chunk has what its gradients need, and all run in parallel.
+First the states entering the chunks are recomputed. Then a reverse scan, over what the queries of each chunk read,
+gives the gradients of the states leaving the chunks. With both, the gradients of all chunks are computed in parallel.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def _inputs_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and the gradients of the log-decays of chunk n, head h, from the entering states and the gradients of the
-    leaving ones."""
+    """dq, dk and the gradients of the log-decays of chunk n, head h.
+
+    They follow from the states entering the chunk and the gradients of those leaving it.
+    """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     scores = pair_products(q, k, rows, inside, K, C, PRECISION, BK)
@@ -54,14 +56,14 @@ def _inputs_kernel(
     dscores *= decay_matrix(a, b, fast, reset, seg, C, MODE) * scale
     within, across, gone = pair_sums(scores * dscores, seg, C, MODE)
     dscores = dscores.to(q.dtype.element_ty)
-    # Its transpose is a product of its own (see gates.py), a small one: C×C×V.
+    # The transpose is computed by a second small product, C×C×V (see gates.py).
     dscores_t = pair_products(v, do, rows, inside, V, C, PRECISION, BV)
     dscores_t *= decay_matrix(a, b, fast, reset, seg, C, MODE, True) * scale
     dscores_t = dscores_t.to(q.dtype.element_ty)
     weight, weight_slow = read_weights(a, fast, reset, seg)
     leave_fast, leave_slow = leave_weights(a, b, fast, reset, seg, C, MODE)
 
-    # What queries read and what keys leave, times its gradient; what passes the chunk, state by state.
+    # What queries read and what keys write, times its gradient, and what passes the chunk, for each state.
     read_fast = tl.zeros([C], tl.float32)
     read_slow = tl.zeros([C], tl.float32)
     left_fast = tl.zeros([C], tl.float32)
@@ -130,7 +132,7 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates, initial: Tensor, scale: float, chunks: Chunks,
     do: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of q, k, v, both log-decays and the initial state, from those of the outputs and final states."""
+    """Return the gradients of q, k, v, both log-decays and the initial state."""
     mode = mode_of(*gates)
     states, carried = products(k, v, gates, chunks, 1.0, read=False)
     scan(states, initial, carried, chunks, mode)

@@ -1,12 +1,12 @@
-"""States and outputs of chunks as Triton kernels: what linear attention is made of, and the delta rule's outputs.
+"""States and outputs of chunks as Triton kernels, for linear attention and for the outputs of the delta rule.
 
-`products` forms what each chunk adds to a state, `scan` turns that into the states entering the chunks, and `outputs`
-reads them. The first and the last run in parallel over chunks, the scan over the entries of the state. Each of them
-also serves the backward pass: what queries read is a product with other weights, the scan can walk back, and the
-adjoint of the outputs in the values has their form.
+`products` computes the update that each chunk adds to a state, `scan` turns the updates into the states entering the
+chunks, and `outputs` reads them. `products` and `outputs` run in parallel over chunks, and `scan` over the entries of
+the state. Each of them also serves the backward pass. There `products` has the weights of queries, `scan` goes from the
+last chunk to the first, and `outputs` computes its adjoint in the values, which has the same form.
 
-Accumulators, states and weights are float32. A product of data is formed in the inputs' dtype, the weighted operand
-rounded to it; one with a state keeps the state in float32 (`gates.precision_of`).
+Accumulators, states and weights are float32. A product of two inputs is computed in their dtype, after the weighted
+operand is rounded to it. In a product with a state, the state stays in float32 (`gates.precision_of`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SCAN_BLOCK = 512
 @triton.jit
 @no_type_check
 def pair_products(x, y, rows, inside, D: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr):
-    """`X Yᵀ` `[C, C]`, float32, of a chunk's rows of `x` and `y [rows, D]`; in float32 where their dtypes differ."""
+    """Compute `X Yᵀ` `[C, C]` in float32 from a chunk's rows of `x` and `y [rows, D]`, whose dtypes may differ."""
     out = tl.zeros([C, C], tl.float32)
     for start in range(0, D, BD):
         cols = start + tl.arange(0, BD)
@@ -66,7 +66,7 @@ def _products_kernel(
     x, y, g_slow, g_fast, out, carried, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, READ: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """`(w ⊙ x)ᵀ y` of chunk n, head h, a block of K and one of V: w the weights of queries or of keys."""
+    """`(w ⊙ x)ᵀ y` of chunk n, head h, a block of K and one of V. w are the weights of queries (READ) or of keys."""
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     kk = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -100,8 +100,11 @@ def _scan_kernel(
     states, first, last, carried, sequences, H, SIZE: tl.constexpr,
     MODE: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one sequence and head, a block of the state's entries: from chunk to chunk, `state ← carry(state) + entry`,
-    each entry replaced by the state that met it. BACK walks from the last chunk and carries gradients."""
+    """The scan over the chunks of one sequence and head, for a block of the state's entries.
+
+    It computes `state ← carry(state) + update` from chunk to chunk, and stores the state before each update in its
+    place. BACK goes from the last chunk to the first and carries gradients.
+    """
     STATE: tl.constexpr = 2 * SIZE if MODE == 2 else SIZE
     program = tl.program_id(0).to(tl.int64)
     row = program // H
@@ -148,9 +151,11 @@ def _outputs_kernel(
     q, k, u, g_slow, g_fast, states, out, chunks, scale, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """`scale · [(Q Kᵀ ⊙ D) U + weights ⊙ (Q S)]` of chunk n, head h, a block of V. BACK is its adjoint: with q and k
-    exchanged, the gradient of the outputs for U and those of the leaving states for S, it is
-    `scale · (Q Kᵀ ⊙ Dᵀ) U + weights ⊙ (Q S)`."""
+    """`scale · [(Q Kᵀ ⊙ D) U + weights ⊙ (Q S)]` of chunk n, head h, a block of V.
+
+    BACK is its adjoint in U, `scale · (Q Kᵀ ⊙ Dᵀ) U + weights ⊙ (Q S)`. There q and k are exchanged, U is the gradient
+    of the outputs, and S are the gradients of the leaving states.
+    """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     vv = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -188,9 +193,17 @@ def _outputs_kernel(
 
 
 def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, read: bool) -> tuple[Tensor, Tensor]:
-    """What each chunk adds to a state: `scale · (w ⊙ x)ᵀ y`, `[n, H, K', V]` float32 (K' = 2K with two states), with
-    the weights of its keys or, for `read`, of its queries; and how it carries the states, `[n, H, 3]`
-    (`gates.carry_weights`; not written for `read`)."""
+    """Compute the update `scale · (w ⊙ x)ᵀ y` that each chunk adds to a state.
+
+    Args:
+        x, y: rows of the chunks `[B, T, H, K]` and `[B, T, H, V]`.
+        gates, chunks, scale: log-decays, table of chunks and factor.
+        read: whether w are the weights of queries, as in the backward pass; else they are the weights of keys.
+
+    Returns:
+        The updates `[n, H, K', V]` in float32 (K' = 2K with two states), and the factors of states that pass each chunk
+        `[n, H, 3]` (`gates.carry_weights`), which are not computed for `read`.
+    """
     (heads, key), value, mode, n = x.shape[2:], y.shape[-1], mode_of(*gates), len(chunks.chunks)
     out = x.new_empty(n, heads, key * (2 if mode == GATE_RANK else 1), value, dtype=torch.float32)
     carried = x.new_empty(n, heads, 3, dtype=torch.float32)
@@ -204,8 +217,10 @@ def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, r
 
 
 def scan(states: Tensor, first: Tensor, carried: Tensor, chunks: Chunks, mode: int, back: bool = False) -> Tensor:
-    """Replaces, in place, what each chunk adds by the state entering it (`back`: the gradient of the state leaving
-    it), from `first [N, H, K', V]` on; returns the one after the last."""
+    """Replace the update of each chunk by the state entering it, in place, and return the state after the last chunk.
+
+    The states start from `first [N, H, K', V]`. With `back` they are gradients of the states leaving the chunks.
+    """
     last = torch.empty_like(first)
     sequences, heads, rows, value = first.shape
     size = rows * value // (2 if mode == GATE_RANK else 1)
@@ -220,9 +235,10 @@ def outputs(
     q: Tensor, k: Tensor, u: Tensor, gates: Gates, states: Tensor, chunks: Chunks, scale: float, like: Tensor,
     back: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`scale · [(Q Kᵀ ⊙ D) U + what Q reads of the entering states]`, in the shape and dtype of `like [B, T, H, V]`.
+    """Compute `scale · [(Q Kᵀ ⊙ D) U + weights ⊙ (Q S)]`, in the shape and dtype of `like [B, T, H, V]`.
 
-    With `back`, its adjoint in U: u is then the gradient of the outputs, `states` those of the leaving states.
+    S are the entering states. `back` computes the adjoint in U. Then u is the gradient of the outputs, and `states` are
+    the gradients of the leaving states.
     """
     out, n, (heads, key), value = torch.empty_like(like), len(chunks.chunks), q.shape[2:], u.shape[-1]
     bk, bv = block(key), block(value)

@@ -1,14 +1,15 @@
-"""The chunks' triangular systems of the delta rule as Triton kernels, and the walk over the chunks.
+"""The triangular systems of the delta rule as Triton kernels, and the walk over the chunks.
 
-In a chunk with entering state S the written values U (rows u_t, so that the state gains k_t u_tᵀ) solve
+In a chunk with entering state S, token t adds `k_t u_tᵀ` to the state. The written values U (rows u_t) solve
 
     (I + L) U = β ⊙ (V − (w ⊙ K) S),      L_ij = β_i (k_i · k_j) D_ij,  j < i,
 
-with D and the weights w of `gates.py`. `solve` inverts I + L in every chunk at once, so that `U = X − Y S`; `walk` goes
+with D and the weights w of `gates.py`. `solve` inverts I + L in all chunks at once, so that `U = X − Y S`. `walk` goes
 from chunk to chunk, and runs in parallel over heads, sequences and columns of the state.
 
-Inverses, X, Y, U and states are float32, also for bfloat16 and float16 inputs; products with them are formed as
-`gates.precision_of` says, the inverse itself exactly: an error in one of its rows would pass into all later ones.
+Inverses, X, Y, U and states are float32, also for bfloat16 and float16 inputs. Products with them have the precision of
+`gates.precision_of`. The inverse is computed exactly, because an error in one of its rows would spread to all later
+rows.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ from halflife.ops.backends.triton.gates import (
 @triton.jit
 @no_type_check
 def unit_lower_inverse(lower, C: tl.constexpr):
-    """`(I + L)⁻¹` of a strictly lower triangular `L [C, C]` by forward substitution: the blocks of 16 on the diagonal
-    row by row and all at once, then blocks of 32, then of 64. Small products, for exact ones use no tensor cores."""
+    """Compute `(I + L)⁻¹` of a strictly lower triangular `L [C, C]` by forward substitution.
+
+    The blocks of 16 on the diagonal are inverted first, row by row and all at once, then blocks of 32, then of 64. The
+    products are small, because exact products use no tensor cores.
+    """
     BLOCKS: tl.constexpr = C // 16
     at = tl.arange(0, BLOCKS)
     diagonal = at[:, None, None, None] == at[None, None, :, None]
@@ -68,8 +72,10 @@ def unit_lower_inverse(lower, C: tl.constexpr):
 @triton.jit
 @no_type_check
 def _merge(inverse, lower, C: tl.constexpr, SIZE: tl.constexpr):
-    """The inverses of all diagonal blocks of 2·SIZE from those of SIZE `[C/SIZE, SIZE, SIZE]`: of `[[A, 0], [B, D]]` it
-    is `[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]`."""
+    """Compute the inverses of all diagonal blocks of 2·SIZE from those of SIZE `[C/SIZE, SIZE, SIZE]`.
+
+    The inverse of `[[A, 0], [B, D]]` is `[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]`.
+    """
     BLOCKS: tl.constexpr = C // SIZE
     PAIRS: tl.constexpr = BLOCKS // 2
     at = tl.arange(0, BLOCKS)
@@ -96,8 +102,10 @@ def _solve_kernel(
     k, v, beta, g_slow, g_fast, x, y, y_slow, inverse, chunks, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     MODE: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Chunk n, head h: `(I + L)⁻¹ [β V, β w K]`, `L_ij = β_i (k_i · k_j) D_ij` for j < i, w the weights with which
-    keys read the entering states; the inverse too if KEEP."""
+    """`(I + L)⁻¹ [β V, β w K]` of chunk n, head h, with `L_ij = β_i (k_i · k_j) D_ij` for j < i.
+
+    w are the weights with which keys read the entering states. KEEP stores the inverse too.
+    """
     at = tl.program_id(0)
     rows, inside = chunk_rows(chunks, at // H, at % H, H, C)
     overlap = tl.zeros([C, C], tl.float32)
@@ -132,8 +140,11 @@ def _walk_kernel(
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr, PRECISION: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and head, a block of V, from chunk to chunk: the entering state S is kept, `U = X − Y S`, and
-    `S ← carry(S) + (w K)ᵀ U` with the weights w that keys leave with. BK covers K: the whole state is in registers."""
+    """The walk over the chunks of one sequence and head, for a block of V.
+
+    Each step stores the entering state S, computes `U = X − Y S` and updates `S ← carry(S) + (w K)ᵀ U`, where w are the
+    weights with which keys are written into the outgoing state. BK covers K, so the whole state is in registers.
+    """
     STATE: tl.constexpr = 2 * K * V if MODE == 2 else K * V
     program = tl.program_id(0)
     head = program % H
@@ -179,7 +190,7 @@ class Solved(NamedTuple):
     Attributes:
         x: `(I + L)⁻¹ β V`, `[B, T, H, V]`.
         y: `(I + L)⁻¹ β w K` for the fast state and, in GateRank, for the slow one: `[1 or 2, B, T, H, K]`.
-        inverse: `(I + L)⁻¹`, a row a token `[B, T, H, C]`, if it was kept.
+        inverse: `(I + L)⁻¹`, one row a token `[B, T, H, C]`, or None.
     """
 
     x: Tensor
@@ -188,7 +199,7 @@ class Solved(NamedTuple):
 
 
 def solve(k: Tensor, v: Tensor, beta: Tensor, gates: Gates, chunks: Chunks, keep: bool) -> Solved:
-    """Inverts the systems of all chunks; `keep` keeps the inverses, which the backward pass needs."""
+    """Invert the systems of all chunks. `keep` returns the inverses too, which the backward pass needs."""
     (heads, key), value, mode, n = k.shape[2:], v.shape[-1], mode_of(*gates), len(chunks.chunks)
     x = torch.empty_like(v, dtype=torch.float32)
     y = k.new_empty(2 if mode == GATE_RANK else 1, *k.shape, dtype=torch.float32)
@@ -202,21 +213,28 @@ def solve(k: Tensor, v: Tensor, beta: Tensor, gates: Gates, chunks: Chunks, keep
 
 
 def walk_columns(key: int, value: int) -> int:
-    """Columns of the state that a walk over the chunks holds at once: all of its rows must fit too."""
+    """Return how many columns of the state a walk holds at once. All rows of the state must fit with them."""
     return block(value, 32 if key <= 128 else 16)
 
 
 def empty_states(like: Tensor, chunks: Chunks) -> Tensor:
-    """Room for a state `[N, H, K', V]` of every chunk: `[n, H, K', V]`. A walk fills those of chunks with tokens; the
-    others, at most one a sequence and all at the end (`gates.make_chunks`), must be numbers too."""
+    """Allocate a state like `[N, H, K', V]` for every chunk: `[n, H, K', V]`.
+
+    A walk fills the states of chunks with tokens. The other chunks (at most one a sequence, all at the end, see
+    `gates.make_chunks`) need finite numbers, so their states are set to 0.
+    """
     states = like.new_empty(len(chunks.chunks), *like.shape[1:])
     states[-len(chunks.sequences) :].zero_()
     return states
 
 
 def walk(k: Tensor, solved: Solved, gates: Gates, initial: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-    """The states entering the chunks `[n, H, K', V]`, the values written `[B, T, H, V]` and the final states, all
-    float32 (K' = 2K with two states)."""
+    """Walk over the chunks of all sequences.
+
+    Returns:
+        The states entering the chunks `[n, H, K', V]`, the values written `[B, T, H, V]` and the final states, all in
+        float32 (K' = 2K with two states).
+    """
     x, y, _ = solved
     (heads, key), value, sequences = k.shape[2:], x.shape[-1], len(chunks.sequences)
     states, columns = empty_states(initial, chunks), walk_columns(key, value)
