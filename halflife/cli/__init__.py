@@ -16,7 +16,6 @@ from halflife.cli.forecast import Forecast
 from halflife.cli.generate import Generate
 from halflife.cli.mask import Mask
 from halflife.cli.memory import Memory
-from halflife.cli.reproduce import Reproduce
 from halflife.cli.spectrum import Spectrum
 from halflife.cli.theory import Theory
 from halflife.cli.train import Train
@@ -38,7 +37,6 @@ EPILOG = """examples:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
     | Annotated[Figures, tyro.conf.subcommand("figures")]
     | Annotated[Spectrum, tyro.conf.subcommand("spectrum")]
     | Annotated[Theory, tyro.conf.subcommand("theory")]

@@ -26,9 +26,12 @@ class Compare:
     """Presets, base[+modifier…]; `halflife list` shows them."""
     task: tuple[str, ...] = ("mqar",)
     """What to train on: a task, or several as a mixture; `name` or `name:tier` (niah:hard). `halflife list` shows them.
-    All but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs.
-    Or a paper's experiment, which brings its models: echo-transfer, echo-mqar, echo-ablations,
-    gate-rank-s5, gate-rank-mqar, gate-rank-niah."""
+    All but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs."""
+    experiment: str | None = None
+    """A paper's experiment in the place of a task; it brings its models: echo-transfer, echo-mqar, echo-ablations,
+    gate-rank-s5, gate-rank-mqar, gate-rank-niah, decay-design."""
+    text: tuple[str, ...] | None = None
+    """Files to train on (decay-design). Default: the source of Python's standard library."""
     scale: str = "smoke"
     """smoke (minutes on 2 cores), small (an hour), or paper (a GPU)."""
     seeds: int = 1
@@ -86,7 +89,7 @@ class Compare:
 
     OVERRIDES = (
         "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-        "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
+        "test_examples", "save_every", "group", "words", "text", "test_tasks", "lengths", "test_pairs",
     )  # fmt: skip
 
     PLACE = ("on", "cpus_per_run", "gpus_per_run")
@@ -94,24 +97,30 @@ class Compare:
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.experiments.tables import print_comparison
-        from halflife.runs.pool import executor
+        from halflife.runs.pool import make_runner
 
-        on = executor(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
+        runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:
             only(self, "resume", "only_seeds", "quiet", *self.PLACE)
             folder = self.resume
         else:
-            overrides = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
-            folder = compare.new(
-                self.models, tasks=self.task, scale=self.scale, seeds=self.seeds, learning_rates=self.lr or None,
-                overrides=overrides, output=self.output, name=self.name,
+            settings = {n: v for n in self.OVERRIDES if (v := getattr(self, n)) is not None}
+            folder = compare.create_comparison(
+                self.models, tasks=self.task, experiment=self.experiment, scale=self.scale, seeds=self.seeds,
+                learning_rates=self.lr or None,
+                settings=settings, output=self.output, name=self.name,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         print(f"writing to {folder}")
         with resumable(shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])):
-            rows = compare.execute(folder, only_seeds=self.only_seeds or None, show=not self.quiet, on=on)
-        print_comparison(rows)
-        print(f"report: {folder / 'report.html'}")
+            rows = compare.run_comparison(
+                folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner
+            )
+        if compare.load_experiment(folder)[0].measure == "loss":
+            print((folder / "summary.md").read_text(encoding="utf-8"))
+        else:
+            print_comparison(rows)
+            print(f"report: {folder / 'report.html'}")
 
     def _place(self) -> Iterator[str]:
         """The options that say where the runs are done, as they were typed."""

@@ -22,11 +22,11 @@ def only(command: Any, *allowed: str) -> None:
 @contextmanager
 def resumable(command: str) -> Iterator[None]:
     """Ctrl-C, or SIGTERM of a job that saves on it, ends the job with the command that goes on with it."""
-    from halflife.training.fit import Stopped
+    from halflife.training.fit import StoppedBySignal
 
     try:
         yield
-    except Stopped as stopped:
+    except StoppedBySignal as stopped:
         print(f"\n{stopped}; go on with: {command}", file=sys.stderr)
         raise SystemExit(143) from None
     except KeyboardInterrupt:

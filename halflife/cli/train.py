@@ -107,14 +107,14 @@ class Train:
         )  # fmt: skip
         if self.resume is not None:
             only(self, *self.HOW)
-            folder, config = self.resume, language.saved(self.resume)
+            folder, config = self.resume, language.load_config(self.resume)
         else:
             folder = self._folder()
             config = self._config(not self.quiet and rank() == 0)
         if rank() == 0:
             print(f"writing to {folder}")
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}"):
-            result = language.execute(
+            result = language.run_language(
                 config, folder, execution=execution, samples=self.prompts,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip

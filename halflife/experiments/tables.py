@@ -30,7 +30,7 @@ def print_comparison(rows: list[dict[str, Any]]) -> None:
     for row in summary:
         mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
         rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
-        sizes = (f"{row['parameters']:,}", f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}")
+        sizes = (f"{row['parameters']:,}", f"{row['state_size']:,}", f"{row['tokens_per_second']:,.0f}")
         runs.add_row(row["model"], rate, seed, *sizes, style=style)
         label = row["model"] if row["selected"] else f"{row['model']} {rate}"
         tests.add_row(label, seed, *(shown(row["accuracy"][key]) for key in keys), style=style)
