@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from halflife.data.corpus import Corpus
+from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
-from halflife.experiments.train import opened, saved
+from halflife.experiments.train import load_config
 from halflife.files import read_json, write_text
 from halflife.models import checkpoint
 from halflife.report.figures.language import by_lengths, curves, lines
-from halflife.runs.language_run import LanguageConfig, MicroBatches, documents, of_rows
+from halflife.runs.language_run import LanguageConfig, MicroBatches, documents, loss_in_rows
 
 EXCERPT = 700  # characters of a sample
 
@@ -30,7 +30,7 @@ EXCERPT = 700  # characters of a sample
 def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
     """The bytes that training read, once each: the pieces of documents that its rows cover, joined where they touch."""
     split = corpus.split("train")
-    batches = MicroBatches(split, config, 1).parts[0]
+    batches = MicroBatches(split, config, 1).slices[0]
     mask = np.zeros(split.tokens + 1, dtype=bool)
     for step in range(config.steps):
         for start in batches.starts(step).tolist():
@@ -43,15 +43,15 @@ def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
 
 def measure(folder: Path) -> dict[str, Any]:
     """A run's result, with `bits`: bits per byte of the model, and of what it has to beat."""
-    config, result = saved(folder), read_json(folder / "result.json")
-    corpus = opened(config.data, show=False)
+    config, result = load_config(folder), read_json(folder / "result.json")
+    corpus = Corpus.open(CorpusConfig.from_dict(config.data), show=False)
     split = corpus.split("validation")
     texts = [ids.numpy().astype(np.uint8).tobytes() for ids in documents(split, config.test_tokens)]
     size, found = sum(map(len, texts)), result["documents"]
     train, first = seen(config, corpus), 8 * found["documents"] / size
     followed = found["tokens"] / size
     bits = {
-        "rows": of_rows(checkpoint.load(folder).eval(), corpus, config) / np.log(2) * followed + first,
+        "rows": loss_in_rows(checkpoint.load(folder).eval(), split, config) / np.log(2) * followed + first,
         "documents": found["nats"] / np.log(2) / size + first,
         "gzip -9, one stream": gzip_bits_per_byte(texts),
         "gzip -9, each document": gzip_bits_per_byte(texts, separately=True),

@@ -71,14 +71,14 @@ def scales(i: int, layer: int, factor: float = 1.0, heads: int = 8) -> dict:
 
 def score_rows(i: int, model: str, seed: int) -> list[dict]:
     common = {"model": model, "learning_rate": 0.01, "seed": seed, "selected": True, "parameters": 123456 + i}
-    common |= {"state_floats": 8192 * (i + 1), "tokens_per_second": 10000.4 + i}
+    common |= {"state_size": 8192 * (i + 1), "tokens_per_second": 10000.4 + i}
     rows = []
     for test in ("in_distribution", "capacity", "persist"):
         for times in (1,) if test == "in_distribution" else (1, 2, 4, 8):
             pairs = 16 * times if test == "capacity" else 16
             accuracy = (0.9 - 0.2 * i + 0.01 * seed) * times ** (-0.5 if test == "capacity" else -0.2)
             rows.append({**common, "test": test, "length": LENGTH * times, "num_pairs": pairs, "accuracy": accuracy,
-                         "chance": 2 / 256, "guess": 1 / pairs})  # fmt: skip
+                         "chance": 2 / 256, "shortcut_accuracy": 1 / pairs})  # fmt: skip
     return rows
 
 
@@ -183,7 +183,7 @@ def test_figures_have_the_numbers(html):
     assert lines["mamba2+post, seed 1"]["x"] == [64, 128, 256, 512]
     assert lines["mamba2+post, seed 1"]["y"] == pytest.approx([0.71 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
     assert lines["mamba2+post"]["y"] == pytest.approx([0.705 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
-    assert lines["guess"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
+    assert lines["shortcut_accuracy"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
     styles = {(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in (lines[model] for model in MODELS)}
     assert len(styles) == 3  # told apart without colour
     loss, accuracy = data["plots"]["training"]

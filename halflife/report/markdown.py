@@ -17,7 +17,7 @@ def in_distribution(rows: Rows) -> str:
     table = []
     for model in models(rows):
         own = [r for r in rows if r["model"] == model]
-        sizes = [f"{own[0]['parameters']:,}", f"{own[0]['state_floats']:,}"]
+        sizes = [f"{own[0]['parameters']:,}", f"{own[0]['state_size']:,}"]
         cells = [percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests]
         table.append([model, *sizes, *cells])
     return markdown(heading, table)

@@ -15,12 +15,12 @@ from halflife.files import atomic_path, read_json
 from halflife.report.figures import language as language_figures
 from halflife.report.figures import theory as theory_figures
 from halflife.report.figures.comparison import FORMATS, check_format, save, save_all
-from halflife.report.figures.decays import decays
+from halflife.report.figures.decays import against_paper, decays
 from halflife.report.figures.forecast import forecasts
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import all_of as spectra
 from halflife.report.page.render import write_page
-from halflife.runs.folder import Comparison, LanguageRun, read_any
+from halflife.runs.folder import RESULTS_JSON, Comparison, LanguageRun, read_any
 
 # What `halflife spectrum` saves of a text that trained models read, and how it is drawn.
 READINGS: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
@@ -58,8 +58,10 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
 
 def _analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
-    """What `halflife theory` and `halflife forecast` left in a folder."""
+    """What `halflife theory`, `halflife forecast` and the Decay paper's grid left in a folder."""
     files = []
+    if (folder / RESULTS_JSON).exists():
+        files += save(against_paper(read_json(folder / RESULTS_JSON)), folder, "results", formats)
     if (folder / "theory.json").exists():
         files += theory_figures.draw_all(_numbers(read_json(folder / "theory.json")), folder, formats)
     if (folder / "forecast.json").exists():

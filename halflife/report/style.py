@@ -19,7 +19,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (5, 1.5, 1, 1.5, 1, 1.5)))
 LEVELS: dict[str, dict[str, Any]] = {
-    "guess": {"color": INK, "linewidth": 1.2, "linestyle": (0, (1, 1.2)), "label": "guess (ignores the key)"},
+    "shortcut_accuracy": {
+        "color": INK,
+        "linewidth": 1.2,
+        "linestyle": (0, (1, 1.2)),
+        "label": "guess (ignores the key)",
+    },
     "chance": {"color": INK, "linewidth": 1.2, "linestyle": (0, (1, 4)), "label": "chance"},
 }
 REFERENCE_LINE: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (5, 3)), "alpha": 0.7}

@@ -41,8 +41,8 @@ class TaskBatch:
 class Task:
     """A generator of examples: a frozen dataclass of its settings, checked when it is made.
 
-    Subclasses give `sample`, `chance` (the accuracy of a uniform guess among possible answers) and `guess`
-    (that of the best answer which ignores the key).
+    Subclasses give `sample`, `chance` (the accuracy of a uniform guess among possible answers) and
+    `shortcut_accuracy` (that of the best answer which ignores the key).
     """
 
     vocab_size: int
@@ -73,7 +73,7 @@ class Task:
         raise NotImplementedError
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         """Accuracy of the best answer that ignores the key."""
         raise NotImplementedError
 

@@ -43,9 +43,9 @@ class Economy(TextTask):
         min_steps, max_steps: the number of moves is uniform between these.
         min_gap, max_gap: and so are the characters of the gap.
 
-    Chance is 1/10. `guess` is the majority: the share of the most common count, estimated once from 32,768 episodes of
-    a seed of its own (standard error at most 0.003): 0.15 for the easy tier, 0.12 for the hard one. (Who plays the
-    whole game, and then names the count that most agents and goods have, scores 0.35 and 0.26.)
+    Chance is 1/10. `shortcut_accuracy` is the majority: the share of the most common count, estimated once from 32,768
+    episodes of a seed of its own (standard error at most 0.003): 0.15 for the easy tier, 0.12 for the hard one. (Who
+    plays the whole game, and then names the count that most agents and goods have, scores 0.35 and 0.26.)
 
     Slices: `length`, `num_steps`, `num_rejected`, `gap`. Source: Echo paper, Appendix G.4; tasks.md, which leave the
     rules open.
@@ -79,7 +79,7 @@ class Economy(TextTask):
         return 1 / HOLDINGS
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return _majority(self.num_agents, self.min_steps, self.max_steps)
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:

@@ -74,7 +74,7 @@ class GroupWords(Task):
         return (1 if self.words == "all" else 2) / self.vocab_size
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return _guess(self.group, self.words, self.length)
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:

@@ -66,7 +66,7 @@ def _finding(run: Comparison, test: str) -> str:
     heading = f"{test.capitalize()}, {_length(run, length)}"
     if not ranked:
         return f"{heading}: no numbers yet."
-    guess = mean(s.guess for s in run.scores if (s.test, s.length) == (test, length))
+    guess = mean(s.shortcut_accuracy for s in run.scores if (s.test, s.length) == (test, length))
     best, *others = ranked
     verdict = "best is" if any(mean(seeds[m]) > guess for m in ranked) else "no model beats the guess; the highest is"
     text = f"{heading}: {verdict} {best} with {_spread(seeds[best])}"
@@ -100,7 +100,7 @@ def _whole(values: list[float]) -> bool:
 def _columns(run: Comparison) -> list[Column]:
     plain = [
         Column("parameters", "parameters", {}, count, False),
-        Column("state floats", "state_floats", {}, count, False),
+        Column("state floats", "state_size", {}, count, False),
         Column("tokens/s", "tokens_per_second", {}, count, True),
         Column("learning rate", "learning_rate", {}, lambda value: f"{value:.3g}", False),
         Column("in distribution", "accuracy", {"test": IN_DISTRIBUTION}, percent, True),
@@ -162,7 +162,9 @@ def _levels(run: Comparison) -> list[str]:
     levels = []
     for test in dict.fromkeys(score.test for score in run.scores):
         scores = sorted((s for s in run.scores if s.test == test), key=lambda s: s.length)
-        levels.append(f"{test.replace('_', ' ')}: chance {_range(scores, 'chance')}, guess {_range(scores, 'guess')}")
+        levels.append(
+            f"{test.replace('_', ' ')}: chance {_range(scores, 'chance')}, guess {_range(scores, 'shortcut_accuracy')}"
+        )
     return levels
 
 

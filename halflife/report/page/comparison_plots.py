@@ -60,7 +60,7 @@ def _accuracy(run: Comparison, test: str) -> Panel:
     lengths = run.lengths(test)
     hover = "%{x:,} tokens: %{y:.2%}"
     traces = []
-    for name in ("guess", "chance"):
+    for name in ("shortcut_accuracy", "chance"):
         found = [mean(getattr(s, name) for s in run.scores if (s.test, s.length) == (test, n)) for n in lengths]
         traces.append(levels(name, lengths, found, f"at {hover}"))
     for model, look in model_styles(run.models).items():

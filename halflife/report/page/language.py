@@ -82,7 +82,7 @@ def _numbers(result: dict[str, Any]) -> dict[str, str]:
     """The run's other numbers; a run that diverged lacks some."""
     shown = {
         "parameters": ("parameters", count), "tokens": ("tokens read", count),
-        "state_floats": ("numbers of the state of a row", count), "tokens_per_second": ("tokens/s", count),
+        "state_size": ("numbers of the state of a row", count), "tokens_per_second": ("tokens/s", count),
         "mfu": ("share of the machine's peak in use", percent),
         "validation": ("validation loss (nats a token)", lambda value: f"{value:.4f}"),
         "bits_per_byte": ("bits per byte", lambda value: f"{value:.4f}"),

@@ -95,7 +95,7 @@ def trace(
 
 
 def levels(label: str, x: Sequence[float], y: Sequence[float], hover: str) -> dict[str, Any]:
-    """The dotted line of "guess" or "chance"."""
+    """The dotted line of "shortcut_accuracy" or "chance"."""
     look = LEVELS[label]
     drawn = trace(label, look["label"], x, y, ModelStyle(INK, "o", look["linestyle"]), hover)
     return {**drawn, "mode": "lines", "line": {**drawn["line"], "width": 1.4}}
