@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from tyro.conf import Positional
 
@@ -19,6 +19,7 @@ SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
     "test_examples", "save_every", "group", "words", "text", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
+RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 PLACE = ("on", "cpus_per_run", "gpus_per_run")
 # Names for --set that are options of the command.
 OPTIONS = {
@@ -149,13 +150,18 @@ class Compare:
             print(f"report: {folder / 'report.html'}")
 
     def _create(self) -> Path:
-        from halflife.experiments import compare
+        from halflife.experiments import ExperimentSettings, compare
+        from halflife.experiments.values import convert
 
         self._check_task()
         command, overrides = take_overrides(self, OPTIONS)
         if "training.seed" in overrides:
             raise ValueError("training.seed cannot be set: a comparison runs the seeds of --seeds")
         settings = {name: value for name in SETTINGS if (value := getattr(command, name)) is not None}
+        types = get_type_hints(ExperimentSettings)
+        for name in RECIPE:  # settings of every experiment, which config.json then shows
+            if (key := f"training.{name}") in overrides:
+                settings[name] = convert(key, overrides.pop(key), types[name])
         return compare.create_comparison(
             self.models, tasks=self.task or ("mqar",), experiment=self.experiment, scale=self.scale, seeds=self.seeds,
             learning_rates=command.lr or None, settings=settings, overrides=overrides, output=self.output,
