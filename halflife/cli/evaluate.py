@@ -148,7 +148,7 @@ class Eval:
         )  # fmt: skip
         kept = ("config", "versions", "n-shot", "n-samples", "truncated", "lm_eval_version")
         found["harness"] = {name: result[name] for name in kept}
-        found["rows"] += harness.rows(result)
+        found["rows"] += harness.metric_rows(result)
 
 
 def write(found: dict[str, Any], output: Path) -> None:

@@ -44,11 +44,11 @@ class Memory:
     """The folder to write. Default: runs/<time>-memory."""
 
     def run(self) -> None:
-        from halflife.evaluation.memory import survey
+        from halflife.evaluation.memory import measure_memory
         from halflife.report.figures.comparison import save
         from halflife.report.figures.memory import memory, write_tables
 
-        result = survey(
+        result = measure_memory(
             self.models, self.lengths, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, dtype=self.dtype, cache_dtype=self.cache_dtype,
         )  # fmt: skip
@@ -59,15 +59,15 @@ class Memory:
 
 
 def print_tables(result: dict[str, Any]) -> None:
-    """Prints what `evaluation.memory.survey` gives: sizes at the lengths, how they grow, and SKA's layers if any."""
+    """Prints what `evaluation.memory.measure_memory` returns."""
     from rich.console import Console
 
-    from halflife.evaluation.memory import readable
+    from halflife.evaluation.memory import format_bytes
 
     cache, models = result["cache"], result["models"]
-    sizes = [(row["model"], *map(readable, row["bytes"])) for row in models]
+    sizes = [(row["model"], *map(format_bytes, row["bytes"])) for row in models]
     growth = [
-        (row["model"], f"{row['parameters']:,}", readable(row["constant"]), readable(row["per_token"]),
+        (row["model"], f"{row['parameters']:,}", format_bytes(row["constant"]), format_bytes(row["per_token"]),
          _count(row["smaller_from"]))
         for row in models
     ]  # fmt: skip
@@ -75,11 +75,11 @@ def print_tables(result: dict[str, Any]) -> None:
     tables = [
         _table(
             "state of one sequence", ("model", *(f"{length:,}" for length in result["lengths"])),
-            [*sizes, ("KV cache", *map(readable, cache["bytes"]))],
+            [*sizes, ("KV cache", *map(format_bytes, cache["bytes"]))],
         ),
         _table(
             "how it grows", ("model", "parameters", "constant", "a token", "smaller from"),
-            [*growth, ("KV cache", "", "", readable(cache["per_token"]), "")],
+            [*growth, ("KV cache", "", "", format_bytes(cache["per_token"]), "")],
         ),
         *([_ska_table(layers)] if layers else []),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from halflife.evaluation.memory import Size, readable
+from halflife.evaluation.memory import LinearSize, format_bytes
 from halflife.files import write_json, write_text
 from halflife.report.style import INK, WIDTH, model_styles, plain, styled
 
@@ -33,11 +33,11 @@ def memory(result: dict[str, Any]) -> Figure:
     A ring marks where a model's state becomes smaller than the cache, if that is among the lengths.
 
     Args:
-        result: what `evaluation.memory.survey` gives.
+        result: what `evaluation.memory.measure_memory` gives.
     """
     models = result["models"]
-    sizes = {model["model"]: Size(model["constant"], model["per_token"]) for model in models}
-    cache = Size(per_token=result["cache"]["per_token"])
+    sizes = {model["model"]: LinearSize(model["constant"], model["per_token"]) for model in models}
+    cache = LinearSize(per_token=result["cache"]["per_token"])
     first, last = result["lengths"][0], result["lengths"][-1]
     span = (first, last) if first < last else (first / 2, 2 * last)
     figure = Figure(figsize=(WIDTH, max(3.6, 0.24 * (len(models) + 3))), layout="constrained")
@@ -71,13 +71,13 @@ def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=MAX_TICKS))  # 4⁵ is 1 KiB, 4¹⁰ 1 MiB
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: readable(size)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
     axes.set_xlim(span[0] / 1.15, span[1])  # lines end where the way to their names begins
     low, high = axes.dataLim.intervaly
     axes.set_ylim(low / 2, high * 2)
 
 
-def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, Size], end: float) -> None:
+def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end: float) -> None:
     """Each line's name at its right end, moved apart where lines end close together; the cache's name is ""."""
     crossings = {model["model"]: model["smaller_from"] for model in result["models"]}
     models = model_styles(list(crossings))
