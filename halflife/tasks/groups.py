@@ -42,8 +42,8 @@ class GroupWords(Task):
 
     Chance is 1/|G| at every position. For swaps it is 2/|G|, because their number determines whether the product is
     even. `shortcut_accuracy` is the accuracy of an answer that knows the last token and the likeliest product before
-    it; for all words it is (1 + (T − 1)/|G|)/T. Slices: `length`; `position`, `[N, T]`, from 0. Source: GateRank, Section 4.4, and
-    Merrill et al. 2024, which leave the order of composition open; layout in docs/tasks.md.
+    it; for all words it is (1 + (T − 1)/|G|)/T. Slices: `length`; `position`, `[N, T]`, from 0. Source: GateRank,
+    Section 4.4, and Merrill et al. 2024, which leave the order of composition open; layout in docs/tasks.md.
     """
 
     vocab_size: int = 0
