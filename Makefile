@@ -1,14 +1,18 @@
-# make demo   set everything up and run the main job
-# make test   set everything up and run the tests
+# make demo   install the package and run the main job
+# make test   install what the tests need as well, and run them
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow lint format docs bench gpu chromium clean
+.PHONY: demo test slow coverage lint format docs bench gpu chromium clean
 
-# The stamp is newer than pyproject.toml once everything that it names is installed.
+# The stamps are newer than pyproject.toml once everything that it names is installed.
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
@@ -20,25 +24,34 @@ chromium:
 	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
 	|| (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null || true
 
-test: $(VENV)/installed chromium
-	$(BIN)/python -m pytest
+# Two workers with one thread each; a file's tests share its fixtures, so a file stays with one worker.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow
+test: $(VENV)/installed-dev chromium
+	$(PYTEST)
 
-lint: $(VENV)/installed
+slow: $(VENV)/installed-dev chromium
+	$(PYTEST) -m slow --durations 0 --durations-min 10
+
+coverage: $(VENV)/installed-dev chromium
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
+
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-format: $(VENV)/installed
+format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/installed
+docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/ops.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/layers.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/decode.py --write docs/benchmarks.md

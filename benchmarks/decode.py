@@ -22,9 +22,10 @@ from halflife import layers  # noqa: E402
 from halflife.layers import Mixer, State  # noqa: E402
 from halflife.models import preset  # noqa: E402
 from halflife.ops import koopman_attention  # noqa: E402
+from halflife.ops.koopman import KoopmanCall, solve  # noqa: E402
 from halflife.ops.koopman import op as koopman  # noqa: E402
-from halflife.ops.koopman import state as koopman_state  # noqa: E402
-from halflife.ops.koopman.state import KoopmanState, Sums  # noqa: E402
+from halflife.ops.koopman.readout import KoopmanReadout  # noqa: E402
+from halflife.ops.koopman.state import KoopmanMemory, add_to_sums  # noqa: E402
 
 HIDDEN, HEADS, PIECE = 768, 12, 2048
 RANKS, WIDTH = (64, 128), 64
@@ -134,37 +135,37 @@ def _updates(rank: int, batch: int) -> dict[str, Callable[[], object]]:
     q, k, v = (x[:, -1:] for x in (q, k, v))
     _, state = koopman_attention(q, k, v, initial_state=state, **options)
     assert state is not None
-    filter_ = koopman.KoopmanReadout(1.0, 1.0, 1e-3, 2, k)
+    memory, call = KoopmanMemory.from_state(state), KoopmanCall(q, k, v, refresh="token")
+    readout = KoopmanReadout(1.0, 1.0, 1e-3, 2, k)
     z = k[:, 0] / state["norm"].sqrt().unsqueeze(-1)
     eye = 1e-3 * torch.eye(rank)
     return {
-        "rank one": lambda: koopman_state.rank_one(state["inverse"], z),
-        "cholesky": lambda: koopman.cholesky(state["gram"] / state["norm"][..., None, None] + eye),
-        "token": lambda: koopman._step(q, k, v, None, state, filter_),
-        "token, anew": lambda: _factorised(q, k, v, state, filter_),
-        "token, as the paper": lambda: _formed(q, k, v, state),
+        "rank one": lambda: solve.rank_one(state["inverse"], z),
+        "cholesky": lambda: solve.cholesky(state["gram"] / state["norm"][..., None, None] + eye),
+        "token": lambda: koopman._step(call, memory, readout),
+        "token, anew": lambda: _factorised(call, memory, readout),
+        "token, as the paper": lambda: _formed(call, memory),
     }
 
 
-def _factorised(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: KoopmanState, filter_: koopman.KoopmanReadout
-):
-    """As `koopman._step`, with a Cholesky factorisation and solves by it where that has the inverse factor."""
-    y = filter_.read(Sums(*(state[name] for name in Sums._fields)), q.transpose(1, 2)).transpose(1, 2)
-    return y, koopman_state.commit(k[:, 0], v[:, 0], state)
+def _factorised(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout):
+    """As `koopman._step`, but the operator is factorised for each token."""
+    y, _ = readout.read(memory.sums, call.q.transpose(1, 2))
+    return y.transpose(1, 2), add_to_sums(call.k[:, 0], call.v[:, 0], memory)
 
 
-def _formed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: KoopmanState, power: int = 2):
+def _formed(call: KoopmanCall, memory: KoopmanMemory, power: int = 2):
     """A step of the paper: the Cholesky factor, A_w by two triangular solves of matrices, B_v, then the read-out."""
-    unit = state["norm"][..., None, None]
-    factor = koopman.cholesky(state["gram"] / unit + 1e-3 * torch.eye(k.shape[-1]))
-    half = torch.linalg.solve_triangular(factor, state["transition"] / unit, upper=False)
+    sums, q = memory.sums, call.q
+    unit = sums.norm[..., None, None]
+    factor, _ = solve.cholesky(sums.gram / unit + 1e-3 * torch.eye(q.shape[-1]))
+    half = torch.linalg.solve_triangular(factor, sums.transition / unit, upper=False)
     operator = torch.linalg.solve_triangular(factor, half.mT, upper=False).mT
-    readout = torch.cholesky_solve(state["values"].mT, factor).mT
+    readout = torch.cholesky_solve(sums.values.mT, factor).mT
     w = torch.linalg.solve_triangular(factor, q[:, 0].unsqueeze(-1) / unit, upper=False)
     for _ in range(power):
         w = operator @ w
-    return readout @ (factor @ w), koopman_state.commit(k[:, 0], v[:, 0], state)
+    return readout @ (factor @ w), add_to_sums(call.k[:, 0], call.v[:, 0], memory)
 
 
 if __name__ == "__main__":

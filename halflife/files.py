@@ -57,6 +57,25 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is truncated or no JSON: {error}") from error
 
 
+def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """Return the JSON object in `path`.
+
+    Args:
+        path: the file.
+        optional: return an empty object where the file is missing or holds another kind of JSON.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is truncated or is no JSON, or holds no object. The message names the file.
+    """
+    data = None if optional and not path.is_file() else read_json(path)
+    if isinstance(data, dict):
+        return data
+    if optional:
+        return {}
+    raise ValueError(f"{path} holds no JSON object")
+
+
 def read_bytes(path: Path) -> bytes:
     """The bytes of a text file, unpacked if its name ends in `.gz`.
 

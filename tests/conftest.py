@@ -10,6 +10,12 @@ from jaxtyping import install_import_hook
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Processes that tests start have one thread as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Nothing is fetched: without this a wrong name is looked up on the hub, with half a minute of retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Every annotation of halflife is checked at run time, here only; the hook must precede the first import.
 install_import_hook("halflife", "typecheck.check")
 

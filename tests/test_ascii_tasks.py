@@ -1,4 +1,4 @@
-"""Tasks in text: solvers from the definitions, levels of real guessers, formats, sizes, seeds."""
+"""Tasks in text: solvers by the definitions, scores of simple guessers, formats, sizes, seeds."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ from halflife.tasks.text import render, table
 NAMES = ("toolcalling", "economy", "amnesia")
 TIERS = [(name, tier) for name in NAMES for tier in TASKS[name].tiers]
 CASES = [(name, TASKS[name].tiers[tier]) for name, tier in TIERS]
-CASES += [  # smallest sizes, and others off the paper's
+CASES += [  # the smallest sizes, and others that the paper does not have
     ("toolcalling", {"length": 17, "min_calls": 1, "max_calls": 1}),
     ("toolcalling", {"length": 2312, "min_calls": 250, "max_calls": 256}),
     ("economy", {"length": 8, "num_agents": 2, "min_steps": 0, "max_steps": 0}),
@@ -34,7 +34,7 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 
 def examples(batch):
-    """(text up to its last '=', the answer that the labels ask for), from inputs and labels."""
+    """Return (text up to its last '=', answer of the labels) from inputs and labels."""
     for tokens, labels in zip(batch.inputs.tolist(), batch.labels.tolist(), strict=True):
         text = bytes(tokens).rstrip(b"\0").decode("ascii")
         assert "\0" not in text
@@ -53,7 +53,7 @@ def solve_toolcalling(text):
 
 
 def play(text):
-    """What everyone has in the end, and how many moves were rejected."""
+    """Return the final holdings and the number of rejected moves."""
     moves = re.findall(r"([A-Z]):(\w+)(?: (\d) (gold|wood)(?: ([A-Z]))?)?;", text)
     has = Counter({(agent, good): 5 for agent in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" for good in ("gold", "wood")})
     rejected = 0
@@ -135,17 +135,16 @@ def test_slices_count_what_stands_in_the_text(name, config):
 @each_case
 def test_levels_are_those_of_real_guessers(name, config):
     if name == "economy" and config["length"] == 3000:
-        config = {**config, "length": 2508, "max_gap": 0, "min_gap": 0}  # the gap changes no level
+        config = {**config, "length": 2508, "max_gap": 0, "min_gap": 0}  # the gap does not affect scores
     task, count = tasks.build(name, **config), 3000
     batch = task.generate(count, seed=1)
     found = list(examples(batch))
     answers = [answer for _, answer in found]
     if name == "economy":
-        common = Counter(answers[:1000]).most_common(1)[0][0]  # learnt from some, tried on others
+        common = Counter(answers[:1000]).most_common(1)[0][0]  # estimated on some examples, tested on others
         rest = answers[1000:]
-        assert close(
-            rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2
-        )  # two near majorities may swap
+        # Two counts may be nearly equally common.
+        assert close(rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2)
     else:
         guessed = sum(globals()[f"guess_{name}"](text) == answer for text, answer in found)
         assert close(guessed / count, task.shortcut_accuracy, count)
@@ -199,7 +198,7 @@ def test_toolcalling_pairs_are_called_once_and_results_spread():
         assert len({name for name, _ in calls}) == len(calls)
         count = Counter(result for _, result in calls)
         assert max(count.values()) == -(-len(calls) // 100)
-        assert count[calls[-1][1]] == max(count.values())  # the last call's result is the guess
+        assert count[calls[-1][1]] == max(count.values())  # the guess is the result of the last call
         assert len(count) == 100
 
 
@@ -223,7 +222,7 @@ def test_economy_rejects_some_moves_of_every_kind_that_can_fail():
 
 
 def test_economy_ignoring_the_rejections_fails():
-    """A solver that takes every move for valid must not be right: that is what the task asks for."""
+    """A solver that accepts every move must be wrong, because the task is about rejected moves."""
     count = right = 0
     for text, answer in examples(tasks.build("economy", **TASKS["economy"].tiers["hard"]).generate(300, seed=0)):
         agent, good = text[text.index("?") + 1 : -1].split(".")
@@ -266,7 +265,8 @@ def test_render_closes_gaps_and_shifts_the_answer():
     assert batch.inputs.tolist() == [[97, 98, 99, 49, 0, 0, 0], [99, 99, 33, 51, 0, 0, 0]]
     assert batch.labels.tolist() == [[-100, -100, 49, 50, -100, -100, -100], [-100, -100, 51, 52, -100, -100, -100]]
     assert batch.slices["length"].tolist() == [4, 4]
-    assert torch.equal(batch.inputs[:, 3], batch.labels[:, 2])  # the next character, as in any language model
+    # A label is the next character, as in any language model.
+    assert torch.equal(batch.inputs[:, 3], batch.labels[:, 2])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from halflife import ops
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
+from halflife.ops.call import OpCall
 from halflife.report.tables.about import refusals
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -22,10 +23,10 @@ EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")
 def op(monkeypatch):
     """An op with every backend, each of which returns its name; `op["fla"] = reason` limits one."""
     reasons = {}
-    functions = {name: lambda *inputs, name=name: (name, None) for name in reversed(backends.ORDER)}
+    functions = {name: lambda call, name=name: (name, None) for name in reversed(backends.ORDER)}
     monkeypatch.setitem(backends._OPS._entries, "op", functions)
     for name in functions:
-        monkeypatch.setitem(backends._LIMITS, ("op", name), lambda device, inputs, name=name: reasons.get(name))
+        monkeypatch.setitem(backends._LIMITS, ("op", name), lambda device, call, name=name: reasons.get(name))
     return reasons
 
 
@@ -37,20 +38,18 @@ def gpu(monkeypatch):
     monkeypatch.setattr(fla, "_capability", lambda device: 9)
 
 
-def taken(op, backend, device, *inputs):
-    """The name of the backend that `choose` finds."""
-    function = backends.choose(op, backend, device, inputs or None)
+def taken(op, backend, device, call=None):
+    """The name of the backend that `choose` returns."""
+    function = backends.choose(op, backend, device, call)
     return next(name for name, known in backends._OPS[op].items() if known is function)
 
 
-def inputs_of(op, granularity="scalar", dtype=torch.bfloat16, key=16):
-    names = {"delta_rule": ("beta",), "dplr": ("a", "b")}
+def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16):
     found = rounded(
         op_inputs("linear_attention" if op == "gate_rank" else op, granularity, 3, key=key, value=16), dtype
     )
-    if op == "gate_rank":
-        return found["q"], found["k"], found["v"], None, found["g"], found["g"]
-    return *(found[name] for name in ("q", "k", "v", *names.get(op, ()))), found.get("g")
+    del found["initial_state"]
+    return OpCall(op, **found, g_slow=found["g"] if op == "gate_rank" else None)
 
 
 # --------------------------------------------------------------------------------------------------- order
@@ -86,18 +85,18 @@ def test_a_name_that_cannot_run_says_why(op):
 def test_a_single_token_goes_through_the_token_loop(op):
     def run(backend, length, cu_seqlens=None):
         q = torch.zeros(1, length, 1, 4)
-        return unchecked(backends.dispatch)("op", backend, (q, q, q, None), None, None, True, cu_seqlens, 64)[0]
+        return unchecked(backends.dispatch)(OpCall("op", q, q, q, cu_seqlens=cu_seqlens), backend, True)[0]
 
     assert run("auto", 1) == "reference"
     assert run("auto", 2) == run("auto", 1, torch.tensor([0, 1])) == "fla"
     assert run("chunked", 1) == "chunked"
 
 
-def test_limits_see_the_inputs(op, monkeypatch):
-    seen = []
-    monkeypatch.setitem(backends._LIMITS, ("op", "fla"), lambda device, inputs: seen.append((device, inputs)))
-    backends.choose("op", "fla", CPU, (1, 2))
-    assert (CPU, (1, 2)) in seen
+def test_limits_see_the_call(op, monkeypatch):
+    seen, call = [], call_of("linear_attention")
+    monkeypatch.setitem(backends._LIMITS, ("op", "fla"), lambda device, call: seen.append((device, call)))
+    backends.choose("op", "fla", CPU, call)
+    assert any(device == CPU and given is call for device, given in seen)
     ops.available_backends("op", "cpu")
     assert seen[-1] == (CPU, None)
 
@@ -117,9 +116,13 @@ def test_on_a_cpu(name, monkeypatch):
 
 @pytest.mark.parametrize("name", [*OPS, "gate_rank"])
 def test_public_ops_raise(name):
-    inputs = [x for x in inputs_of(name, dtype=torch.float32) if x is not None]
+    call = call_of(name, dtype=torch.float32)
+    others = {
+        "linear_attention": (call.g,), "delta_rule": (call.beta, call.g), "dplr": (call.a, call.b, call.g),
+        "gate_rank": (call.g_slow, call.g),
+    }  # fmt: skip
     with pytest.raises(ValueError, match=r"CUDA devices.*Those that can: auto|unknown backend"):
-        (OPS | {"gate_rank": ops.gate_rank})[name](*inputs, backend="fla")
+        (OPS | {"gate_rank": ops.gate_rank})[name](call.q, call.k, call.v, *others[name], backend="fla")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_public_ops_raise(name):
     ],
 )
 def test_auto_on_a_gpu(name, fit, expected, gpu):
-    assert taken(name, "auto", CUDA, *inputs_of(name, **fit)) == expected
+    assert taken(name, "auto", CUDA, call_of(name, **fit)) == expected
 
 
 def test_listed_on_a_gpu(gpu):
@@ -160,11 +163,11 @@ def test_listed_on_a_gpu(gpu):
 def test_the_interpreter_by_name(name, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "triton" not in ops.available_backends(name)
-    assert taken(name, "triton", CPU, *inputs_of(name)) == "triton"
-    assert taken(name, "auto", CPU, *inputs_of(name)) == "chunked"
+    assert taken(name, "triton", CPU, call_of(name)) == "triton"
+    assert taken(name, "auto", CPU, call_of(name)) == "chunked"
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(CannotRun, match="TRITON_INTERPRET=1"):
-        backends.choose(name, "triton", CPU, inputs_of(name))
+        backends.choose(name, "triton", CPU, call_of(name))
 
 
 def test_asking_imports_neither_triton_nor_fla():
@@ -206,8 +209,8 @@ def test_selfcheck_sees_a_broken_gate_rank(backend, monkeypatch):
     """In either state, not in the output alone."""
     right = backends._OPS["gate_rank"][backend]
 
-    def broken(*arguments):
-        o, state = right(*arguments)
+    def broken(call):
+        o, state = right(call)
         slow = torch.arange(state.shape[-2]) >= state.shape[-2] // 2
         return o, torch.where(slow.unsqueeze(-1), 1.001 * state, state)
 
@@ -216,7 +219,7 @@ def test_selfcheck_sees_a_broken_gate_rank(backend, monkeypatch):
 
 
 def test_selfcheck_reports_what_breaks_down(monkeypatch):
-    def broken(*arguments):
+    def broken(call):
         raise RuntimeError("shared memory exceeded\nby far")
 
     monkeypatch.setitem(backends._OPS["dplr"], "chunked", broken)
@@ -228,8 +231,8 @@ def test_selfcheck_reports_what_breaks_down(monkeypatch):
 
 
 def test_selfcheck_leaves_out_what_a_backend_refuses(monkeypatch):
-    def only_float32(device, inputs):
-        return None if inputs is None or inputs[0].dtype == torch.float32 else "float32 only"
+    def only_float32(device, call):
+        return None if call is None or call.q.dtype == torch.float32 else "float32 only"
 
     monkeypatch.setitem(backends._LIMITS, ("dplr", "chunked"), only_float32)
     report = ops.selfcheck(length=5, ops=["dplr"], backends=["chunked"])

@@ -1,4 +1,4 @@
-"""gzip and Kneser-Ney: the formulas of the textbook in exact fractions, what the smoothing is for, degenerate texts."""
+"""gzip and Kneser-Ney: the published formulas in exact fractions, the purpose of the smoothing, degenerate texts."""
 
 import gzip
 import math
@@ -15,12 +15,12 @@ from halflife.evaluation.baselines import KneserNey, discounts, gzip_bits_per_by
 
 ORDERS = (1, 2, 3, 5, 7)
 WORDS = b"the cat sat on the mat, the dog sat on the log; that cat, that dog. ".split(b" ")
-# Measured: 2.2e-15 relative to the fractions, 2.2e-16 of a sum of 256; tolerances are four times that.
+# Tolerances are four times the measured errors: 2.2e-15 relative to the fractions, 2.2e-16 of a sum of 256.
 TOLERANCE, SUM_TOLERANCE = 9e-15, 9e-16
 
 
 def words(seed, documents=12):
-    """Documents of words and of letters, some empty or shorter than an n-gram, with the bytes 0 and 255 among them."""
+    """Make documents of words and of letters; some are empty or shorter than an n-gram, some have bytes 0 and 255."""
     rng = random.Random(seed)
     texts = [b" ".join(rng.choices(WORDS, k=rng.randrange(41))) for _ in range(documents)]
     texts.append(bytes(rng.choices(range(100, 120), weights=[2.0**-i for i in range(20)], k=1000)))
@@ -32,7 +32,7 @@ def source(*names):
 
 
 class Textbook:
-    """Interpolated modified Kneser-Ney by Chen & Goodman (1999), in dicts and fractions; "^" starts documents."""
+    """Interpolated modified Kneser-Ney of Chen & Goodman (1999), in dicts and fractions; "^" starts a document."""
 
     def __init__(self, documents, order):
         self.order = order
@@ -93,15 +93,15 @@ def test_follows_the_textbook(order, seed):
 
 
 def test_the_textbook_was_asked_about_estimated_discounts():
-    """Otherwise the test above would compare nothing but what stands in for them; single bytes are too few for it."""
+    """The test above thus compares estimated discounts, not the fallback. Single bytes are too few to estimate them."""
     for found in Textbook(words(0), 5).discounts[2:]:
         assert len({Fraction(1, 2), *found[1:]}) == 4
 
 
 def test_an_example_by_hand():
-    """One document, "ab", as bigrams ^a, ab; every discount is ½ (nothing is seen twice)."""
+    """One document "ab" has the bigrams ^a and ab. No bigram occurs twice, so every discount is ½."""
     model = KneserNey(2).fit([b"ab"])
-    unigram = (1 - 0.5) / 2 + 0.5 / 256  # "a" stands after ^, "b" after "a": two kinds of two
+    unigram = (1 - 0.5) / 2 + 0.5 / 256  # "a" follows ^, and "b" follows "a": one kind each of two
     assert model.distribution(b"")[ord("a")] == 0.5 + 0.5 * unigram
     assert model.distribution(b"")[ord("b")] == 0.5 * unigram
     assert model.distribution(b"z")[ord("z")] == 0.5 / 256
@@ -119,7 +119,7 @@ def test_every_distribution_sums_to_one(order, train):
 
 
 def test_a_byte_counts_for_the_contexts_it_completes():
-    """What Kneser and Ney are for: "u" is the most frequent byte, but always after "q"; "a" comes after anything."""
+    """Kneser-Ney counts contexts: "u" is the most frequent byte but only follows "q"; "a" follows many bytes."""
     model = KneserNey(2).fit([b"qu" * 100 + b"bacadafagahaja"])
     unknown = model.distribution(b"z")
     assert unknown[ord("a")] > 3 * unknown[ord("u")]
@@ -130,7 +130,7 @@ def test_contexts_do_not_cross_documents():
     model = KneserNey(2).fit([b"ab", b"cd"])
     np.testing.assert_array_equal(model.distribution(b"b"), model.distribution(b"z"))  # nothing follows "b"
     assert model.distribution(b"a")[ord("b")] > 2 * model.distribution(b"z")[ord("b")]
-    assert model.distribution(b"")[ord("c")] > model.distribution(b"z")[ord("c")]  # but how documents start is learnt
+    assert model.distribution(b"")[ord("c")] > model.distribution(b"z")[ord("c")]  # learns how documents start
     other = KneserNey(2).fit([b"cd", b"", b"ab"])
     np.testing.assert_array_equal(other.log_probabilities(b"abcd"), model.log_probabilities(b"abcd"))
 
@@ -151,13 +151,13 @@ def test_longer_contexts_predict_source_code_better():
 
 
 def test_noise_has_eight_bits():
-    """No smoothing finds anything in it, and a good one does not lose much: 0.07 bits here, after 1 MB."""
+    """Noise cannot be predicted, and a good smoothing loses little on it: 0.07 bits here, after 1 MB."""
     noise = random.Random(0).randbytes(1_000_000)
     assert 8 <= kneser_ney_bits_per_byte([noise], [random.Random(1).randbytes(20_000)]) < 8.1
 
 
 def test_order_1_is_the_frequency_of_bytes():
-    """Counts 8 and 4 of 12, each less ½; of what was taken every byte has its 256th."""
+    """The counts are 8 and 4 of 12, less ½ each; every byte gets 1/256 of the removed weight."""
     probabilities = KneserNey(1).fit([b"aab" * 4]).distribution(b"anything")
     share = 2 * 0.5 / 12 / 256
     expected = {ord("a"): 7.5 / 12 + share, ord("b"): 3.5 / 12 + share}
@@ -186,7 +186,7 @@ def test_fit_forgets_what_was_counted_before():
         ((8, 4, 2, 0), (0.5, 1.25, 1.25)),
         ((8, 4, 0, 3), (0.5, 0.5, 0.5)),
         ((8, 0, 5, 3), (0.5, 0.5, 3 - 4 * 3 / 5)),  # Y = 1
-        ((0, 4, 2, 1), (0.5, 0.5, 0.5)),  # Y = 0: the formula would take everything
+        ((0, 4, 2, 1), (0.5, 0.5, 0.5)),  # Y = 0: the formula would discount the whole count
         ((8, 1, 9, 1), (0.8, 0.8, 3 - 4 * 0.8 / 9)),  # D₂ would be negative
         ((0, 0, 0, 0), (0.5, 0.5, 0.5)),
     ],
@@ -210,7 +210,7 @@ def test_gzip_is_counted_whole():
 
 
 def test_gzip_by_hand():
-    """Stored text: 10 bytes of header, 5 of the block, 8 of checksum and length."""
+    """Stored text has 10 bytes of header, 5 of the block, and 8 of checksum and length."""
     assert gzip_bits_per_byte([b"a" * 60, b"b" * 40], 0) == 8 * 123 / 100
     assert gzip_bits_per_byte([b"a" * 60, b"b" * 40], 0, separately=True) == 8 * 146 / 100
 

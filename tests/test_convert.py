@@ -1,4 +1,4 @@
-"""Weights of transformers in and out, with transformers run for real; folders, refusals and the command line."""
+"""Conversion of transformers' weights in both directions, compared with transformers itself; folders; errors; CLI."""
 
 import json
 
@@ -17,19 +17,19 @@ from halflife.models.convert import SOURCES, convert, load_layer, qwen3_next_mix
 
 LENGTH, VOCABULARY = 33, 50
 
-# Both sides compute in float32; four times the worst measured over four seeds, relative to the largest entry.
+# Relative to the largest entry: four times the worst difference over four seeds. Both sides compute in float32.
 TOLERANCE = 4 * 9.3e-7
 
 
 def randomise(module):
-    """Weights without the 1s and 0s that would hide a term."""
+    """Replace the weights that are 1 or 0, because these would hide a term."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return module.eval()
 
 
 def mamba2(folder, dtype=torch.float32, shards="1GB", **options):
-    """A small one of transformers, saved by transformers."""
+    """Build a small Mamba-2 with transformers and save it with transformers."""
     options = {"n_groups": 2, "tie_word_embeddings": False, **options}
     model = Mamba2ForCausalLM(Mamba2Config(
         vocab_size=VOCABULARY, hidden_size=32, num_heads=8, head_dim=8, state_size=16, num_hidden_layers=2,
@@ -45,7 +45,7 @@ def ids():
 
 
 def edit(file, **changes):
-    """Changes keys of a JSON file."""
+    """Change keys of a JSON file."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
@@ -70,7 +70,7 @@ def test_mamba2_equals_transformers(num_groups, tied, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_mamba2_there_and_back(tied, dtype, tmp_path):
-    """Every weight to the bit, every setting; transformers loads it and computes the same logits."""
+    """Weights agree to the bit, and so do the settings. transformers loads the export and computes the same logits."""
     theirs = mamba2(tmp_path / "in", dtype, tie_word_embeddings=tied)
     convert(tmp_path / "in", tmp_path / "ours")
     folder = convert(tmp_path / "ours", tmp_path / "back", to="transformers")
@@ -100,7 +100,7 @@ def test_shards_are_read_like_one_file(tmp_path):
 
 
 def test_what_transformers_does_not_read_does_not_matter(tmp_path):
-    """Mamba-Codestral sets norm_before_gate, to no effect; a tied head may be written out."""
+    """norm_before_gate, which Mamba-Codestral sets, has no effect. A tied head may be stored a second time."""
     theirs, source = mamba2(tmp_path / "in", tie_word_embeddings=True), tmp_path / "in"
     edit(source / "config.json", norm_before_gate=True, time_step_limit=[0.0, float("inf")])
     weights = load_file(source / "model.safetensors")
@@ -159,7 +159,7 @@ def test_models_that_transformers_does_not_have_are_refused(name, options, messa
 
 
 def qwen(folder, key_heads=2, value_heads=4):
-    """A small one of transformers: three Gated DeltaNets, attention, and experts after each."""
+    """Build a small Qwen3-Next of transformers: three Gated DeltaNets, attention, and experts after each."""
     model = randomise(Qwen3NextForCausalLM(Qwen3NextConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, linear_num_key_heads=key_heads, linear_num_value_heads=value_heads, linear_key_head_dim=8,
@@ -172,7 +172,7 @@ def qwen(folder, key_heads=2, value_heads=4):
 
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 4), (4, 4), (1, 2)])
 def test_qwen3_nexts_mixer_equals_transformers(key_heads, value_heads, tmp_path, monkeypatch):
-    plain = unchecked(qwen3_next.torch_chunk_gated_delta_rule)  # else transformers takes fla's Triton kernel
+    plain = unchecked(qwen3_next.torch_chunk_gated_delta_rule)  # otherwise transformers calls fla's Triton kernel
     monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", plain)
     theirs = qwen(tmp_path / "in", key_heads, value_heads)
     ours = load_layer(convert(tmp_path / "in", tmp_path / "out", layer=1))
@@ -189,7 +189,7 @@ def test_qwen3_nexts_other_parts_are_refused(tmp_path):
     qwen(tmp_path / "in")
     with pytest.raises(ValueError, match=r"attention and experts.*--layer N.*0, 1, 2$"):
         convert(tmp_path / "in", tmp_path / "out")
-    with pytest.raises(ValueError, match="layer 3 is no Gated DeltaNet; those are 0, 1, 2"):
+    with pytest.raises(ValueError, match="layer 3 is no Gated DeltaNet; the Gated DeltaNets are 0, 1, 2"):
         convert(tmp_path / "in", tmp_path / "out", layer=3)
     edit(tmp_path / "in" / "config.json", linear_num_value_heads=3)
     with pytest.raises(ValueError, match="linear_num_value_heads"):
@@ -204,7 +204,7 @@ def test_a_layers_folder_that_is_broken(tmp_path):
         convert(tmp_path / "in", tmp_path / "out", layer=0)
     data = json.loads((tmp_path / "out" / "layer.json").read_text())
     edit(tmp_path / "out" / "layer.json", options={**data["options"], "head_dim": 5})
-    with pytest.raises(ValueError, match="of another layer"):
+    with pytest.raises(ValueError, match="belongs to another layer"):
         load_layer(tmp_path / "out")
     edit(tmp_path / "out" / "layer.json", format=9)
     with pytest.raises(ValueError, match="format 9"):
@@ -219,7 +219,7 @@ def test_a_layers_folder_that_is_broken(tmp_path):
 
 
 def gla(folder, weights=lambda weights: weights, **changes):
-    """A folder with fla's names."""
+    """A folder of a model with fla's names."""
     config, tensors = published("gla", torch.float32)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -294,7 +294,7 @@ def test_folders_that_are_wrong(damage, error, message, tmp_path):
 
 def test_what_was_asked_for_makes_no_sense(tmp_path):
     source = gla(tmp_path / "in")
-    with pytest.raises(ValueError, match="a gla converts as a whole"):
+    with pytest.raises(ValueError, match="a gla is converted as a whole"):
         convert(source, tmp_path / "out", layer=0)
     with pytest.raises(ValueError, match="Choose from: halflife, transformers"):
         convert(source, tmp_path / "out", to="jax")

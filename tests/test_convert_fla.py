@@ -1,4 +1,4 @@
-"""fla's GLA, Gated DeltaNet and RWKV-7 by their published names, shapes and equations, against what we make of them."""
+"""Converted GLA, Gated DeltaNet and RWKV-7 of fla, compared with their published names, shapes and equations."""
 
 import math
 
@@ -12,15 +12,16 @@ from halflife.models.convert import assemble, from_fla_gated_deltanet, from_fla_
 
 LENGTH, VOCABULARY, HIDDEN = 21, 19, 32
 
-# Four times the worst measured over four seeds, relative to the largest logit: float64, and float32 with fla's loops.
+# Relative to the largest logit: four times the worst difference over four seeds, in float64, and in float32 with fla's
+# loops.
 EXACT, SINGLE = 4 * 3.9e-15, 4 * 2.8e-6
 
 
-# ------------------------------------------------------------------------------ what is published: names and shapes
+# ------------------------------------------------------------------------------ published names and shapes
 
 
 def widths(c):
-    """Of GLA and Gated DeltaNet: heads and channels a head, of queries, keys and values."""
+    """Return the heads and the head sizes of queries, keys and values of GLA or Gated DeltaNet."""
     heads = c["num_heads"]
     if c["model_type"] == "gla":
         shared, key = c["num_kv_heads"] or heads, int(HIDDEN * c["expand_k"]) // heads
@@ -30,7 +31,7 @@ def widths(c):
 
 
 def linear_shapes(c):
-    """Of one layer of GLA or Gated DeltaNet."""
+    """Return the names and shapes of one layer of GLA or Gated DeltaNet."""
     gla, parts = c["model_type"] == "gla", widths(c)
     heads = c["num_heads"] if gla else parts[2][0]
     inner, size, gated = heads * parts[2][1], parts[2][1], c["use_output_gate" if gla else "use_gate"]
@@ -54,7 +55,7 @@ def linear_shapes(c):
 
 
 def rwkv7_shapes(c, layer):
-    """Of one layer of RWKV-7."""
+    """Return the names and shapes of one layer of RWKV-7."""
     shapes = {f"attn.x_{name}": (1, 1, HIDDEN) for name in "rwkvag"}
     shapes |= {f"attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "rkvo"}
     shapes |= {"attn.k_k": (HIDDEN,), "attn.k_a": (HIDDEN,), "attn.r_k": (4, 8)}
@@ -89,7 +90,7 @@ CONFIGS = {
 
 
 def published(model_type, dtype=torch.float64, **changes):
-    """A `config.json` and random weights, none of them where it would hide a term."""
+    """Write a `config.json` and random weights; no weight has a value that hides a term."""
     config = {
         "model_type": model_type, "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_hidden_layers": 2,
         "intermediate_size": None, "attn": None, "tie_word_embeddings": False, **CONFIGS[model_type], **changes,
@@ -103,7 +104,7 @@ def published(model_type, dtype=torch.float64, **changes):
     return config, {name: 0.3 * torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
 
 
-# ------------------------------------------------------------------------- what is published: equations, in float64
+# ------------------------------------------------------------------------- published equations, in float64
 
 
 def gla_loop(q, k, v, g):
@@ -152,7 +153,7 @@ def rms(x, weight, eps):
 
 
 def mix_linear(c, w, x, recur):
-    """GLA or Gated DeltaNet; `w` holds the weights of one `attn`."""
+    """Compute GLA or Gated DeltaNet; `w` holds the weights of one `attn`."""
     gla, parts = c["model_type"] == "gla", {}
     heads = c["num_heads"] if gla else widths(c)[2][0]
     for name, (own, size) in zip("qkv", widths(c), strict=True):
@@ -181,7 +182,7 @@ def shifted(x, mu):
 
 
 def mix_rwkv7(c, w, x, first, recur):
-    """RWKV-7's time mix and its values; `first` are those of the first layer."""
+    """Compute RWKV-7's time mix and its values; `first` holds the values of the first layer."""
 
     def lora(name, x, inner=lambda x: x):
         y = inner(x @ w[f"{name}_lora.lora.0.weight"].T) @ w[f"{name}_lora.lora.2.weight"].T
@@ -201,7 +202,7 @@ def mix_rwkv7(c, w, x, first, recur):
 
 
 def logits(config, weights, ids, recur):
-    """The whole model, as its authors write it."""
+    """Compute the whole model by its authors' equations."""
     rwkv7, first = config["model_type"] == "rwkv7", None
 
     def norm(x, name):
@@ -274,7 +275,7 @@ def test_dtypes_are_kept_but_for_the_decay():
 
 
 def test_rwkv7s_first_version():
-    """Its six shifts are one tensor; ranks and sizes may be left open."""
+    """fla's first version stores six shifts in one tensor; ranks and sizes may be absent."""
     config, weights = published("rwkv7", decay_low_rank_dim=None, hidden_ratio=None)
     expected = from_fla_rwkv7({**config, "decay_low_rank_dim": 6}, weights)[1]
     for i in range(2):

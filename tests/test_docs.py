@@ -1,9 +1,12 @@
-"""Every block of code in the documents is run, or says above it why not; every command is one that exists.
+"""Every block of code in the documents runs, or a comment above it says why it does not. Every command exists.
 
-Python runs from top to bottom in one namespace a page, bash in between, all in one folder, as a reader would. A comment
-right above a block keeps it out: `<!-- slow: 6 minutes -->` (it runs with `pytest -m slow`), `<!-- needs: … -->`
-(a network, a GPU, files that are not here), `<!-- record -->` (what gave a result, hours long). Commands are parsed
-wherever they stand: in blocks that are not run, in tables, in a sentence.
+The Python blocks of a page run from top to bottom in one namespace and one folder, with the bash blocks in between, as
+a reader would run them. A comment above a block keeps the block out: `<!-- slow: 6 minutes -->` (`pytest -m slow` runs
+it), `<!-- needs: … -->` (it needs a network, a GPU, or files that are not here), or `<!-- record -->` (it made a result
+and takes hours). Commands are parsed wherever they stand: in blocks that do not run, in tables, and in sentences.
+
+Fast tests call `halflife …` in this process, because a new process needs seconds to import torch. Slow tests start
+bash.
 """
 
 import os
@@ -12,13 +15,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import tyro
+import yaml
+from test_house import FLOORS
 
-from halflife.cli import Command
+from halflife.cli import Command, main
 from halflife.decay import DECAYS
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
@@ -28,10 +34,14 @@ from halflife.tasks import TASKS
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = ("python", "bash", "text")
+RUN = ("python", "bash")
+LANGUAGES = (*RUN, "text", "yaml", "mermaid")
 MARK = re.compile(r"slow: \d+ (second|minute|hour)s?|needs: [^<>]+|record")
 BUILTINS = ("cd", "export")
+NEED_ARGUMENTS = ("spectrum", "forecast", "train", "generate", "eval", "convert", "compare", "figures")
+SHELL = re.compile(r"[|<>&;$*]")  # a line with one of these needs a shell
 SECONDS = 300  # for a fast block, on a busy machine
+WRITTEN = {"results.md", "summary.md", "table.md"}  # files that runs write into their folders
 
 BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n\n?)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^\s*(?:```|~~~)", re.M)
@@ -47,7 +57,7 @@ class Block(NamedTuple):
 
 
 def blocks(text):
-    """All blocks; a ValueError for a mark or a language that is not known, and if one was not seen."""
+    """Return all blocks. Raise a ValueError for an unknown mark or language, and if a block was not seen."""
     found = []
     for match in BLOCK.finditer(text):
         line, mark = text.count("\n", 0, match.start()) + 1, match["mark"] or ""
@@ -62,14 +72,14 @@ def blocks(text):
 
 
 def lines(code):
-    """The commands of a bash block, as words."""
+    """Yield the commands of a bash block, each as a list of words."""
     for line in code.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
 
 
 def mentions(text):
-    """`halflife …` between backquotes, in sentences and tables; a `… --option` goes on from the one before it."""
+    """Yield each `halflife …` in a sentence or a table. `… --option` extends the command before it."""
     text, before = BLOCK.sub("", text), []
     for part in re.split(r"\n\s*\n|\n(?=\|)", text):
         for span in re.findall(r"`([^`]+)`", part):
@@ -82,7 +92,7 @@ def mentions(text):
 
 
 def parse(arguments):
-    """A command line of `halflife`, through the parser that it has; a ValueError if that refuses it."""
+    """Parse a command line of `halflife`. Raise a ValueError if the parser refuses it."""
     try:
         tyro.cli(Command, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,), console_outputs=False)
     except SystemExit as error:
@@ -92,7 +102,7 @@ def parse(arguments):
 
 
 def check(words):
-    """A ValueError for a command, option, target, file or extra that does not exist."""
+    """Raise a ValueError for a command, option, target, file or extra that does not exist."""
     program, arguments = Path(words[0]).name, words[1:]
     if "halflife.cli" in arguments:
         program, arguments = "halflife", arguments[arguments.index("halflife.cli") + 1 :]
@@ -126,12 +136,12 @@ def of_pages(pages):
 
 
 WITH_BLOCKS = [page for page in PAGES if "```" in page.read_text()]
-SLOW = [page for page in PAGES if "<!-- slow: " in page.read_text()]
+BASH = [page for page in PAGES if "```bash" in page.read_text()]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where a page is run: with the documents in it, as in a checkout; what its code registers is gone afterwards."""
+    """The folder in which a page runs. It holds the documents, as a checkout does. The registries are restored."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=lambda _, names: [n for n in names if n.endswith(".png")])
     for file in ("README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / file, tmp_path)
@@ -144,22 +154,35 @@ def folder(tmp_path, monkeypatch):
         entries.update(before)
 
 
-def run(page, marks, seconds, capsys):
-    """Runs the blocks of a page whose mark is among `marks`, in order."""
+def run(page, marks, seconds, capsys, shell=False):
+    """Run the blocks of a page whose mark is among `marks`, in order; `shell` starts every command from bash."""
     namespace = {"__name__": "__main__"}
     for block in blocks(page.read_text()):
-        if block.mark not in marks or block.language == "text":
+        if block.mark not in marks or block.language not in RUN:
             continue
+        commands = list(lines(block.code)) if block.language == "bash" else []
         if block.language == "python":
             code = "\n" * block.line + block.code  # so that a traceback names the line of the page
             exec(compile(code, str(page), "exec"), namespace)
-        elif any(words[0] != "make" for words in lines(block.code)):  # make is checked alone: it would run the tests
+        elif all(words[0] == "make" for words in commands):
+            pass  # make is only checked, because it would run the tests
+        elif not shell and not SHELL.search(block.code) and all(words[0] == "halflife" for words in commands):
+            for words in commands:
+                call(words[1:])
+        else:
             with capsys.disabled():
                 bash(block.code, seconds)
 
 
+def call(arguments):
+    """Run a `halflife` command in this process; its warnings are no errors, as for a reader."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        main(arguments)
+
+
 def bash(code, seconds=None):
-    """Runs a block as a reader does who has the virtual environment's programs."""
+    """Run a block in bash, with the programs of the virtual environment."""
     environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -173,16 +196,18 @@ def bash(code, seconds=None):
 
 @of_pages(WITH_BLOCKS)
 def test_every_block_is_accounted_for(page):
-    """A language, a known mark or none, no fence left over; and every command in a block exists."""
+    """A block has a known language, and a known mark or none. No fence is left over. Every command exists."""
     for block in blocks(page.read_text()):
         for words in lines(block.code) if block.language == "bash" else ():
             check(words)
+        if block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.code), dict)
 
 
 @of_pages([page for page in PAGES if page.name != "log.md"])  # a log says what was so on its day
 def test_commands_in_sentences_and_tables_exist(page):
     for words in mentions(page.read_text()):
-        if words[1] in ("spectrum", "train", "generate", "eval", "convert", "reproduce") and len(words) == 2:
+        if words[1] in NEED_ARGUMENTS and len(words) == 2:
             words = [*words, "--help"]  # the name of a command that needs arguments
         if words[-1] != "--help":
             check(words)
@@ -194,9 +219,36 @@ def test_blocks_run(page, folder, capsys):
 
 
 @pytest.mark.slow
-@of_pages(SLOW)
-def test_slow_blocks_run(page, folder, capsys):
-    run(page, ("", "slow"), None, capsys)
+@of_pages(BASH)
+def test_all_blocks_run_in_a_shell(page, folder, capsys):
+    """The slow blocks too, with every command started from bash."""
+    run(page, ("", "slow"), None, capsys, shell=True)
+
+
+def test_named_files_exist():
+    """Every Markdown file that a text file of the project names is in the project; `docs/log.md` is history."""
+    documents = [f"/{name(page)}" for page in [*PAGES, ROOT / "CHANGELOG.md"]]
+    texts = [file for suffix in ("md", "yml", "toml") for file in ROOT.glob(f"*.{suffix}")]
+    for part in ("halflife", "tests", "benchmarks", "docs"):
+        texts += [file for suffix in ("py", "md") for file in (ROOT / part).rglob(f"*.{suffix}")]
+    missing = []
+    for text in texts:
+        for named in re.findall(r"[\w/-]*\w[\w-]+\.md\b", text.read_text(encoding="utf-8")):
+            if named not in WRITTEN and not any(page.endswith(f"/{named.lstrip('/')}") for page in documents):
+                missing.append(f"{name(text)}: {named}")
+    assert not [line for line in missing if not line.startswith("docs/log.md")]
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_picture_of_the_architecture_has_the_floors():
+    """The diagram in `docs/architecture.md` has the folders of `tests/test_house.py`, floor by floor, from the top."""
+    page = blocks((ROOT / "docs/architecture.md").read_text())
+    diagram = next(block for block in page if block.language == "mermaid")
+    drawn = [set(floor.split(" · ")) for floor in re.findall(r'\["<b>(.*?)</b>', diagram.code)]
+    assert drawn == [set(floor) for floor in reversed(FLOORS)]
 
 
 # ------------------------------------------------------------------------------------------------ the checks themselves

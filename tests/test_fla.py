@@ -1,5 +1,6 @@
 """The adapter to fla-core, as far as a CPU can tell: conventions against fla's own plain recurrences; limits."""
 
+import dataclasses
 import importlib
 import inspect
 import sys
@@ -12,6 +13,7 @@ from helpers import OPS, assert_close, each_granularity, each_op, op_inputs, rel
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
+from halflife.ops.call import OpCall
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 
@@ -181,12 +183,11 @@ def machine(monkeypatch):
     return pretend
 
 
-def inputs(op="linear_attention", granularity="scalar", dtype=torch.bfloat16, gradients=True, **sizes):
-    """The op's inputs in the order in which `dispatch` has them."""
+def call_of(op="linear_attention", granularity="scalar", dtype=torch.bfloat16, gradients=True, **sizes):
+    """A call of the op as `dispatch` makes it."""
     found = rounded(op_inputs(op, granularity, **{"length": 3, "key": 16, "value": 16, **sizes}), dtype)
-    names = ("q", "k", "v", *{"delta_rule": ("beta",), "dplr": ("a", "b")}.get(op, ()))
-    given = (*(found[name] for name in names), found.get("g"))
-    return tuple(x if x is None else x.detach().requires_grad_(gradients) for x in given)
+    del found["initial_state"]
+    return OpCall(op, **{name: x.detach().requires_grad_(gradients) for name, x in found.items()})
 
 
 @each_op
@@ -194,8 +195,8 @@ def inputs(op="linear_attention", granularity="scalar", dtype=torch.bfloat16, gr
 def test_fits(op, granularity, machine):
     machine()
     assert fla.unsupported(op, CUDA) is None
-    assert fla.unsupported(op, CUDA, inputs(op, granularity)) is None
-    assert fla.unsupported(op, CUDA, inputs(op, granularity, torch.float16, key=256, value=256)) is None
+    assert fla.unsupported(op, CUDA, call_of(op, granularity)) is None
+    assert fla.unsupported(op, CUDA, call_of(op, granularity, torch.float16, key=256, value=256)) is None
 
 
 @each_op
@@ -214,20 +215,20 @@ def test_fits(op, granularity, machine):
 def test_shapes_and_dtypes_refused(op, change, message, machine):
     machine()
     with pytest.raises(CannotRun, match=message):
-        backends.choose(op, "fla", CUDA, inputs(op, **change))
+        backends.choose(op, "fla", CUDA, call_of(op, **change))
 
 
 def test_large_heads(machine):
     machine()
-    assert fla.unsupported("linear_attention", CUDA, inputs(key=512)) is None
+    assert fla.unsupported("linear_attention", CUDA, call_of(key=512)) is None
     for op in ("delta_rule", "dplr"):
-        assert "at most 256 rows" in fla.unsupported(op, CUDA, inputs(op, key=258))
+        assert "at most 256 rows" in fla.unsupported(op, CUDA, call_of(op, key=258))
 
 
 def test_one_dtype(machine):
     machine()
-    q, k, v, g = inputs()
-    assert "one dtype" in fla.unsupported("linear_attention", CUDA, (q, k, v.half(), g))
+    call = call_of()
+    assert "one dtype" in fla.unsupported(call.op, CUDA, dataclasses.replace(call, v=call.v.half()))
 
 
 @pytest.mark.parametrize("triton", [(3, 4, 0), (3, 6, 0), (3, 7, 0)])
@@ -235,12 +236,12 @@ def test_gated_gradients_on_hopper(triton, machine):
     """Refused exactly where fla's kernels would raise (or, before they did, be wrong): scalar decay, with gradients."""
     machine(capability=9, triton=triton)
     for op in ("linear_attention", "delta_rule"):
-        assert "wrong on Hopper" in fla.unsupported(op, CUDA, inputs(op))
+        assert "wrong on Hopper" in fla.unsupported(op, CUDA, call_of(op))
         for fit in ({"gradients": False}, {"granularity": "none"}, {"granularity": "vector"}):
-            assert fla.unsupported(op, CUDA, inputs(op, **fit)) is None
+            assert fla.unsupported(op, CUDA, call_of(op, **fit)) is None
         with torch.no_grad():
-            assert fla.unsupported(op, CUDA, inputs(op)) is None
-    assert fla.unsupported("dplr", CUDA, inputs("dplr")) is None
+            assert fla.unsupported(op, CUDA, call_of(op)) is None
+    assert fla.unsupported("dplr", CUDA, call_of("dplr")) is None
     assert fla.unsupported("linear_attention", CUDA) is None
 
 
@@ -250,13 +251,13 @@ def test_gated_gradients_on_hopper(triton, machine):
 def test_gated_gradients_elsewhere(capability, triton, machine):
     machine(capability=capability, triton=triton)
     for op in ("linear_attention", "delta_rule"):
-        assert fla.unsupported(op, CUDA, inputs(op)) is None
+        assert fla.unsupported(op, CUDA, call_of(op)) is None
 
 
 def test_delta_rule_on_blackwell(machine):
     machine(capability=10, triton=(3, 7, 1))
-    assert "Blackwell" in fla.unsupported("delta_rule", CUDA, inputs("delta_rule", gradients=False))
-    assert fla.unsupported("linear_attention", CUDA, inputs()) is None
+    assert "Blackwell" in fla.unsupported("delta_rule", CUDA, call_of("delta_rule", gradients=False))
+    assert fla.unsupported("linear_attention", CUDA, call_of()) is None
 
 
 @pytest.mark.parametrize("release", [(0, 5, 2), (0, 7, 0), (1, 0)])
@@ -272,7 +273,7 @@ def test_versions(release, machine):
 def test_no_gpu(op, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(CannotRun, match=r"not on cpu.*Those that can: auto, chunked, reference"):
-        backends.choose(op, "fla", torch.device("cpu"), inputs(op))
+        backends.choose(op, "fla", torch.device("cpu"), call_of(op))
     assert "fla" not in backends.available_backends(op, "cpu")
 
 

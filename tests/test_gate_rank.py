@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers import LOG_DECAYS, assert_close, assert_same, generator, leaves, op_inputs, slices, unchecked
+from pairwise import crossed
 
 from halflife import ops
 from halflife.ops.gate_rank import masks
@@ -22,7 +23,8 @@ WORST_WITH_RESETS = 7.0e-13
 
 each_update = pytest.mark.parametrize("update", UPDATES)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-each_dtype = pytest.mark.parametrize("dtype", WORST, ids=str)
+# The float64 token loop is what the others are compared with.
+FORMS = [(b, dtype) for b in BACKENDS for dtype in WORST if (b, dtype) != ("reference", torch.float64)]
 
 
 def inputs(update, length, resets, *, slow=None, fast=None, sequences=None, **sizes):
@@ -73,35 +75,31 @@ def check(arguments, backend, dtype=torch.float64, **options):
     assert_close(got, expected, 4 * WORST[dtype])
 
 
-@each_update
-@each_backend
-@each_dtype
-@pytest.mark.parametrize("resets", RESETS)
-def test_resets(update, backend, dtype, resets):
+@crossed(update=UPDATES, form=FORMS, resets=RESETS)
+def test_resets(update, form, resets):
+    backend, dtype = form
     check(inputs(update, 70, RESETS[resets]), backend, dtype, chunk_size=16)
 
 
-@each_update
-@each_backend
-@each_dtype
-@pytest.mark.parametrize("length", [0, 1, 7, 63, 64, 65, 200])
-def test_lengths(update, backend, dtype, length):
+@crossed(update=UPDATES, form=FORMS, length=[0, 1, 7, 63, 64, 65, 200])
+def test_lengths(update, form, length):
+    backend, dtype = form
     check(inputs(update, length, 0.2, batch=2), backend, dtype)
 
 
-@each_update
-@pytest.mark.parametrize("backend", ["mask", "chunked"])
-@each_dtype
-@pytest.mark.parametrize(("key", "value"), [(1, 1), (7, 80), (64, 7), (80, 64)])
-def test_head_sizes(update, backend, dtype, key, value):
+@crossed(update=UPDATES, backend=["mask", "chunked"], dtype=WORST, sizes=[(1, 1), (7, 80), (64, 7), (80, 64)])
+def test_head_sizes(update, backend, dtype, sizes):
+    key, value = sizes
     check(inputs(update, 37, 0.1, batch=3, key=key, value=value), backend, dtype, chunk_size=16)
 
 
-@each_update
-@pytest.mark.parametrize("backend", ["mask", "chunked"])
-@each_dtype
-@pytest.mark.parametrize("fast", [*LOG_DECAYS, "mixed"])
-@pytest.mark.parametrize("slow", [None, -1e-30, -20.0, -1000.0, -math.inf])
+@crossed(
+    update=UPDATES,
+    backend=["mask", "chunked"],
+    dtype=WORST,
+    fast=[*LOG_DECAYS, "mixed"],
+    slow=[None, -1e-30, -20.0, -1000.0, -math.inf],
+)
 def test_decays(update, backend, dtype, fast, slow):
     """The mask's log-decays have a gradient by autograd, right beside the others, not beside their own largest entry
     where that is 1e-9 (its docstring says so)."""

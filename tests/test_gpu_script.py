@@ -1,5 +1,6 @@
 """The script that `make gpu` runs, at toy sizes on a CPU: it ends well, and says so where a kernel does not."""
 
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -79,11 +80,11 @@ def test_no_gpu_is_an_error():
 
 
 def breaking(monkeypatch, how):
-    """Puts `how(arguments, right)` in the place of DPLR's chunked form, but for the float64 that others are held to."""
+    """Puts `how(call, right)` in the place of DPLR's chunked form, except in float64, the measure of the others."""
     right = backends._OPS["dplr"]["chunked"]
 
-    def broken(*arguments):
-        return right(*arguments) if arguments[0].dtype == torch.float64 else how(arguments, right)
+    def broken(call):
+        return right(call) if call.q.dtype == torch.float64 else how(call, right)
 
     monkeypatch.setitem(backends._OPS["dplr"], "chunked", broken)
 
@@ -98,7 +99,7 @@ def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
         def backward(ctx, dx):
             return 1.1 * dx
 
-    breaking(monkeypatch, lambda arguments, right: right(*arguments[:5], Double.apply(arguments[5]), *arguments[6:]))
+    breaking(monkeypatch, lambda call, right: right(dataclasses.replace(call, g=Double.apply(call.g))))
     rows = list(script("parity").rows("dplr, scalar", "cpu"))
     assert len(rows) == 4
     assert not any(row["ok"] for row in rows)
@@ -107,10 +108,10 @@ def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
 
 
 def test_parity_sees_what_breaks_down(monkeypatch):
-    def how(arguments, right):
-        if arguments[0].dtype == torch.bfloat16:
+    def how(call, right):
+        if call.q.dtype == torch.bfloat16:
             raise RuntimeError("out of shared memory | required 3\nhint")
-        return right(*arguments)
+        return right(call)
 
     breaking(monkeypatch, how)
     rows = list(script("parity").rows("dplr, vector", "cpu"))
@@ -120,7 +121,7 @@ def test_parity_sees_what_breaks_down(monkeypatch):
 
 
 def test_parity_lets_a_backend_refuse(monkeypatch):
-    limits = lambda device, inputs: "no" if inputs and inputs[0].dtype == torch.float32 else None  # noqa: E731
+    limits = lambda device, call: "no" if call and call.q.dtype == torch.float32 else None  # noqa: E731
     monkeypatch.setitem(backends._LIMITS, ("dplr", "chunked"), limits)
     rows = list(script("parity").rows("dplr, scalar", "cpu"))
     assert all(row["ok"] for row in rows)
@@ -135,7 +136,7 @@ def test_speed_leaves_out_a_wrong_kernel(monkeypatch):
     """What is timed is compared with the chunked form first; the others' rows stay."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     right = backends._OPS["delta_rule"]["chunked"]
-    wrong = lambda *arguments: tuple(1.1 * x for x in right(*arguments))  # noqa: E731
+    wrong = lambda call: tuple(1.1 * x for x in right(call))  # noqa: E731
     monkeypatch.setitem(backends._OPS["delta_rule"], "triton", wrong)
     for op in ("linear_attention", "gate_rank"):
         monkeypatch.setitem(backends._OPS[op], "triton", backends._OPS[op]["chunked"])

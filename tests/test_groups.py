@@ -1,4 +1,4 @@
-"""Words in groups: tables that are groups, products by hand and by tuples, levels of real guessers, sizes, seeds."""
+"""Words in groups: group axioms, products by hand and by tuples, scores of simple guessers, sizes, seeds."""
 
 import dataclasses
 from collections import Counter
@@ -17,7 +17,7 @@ each_group = pytest.mark.parametrize("group", GROUPS)
 
 
 def cycles(images):
-    """Lengths of a permutation's cycles."""
+    """Return the lengths of a permutation's cycles."""
     left, found = set(range(len(images))), []
     while left:
         start = at = min(left)
@@ -31,16 +31,16 @@ def cycles(images):
 
 
 def elements(group):
-    """What the ids stand for: remainders, or permutations as tuples of images in lexicographic order."""
+    """Return the elements of the ids: remainders, or permutations as tuples of images in lexicographic order."""
     if group[0] == "z":
         return list(range(SIZES[group]))
     every = sorted(permutations(range(int(group[1]))))
-    # A cycle of c elements is c - 1 transpositions.
+    # A cycle of c elements is a product of c - 1 transpositions.
     return [p for p in every if group[0] == "s" or sum(c - 1 for c in cycles(p)) % 2 == 0]
 
 
 def multiply(group, a, b):
-    """ab from the definition: first a, then b."""
+    """Compute ab by its definition, first a and then b."""
     return (a + b) % SIZES[group] if group[0] == "z" else tuple(b[a[i]] for i in range(len(a)))
 
 
@@ -68,9 +68,9 @@ def test_a_table_is_that_of_the_definition(group):
 def test_a_table_is_a_group(group):
     table = multiplication(group)
     ids = torch.arange(SIZES[group])
-    assert torch.equal(table[0], ids)  # 0 is the identity, on both sides
+    assert torch.equal(table[0], ids)  # 0 is the identity on both sides
     assert torch.equal(table[:, 0], ids)
-    # (ab)c = a(bc) for all triples.
+    # The product is associative: (ab)c = a(bc) for all triples.
     assert torch.equal(table[table], table[ids.view(-1, 1, 1), table])
     inverse = (table == 0).long().argmax(1)
     assert ((table == 0).sum(1) == 1).all()
@@ -88,7 +88,7 @@ def test_orders_of_elements(group):
         while power:
             power, order = int(table[power, x]), order + 1
         found[order] += 1
-    known = {  # textbook
+    known = {  # orders of elements from textbooks
         "s3": {1: 1, 2: 3, 3: 2},
         "s5": {1: 1, 2: 25, 3: 20, 4: 30, 5: 24, 6: 20},
         "a5": {1: 1, 2: 15, 3: 20, 5: 24},
@@ -101,9 +101,9 @@ def test_orders_of_elements(group):
 
 
 def test_s3_by_hand():
-    # In lexicographic order 0 = 012, 1 = 021, 2 = 102, 3 = 120, 4 = 201, 5 = 210. First 1, then 2: things 0, 1, 2 go
-    # to 0, 2, 1 and from there to 1, 2, 0, which is 3. First 2, then 1: to 1, 0, 2 and from there to 2, 0, 1, which
-    # is 4. 3 turns the three: 3 · 3 = 4 and 3 · 3 · 3 = 0. 5 is a swap: 5 · 5 = 0; 5, then 3 is 0, 2, 1, which is 1.
+    # In lexicographic order 0 = 012, 1 = 021, 2 = 102, 3 = 120, 4 = 201, 5 = 210. First 1 and then 2 maps 0, 1, 2 to
+    # 0, 2, 1 and then to 1, 2, 0, which is 3. First 2 and then 1 maps them to 1, 0, 2 and then to 2, 0, 1, which is 4.
+    # 3 is a cycle, so 3 · 3 = 4 and 3 · 3 · 3 = 0. 5 is a swap, so 5 · 5 = 0. First 5 and then 3 gives 0, 2, 1: 1.
     words = torch.tensor([[1, 2, 0, 3, 4], [2, 1, 3, 5, 5], [3, 3, 3, 5, 3]])
     expected = [[1, 3, 3, 4, 3], [2, 4, 0, 5, 0], [3, 4, 0, 5, 1]]
     assert running_product(words, multiplication("s3")).tolist() == expected
@@ -157,10 +157,10 @@ def test_levels_are_those_of_real_guessers(group, length):
     assert task.chance == 1 / SIZES[group]
     uniform = torch.randint(SIZES[group], batch.labels.shape, generator=torch.Generator().manual_seed(0))
     assert close((uniform == batch.labels).float().mean().item(), task.chance, count * length)
-    named = batch.inputs == batch.labels  # the token that was just read
+    named = batch.inputs == batch.labels  # the last token
     assert named[:, 0].all()
     assert all(close(n, task.chance, count) for n in named[:, 1:].float().mean(0).tolist())
-    # The first position adds no chance to the count of all.
+    # At the first position the guess is always right.
     assert abs(named.float().mean().item() - task.shortcut_accuracy) <= 4 * (task.chance / (count * length)) ** 0.5
 
 
@@ -182,13 +182,13 @@ def test_swaps_are_the_transpositions_and_reach_the_whole_group():
 
 
 def test_the_guess_at_swaps_is_that_of_a_real_guesser():
-    """After one swap the product before is known up to the ten swaps, after two it is the identity one time in ten."""
+    """After one swap the product is one of ten swaps; after two it is the identity with probability 1/10."""
     assert tasks.build("s5", words="swaps", length=2).shortcut_accuracy == pytest.approx((1 + 1 / 10) / 2)
     assert tasks.build("s5", words="swaps", length=3).shortcut_accuracy == pytest.approx((1 + 1 / 10 + 1 / 10) / 3)
     task = tasks.build("s5", words="swaps", length=12)
     batch = task.generate(20000, seed=2)
     named = batch.inputs == batch.labels
-    # The token just read is the product where the identity stood before it.
+    # The last token is the product if the product before it was the identity.
     assert close(named[:, 2].double().mean().item(), 1 / 10, 20000)
     assert task.chance == 1 / 60
 

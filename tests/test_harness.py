@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness: scores and texts against the model's own logits and against the harness's own adapter."""
+"""lm-evaluation-harness: scores and texts, compared with the model's logits and with the harness's adapter."""
 
 import json
 import math
@@ -54,7 +54,7 @@ TASKS = {
 
 
 def build(name, **options):
-    """A model whose every parameter has a part: some start at zero."""
+    """Build a model whose every parameter has an effect: noise moves those that start at zero."""
     model = LanguageModel(preset(name, **{**SIZES, **options})).eval()
     with torch.no_grad():
         for x in model.parameters():
@@ -63,7 +63,7 @@ def build(name, **options):
 
 
 def likelihood(model, context, continuation):
-    """log p(continuation | context), and whether it is the greedy one, from the logits of one forward pass."""
+    """Compute log p(continuation | context), and whether it is greedy, from the logits of one forward pass."""
     logits = model(torch.tensor([[*context, *continuation]]))[0][0, len(context) - 1 : -1].log_softmax(-1)
     target = torch.tensor(continuation)
     return logits.gather(1, target[:, None]).sum().item(), torch.equal(logits.argmax(-1), target)
@@ -71,12 +71,12 @@ def likelihood(model, context, continuation):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The tasks above in the harness's own format; none of its own is read, which takes seconds, nor the hub."""
+    """The tasks above in the harness's format. Its thousands of tasks, which take seconds, and the hub are not read."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "tasks" / "manager.py"))
-    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda run: ("pip", ""))  # it asks pip for seconds
+    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda run: ("pip", ""))  # this call takes seconds
     own = tmp_path / "tasks"
     own.mkdir()
     (own / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in DOCS))
@@ -93,7 +93,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def letters():
-    """A tokenizer of transformers whose tokens are characters, with an end token."""
+    """Return a tokenizer of transformers whose tokens are characters and an end token."""
     own = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["<end>", *LETTERS])}, unk_token="<end>"))
     own.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     own.decoder = decoders.Fuse()
@@ -105,7 +105,7 @@ def letters():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_loglikelihoods_are_those_of_the_logits(name, monkeypatch):
-    """Contexts shared and alone, of one token and of many; pieces off every boundary; an empty continuation."""
+    """Contexts are shared or not, of one token or many; pieces cross all boundaries; one continuation is empty."""
     monkeypatch.setattr(batched, "PIECE_TOKENS", 20)
     monkeypatch.setattr(batched, "LOGITS", 3 * SIZES["vocab_size"])
     model, pairs = build(name).double(), []
@@ -120,7 +120,7 @@ def test_loglikelihoods_are_those_of_the_logits(name, monkeypatch):
         found = batched.loglikelihoods(model, [*pairs, ([1], [])], batch_size=batch_size)
         assert found.pop() == (0.0, True)
         assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-        # Losses are taken in float32: four times the largest error seen, 7.7e-8.
+        # Losses are computed in float32: four times the largest error, 7.7e-8.
         assert max(abs(a / b - 1) for (a, _), (b, _) in zip(found, expected, strict=True)) < 3.1e-7
 
 
@@ -131,12 +131,12 @@ def test_what_is_read_at_once_is_bounded(monkeypatch):
     batched.loglikelihoods(model, [([1] * 100, [2] * 50), ([3] * 90, [4])], batch_size=2)
     batched.generate(model, [[1] * 100, [2] * 7], 3, lambda tokens: False)
     assert max(seen) == 16
-    assert sum(seen) == 99 + 50 + 89 + 1 + 107 + 2 * 2  # every token once
+    assert sum(seen) == 99 + 50 + 89 + 1 + 107 + 2 * 2  # every token is read once
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_writes_what_a_session_does(name, monkeypatch):
-    """Prompts of unequal lengths that end at different times, in one batch."""
+    """One batch has prompts of unequal lengths that end at different times."""
     monkeypatch.setattr(batched, "PIECE_TOKENS", 24)
     model = build(name).double()
     prompts = [torch.randint(SIZES["vocab_size"], (n,)).tolist() for n in (1, 17, 5, 30)]
@@ -182,7 +182,7 @@ def test_the_adapter_of_transformers_says_the_same(max_length):
     from lm_eval.models.huggingface import HFLM
 
     model, tokenizer = build("mamba2", vocab_size=len(LETTERS) + 1), letters()
-    # Its cache takes the wrong logits where windows repeat themselves, as those of a constant text do.
+    # The cache of logits is off: it returns wrong logits if windows repeat, as in a constant text.
     theirs = HFLM(
         HalflifeForCausalLM.of(model), tokenizer=tokenizer, max_length=max_length or 4096, batch_size=2,
         logits_cache=False,
@@ -200,12 +200,12 @@ def test_the_adapter_of_transformers_says_the_same(max_length):
         stopped = prompts(free[0][7:9], free[1][3:5])
         assert (texts := ours.generate_until(stopped)) == theirs.generate_until(stopped)
         assert texts[:2] != free[:2]
-        # By hand: a context of 50 + 1 letters; twice, "the cat" and "once upon a time" with 12 to be written.
+        # Counted by hand: 50 + 1 letters of context; twice, "the cat" and "once upon a time" with 12 new letters.
         assert ours.truncated == (5 if max_length else 0)
 
 
 def close(found, expected):
-    # Four times the largest error seen, 1.3e-7.
+    # The tolerance is four times the largest error, 1.3e-7.
     assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 5.2e-7
 
 
@@ -229,18 +229,18 @@ def test_a_text_begins_after_its_end_token_or_a_newline():
             [*ours.loglikelihood_rolling(TEXTS[:1]), ours.loglikelihood(PAIRS[1:2])[0][0]],
             [likelihood(model, [first], list(text.encode()))[0] for text in (TEXTS[0].args[0], PAIRS[1].args[1])],
         )
-    # A tokenizer of words alone has neither.
+    # A tokenizer that only knows words has neither.
     words = Tokenizer(models.WordLevel({"red": 0, "green": 1}, unk_token="red"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     plain = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words), "words")
     ours = harness.harness_model(build("mamba2"), plain)
     assert len(ours.loglikelihood(requests("loglikelihood", ("red", " green")))) == 1
-    with pytest.raises(ValueError, match="no end token"):
+    with pytest.raises(ValueError, match="neither an end token nor a newline"):
         ours.loglikelihood_rolling(TEXTS)
 
 
 def test_settings_of_texts():
-    """Sampling is the model's; beams are refused."""
+    """A task may ask for sampling, but not for beams."""
     model = build("mamba2", vocab_size=257)
     ours = harness.harness_model(model, ByteTokenizer(end_of_document=True), batch_size=8)
     asked = {"until": [], "max_gen_toks": 5, "do_sample": True, "temperature": 3.0, "num_beams": 1}
@@ -254,7 +254,7 @@ def test_settings_of_texts():
 
 
 def direct(model):
-    """The metrics of `TASKS`, from the model's logits alone; bytes are tokens and texts begin after a newline."""
+    """Compute the metrics of `TASKS` from the model's logits; tokens are bytes, and a newline precedes a text."""
     right = normed = 0
     for doc in DOCS:
         values = [likelihood(model, [*doc["text"].encode()], [*choice.encode()])[0] for choice in doc["choices"]]
@@ -278,7 +278,7 @@ def direct(model):
 
 
 def taught():
-    """A model that knows some of the answers."""
+    """Return a model that knows some of the answers."""
     model = build("mamba2", vocab_size=256)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(20):
@@ -311,7 +311,7 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys):
     needle = ("niah_single_1", "found in 600 tokens (repeat)")
     assert found.keys() == {*expected, needle}
     for key, value in expected.items():
-        # Four times the largest error seen, 3.7e-7, of a perplexity of 2e10.
+        # Four times the largest error, 3.7e-7, of a perplexity of 2e10.
         assert found[key] == pytest.approx(value, rel=1.5e-6)
     assert found[needle] == results["ruler"]["rows"][0]["score"] == 0
     assert len(results["ruler"]["details"]) == 2
@@ -332,7 +332,7 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys):
         if row["metric"] == "bits_per_byte"
     )
     error = abs(bits / expected["text_here", "bits_per_byte"] - 1)
-    assert 0 < error < 2.7e-3  # four times the error seen, 6.6e-4
+    assert 0 < error < 2.7e-3  # four times the error, 6.6e-4
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -340,16 +340,16 @@ def test_limits_shots_seeds_and_groups(folder):
     model, tokenizer = build("mamba2", vocab_size=256), ByteTokenizer()
     settings = {"include_path": folder, "limit": 2, "num_fewshot": 2}
     runs = [harness.evaluate(model, tokenizer, ["last_here"], seed=seed, **settings) for seed in (1, 1, 2)]
-    first, again, other = ([row["value"] for row in harness.rows(run)] for run in runs)
+    first, again, other = ([row["value"] for row in harness.metric_rows(run)] for run in runs)
     assert first == again != other
     assert runs[0]["n-shot"]["last_here"] == 2
     assert runs[0]["n-samples"]["last_here"]["effective"] == 2
     model.train()
     cut = harness.evaluate(model, tokenizer, ["both_here"], max_length=10)
     assert model.training
-    # By hand: "one two" before two of its choices, "red green" before " day".
+    # Counted by hand: "one two" before two of its choices, "red green" before " day".
     assert cut["truncated"] == 3
-    shown = {(row["task"], row["metric"]): row["value"] for row in harness.rows(cut)}
+    shown = {(row["task"], row["metric"]): row["value"] for row in harness.metric_rows(cut)}
     parts = [shown["choices_here", "acc"], shown["last_here", "acc"]]
     assert shown["both_here", "acc"] == sum(parts) / 2
 
@@ -358,7 +358,7 @@ def test_limits_shots_seeds_and_groups(folder):
 def test_errors_of_tasks(folder, monkeypatch):
     model, tokenizer = build("mamba2", vocab_size=256), ByteTokenizer()
     for tasks, settings, message in (
-        (["choice_here"], {}, "unknown task 'choice_here'.*near it: choices_here"),
+        (["choice_here"], {}, "unknown task 'choice_here'; similar names, of [0-9,]+: choices_here"),
         (["far_away"], {"include_path": folder}, "the task far_away cannot get its data: .*no/where"),
         ([], {}, "need a task"),
         (["text_here"], {"limit": 0}, "limit > 0"),

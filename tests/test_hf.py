@@ -1,4 +1,4 @@
-"""The door to Hugging Face: what transformers expects of its models, and that nothing of ours is lost there."""
+"""The models in transformers: they meet its interface, and keep the values and the states of halflife's models."""
 
 import json
 
@@ -18,11 +18,11 @@ from halflife.precision import Float32Module
 NAMES = [*PRESETS, "mamba2+gate_rank", "mamba2+ska"]
 FEW = ["mamba2", "rwkv7", "mamba2+ska"]
 TINY = {**SIZES, "hidden_size": 16, "num_heads": 2}
-TOLERANCE = 1.2e-12  # float64; four times the largest error seen over all models, 3.0e-13
+TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.0e-13
 
 
 def build(name="mamba2", **options):
-    """A model in float64 whose every parameter has a part: some start at zero."""
+    """Build a float64 model whose every parameter has an effect: noise moves those that start at zero."""
     model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **{**TINY, **options})).eval().double()
     with torch.no_grad():
         for x in model.parameters():
@@ -108,7 +108,7 @@ def test_padding_changes_nothing(name, side):
     assert_close(
         out.hidden_states[1][0][mask[0].bool()], model(short, output_hidden_states=True).hidden_states[1][0], TOLERANCE
     )
-    # What follows, several tokens at once, reads the same states.
+    # A further piece of several tokens continues from the same states.
     more, seen = tokens(2, 3), torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
     got = model(more, attention_mask=seen, past_key_values=out.past_key_values).logits
     assert_close(got[0], model(torch.cat([short, more[:1]], 1)).logits[0, 5:], TOLERANCE)
@@ -132,7 +132,7 @@ def test_loss_is_that_of_transformers():
     kept = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert_close(
         model(ids, labels=labels).loss.double(), kept, 1.4e-7
-    )  # four times the error seen, 3.4e-8: a float32 loss
+    )  # four times the error of the float32 loss, 3.4e-8
 
 
 def test_forward_errors():
@@ -198,7 +198,7 @@ def test_folders_of_halflife_load(tmp_path):
 
 
 def test_missing_weights_are_drawn_by_their_own_law_and_loaded_ones_stay(tmp_path):
-    """Also in a module where some are missing, and in a PoST around a decay."""
+    """This also holds in a module with some missing parameters, and in a PoST around a decay."""
     from safetensors.torch import load_file, save_file
 
     for name, missing in (
@@ -223,7 +223,7 @@ def test_missing_weights_are_drawn_by_their_own_law_and_loaded_ones_stay(tmp_pat
                 assert x.exp().max() > 10
             elif key.endswith("embedding.weight"):
                 assert 0.018 < x.std() < 0.022
-            else:  # laws without chance
+            else:  # deterministic initialisation
                 assert torch.equal(x, fresh.state_dict()[key]), key
 
 
@@ -275,7 +275,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(name):
         return {key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None}, len(calls)
 
     expected, once = gradients()
-    assert len(expected) == len(list(model.parameters()))  # each has a part in the loss
+    assert len(expected) == len(list(model.parameters()))  # every parameter contributes to the loss
     model.activation_checkpointing_enable()
     got, twice = gradients()
     assert (once, twice) == (1, 2)
@@ -288,7 +288,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(name):
 
 
 def test_hooks_of_accelerate_do_not_cut_layers_apart():
-    """A model over several devices: hooks copy what blocks are given, and RWKV-7's layers hand values on."""
+    """Over several devices, hooks copy the inputs of blocks, and RWKV-7's layers still pass values to later layers."""
     from accelerate import dispatch_model
 
     model, ids = build("rwkv7"), tokens(1, 6)
@@ -312,7 +312,7 @@ def test_device_map_auto(tmp_path):
 
 
 def greedy(model, ids, count):
-    """Without a cache, and without transformers."""
+    """Decode greedily without a cache and without transformers."""
     for _ in range(count):
         ids = torch.cat([ids, model.model(ids)[0][:, -1:].argmax(-1)], 1)
     return ids
@@ -328,7 +328,7 @@ def test_generate_batched_is_what_each_prompt_gives(name):
     assert torch.equal(out.sequences[:1, 3:], greedy(model, short, 5))
     assert torch.equal(out.sequences[1:], greedy(model, long, 5))
     assert torch.equal(model.generate(ids, **settings, use_cache=False), out.sequences)
-    # On from the state: of all tokens, those that it has not read.
+    # Given all tokens and the state, it reads only the tokens that the state has not seen.
     mask = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], 1)
     more = model.generate(
         out.sequences, past_key_values=out.past_key_values, **{**settings, "attention_mask": mask, "max_new_tokens": 3}
@@ -351,7 +351,7 @@ def test_beams_and_samples(name):
         samples.append(model.generate(ids, **settings, do_sample=True, num_return_sequences=3, use_cache=cached))
     assert samples[0].shape == (6, 9)
     assert torch.equal(*samples)
-    # Beams from a state of two rows, which stays as it is.
+    # Beams start from a state of two rows and do not modify it.
     state = model(ids[:, :3]).past_key_values
     assert torch.equal(model.generate(ids, past_key_values=state, **beams), out)
     assert state.batch_size == 2
@@ -364,7 +364,7 @@ def test_generate_from_embeddings_and_after_the_end():
     got = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **settings)
     assert torch.equal(got, whole[:, 4:])
     state = model(ids).past_key_values
-    with pytest.raises(ValueError, match="new tokens alone"):
+    with pytest.raises(ValueError, match="only new tokens"):
         model.generate(ids, past_key_values=state, **settings)
     with pytest.raises(ValueError, match="model_kwargs"):
         model.generate(ids, token_typo_ids=ids, **settings)

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close, assert_same, generator, slices, unchecked
+from pairwise import crossed
 
-from halflife.ops.koopman import op as koopman
-from halflife.ops.koopman.op import koopman_attention
-from halflife.ops.koopman.state import COMMITTED, rank_one
+from halflife.ops.koopman import KoopmanCall, attend, koopman_attention, readout, solve
+from halflife.ops.koopman.solve import rank_one
+from halflife.ops.koopman.state import COMMITTED
 
 HEADS, RANK, WIDTH = 2, 5, 3
 
@@ -90,9 +91,7 @@ def test_every_prefix_solved_directly(chunk_size, refresh):
         assert_close(got, wanted, INVERTED)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9])
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 8, 64])
-@pytest.mark.parametrize("normalization", ["causal", "sequence"])
+@crossed(length=[0, 1, 2, 7, 8, 9], chunk_size=[1, 2, 3, 7, 8, 64], normalization=["causal", "sequence"])
 def test_chunked_is_the_reference(length, chunk_size, normalization):
     """Outputs, states, and the gradients of both."""
     found = {}
@@ -240,8 +239,9 @@ def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
     """A step is O(r²) with an operator a chunk too: one factorisation where a chunk ends, and one for the next."""
     x, whole = inputs(21), koopman_attention(*inputs(21), chunk_size=5)[0]
     first, state = koopman_attention(*(part[:, :6] for part in x), chunk_size=5, output_final_state=True)
-    calls, cholesky, outputs = [], koopman.cholesky, [first]
-    monkeypatch.setattr(koopman, "cholesky", lambda gram: calls.append(t) or cholesky(gram))
+    calls, cholesky, outputs = [], solve.cholesky, [first]
+    for module in (solve, readout):
+        monkeypatch.setattr(module, "cholesky", lambda gram: calls.append(t) or cholesky(gram))
     for t in range(6, 21):
         one = [part[:, t : t + 1] for part in x]
         y, state = koopman_attention(*one, chunk_size=5, initial_state=state, output_final_state=True)
@@ -415,14 +415,11 @@ def extreme(kind, scale, length):
     return [(scale * q).requires_grad_(), (scale * k).requires_grad_(), v.clone().requires_grad_()]
 
 
-each_scale = pytest.mark.parametrize("scale", [1e-12, 1e-6, 1.0, 1e6, 1e12])
-each_kind = pytest.mark.parametrize("kind", ["random", "zero", "one direction", "mixed", "mixed, falling"])
+SCALES = (1e-12, 1e-6, 1.0, 1e6, 1e12)
+KINDS = ("random", "zero", "one direction", "mixed", "mixed, falling")
 
 
-@each_scale
-@each_kind
-@pytest.mark.parametrize("length", [0, 1, 4, 20])
-@pytest.mark.parametrize("chunk_size", [1, 3])
+@crossed(scale=SCALES, kind=KINDS, length=[0, 1, 4, 20], chunk_size=[1, 3])
 def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chunk_size):
     """Also fewer keys than the rank."""
     x = extreme(kind, scale, length)
@@ -434,8 +431,8 @@ def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chu
         assert_close(y, koopman_attention(*extreme(kind, 1, length), chunk_size=chunk_size, gamma=1.5)[0], 10 * SINGLE)
 
 
-@each_scale
-@each_kind
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_extreme_keys_one_at_a_time(scale, kind):
     """Rank-one updates, and factorisations anew where norms grow; the float64 loop says what they should give."""
     x = extreme(kind, scale, 20)
@@ -475,10 +472,10 @@ def test_a_factorisation_that_fails_is_repeated_and_counted():
     """A ridge below the rounding errors of a long sum: not silent, and not NaN."""
     q, k, v = inputs(400, batch=1, dtype=torch.float32)
     k = k[:, :1].expand_as(k) + 1e-5 * k
-    before = koopman.retries
-    y, _ = koopman_attention(q, k, v, ridge=1e-12, chunk_size=50)
-    assert koopman.retries > before
-    assert y.isfinite().all()
+    result = attend(KoopmanCall(q, k, v, ridge=1e-12, chunk_size=50))
+    assert result.retries > 0
+    assert result.y.isfinite().all()
+    assert attend(KoopmanCall(q, k, v, chunk_size=50)).retries == 0
     k[:, 3] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         koopman_attention(q, k, v, chunk_size=50)

@@ -19,7 +19,7 @@ import torch
 from halflife import preset
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
-from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
+from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.experiments import train as language
 from halflife.experiments.values import parse_count
 from halflife.files import folder_lock
@@ -132,11 +132,11 @@ def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
     found = by_position(model, rows)
     torch.testing.assert_close(found, expected.mean(0), rtol=1e-5, atol=1e-5)
     assert perplexity(found, 5) == pytest.approx(math.exp(expected[:, :5].mean().item()), rel=1e-5)
-    buckets = octaves(found)
+    buckets = octave_means(found)
     assert [(a, b) for a, b, _ in buckets] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 40)]
     assert buckets[-1][2] == pytest.approx(found[32:].mean().item())
     documents = [ids[0, :3], ids[1, :2], ids[2], torch.tensor([], dtype=torch.long), ids[0, :1]]
-    measured = of_documents(model, documents)
+    measured = document_loss(model, documents)
     assert (measured.tokens, measured.documents) == (2 + 1 + 40, 4)
     nats = expected[0, :2].sum() + expected[1, :1].sum() + expected[2].sum()
     assert measured.nats == pytest.approx(nats.item(), rel=1e-5)
@@ -380,7 +380,7 @@ def finish(processes, environment, *own):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, environment, kind):
     process = subprocess.Popen(start(1, *arguments(text, tmp_path, *LONG)), env=environment, stderr=subprocess.PIPE)
     after_first_checkpoint(tmp_path, process)
@@ -407,7 +407,8 @@ def trial(data, folder):
     run(tiny(corpus, tokens=25600), corpus, folder, execution=quiet())
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 20))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
 def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, long, tmp_path, seed):
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["halflife.experiments.train", "halflife.training.trainer"])
@@ -426,13 +427,16 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, 
     assert numbers(tmp_path) == numbers(long)
 
 
-@pytest.mark.parametrize("how", [(), ("--fsdp",), pytest.param(("--micro-batch-size", "1"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ((), ("--micro-batch-size", "1"))), ("--fsdp",)]
+)
 def test_two_processes_give_the_numbers_of_one(text, whole, tmp_path, environment, how):
     finish(2, environment, *arguments(text, tmp_path, *how))
     same_numbers(tmp_path, whole)
 
 
-@pytest.mark.parametrize("how", [pytest.param((), marks=pytest.mark.slow), ("--fsdp",)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--fsdp",)])
 def test_two_processes_are_stopped_and_another_number_goes_on(text, long, tmp_path, environment, how):
     process = subprocess.Popen(
         start(2, *arguments(text, tmp_path, *LONG, *how)), env=environment, stderr=subprocess.PIPE

@@ -2,18 +2,21 @@
 
 import pytest
 import torch
+from pairwise import crossed
 
 from halflife import decay, layers
 from halflife.layers import LAYERS
 from halflife.position import lrpe
 
 
-@pytest.mark.parametrize("name", [*decay.DECAYS, None])
-@pytest.mark.parametrize("granularity", ["scalar", "vector"])
-@pytest.mark.parametrize("update", ["linear", "delta", "dplr"])
-@pytest.mark.parametrize("share_keys", [False, True])
-@pytest.mark.parametrize("position", ["none", "rope", "lrpe"])
-@pytest.mark.parametrize("post", [None, {"train_length": 16}], ids=["", "post"])
+@crossed(
+    name=[*decay.DECAYS, None],
+    granularity=["scalar", "vector"],
+    update=["linear", "delta", "dplr"],
+    share_keys=[False, True],
+    position=["none", "rope", "lrpe"],
+    post=[None, {"train_length": 16}],
+)
 def test_every_combination_runs_or_says_why_not(name, granularity, update, share_keys, position, post):
     def build():
         return layers.build(

@@ -1,4 +1,4 @@
-"""Selective copying and noisy recall: solvers from the definitions, levels of real guessers, laws, sizes, seeds."""
+"""Selective copying and noisy recall: solvers, scores of simple guessers, distributions, sizes, seeds."""
 
 from collections import Counter
 from itertools import product
@@ -11,7 +11,7 @@ from halflife.tasks import IGNORED, TASKS, stream_seed
 from halflife.tasks.mad import expected_mode, latest
 
 NAMES = ("selective_copy", "noisy_recall")
-CASES = [  # smallest sizes, MAD's own, usual ones
+CASES = [  # the smallest sizes, MAD's sizes, usual sizes
     ("selective_copy", {"vocab_size": 3, "length": 3, "num_tokens": 1}),
     ("selective_copy", {"vocab_size": 4, "length": 11, "num_tokens": 5}),
     ("selective_copy", {"vocab_size": 16, "length": 40, "num_tokens": 4}),
@@ -29,7 +29,7 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 
 def solve_selective_copy(tokens, config):
-    """What each position must say, from the inputs alone: the content in its order, behind the copy token."""
+    """Return the answer at each position from the inputs alone: the tokens in their order, after the copy token."""
     copy, blank = config["vocab_size"] - 1, config["vocab_size"] - 2
     end = tokens.index(copy)
     content = [token for token in tokens[:end] if token != blank]
@@ -93,7 +93,7 @@ def test_levels_are_those_of_real_guessers(name, config):
         guesses = [next(t for t in tokens if values // 2 <= t < values) for tokens in batch.inputs.tolist()]
     scored = batch.labels != IGNORED
     right = (batch.labels == torch.tensor(guesses).unsqueeze(1))[scored].float().mean().item()
-    # Within an example the answers to one guess hang together: as good as one draw an example.
+    # The results of one guess depend on each other within an example, so an example counts as one draw.
     assert close(right, task.shortcut_accuracy, count)
     assert task.chance == 1 / answers
     draw = torch.Generator().manual_seed(0)
@@ -169,7 +169,7 @@ def test_selective_copy_places_all_ways_alike():
 
 
 def test_selective_copy_last_token_may_stand_anywhere():
-    """MAD's own generator never sets a blank between the last token and the copy token."""
+    """The last token need not precede the copy token directly, as it always does in MAD's generator."""
     inputs = tasks.build("selective_copy").generate(2000, seed=0).inputs
     assert close((inputs[:, 238] < 14).float().mean().item(), 16 / 239, 2000)
 
@@ -180,7 +180,7 @@ def test_noisy_recall_pairs_are_drawn_with_replacement():
     assert (keys < 8).all()
     patterns = Counter()
     for row in keys.tolist():
-        patterns[tuple(row.index(key) for key in row)] += 1  # by first occurrence, whichever keys these are
+        patterns[tuple(row.index(key) for key in row)] += 1  # the order of first occurrences, for any keys
     expected = Counter()
     for row in product(range(3), repeat=3):
         for key in set(row):
@@ -197,7 +197,7 @@ def test_noisy_recall_has_the_share_of_noise_that_was_asked(noise, motifs):
     assert torch.equal(noisy[:, ::2], noisy[:, 1::2])
     assert (noisy[:, ::2].sum(1) == motifs).all()
     assert not noisy[:, -2:].any()
-    if motifs:  # every other place is as likely, and every id of noise stands there
+    if motifs:  # all other places are equally likely, and every id of noise occurs
         shares = noisy[:, :-2:2].float().mean(0)
         assert all(abs(share - motifs / 127) < 5 * (0.25 / 300) ** 0.5 for share in shares.tolist())
         assert inputs[noisy].unique().tolist() == list(range(16, 32))
@@ -223,7 +223,7 @@ def test_latest_by_hand():
 @pytest.mark.parametrize(("draws", "kinds"), [(1, 1), (1, 5), (7, 1), (2, 2), (3, 2), (5, 3), (4, 6)])
 def test_expected_mode_by_counting_all_draws(draws, kinds):
     every = [max(Counter(row).values()) for row in product(range(kinds), repeat=draws)]
-    # Four times the 6.7e-16 that was measured.
+    # The tolerance is four times the measured error, 6.7e-16.
     assert expected_mode(draws, kinds) == pytest.approx(sum(every) / len(every), rel=2.7e-15)
 
 

@@ -1,4 +1,4 @@
-"""The bytes of states: closed forms, real states, where a KV cache becomes larger; the command and its figure."""
+"""Sizes of states: closed forms, real states, crossover with a KV cache; the command and its figure."""
 
 import csv
 import dataclasses
@@ -15,15 +15,15 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.evaluation.memory import (
     LayerState,
-    Size,
+    LinearSize,
+    format_bytes,
     kv_cache,
     layer_states,
-    model_size,
-    one_of_each,
-    readable,
+    measure_memory,
+    model_state_size,
+    one_layer_of_each_kind,
     ska_sizes,
     ska_threshold,
-    survey,
 )
 from halflife.report.figures.memory import apart, memory
 from halflife.report.tables.memory import write_memory
@@ -37,13 +37,13 @@ def config(name, **options):
 
 
 def attention_at(*layers, **options):
-    """Mamba-2 with softmax attention in some layers."""
+    """Return Mamba-2 with softmax attention in some layers."""
     other = {"mixer": "attention", "options": {"num_heads": HEADS, **options}, "layers": list(layers)}
     return dataclasses.replace(config("mamba2"), hybrid=other)
 
 
 def real_bytes(model_config, length, dtype):
-    """Bytes of the whole model's state after one pass over `length` tokens."""
+    """Return the bytes of the whole model's state after one pass over `length` tokens."""
     model = LanguageModel(model_config).to(dtype)
     with torch.no_grad():
         _, state = model.hidden(torch.arange(length).remainder(31).unsqueeze(0))
@@ -55,10 +55,10 @@ def real_bytes(model_config, length, dtype):
 
 @pytest.mark.parametrize("name", combinations()[0])
 def test_every_model_has_the_state_that_was_foretold(name):
-    """At lengths that were not probed, within a chunk of SKA and across it."""
+    """Sizes are right at lengths that were not probed, inside a chunk of SKA and beyond it."""
     model_config = preset(name, **SIZES)
     for dtype in (torch.float32, torch.bfloat16):
-        size = model_size(layer_states(model_config, str(dtype).removeprefix("torch.")))
+        size = model_state_size(layer_states(model_config, str(dtype).removeprefix("torch.")))
         for length in (3, 70):
             assert size.at(length) == real_bytes(model_config, length, dtype)
 
@@ -69,35 +69,35 @@ def test_every_model_has_the_state_that_was_foretold(name):
     ids=["middle", "ends", "everywhere", "one kv head"],
 )
 def test_hybrids_with_attention(model_config):
-    assert model_size(layer_states(model_config, "float32")).at(9) == real_bytes(model_config, 9, torch.float32)
+    assert model_state_size(layer_states(model_config, "float32")).at(9) == real_bytes(model_config, 9, torch.float32)
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
 def test_closed_forms(dtype, item):
-    """Memory is float32 in any model; short convolutions and caches are in the model's own dtype."""
+    """Recurrent states are float32 in any model; short convolutions and caches have the model's dtype."""
     inner, state = 2 * D, 128
     value = D // HEADS
     expected = {
-        "mamba2": Size(4 * inner * state + item * 3 * (inner + 2 * state)),
-        "gated_deltanet": Size(4 * HEADS * value**2 + item * 3 * 3 * D),
-        "simple": Size(4 * HEADS * value**2),
-        "simple+lrpe": Size(4 * HEADS * 2 * value**2),
-        "llama": Size(0, item * 2 * D),
+        "mamba2": LinearSize(4 * inner * state + item * 3 * (inner + 2 * state)),
+        "gated_deltanet": LinearSize(4 * HEADS * value**2 + item * 3 * 3 * D),
+        "simple": LinearSize(4 * HEADS * value**2),
+        "simple+lrpe": LinearSize(4 * HEADS * 2 * value**2),
+        "llama": LinearSize(0, item * 2 * D),
     }
     for name, size in expected.items():
-        assert model_size(layer_states(config(name), dtype)) == size * LAYERS
+        assert model_state_size(layer_states(config(name), dtype)) == size * LAYERS
 
 
 def test_llama_is_the_cache():
     for dtype in ("float32", "bfloat16"):
         for cache_dtype in (None, "float32", "bfloat16", "float8"):
-            size = model_size(layer_states(config("llama"), dtype, cache_dtype))
+            size = model_state_size(layer_states(config("llama"), dtype, cache_dtype))
             assert size == kv_cache(D, LAYERS, cache_dtype or dtype)
             assert size.smaller_from(size) is None
 
 
 def test_cache_dtype_is_for_what_grows():
-    fixed, growing = (model_size(layer_states(attention_at(1), "float32", kind)) for kind in (None, "float8"))
+    fixed, growing = (model_state_size(layer_states(attention_at(1), "float32", kind)) for kind in (None, "float8"))
     assert (growing.constant, growing.per_token) == (fixed.constant, fixed.per_token // 4)
 
 
@@ -106,7 +106,7 @@ def test_where_layers_stand():
     assert kinds == {"mamba2": (1,), "attention": (0, 2)}
     kinds = {state.mixer: state.layers for state in layer_states(config("mamba2+tpe"))}
     assert kinds == {"mamba2": (0, 1, 2), "tpe": ("embedding",)}
-    small, _ = one_of_each(attention_at(0, 1, 2))
+    small, _ = one_layer_of_each_kind(attention_at(0, 1, 2))
     assert (small.num_layers, small.mixer_of(0)[0]) == (1, "attention")
 
 
@@ -151,24 +151,24 @@ def test_ska_is_as_small_as_its_proposition(rank, value_dim, chunk, refresh):
 
 @pytest.mark.parametrize("constant", [0, 1, 5, 12, 13])
 @pytest.mark.parametrize("per_token", [0, 1, 3, 4, 5])
-@pytest.mark.parametrize("other", [Size(0, 4), Size(6, 4), Size(12, 0)])
+@pytest.mark.parametrize("other", [LinearSize(0, 4), LinearSize(6, 4), LinearSize(12, 0)])
 def test_smaller_from_is_the_first_length_of_all_that_follow(constant, per_token, other):
-    size = Size(constant, per_token)
+    size = LinearSize(constant, per_token)
     smaller = [size.at(t) < other.at(t) for t in range(1, 100)]
     expected = next((t for t in range(1, 99) if all(smaller[t - 1 :])), None)
     assert size.smaller_from(other) == expected
 
 
 def test_crossovers_of_models():
-    rows = {row["model"]: row for row in survey(["mamba2", "llama"], [8], **WIDTHS, dtype="float32")["models"]}
+    rows = {row["model"]: row for row in measure_memory(["mamba2", "llama"], [8], **WIDTHS, dtype="float32")["models"]}
     assert rows["llama"]["smaller_from"] is None
     assert rows["mamba2"]["smaller_from"] == rows["mamba2"]["constant"] // (4 * 2 * D * LAYERS) + 1
     cache = kv_cache(D, LAYERS, "float32")
     some, all_, shared = (
-        model_size(layer_states(model, "float32")).smaller_from(cache)
+        model_state_size(layer_states(model, "float32")).smaller_from(cache)
         for model in (attention_at(1), attention_at(0, 1, 2), attention_at(0, 1, 2, num_kv_heads=1))
     )
-    assert some == rows["mamba2"]["smaller_from"]  # the other layers save what they saved, a layer
+    assert some == rows["mamba2"]["smaller_from"]  # each replaced layer saves as many bytes as before
     assert (all_, shared) == (None, 1)
 
 
@@ -178,7 +178,7 @@ def test_crossovers_of_models():
      (1.5 * 2**30, "1.5 GiB"), (2**40, "1 TiB"), (2**51, "2,048 TiB")],
 )  # fmt: skip
 def test_readable(size, text):
-    assert readable(size) == text
+    assert format_bytes(size) == text
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -219,7 +219,7 @@ def test_unknown_dtypes():
     with pytest.raises(ValueError, match="Did you mean 'float32'"):
         layer_states(config("mamba2"), "float23")
     with pytest.raises(ValueError, match=r"unknown cache dtype 'int8'.*float8"):
-        survey(["mamba2"], [8], cache_dtype="int8")
+        measure_memory(["mamba2"], [8], cache_dtype="int8")
 
 
 # ------------------------------------------------------------------------------------------ command line
@@ -245,7 +245,7 @@ def test_end_to_end(tmp_path, capsys):
     assert rows[-1]["smaller_from"] == "never"
     assert files["memory.png"].startswith(b"\x89PNG")
     main(arguments)
-    assert sorted(path.name for path in folder.iterdir()) == names  # nothing else, no temporary file
+    assert sorted(path.name for path in folder.iterdir()) == names  # no temporary file remains
     assert {name: (folder / name).read_bytes() for name in names} == files
 
 
@@ -266,11 +266,11 @@ def test_help_shows_examples(capsys):
 
 
 def made_up(sizes, lengths, per_token=1024):
-    """What `survey` gives, for models of given (constant, per_token) bytes."""
-    cache = Size(per_token=per_token)
+    """Make a result of `measure_memory` for models of given (constant, per_token) bytes."""
+    cache = LinearSize(per_token=per_token)
     models = [
-        {"model": f"model ${i}", "constant": a, "per_token": b, "bytes": [Size(a, b).at(n) for n in lengths],
-         "smaller_from": Size(a, b).smaller_from(cache)} for i, (a, b) in enumerate(sizes)
+        {"model": f"model ${i}", "constant": a, "per_token": b, "bytes": [LinearSize(a, b).at(n) for n in lengths],
+         "smaller_from": LinearSize(a, b).smaller_from(cache)} for i, (a, b) in enumerate(sizes)
     ]  # fmt: skip
     return {"lengths": lengths, "cache_dtype": "bfloat16", "models": models,
             "cache": {"per_token": per_token, "bytes": [cache.at(n) for n in lengths]}}  # fmt: skip

@@ -1,6 +1,6 @@
-"""Configurations, presets and the language model: JSON both ways, grammar, state, initialisation, bad checkpoints.
+"""Configurations, presets and the language model: JSON, preset names, state, initialisation, damaged checkpoints.
 
-What every model promises (streaming, packing, learning, files, float32, …) is in `test_registry.py`.
+`test_registry.py` tests what holds for every model: streaming, packing, learning, files, float32.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def test_state_is_of_constant_size(name):
 
 
 def test_initialisation_is_that_of_the_decay_not_of_the_framework():
-    """The decay keeps its own law inside the model: nothing draws over it."""
+    """The model's initialisation does not overwrite the decay's."""
     torch.manual_seed(0)
     model = build("mamba2", hidden_size=64, num_heads=64)
     decay = model.blocks[0].mixer.decay
@@ -128,7 +128,7 @@ def test_config_refuses_what_it_does_not_know():
         ("mamba2+ska+attention", "attention and ska exclude each other .* one other mixer"),
         ("echo+ska", "echo has ska in some layers already"),
         ("echo+attention", "echo has ska in some layers already"),
-        ("echo+koopman_mlp", "MLPs of echo are Koopman's already"),
+        ("echo+koopman_mlp", "echo has Koopman MLPs already"),
         ("llama+attention", "every layer of llama is softmax attention"),
         ("", "unknown preset"),
     ],
@@ -140,7 +140,7 @@ def test_grammar_errors(name, message):
 
 @pytest.mark.parametrize("name", ["echo", "mamba2+ska", "rwkv7+ska", "simple+attention"])
 def test_layers_of_a_hybrid(name):
-    """One in twelve, at least one, evenly spaced; never the first (RWKV-7's holds the values), last only of two."""
+    """One layer in twelve is replaced, never the first (RWKV-7 takes its values from it), the last only of two."""
     for depth in (2, 3, 4, 11, 12, 23, 24, 25, 40, 60):
         where = preset(name, **{**SIZES, "num_layers": depth}).hybrid["layers"]
         gaps = {b - a for a, b in pairwise([0, *where, depth])}
@@ -152,14 +152,14 @@ def test_layers_of_a_hybrid(name):
 
 
 def test_heads_of_a_hybrid():
-    """Those asked for, in every mixer; else of 64 channels, two of Mamba-2's for one of SKA's."""
+    """Every mixer has the requested heads. By default a head has 64 channels; Mamba-2 has two for one of SKA."""
     for heads, expected in ((4, (4, 4)), (None, (8, 4))):
         model = LanguageModel(preset("mamba2+ska", **{**SIZES, "hidden_size": 256, "num_heads": heads}))
         assert tuple(block.mixer.num_heads for block in model.blocks) == expected
 
 
 def test_rwkv7_keeps_its_value_residual_around_other_layers():
-    """The values of the first layer reach the one behind SKA."""
+    """The values of the first layer reach the RWKV-7 layer after SKA."""
     model = build("rwkv7+ska", num_layers=3)
     assert [type(block.mixer).__name__ for block in model.blocks] == ["RWKV7", "SKA", "RWKV7"]
     given, values = [], []

@@ -1,4 +1,4 @@
-"""Recall over 128 token ids: solvers from the definitions, levels of real guessers, layouts, sizes, seeds."""
+"""Recall over 128 token ids: solvers by the definitions, scores of simple guessers, layouts, sizes, seeds."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from halflife.tasks.layout import BOS, CALL, FILLERS, KEYS, QUERY, RESULT, SEP, 
 
 NAMES = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")
 
-# Smallest sizes, fully packed ones, usual ones.
+# The smallest sizes, fully packed sizes, usual sizes.
 SIZES = {
     "sysprompt": [(7, 1), (16, 5), (21, 8), (64, 4), (69, 32)],
     "tooltrace": [(8, 1), (16, 2), (18, 3), (28, 5), (43, 8), (64, 4), (163, 32)],
@@ -36,12 +36,12 @@ def is_value(token):
 
 
 def pairs_of(tokens, first):
-    """Every (position, token behind) at which `first` stands right before a value."""
+    """Return each (position, next token) at which `first` directly precedes a value."""
     return [(i, tokens[i + 1]) for i in range(len(tokens) - 1) if tokens[i] == first and is_value(tokens[i + 1])]
 
 
 def calls_of(tokens):
-    """Every (position, agent, tool, value) of `CALL agent tool RES v`."""
+    """Return (position, agent, tool, value) of each `CALL agent tool RES v`."""
     starts = [i for i in range(len(tokens) - 4) if tokens[i] == CALL]
     assert all(tokens[i + 3] == RESULT for i in starts)
     return [(i, tokens[i + 1], tokens[i + 2], tokens[i + 4]) for i in starts]
@@ -72,7 +72,7 @@ def solve_multihop(tokens):
 
 def solve_commonword(tokens):
     (first, most), *others = Counter(token for token in tokens if is_value(token)).most_common()
-    assert all(count * 2 == most for _, count in others)  # the mode is the only one
+    assert all(count * 2 == most for _, count in others)  # there is one most common word
     return first
 
 
@@ -81,7 +81,7 @@ def guess_sysprompt(tokens):
 
 
 def guess_tooltrace(tokens):
-    """The first result, of a call that shares both its names where there is one."""
+    """Guess the first result, of a call that shares both of its names if there is one."""
     calls = calls_of(tokens)
     agents, tools = Counter(call[1] for call in calls), Counter(call[2] for call in calls)
     both = [call for call in calls if agents[call[1]] > 1 and tools[call[2]] > 1]
@@ -131,7 +131,7 @@ def test_levels_are_those_of_real_guessers(name, config):
     assert close(guessed, task.shortcut_accuracy, count)
     assert task.chance == (1 / (config["num_pairs"] + 1) if name == "commonword" else 1 / 32)
     uniform = torch.randint(*VALUES, (count,)).tolist()
-    if name == "commonword":  # among the words that stand there
+    if name == "commonword":  # among the words of the context
         seen = [sorted({token for token in tokens if is_value(token)}) for tokens in batch.inputs.tolist()]
         which = torch.randint(config["num_pairs"] + 1, (count,)).tolist()
         uniform = [words[i] for words, i in zip(seen, which, strict=True)]
@@ -239,9 +239,9 @@ def test_tooltrace_neither_name_alone_decides(pairs):
         assert answer in tokens
     if pairs >= 4:
         assert set(shared) == {(True, True)}
-    elif pairs == 3:  # a path of three: its ends have one name to themselves, either one
+    elif pairs == 3:  # a path of three calls: each end has one unique name
         assert set(shared) == {(True, True), (True, False), (False, True)}
-    elif pairs == 2:  # the two share one name, either one
+    elif pairs == 2:  # the two calls share one name
         assert set(shared) == {(True, False), (False, True)}
 
 
@@ -263,11 +263,11 @@ def test_niah_decoys_are_there_and_bind_nothing():
     bound = key[:, :-1] & value[:, 1:]
     assert (bound.sum(1) == pairs).all()
     assert ((key.sum(1) == 2 * pairs) & (value.sum(1) == 2 * pairs)).all()
-    for where in (key, value):  # all different: no decoy is a bound key or value
+    for where in (key, value):  # all are different, so no decoy is a bound key or value
         ids = context[where].view(2000, 2 * pairs).sort(1).values
         assert (ids.diff(dim=1) > 0).all()
     assert ((context[:, :-1] == asked) & bound).any(1).all()
-    before = key & (torch.arange(62) < 31)  # decoys stand everywhere among the pairs
+    before = key & (torch.arange(62) < 31)  # decoys occur everywhere among the pairs
     decoys = key[:, :-1] & ~bound
     assert close((decoys & before[:, :-1]).sum().item() / decoys.sum().item(), 1 / 2, 2000)
 
@@ -295,7 +295,7 @@ def test_scatter_places_all_ways_alike():
     blocks = torch.tensor([[[1, 2], [3, 4]]]).expand(24_000, 2, 2)
     starts = scatter(inputs, blocks, 6, draw)
     ways = Counter(map(tuple, inputs.tolist()))
-    assert len(ways) == 12  # 4 items, of which two are the blocks, in either order
+    assert len(ways) == 12  # two of four items are the blocks, in either order
     assert all(close(n / 24_000, 1 / 12, 24_000) for n in ways.values())
     assert (inputs[:, 6] == 0).all()
     assert (inputs.gather(1, starts) == torch.tensor([1, 3])).all()

@@ -76,6 +76,11 @@ DECAYS_DRAWN = {"A_log", "dt_bias"}  # at random, after maps whose draws depend 
 each_model = pytest.mark.parametrize("name", CONFIGURATIONS)
 
 
+def slow_beyond(fast, names):
+    """The names, those beyond `fast` marked slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def build(name):
     return LanguageModel(CONFIGURATIONS[name])
 
@@ -118,7 +123,7 @@ def assert_states(got, expected):
 # --------------------------------------------------------------------------------------------- learning
 
 
-@each_model
+@pytest.mark.parametrize("name", slow_beyond(PRESETS, CONFIGURATIONS))
 def test_learns_sixteen_sequences_by_heart(name):
     """To a thirtieth of the loss of knowing nothing; knowing only the token before would give 2 nats.
 
@@ -279,9 +284,6 @@ def test_decays_are_made_in_float32(name):
 
 # -------------------------------------------------------------------------------------------- torch.compile
 
-# A minute of C++ compiler each, on one core: these two stand for the others, the rest is slow.
-COMPILED_FIRST = ("mamba2+post", "gated_deltanet")
-
 
 def compare_compiled(name):
     """Raises if logits, states or gradients differ; runs in a process of its own."""
@@ -300,10 +302,8 @@ def compare_compiled(name):
     assert_close(run(torch.compile(model)), expected, COMPILED_SKA if name == "echo" else COMPILED)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in COMPILED_FIRST else pytest.param(name, marks=pytest.mark.slow) for name in (*PRESETS, *MODIFIED)],
-)
+# The C++ compiler takes a minute a model on one core: one model stands for the others.
+@pytest.mark.parametrize("name", slow_beyond(["mamba2+post"], (*PRESETS, *MODIFIED)))
 def test_compiled_equals_eager(name):
     """As users run it: without the shape checks that pytest switches on, which no compiler could trace."""
     code = f"import test_registry; test_registry.compare_compiled({name!r})"

@@ -1,4 +1,4 @@
-"""RULER's tasks: worded as RULER words them, solvable from their prompts, of the right length; scores; the figure."""
+"""RULER's tasks: RULER's wording, answers that the prompts determine, lengths; scores; the figure."""
 
 import importlib
 import re
@@ -20,11 +20,11 @@ from halflife.tasks.ruler import LEVELS, NEEDLES, NOISE, RULER, Request, example
 
 ESSAY = " ".join(f"Some day number {i} of the year {i * i} was rather {'un' * (i % 5)}eventful." for i in range(900))
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
-LENGTHS = {"cwe": 2048}  # the others: 1500
+LENGTHS = {"cwe": 2048}  # all others have 1500
 MODEL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
 
 each_task = pytest.mark.parametrize("name", names())
-quiet = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
+quiet = pytest.mark.filterwarnings("ignore")  # warnings of the harness and its imports
 
 
 def count(text):
@@ -36,7 +36,7 @@ def make(name, index=0, seed=0, length=None, count=count):
 
 
 def solve(name, prompt):
-    """The answers, from the prompt alone."""
+    """Solve the task from the prompt alone."""
     if name in NEEDLES:
         asked = re.findall(r"[\w-]+", re.search(r"magic \w+ for (.*?) mentioned", prompt)[1].replace(" and ", " "))
         return [value for key in asked for found, value in NEEDLE.findall(prompt) if found == key]
@@ -58,7 +58,7 @@ def solve(name, prompt):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """RULER in lm-evaluation-harness, without the word lists and the sentence splitter that it would download."""
+    """RULER of lm-evaluation-harness, without the word lists and the sentence splitter that it would download."""
     lists = {kind: ["word"] for kind in ("nouns", "adjectives", "verbs", "noun", "adjective", "verb")}
     words = SimpleNamespace(RandomWord=lambda: SimpleNamespace(_categories=lists))
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +71,7 @@ def theirs():
 
 
 def squeezed(text):
-    """Without the empty sentences that RULER puts around needles at the ends of an essay."""
+    """Remove the empty sentences that RULER puts around needles at the ends of an essay."""
     return re.sub(" +", " ", text).replace("\n ", "\n")
 
 
@@ -79,12 +79,12 @@ def squeezed(text):
 @pytest.mark.parametrize("name", NEEDLES)
 @pytest.mark.parametrize("index", [0, 1])
 def test_needles_are_worded_as_rulers(name, index, theirs, monkeypatch):
-    """RULER's generator, given our needles and their places, writes our prompt."""
+    """RULER's generator writes our prompt if it is given our needles and their places."""
     prepare, kind, made = theirs.prepare_niah, NEEDLES[name], make(name, index)
     context = made.prompt.split("\n", 1)[1].rsplit("\nWhat ", 1)[0]
     essay = kind.haystack == "user text"
     units = re.split(r"(?<=[.!?]) ", context) if essay else context.split("\n")
-    # Of two needles' keys the one that is asked for comes first; other lines of keys and values are haystack.
+    # Keys that are asked for come before other needles' keys; all other lines with keys and values are haystack.
     values = dict.fromkeys(made.references)
     needles = [i for i, unit in enumerate(units) if NEEDLE.match(unit) and (essay or NEEDLE.match(unit)[2] in values)]
     assert len(needles) == kind.num_keys * kind.num_values
@@ -116,7 +116,7 @@ def test_needles_are_worded_as_rulers(name, index, theirs, monkeypatch):
     text, answers, query = prepare.generate_input_output(len(haystack) if essay else len(others), haystack, **settings)
     assert answers == list(made.references)
     monkeypatch.setattr(prepare, "generate_input_output", lambda *_, **__: (text, answers, query))
-    ten = SimpleNamespace(input_ids=range(10))  # tokens, so that the sample fits as it is
+    ten = SimpleNamespace(input_ids=range(10))  # so few tokens that the sample fits unchanged
     (row,) = prepare.generate_samples(haystack, lambda _: ten, max_seq_length=138, num_samples=1, **settings)
     assert squeezed(made.prompt) == squeezed(f"{row['input']} {row['gen_prefix']}")
 
@@ -124,7 +124,7 @@ def test_needles_are_worded_as_rulers(name, index, theirs, monkeypatch):
 @quiet
 @pytest.mark.parametrize("length", [1500, 4096])
 def test_chains_are_worded_as_rulers(length, theirs):
-    """But for names, numbers, places, and how many noise sentences there are."""
+    """The prompts agree except for names, numbers, places, and the number of noise sentences."""
 
     def skeleton(text):
         text = re.sub(r"VAR [A-Z]+ = (?:VAR [A-Z]+ |\d+) ?", "", text).replace(". \n", ".\n")
@@ -190,7 +190,7 @@ def test_frequent_words_are_as_frequent_as_rulers(size, theirs):
 
 @each_task
 def test_prompts_have_their_answers(name):
-    """The references are what a reader finds, as many as are asked for, and no two are alike."""
+    """The references are the answers of a reader, have the requested number, and differ from each other."""
     number = {"vt": 5, "cwe": 10, "fwe": 3, "niah_multivalue": 4, "niah_multiquery": 4}.get(name, 1)
     for index in range(12):
         made = make(name, index)
@@ -200,7 +200,7 @@ def test_prompts_have_their_answers(name):
             assert all(made.prompt.count(value) == 1 for value in made.references)
 
 
-# Bytes by which a prompt grows with its haystack, at most: a sentence, a line, a word (three times and its numbers).
+# Largest number of bytes by which a haystack grows: a sentence, a line, or a word (three times, with its numbers).
 UNITS = {"niah_single_1": 91, "niah_multikey_2": 70, "niah_multikey_3": 127, "vt": 92, "cwe": 51, "fwe": 30}
 
 
@@ -214,7 +214,7 @@ def test_prompts_fill_their_length(name):
 
 
 def test_prompts_fill_their_length_in_any_tokens():
-    """Of 64 characters, or seven to a character."""
+    """A token may have 64 characters, or a character seven tokens."""
     for tokens in (lambda text: len(text) // 64, lambda text: 7 * len(text)):
         made = make("niah_single_1", length=8192, count=tokens)
         assert 8192 - tokens(92 * ".") <= tokens(made.prompt) + made.new_tokens <= 8192
@@ -236,7 +236,7 @@ def test_needles_lie_at_every_depth(name):
         context = made.prompt.split("\n", 1)[1].rsplit("\nWhat ", 1)[0]
         units = re.split(r"(?<=[.!?]) ", context) if NEEDLES[name].haystack == "user text" else context.split("\n")
         (place,) = [i for i, unit in enumerate(units) if made.references[0] in unit]
-        # Other needles, three at most, move it by one each.
+        # Each of the other needles, at most three, moves it by one.
         assert abs(place - made.depth * (len(units) - 1)) <= NEEDLES[name].num_keys
 
 
@@ -279,7 +279,7 @@ def test_unknown_tasks_and_missing_essays():
 
 
 class Reader(LanguageModel):
-    """Reads as models do, with padding and state, and writes what `answers` has for the text before."""
+    """A stand-in for a model with padding and state; it writes the entry of `answers` for the text before."""
 
     def __init__(self, answers):
         super().__init__(preset("simple", vocab_size=300, **MODEL))
@@ -308,13 +308,13 @@ def evaluate(model, tasks, lengths, **settings):
     return evaluation.evaluate(model, ByteTokenizer(end_of_document=True), tasks, lengths, **settings)
 
 
-def reader(write, tasks=names(), lengths=(2048,)):  # noqa: B008 (a list that nobody changes)
+def reader(write, tasks=names(), lengths=(2048,)):  # noqa: B008 (the list is never changed)
     prompts = [make(task, i, 3, length) for task in tasks for length in lengths for i in range(5)]
     return Reader({made.prompt: write(made.references) for made in prompts})
 
 
 def test_a_model_that_finds_the_needle_scores_one(monkeypatch):
-    """Whatever the case, and read in pieces; all ten words of a list fit the tokens that RULER gives."""
+    """Case does not matter, and prompts are read in pieces. Ten words of a list fit RULER's number of new tokens."""
     monkeypatch.setattr("halflife.evaluation.batched.PIECE_TOKENS", 1500)
     model = reader(lambda references: f" {' '.join(references).upper()}").train()
     result = evaluate(model, names(), [2048], batch_size=3)
@@ -339,19 +339,19 @@ def test_a_model_that_writes_nothing_scores_zero():
     tasks = ("niah_single_1", "vt")
     model = reader(lambda references: "", tasks)
     assert [row["score"] for row in evaluate(model, tasks, [2048]).rows] == [0, 0]
-    # It stopped at the end token at once: each batch (of 4 and 1) was read, and nothing came after.
+    # The end token stops a batch at once: each batch (of 4 and 1) is read, and no further call is made.
     assert all(width > 1 for _, width in model.calls)
 
 
 def test_what_is_written_after_the_last_token_does_not_count():
-    """A UUID that ends with the 128th token is found; one letter later it is not."""
+    """A UUID that ends with the 128th token counts; one that ends a letter later does not."""
     for before, score in ((92, 1), (93, 0)):
         model = reader(lambda references, before=before: "." * before + references[0], ["niah_multikey_3"])
         assert evaluate(model, ["niah_multikey_3"], [2048]).rows[0]["score"] == score
 
 
 class Uneven(ByteTokenizer):
-    """Bytes but for vowels, so that words of one length are not of one length in tokens."""
+    """A tokenizer of bytes without vowels, so that words of equal length differ in their number of tokens."""
 
     def encode(self, text):
         return super().encode(re.sub("[aeiou]", "", text))
@@ -359,7 +359,7 @@ class Uneven(ByteTokenizer):
 
 @pytest.mark.parametrize("name", ["mamba2+post", "gated_deltanet", "llama"])
 def test_batches_change_nothing(name, monkeypatch):
-    """What models write, whether they read one prompt at a time or three of unequal lengths."""
+    """Scores do not depend on whether a batch has one prompt or three of unequal lengths."""
     model = LanguageModel(preset(name, vocab_size=257, **MODEL)).double()
     tokenizer, read, written = Uneven(), [], []
 
@@ -387,7 +387,7 @@ def test_settings_of_the_evaluation(capsys):
     model.calls.clear()
     with pytest.raises(ValueError, match="vt needs at least"):
         evaluate(model, ["niah_single_1", "vt"], [2048, 700])
-    assert not model.calls  # all lengths are looked at first
+    assert not model.calls  # all lengths are checked before the model reads
 
 
 # ------------------------------------------------------------------------------------------ figure
@@ -402,7 +402,7 @@ def test_the_figure_shows_every_mean(tmp_path):
     ]
     every, deep = ruler_figure(details).axes
     assert [text.get_text() for text in every.texts] == ["15", "30", "45", "75"]
-    assert [text.get_text() for text in deep.texts] == ["20", "40", "10", "20"]  # a row a depth
+    assert [text.get_text() for text in deep.texts] == ["20", "40", "10", "20"]  # one row for each depth
     assert [label.get_text() for label in every.get_yticklabels()] == ["niah_single_2 (user text)", "vt"]
     assert [label.get_text() for label in deep.get_xticklabels()] == ["1K", "1500"]
     assert [file.name for file in write_figure(details, tmp_path)] == ["ruler.png", "ruler.svg"]

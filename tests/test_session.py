@@ -18,7 +18,7 @@ NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+t
 
 
 def build(name, **options):
-    """A model whose every parameter has a part: some start at zero."""
+    """Build a model whose every parameter has an effect: noise moves the parameters that start at zero."""
     model = LanguageModel(preset(name, **{**SIZES, **options})).eval()
     with torch.no_grad():
         for x in model.parameters():
@@ -39,7 +39,7 @@ def test_pieces_forks_and_files_go_on_from_the_same_state(name, tmp_path):
     assert restored.position == 8
     assert torch.equal(restored.next_logits, session.next_logits)
     for one in (session, restored):
-        # Four times the largest error seen over these models, 1.4e-15.
+        # The tolerance is four times the largest error over these models, 1.4e-15.
         torch.testing.assert_close(one.feed(ids[8:]).next_logits, expected, rtol=0, atol=5.6e-15)
 
 
@@ -78,7 +78,7 @@ def test_bad_files_are_one_line_errors(tmp_path):
         (lambda s: s.save("x"), "read nothing"),
         (lambda s: s.feed("text"), "tokenizer"),
         (lambda s: s.feed([1]).write(1), "tokenizer"),
-        (lambda s: s.feed([31]), "from 0 to 30"),
+        (lambda s: s.feed([31]), "between 0 and 30"),
         (lambda s: s.feed(torch.tensor([0.5])), "integers"),
         (lambda s: s.feed(torch.zeros(1, 2, dtype=torch.long)), "integers"),
         (lambda s: s.feed([1]).sample(1, temperature=-1), "temperature"),
@@ -99,7 +99,7 @@ def test_probabilities_are_those_of_transformers(top_k, top_p):
         expected = TopKLogitsWarper(min(top_k, 31))(None, expected)
     if top_p is not None and top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    # Four times the error seen, 6e-8.
+    # The tolerance is four times the measured error, 6e-8.
     torch.testing.assert_close(probabilities(logits, 0.7, top_k, top_p), expected.softmax(-1)[0], rtol=0, atol=2.4e-7)
 
 
@@ -122,13 +122,13 @@ def test_what_is_yielded_is_read_and_a_seed_repeats():
     assert tokens[:4] == again
     assert other.position == 7
     expected = start.fork().feed(again).next_logits
-    torch.testing.assert_close(other.next_logits, expected, rtol=0, atol=1.8e-6)  # four times the error seen, 4.5e-7
+    torch.testing.assert_close(other.next_logits, expected, rtol=0, atol=1.8e-6)  # four times the error, 4.5e-7
     greedy = list(start.fork().sample(3, temperature=0))
     assert greedy[0] == int(start.next_logits.argmax())
 
 
 class Fixed(LanguageModel):
-    """Writes the bytes of a text, one after the other."""
+    """A stand-in for a model that writes the bytes of a text, one after the other."""
 
     def __init__(self, data):
         super().__init__(preset("mamba2", **{**SIZES, "vocab_size": 256}))

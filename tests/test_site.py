@@ -1,5 +1,6 @@
-"""The documentation builds without a warning, hangs together, and loads nothing from elsewhere."""
+"""The documentation builds without a warning, all its links lead somewhere, and it needs no network."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from test_house import FLOORS
 
 from halflife import ops
 
@@ -16,7 +18,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and the names of its places."""
+    """The links of a page, the files that it loads, and its anchors."""
 
     def __init__(self, file):
         super().__init__()
@@ -34,7 +36,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site as `make docs` builds it, in another folder."""
+    """The folder of a site that is built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -50,7 +52,7 @@ def pages(site):
 
 
 def test_every_page_is_built(pages):
-    """One a document; those that are built from no document are the page for what is missing."""
+    """Each document is one page. The only other page is the one for missing pages."""
     written = {file.relative_to(ROOT / "docs").with_suffix(".html") for file in (ROOT / "docs").rglob("*.md")}
     assert written == set(pages) - {Path("404.html")}
 
@@ -87,8 +89,29 @@ def test_the_api_has_every_op(pages):
     assert set(ops.__all__) <= anchors
 
 
+def test_the_api_has_every_name_that_it_lists(pages):
+    """mkdocstrings leaves out a member that does not exist, without a warning."""
+    anchors = {anchor for page in pages.values() for anchor in page.anchors}
+    listed = re.compile(r"^::: (\S+)\n    options:\n      members: \[(.*)\]", re.M)
+    documents = (file.read_text() for file in (ROOT / "docs" / "api").glob("*.md"))
+    names = [
+        f"{module}.{name}"
+        for text in documents
+        for module, members in listed.findall(text)
+        for name in re.findall(r"\w+", members)
+    ]
+    missing = set(names) - anchors
+    assert not missing
+
+
+def test_diagrams_are_drawn_without_a_script(site):
+    page = (site / "architecture.html").read_text(encoding="utf-8")
+    assert page.count("<div><b>") == len(FLOORS)
+    assert "flowchart" not in page
+
+
 def test_search_works_from_a_file(site):
-    """In a browser, without a server: the pages ask for nothing but files, and the search finds a page."""
+    """The search finds a page in a browser without a server, and the pages load nothing but files."""
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("there is no chromium")

@@ -1,4 +1,4 @@
-"""The papers' models have the papers' numbers of parameters."""
+"""Models of the papers' sizes have the numbers of parameters that the papers print."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def billions(size, name="simple", **options):
 
 
 SCALAR, VECTOR = {"granularity": "scalar"}, {"granularity": "vector"}
-# Decay, Tables 6 to 9 and 2: the column "Pa".
+# Source: Decay, Tables 2 and 6 to 9, column "Pa".
 COUNTS = [
     ("vector/mamba2", "simple", {"decay": "mamba2", **VECTOR}, (0.16, 0.42, 1.45)),
     ("vector/hgrn2", "simple", {"decay": "hgrn2", **VECTOR}, (0.16, 0.42, 1.45)),
@@ -29,13 +29,13 @@ COUNTS = [
 
 @pytest.mark.parametrize(("preset_name", "options", "published"), [c[1:] for c in COUNTS], ids=[c[0] for c in COUNTS])
 def test_parameters_of_the_decay_paper(preset_name, options, published):
-    """To the two digits that it prints; where it prints 0.42 we may have 0.4150 less a thousandth."""
+    """The counts agree to the two digits that the paper prints; for 0.42, 0.4150 less a thousandth is accepted."""
     for size, count in zip(DECAY, published, strict=True):
         assert billions(size, preset_name, **options) == pytest.approx(count, abs=0.0055)
 
 
 def test_vector_dplr_is_smaller_than_the_papers():
-    """The paper's has 0.17 and 1.47 B: two low-rank maps a layer more than it describes. Ours adds only β."""
+    """The paper prints 0.17 and 1.47 B, two low-rank maps a layer more than it describes. Our model adds only β."""
     for size in DECAY:
         more = billions(size, update="dplr") - billions(size)
         sizes = SIZES[size]
@@ -48,18 +48,18 @@ ECHO = {"echo-50m": 50e6, "echo-180m": 180e6}
 
 
 def echo_parameters(size, vocabulary=32_000, *, tied=True, **options):
-    """Parameters of the model as it is built."""
+    """Return the number of parameters of the built model."""
     sizes = {**SIZES[size], "vocab_size": vocabulary, "tie_embeddings": tied}
     with torch.device("meta"):
         return LanguageModel(preset("echo", **sizes, **options)).num_parameters()
 
 
 def of_the_paper(d, layers, ska_layers, r, heads):
-    """Echo's parameters from §3: Mamba-2 with d_state 64, expand 2, heads of 64, one group; 32,000 tied embeddings."""
+    """Compute the parameters of Echo (§3): Mamba-2 with d_state 64, expand 2, heads of 64, one group; 32,000 tokens."""
     inner, mixed = 2 * d, 2 * d + 2 * 64
     mamba_heads = inner // 64
     mamba = d * (inner + mixed + mamba_heads) + 5 * mixed + 3 * mamba_heads + inner + inner * d  # A, Δ, D; norm; W_out
-    ska = 2 * d * heads * r + 2 * d * d + 3 * heads  # γ, η, and μ, which is learned here
+    ska = 2 * d * heads * r + 2 * d * d + 3 * heads  # γ, η and μ, which halflife learns
     width = -(-8 * d // 3 // 64) * 64
     mlp = 2 * d * width + width  # a modulus and an angle for each pair
     blocks = (layers - len(ska_layers)) * mamba + len(ska_layers) * ska + layers * mlp
@@ -71,7 +71,7 @@ def of_the_paper(d, layers, ska_layers, r, heads):
     [("echo-50m", (448, 16, [3, 7, 11, 15], 56, 7)), ("echo-180m", (768, 24, [8, 16], 48, 12))],
 )
 def test_echo_is_that_of_its_paper(size, shape):
-    """Layers, rank, heads, chunk, d_state; every parameter; and, within 3 %, the number in its name."""
+    """Layers, rank, heads, chunk and d_state are the paper's; the parameter count is within 3 % of the name."""
     config = preset("echo", **SIZES[size])
     hidden, layers, where, rank, heads = shape
     assert (config.hidden_size, config.num_layers, config.mlp) == (hidden, layers, "koopman")
@@ -98,7 +98,7 @@ def test_echo_is_that_of_its_paper(size, shape):
     ids=str,
 )
 def test_what_other_readings_of_echo_would_have(reading, millions):
-    """As docs/design-space.md lists them: the first alone is within 3 % of both names."""
+    """The counts are those of docs/design-space.md; only the first reading is within 3 % of both names."""
     found = [echo_parameters(size, **reading) / 1e6 for size in ECHO]
     assert found == pytest.approx(millions, abs=0.05)
     near = all(x == pytest.approx(name / 1e6, rel=0.03) for x, name in zip(found, ECHO.values(), strict=True))
@@ -106,7 +106,7 @@ def test_what_other_readings_of_echo_would_have(reading, millions):
 
 
 def test_the_papers_variants_share_echos_layout():
-    """Echo, §3.4: the same d, N and layers; attention for SKA in §4.2; and at other sizes one layer in twelve."""
+    """Hybrids of Echo's sizes have its layers (§3.4, §4.2); other sizes replace one layer in twelve."""
     for size in ECHO:
         where = preset("echo", **SIZES[size]).hybrid["layers"]
         assert preset("mamba2+ska", **SIZES[size]).hybrid == preset("echo", **SIZES[size]).hybrid
@@ -123,7 +123,7 @@ def parameters(name, size, **options):
 
 
 def mamba2_layer(d, d_state=128):
-    """Parameters of Mamba-2's layer, from its paper: expand 2, heads of 64, one group, a convolution of 4 taps."""
+    """Compute the parameters of a Mamba-2 layer from its paper: expand 2, heads of 64, one group, 4 taps."""
     inner, mixed, heads = 2 * d, 2 * d + 2 * d_state, 2 * d // 64
     return d * (inner + mixed + heads) + 5 * mixed + 3 * heads + inner + inner * d
 
@@ -133,7 +133,7 @@ def mamba2_layer(d, d_state=128):
     [("post-180m", 24, 768, 24, 188.9e6), ("post-440m", 48, 1024, 32, 448.2e6)],
 )
 def test_post_is_that_of_its_paper(size, layers, hidden, heads, published):
-    """PoST's Table 5 leaves nothing open, so "~180M" is 188.9M, 4.9 % more than the name; "~440M" is within 2 %."""
+    """PoST's Table 5 gives every size: "~180M" is 188.9M, 4.9 % more than the name; "~440M" is within 2 %."""
     config = preset("mamba2+post", **SIZES[size])
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (layers, hidden, 128_256)
     assert (config.mlp, config.tie_embeddings) == ("none", True)
@@ -142,12 +142,12 @@ def test_post_is_that_of_its_paper(size, layers, hidden, heads, published):
     mixer = model.blocks[0].mixer
     assert (mixer.num_heads, mixer.head_dim, mixer.state_size, mixer.conv.weight.shape[-1]) == (heads, 64, 128, 4)
     assert model.num_parameters() == 128_256 * hidden + layers * (mamba2_layer(hidden) + hidden) + hidden
-    assert model.num_parameters() == parameters("mamba2", size)  # the pair differs in its decay alone
+    assert model.num_parameters() == parameters("mamba2", size)  # the two models differ only in their decay
     assert model.num_parameters() == pytest.approx(published, rel=1e-3)
 
 
 def test_the_other_models_of_post_are_as_large():
-    """Their sizes are not in the paper, only "~180M": as many parameters as its Mamba-2 has, within 1.1 %."""
+    """The paper gives only "~180M" for these models; they have as many parameters as its Mamba-2, within 1.1 %."""
     mamba2 = parameters("mamba2+post", "post-180m")
     for name, published in (("rwkv7", 188.9e6), ("gated_deltanet", 190.9e6)):
         for modifier in ("", "+post"):
@@ -162,7 +162,7 @@ GATE_RANK = {"mamba2": "gate-rank-760m", "gated_deltanet": "gate-rank-760m-delta
 
 
 def of_gate_rank(base, d=1536):
-    """The base's parameters, from GateRank's §4.1: with SwiGLUs of width 4,096, and 32,000 tokens, untied."""
+    """Compute the parameters of the base from GateRank, §4.1: SwiGLU of width 4,096; 32,000 tokens, untied."""
     keys, values, heads = d, 2 * d, 12
     delta = 2 * d * keys + 3 * d * values + 4 * (2 * keys + values) + 2 * d * heads + 2 * heads + values // heads
     layers, mixer = {"mamba2": (20, mamba2_layer(d)), "gated_deltanet": (18, delta)}[base]
@@ -171,7 +171,7 @@ def of_gate_rank(base, d=1536):
 
 @pytest.mark.parametrize("base", GATE_RANK)
 def test_gate_rank_is_that_of_its_paper(base):
-    """Width and layers; every parameter of the base; within 3 % "approximately 760M", with GateRank and without."""
+    """Width, layers and the base's parameters agree; the count is within 3 % of 760M with and without GateRank."""
     size = GATE_RANK[base]
     assert SIZES[size]["hidden_size"] == 1536
     assert SIZES[size]["num_layers"] == {"mamba2": 20, "gated_deltanet": 18}[base]
@@ -181,7 +181,7 @@ def test_gate_rank_is_that_of_its_paper(base):
 
 
 def test_both_models_of_gate_rank_remember_as_much():
-    """128 · 3,072 numbers a state and layer, in heads that our kernels take."""
+    """A state has 128 · 3,072 numbers a layer, in head sizes that the kernels support."""
     for base, size in GATE_RANK.items():
         config = preset(f"{base}+gate_rank", **{**SIZES[size], "num_layers": 1})
         mixer = layers.build(config.mixer, hidden_size=1536, **config.mixer_options)
@@ -202,7 +202,7 @@ def test_both_models_of_gate_rank_remember_as_much():
     ids=str,
 )
 def test_what_other_readings_of_gate_rank_would_have(reading, millions):
-    """As docs/design-space.md lists them."""
+    """The counts are those of docs/design-space.md."""
     found = [parameters(f"{base}+gate_rank", size, **reading) / 1e6 for base, size in GATE_RANK.items()]
     assert found == pytest.approx(millions, abs=0.05)
 

@@ -7,7 +7,7 @@ import torch
 from helpers import generator
 
 from halflife import decay
-from halflife.evaluation.language import octaves
+from halflife.evaluation.language import octave_means
 from halflife.report.figures import theory as theory_figures
 from halflife.theory import correlations, spectra
 from halflife.theory.approximation import geometric_rates, linear_rates, taper
@@ -281,7 +281,7 @@ def test_condition_3_2_does_not_make_a_power_law():
 def test_information_per_octave():
     """A loss that falls by 0.3 bits a doubling carries 0.3 bits in every octave; slack as in Condition 3.5."""
     positions = torch.arange(1, 5001, dtype=torch.float64)
-    buckets = octaves(8 - 0.3 * math.log(2) * positions.log2())
+    buckets = octave_means(8 - 0.3 * math.log(2) * positions.log2())
     found = correlations.octave_information(buckets)
     assert found["scales"] == [2**i for i in range(1, 12)]  # 4097 … 5000 is no whole octave
     assert found["information"][4:] == pytest.approx([0.3] * 7, rel=0.02)

@@ -1,4 +1,4 @@
-"""Tasks: MQAR as tasks.md defines it, by value; pure in (settings, seed); solvable; bad settings are errors."""
+"""MQAR: values of its definition (docs/tasks.md), determinism in (settings, seed), solvability, bad settings."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SMALL = {"vocab_size": 64, "length": 40, "num_pairs": 6}
 
 
 def solve(inputs, pairs):
-    """The answers from the definition, one token at a time: the value that followed this key among the pairs."""
+    """Answer by the definition, one token at a time: the value that follows the key among the pairs."""
     answers = torch.full_like(inputs, IGNORED)
     for row, out in zip(inputs.tolist(), answers, strict=True):
         bound = {row[2 * i]: row[2 * i + 1] for i in range(pairs)}
@@ -63,16 +63,16 @@ def test_mqar_layout():
         assert len(row.unique()) == 6
     queries = batch.labels != IGNORED
     assert not queries[:, :12].any()
-    assert not queries[:, 13::2].any()  # queries stand at even slots
+    assert not queries[:, 13::2].any()  # queries are at even slots
     rest = torch.where(queries, low - 1, batch.inputs)[:, 12:]
-    assert (rest < low).all()  # all else is filler: no key, no value re-enters
+    assert (rest < low).all()  # all other tokens are fillers: no key and no value occurs again
     assert rest.unique().tolist() == list(range(low))
 
 
 def test_mqar_slots_follow_the_power_law():
     task = tasks.build("mqar", vocab_size=64, length=24, num_pairs=2, power=0.01)
     asked = (task.generate(20_000, seed=0).labels != IGNORED)[:, 4::2].float().mean(0)
-    # Inclusion probabilities of two draws without replacement with p ∝ i^-0.99, exactly.
+    # Exact inclusion probabilities of two draws without replacement with p ∝ i^-0.99.
     p = torch.arange(1, 11).double().pow(-0.99)
     p = p / p.sum()
     expected = p + (p * (p / (1 - p)).sum() - p * p / (1 - p))
@@ -113,7 +113,7 @@ def test_distinct_draws_are_distinct_and_uniform(count, low, high):
     assert ids.shape == (4000, count)
     assert all(len(row.unique()) == count for row in ids[:200])
     assert (ids.sort(1).values.diff(dim=1) > 0).all()
-    for column in (ids[:, 0], ids[:, -1]):  # early and late draws alike
+    for column in (ids[:, 0], ids[:, -1]):  # early and late draws have the same distribution
         shares = torch.bincount(column - low, minlength=high - low) / 4000
         expected = 1 / (high - low)
         assert (shares - expected).abs().max() <= 5 * (expected * (1 - expected) / 4000) ** 0.5

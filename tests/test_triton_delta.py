@@ -13,6 +13,7 @@ if sys.platform != "linux":
 
 from halflife.ops.backends.triton import delta, systems
 from halflife.ops.backends.triton.gates import make_chunks
+from halflife.ops.call import OpCall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -83,9 +84,9 @@ def run(arguments, cu_seqlens=None, chunk_size=64):
     arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     given = {"g_fast": None, "initial_state": None, **arguments}
-    initial, g_fast = given.pop("initial_state"), given.pop("g_fast")
-    function = delta.gate_rank if "g_slow" in given else delta.delta_rule
-    outputs = function(*given.values(), g_fast, SCALE, initial, bounds, chunk_size)
+    op = "gate_rank" if "g_slow" in given else "delta_rule"
+    call = OpCall(op, g=given.pop("g_fast"), **given, scale=SCALE, cu_seqlens=bounds, chunk_size=chunk_size)
+    outputs = delta.run(call)
     return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
 
 

@@ -14,6 +14,7 @@ if sys.platform != "linux":
 
 from halflife.ops.backends.triton import linear
 from halflife.ops.backends.triton.gates import make_chunks
+from halflife.ops.call import OpCall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -75,13 +76,10 @@ def token_loop(q, k, v, scale, initial_state, g_fast=None, g_slow=None, cu_seqle
 def run(arguments, *, scale=0.3, cu_seqlens=None, chunk_size=64):
     """The kernels' outputs and gradients of these arguments."""
     arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
-    q, k, v, initial = (arguments.get(name) for name in ("q", "k", "v", "initial_state"))
-    g_slow, g_fast = arguments.get("g_slow"), arguments.get("g_fast")
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
-    if g_slow is None:
-        outputs = linear.linear_attention(q, k, v, g_fast, scale, initial, bounds, chunk_size)
-    else:
-        outputs = linear.gate_rank(q, k, v, None, g_slow, g_fast, scale, initial, bounds, chunk_size)
+    given = {name.replace("g_fast", "g"): x for name, x in arguments.items()}
+    op = "gate_rank" if "g_slow" in given else "linear_attention"
+    outputs = linear.run(OpCall(op, **given, scale=scale, cu_seqlens=bounds, chunk_size=chunk_size))
     return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
 
 
@@ -332,7 +330,8 @@ def test_a_nan_is_seen_from_its_token_on():
 
 def test_second_derivatives_say_what_has_them():
     arguments = leaves(rounded_gates(inputs("scalar", 20), torch.float32))
-    o, _ = linear.linear_attention(*(arguments[x].to(DEVICE) for x in ("q", "k", "v", "g_fast")), 1.0, None, None, 64)
+    q, k, v, g = (arguments[x].to(DEVICE) for x in ("q", "k", "v", "g_fast"))
+    o, _ = linear.run(OpCall("linear_attention", q, k, v, g, scale=1.0))
     with pytest.raises(RuntimeError, match="reference"):
         torch.autograd.grad(o.sum(), arguments["q"], create_graph=True)
 
@@ -340,7 +339,7 @@ def test_second_derivatives_say_what_has_them():
 def test_what_the_kernels_do_not_take():
     q = torch.zeros(1, 3, 2, 16, device=DEVICE)
     gate = torch.zeros(1, 3, 2, device=DEVICE)
-    assert kernels.unsupported("linear_attention", q, q, q, gate, None) is None
+    assert kernels.unsupported(OpCall("linear_attention", q, q, q, gate)) is None
     for message, arguments in {
         "one a channel": (q, q, q, q),
         "K = 8": (q[..., :8], q[..., :8], q),
@@ -349,11 +348,11 @@ def test_what_the_kernels_do_not_take():
         "bfloat16": (q, q, q.bfloat16()),
         "gates in": (q, q, q, gate.double()),
     }.items():
-        assert message in kernels.unsupported("linear_attention", *arguments)
+        assert message in kernels.unsupported(OpCall("linear_attention", *arguments))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for machines without a GPU")
 def test_a_cpu_needs_the_interpreter(monkeypatch):
     q = torch.zeros(1, 3, 2, 16)
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "TRITON_INTERPRET=1" in kernels.unsupported("linear_attention", q, q, q)
+    assert "TRITON_INTERPRET=1" in kernels.unsupported(OpCall("linear_attention", q, q, q))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halflife.analysis.decays import QUANTILES
 from halflife.layers.ska import SKA
 from halflife.models import LanguageModel
-from halflife.ops.koopman import op as op
+from halflife.ops.koopman import KoopmanResult
 from halflife.theory import koopman
 from halflife.theory.koopman import Operator
 from halflife.theory.koopman_bounds import eigenvector_condition
@@ -82,18 +82,17 @@ def _tapped(mixer: Layer, take: Callable[[_Seen], object]) -> Iterator[None]:
     """One layer whose state after each sequence is taken, with its values, which the state only holds as a product."""
     during: dict[str, Any] = {}
 
-    def before(module: nn.Module, inputs: Any) -> None:
-        during["retries"] = op.retries
+    def read(module: nn.Module, inputs: Any, result: KoopmanResult) -> None:
+        during["retries"] = result.retries
 
     def projected(module: nn.Module, inputs: Any, values: Tensor) -> None:
         during["values"] = values
 
     def after(module: nn.Module, inputs: Any, output: tuple[Tensor, dict[str, Tensor]]) -> None:
-        retries = op.retries - during.pop("retries")
-        take(_Seen(output[1], during.pop("values"), retries, mixer.num_heads))
+        take(_Seen(output[1], during.pop("values"), during.pop("retries"), mixer.num_heads))
 
     with (
-        mixer.register_forward_pre_hook(before),
+        mixer.readout.register_forward_hook(read),
         mixer.v_proj.register_forward_hook(projected),
         mixer.register_forward_hook(after),
     ):

@@ -13,8 +13,9 @@ from halflife.analysis.model_spectrum import model_spectrum, post_length, standa
 from halflife.analysis.operators import koopman_survey, ska_layers
 from halflife.analysis.spectrum import granularity, layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
+from halflife.files import read_json_object
 from halflife.models import LanguageModel
-from halflife.models.load import checkpoints, json_object, load_any
+from halflife.models.load import checkpoints, load_any
 
 
 def survey(
@@ -87,7 +88,7 @@ def _findings(
 
 def _train_length(folder: Path) -> int | None:
     """The tokens of the longest sequence that the run in this folder trained on, if its `run.json` says so."""
-    run = json_object(folder / "run.json")
+    run = read_json_object(folder / "run.json", optional=True)
     tasks = [task for stage in run.get("stages", []) for task in stage]
     lengths = [run.get("context"), *(task.get("length") for task in tasks)]
     return max((length for length in lengths if isinstance(length, int)), default=None)

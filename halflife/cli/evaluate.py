@@ -147,4 +147,4 @@ class Eval:
             include_path=self.include, seed=self.seed, max_length=self.max_length, show=not self.quiet,
         )  # fmt: skip
         result["harness"] = {name: measured[name] for name in HARNESS_RESULTS}
-        result["rows"] += harness.rows(measured)
+        result["rows"] += harness.metric_rows(measured)

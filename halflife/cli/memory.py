@@ -43,12 +43,12 @@ class Memory:
     """The folder to write. Default: runs/<time>-memory."""
 
     def run(self) -> None:
-        from halflife.evaluation.memory import survey
+        from halflife.evaluation.memory import measure_memory
         from halflife.report.figures.comparison import save
         from halflife.report.figures.memory import memory
         from halflife.report.tables.memory import print_memory, write_memory
 
-        result = survey(
+        result = measure_memory(
             self.models, self.lengths, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, dtype=self.dtype, cache_dtype=self.cache_dtype,
         )  # fmt: skip

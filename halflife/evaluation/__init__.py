@@ -1,1 +1,1 @@
-"""What a trained model can do, measured."""
+"""Measurements of what a trained model can do."""

@@ -1,11 +1,12 @@
-"""What a language model of bytes must beat: gzip, and an n-gram with Kneser-Ney smoothing.
+"""Baselines for language models of bytes: gzip, and an n-gram with Kneser-Ney smoothing.
 
-The n-gram is interpolated, modified Kneser-Ney (Chen & Goodman 1999, eq. 27), with h′ = h without its oldest byte:
+The n-gram is the interpolated, modified Kneser-Ney model (Chen & Goodman 1999, eq. 27). With h′ for h without its
+oldest byte,
 
     p_n(w | h) = (c(hw) − D(c(hw))) / c(h·) + Σ_w D(c(hw)) / c(h·) · p_{n−1}(w | h′),      p_0 = 1/256
 
-c counts at the highest order n, and at those below it counts the different symbols that stand before hw. A context that
-was never seen leaves its prediction to h′. Every distribution over the 256 bytes sums to 1.
+At the highest order n, c is the number of occurrences. At lower orders, c(hw) is the number of different symbols that
+precede hw. After an unseen context h, the prediction is that of h′. Every distribution over the 256 bytes sums to 1.
 """
 
 from __future__ import annotations
@@ -16,93 +17,100 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BASE = 257  # symbols: 0 stands before a document, 1 + b is byte b
-MAX_ORDER = 7  # an n-gram is a number of n digits, and 257⁸ no longer fits 63 bits
-FALLBACK = 0.5  # discount where the text is too small to estimate one
+BASE = 257  # number of symbols: 0 is the start of a document, 1 + b is byte b
+MAX_ORDER = 7  # an n-gram is coded as a number of n digits, and 257⁸ exceeds 63 bits
+FALLBACK = 0.5  # discount if the text is too small to estimate one
 
 
 def gzip_bits_per_byte(documents: Sequence[bytes], level: int = 9, *, separately: bool = False) -> float:
-    """Bits that gzip writes for a byte of text; it has no training text.
+    """Return the bits that gzip, which has no training text, writes for a byte of text.
 
-    Counted is all that `gzip` writes: header (10 bytes), deflated text, checksum and length (8 bytes).
+    The count has all that `gzip` writes: the header (10 bytes), the deflated text, the checksum and length (8 bytes).
 
     Args:
-        documents: the text; empty documents are allowed.
-        level: 0 (stored) to 9 (smallest).
-        separately: one stream for each document (an empty one counts as well), instead of one for all, where a document
-            profits from the last 32 KiB of those before it.
+        documents: the text; documents may be empty.
+        level: compression level, 0 (stored) to 9 (smallest).
+        separately: compress each document (also an empty one) in a stream of its own. In one stream for all, which is
+            the default, a document profits from the 32 KiB before it.
 
     Raises:
-        ValueError: a level that gzip does not have, or no byte at all.
+        ValueError: gzip has no such level, or there is no byte of text.
     """
     if level not in range(10):
         raise ValueError(f"gzip has levels 0 to 9, not {level}")
-    size = _size(documents)
+    size = _count_bytes(documents)
     streams = documents if separately else [b"".join(documents)]
     return 8 * sum(len(gzip.compress(stream, level)) for stream in streams) / size
 
 
 def kneser_ney_bits_per_byte(train: Sequence[bytes], test: Sequence[bytes], order: int = 5) -> float:
-    """Cross-entropy of a Kneser-Ney n-gram, in bits per byte of the test; 8 where there is no training text.
+    """Return the cross-entropy of a Kneser-Ney n-gram in bits per byte; it is 8 without training text.
 
-    Takes about 50 bytes of memory for a byte of training text, and at worst (noise, order 7) 250.
+    This needs about 50 bytes of memory for a byte of training text, and at worst (noise, order 7) 250.
 
     Args:
-        train: documents that are counted.
-        test: documents that are predicted, each from its own bytes alone.
-        order: n of the n-gram: the byte and n − 1 bytes before it, 1 to 7.
+        train: documents whose n-grams are counted.
+        test: documents to predict, each independently of the others.
+        order: n, 1 to 7: the predicted byte and the n − 1 bytes before it.
 
     Raises:
-        ValueError: an order that is not there, or no byte in the test.
+        ValueError: the order is out of range, or the test has no byte.
     """
-    size = _size(test)
+    size = _count_bytes(test)
     probabilities = KneserNey(order).fit(train).probabilities(_ngrams(test, order))
     return -float(np.log2(probabilities).sum()) / size
 
 
 class KneserNey:
-    """An n-gram over bytes; before `fit`, and without training text, all bytes are equally likely.
+    """A Kneser-Ney n-gram over bytes. Before `fit`, and without training text, all bytes are equally likely.
 
-    Before every document stand n − 1 start symbols, so that no context reaches into another document; they are
-    contexts (the first bytes of documents are learnt as such) and are never predicted.
+    n − 1 start symbols precede every document, so no context reaches into another document. Start symbols are part of
+    contexts, so the model learns how documents begin; they are never predicted.
 
     Args:
         order: n, 1 to 7.
 
     Raises:
-        ValueError: any other order.
+        ValueError: the order is out of range.
     """
 
     def __init__(self, order: int = 5) -> None:
         if order not in range(1, MAX_ORDER + 1):
             raise ValueError(f"the order of an n-gram is 1 to {MAX_ORDER}, not {order}")
         self.order = order
-        self._levels: list[_Level] = []  # of order 1, 2, …, n
+        self._levels: list[_Level] = []  # orders 1, 2, …, n
 
     def fit(self, documents: Sequence[bytes]) -> KneserNey:
-        """Counts the n-grams of the documents, and forgets what was counted before."""
+        """Count the n-grams of the documents; this replaces earlier counts."""
         grams, counts = np.unique(_ngrams(documents, self.order), return_counts=True)
-        self._levels = [_level(grams, counts)]
+        self._levels = [_make_level(grams, counts)]
         for length in range(self.order - 1, 0, -1):
-            # Each kind of longer n-gram counts once: what stands before, not how often.
+            # Each different longer n-gram counts once, whatever its frequency.
             grams, counts = np.unique(grams % BASE**length, return_counts=True)
-            self._levels.insert(0, _level(grams, counts))
+            self._levels.insert(0, _make_level(grams, counts))
         return self
 
     def log_probabilities(self, document: bytes) -> np.ndarray:
-        """log p of each byte given those before it, in nats: `[bytes]`, float64."""
+        """Return log p of each byte given the bytes before it, in nats: `[bytes]`, float64."""
         return np.log(self.probabilities(_ngrams([document], self.order)))
 
     def distribution(self, context: bytes) -> np.ndarray:
-        """p of every byte after a document's first bytes: `[256]`, float64."""
+        """Return p of every byte after `context`, the first bytes of a document: `[256]`, float64."""
         return self.probabilities(_ngrams([context + b"\0"], self.order)[-1] + np.arange(256))
 
     def probabilities(self, grams: np.ndarray) -> np.ndarray:
-        """p of the last byte of each n-gram (see `BASE`): `[N]`, int64, to `[N]`, float64."""
+        """Return the probability of the last byte of each n-gram.
+
+        Args:
+            grams: n-grams as numbers to the base `BASE`, `[N]`, int64.
+
+        Returns:
+            `[N]`, float64.
+        """
         probability = np.full(len(grams), 1 / 256)
         for length, level in enumerate(self._levels, start=1):
             suffix = grams % BASE**length
-            probability = level.own.at(suffix) + level.lower.at(suffix // BASE) * probability
+            probability = level.discounted.at(suffix) + level.backoff.at(suffix // BASE) * probability
         return probability
 
 
@@ -111,14 +119,14 @@ class KneserNey:
 
 @dataclass(frozen=True)
 class _Table:
-    """A function of integers: `keys [N]`, sorted, their `values [N]`, and the value of every other key."""
+    """A function of integers: sorted `keys [N]`, their `values [N]`, and the value `missing` of every other key."""
 
     keys: np.ndarray
     values: np.ndarray
     missing: float
 
     def at(self, keys: np.ndarray) -> np.ndarray:
-        """The values of these keys, `[Q]`."""
+        """Return the values of these keys, `[Q]`."""
         if not len(self.keys):
             return np.full(len(keys), self.missing)
         index = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
@@ -127,39 +135,45 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Level:
-    """One order: `own`, n-gram → its discounted share of the context; `lower`, context → the weight of order n − 1."""
+    """The counts of one order.
 
-    own: _Table
-    lower: _Table
+    Attributes:
+        discounted: n-gram → its discounted share among the n-grams with the same context.
+        backoff: context → weight of the next lower order.
+    """
+
+    discounted: _Table
+    backoff: _Table
 
 
-def _level(grams: np.ndarray, counts: np.ndarray) -> _Level:
-    """From the different n-grams of one order, sorted, `[G]`, and their counts `[G]`."""
+def _make_level(grams: np.ndarray, counts: np.ndarray) -> _Level:
+    """Make one order from its different n-grams, sorted, `[G]`, and their counts `[G]`."""
     discount = np.array([0.0, *discounts(counts)])[counts.clip(max=3)]
     contexts, starts, kinds = np.unique(grams // BASE, return_index=True, return_counts=True)
     total = np.add.reduceat(counts, starts)
-    own = (counts - discount) / total.repeat(kinds)
-    return _Level(_Table(grams, own, 0.0), _Table(contexts, np.add.reduceat(discount, starts) / total, 1.0))
+    discounted = _Table(grams, (counts - discount) / total.repeat(kinds), 0.0)
+    return _Level(discounted, _Table(contexts, np.add.reduceat(discount, starts) / total, 1.0))
 
 
 def discounts(counts: np.ndarray) -> tuple[float, float, float]:
-    """What is taken from counts of 1, of 2, and of 3 and more (Chen & Goodman 1999, eq. 26).
+    """Return the discounts D₁, D₂ and D₃ of counts of 1, of 2, and of at least 3 (Chen & Goodman 1999, eq. 26).
 
-    With n_k n-grams of count k and Y = n₁ / (n₁ + 2 n₂): D_k = k − (k + 1) Y n_{k+1} / n_k. Where
-    n₁, n_k or n_{k+1} is zero, as in a small text, or D_k is not positive (nothing would be left for the lower order),
-    D_k is the discount before it, and D₁ is `FALLBACK`: one discount for all counts is Kneser-Ney unmodified.
+    With n_k for the number of n-grams of count k, D_k = k − (k + 1) Y n_{k+1} / n_k and Y = n₁ / (n₁ + 2 n₂).
+
+    In a small text n₁, n_k or n_{k+1} can be zero, and D_k can be 0 or less, which would leave no weight for the lower
+    order. Then D_k = D_{k−1}, with D₀ = `FALLBACK`. (One discount for all counts is the unmodified Kneser-Ney model.)
     """
     n = np.bincount(counts.clip(max=5), minlength=6).tolist()
     y = n[1] / max(1, n[1] + 2 * n[2])
-    found = [FALLBACK]
+    result = [FALLBACK]
     for k in (1, 2, 3):
         estimate = k - (k + 1) * y * n[k + 1] / n[k] if y and n[k] and n[k + 1] else 0.0
-        found.append(estimate if estimate > 0 else found[-1])
-    return found[1], found[2], found[3]
+        result.append(estimate if estimate > 0 else result[-1])
+    return result[1], result[2], result[3]
 
 
 def _ngrams(documents: Sequence[bytes], order: int) -> np.ndarray:
-    """The n-gram that ends at each byte, as a number with the oldest symbol first: `[bytes]`, int64."""
+    """Return the n-gram that ends at each byte, as a number with the oldest symbol first: `[bytes]`, int64."""
     start = bytes(order - 1)
     text = np.frombuffer(b"".join(start + document for document in documents), np.uint8)
     lengths = [length for document in documents for length in (order - 1, len(document))]
@@ -171,8 +185,8 @@ def _ngrams(documents: Sequence[bytes], order: int) -> np.ndarray:
     return grams[is_byte]
 
 
-def _size(documents: Sequence[bytes]) -> int:
-    """Bytes of all documents, at least one."""
+def _count_bytes(documents: Sequence[bytes]) -> int:
+    """Return the number of bytes of all documents; raise ValueError if it is 0."""
     size = sum(len(document) for document in documents)
     if not size:
         raise ValueError("bits per byte need at least one byte of text")

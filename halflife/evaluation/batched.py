@@ -1,7 +1,7 @@
-"""Texts of unequal lengths read and written in batches, with the model's own state.
+"""Log-likelihoods and generation for batches of texts of unequal lengths.
 
-A context is read once, and every continuation of it goes on from that state; what is long is read in pieces, so that a
-recurrent model takes constant memory and no text is too long.
+A context is read once, and each of its continuations starts from the resulting state. Long texts are read in pieces, so
+a recurrent model needs constant memory and no text is too long.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from halflife.models.session import draw
 
 Ids = Sequence[int]
 
-PIECE_TOKENS = 1 << 14  # read at once, over all rows of a batch
-LOGITS = 1 << 26  # numbers at once: 256 MiB of float32
+PIECE_TOKENS = 1 << 14  # tokens read at once, over all rows of a batch
+LOGITS = 1 << 26  # logits computed at once: 256 MiB of float32
 
 
 @torch.no_grad()
 def loglikelihoods(
     model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]], *, batch_size: int = 8, show: bool = False
 ) -> list[tuple[float, bool]]:
-    """For each (context, continuation): log p(continuation | context) in nats, and whether each token is the likeliest.
+    """Return log p(continuation | context) in nats for each pair, and whether every token of it is the likeliest.
 
     Args:
-        model: on its device, in evaluation mode.
-        pairs: token ids; a context has at least one.
-        batch_size: continuations at once.
-        show: a progress bar.
+        model: the model, on its device and in evaluation mode.
+        pairs: token ids of (context, continuation); a context has at least one token.
+        batch_size: continuations in a batch.
+        show: whether to draw a progress bar.
     """
     from rich.progress import track
 
-    # Neighbours have the same context, then contexts of about one length, the longest first.
+    # Sorting puts equal contexts side by side, and contexts of similar length into one batch, the longest first.
     order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), *map(tuple, pairs[i])))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     for batch in track(batches, "log-likelihoods", disable=not show):
-        for i, answer in zip(batch, _score(model, [pairs[i] for i in batch]), strict=True):
-            found[i] = answer
-    return found
+        for i, result in zip(batch, _score(model, [pairs[i] for i in batch]), strict=True):
+            results[i] = result
+    return results
 
 
 def _score(model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-    """`loglikelihoods` of one batch."""
+    """Compute `loglikelihoods` of one batch."""
     contexts = list(dict.fromkeys(tuple(context) for context, _ in pairs))
-    _, state = _read(model, [context[:-1] for context in contexts])
+    _, state = _read_to_end(model, [context[:-1] for context in contexts])
     if state is not None:
-        state = _select(state, [contexts.index(tuple(context)) for context, _ in pairs])
-    targets, scored = _padded([continuation for _, continuation in pairs])
+        state = _select_rows(state, [contexts.index(tuple(context)) for context, _ in pairs])
+    targets, scored = _pad_left([continuation for _, continuation in pairs])
     total, likeliest = torch.zeros(len(pairs), dtype=torch.double), torch.ones(len(pairs), dtype=torch.bool)
     inputs = [[*context[-1:], *continuation][:-1] for context, continuation in pairs]
-    for columns, hidden, _ in _pieces(model, inputs, state):
+    for columns, hidden, _ in _read_in_pieces(model, inputs, state):
         row, column = scored[:, columns].nonzero(as_tuple=True)
         for part in torch.arange(len(row)).split(max(1, LOGITS // model.config.vocab_size)):
             logits = model.logits(hidden[row[part], column[part]]).float()
@@ -77,58 +77,58 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> list[list[int]]:
-    """Continues prompts of unequal lengths in one batch; returns the new tokens of each.
+    """Continue prompts of unequal lengths in one batch, and return the new tokens of each.
 
     Args:
-        model: on its device, in evaluation mode.
-        prompts: token ids, at least one each.
-        max_tokens: new tokens at most.
-        done: whether a row ends after these tokens; the last of them is kept.
-        vocab_size: of the tokenizer, if that of the model is larger: ids from there on are never drawn.
-        temperature, top_k, top_p: see `Session.sample`; temperature 0 takes the likeliest token.
+        model: the model, on its device and in evaluation mode.
+        prompts: token ids of each prompt, at least one.
+        max_tokens: largest number of new tokens of a prompt.
+        done: function of a row's new tokens that returns whether the row ends. The last token is part of the result.
+        vocab_size: vocabulary of the tokenizer, if the model's is larger; larger ids are never drawn.
+        temperature, top_k, top_p: as in `Session.sample`; temperature 0 takes the likeliest token.
     """
     written: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts) if max_tokens > 0 else 0))
-    hidden, state = _read(model, [prompts[row] for row in live])
+    hidden, state = _read_to_end(model, [prompts[row] for row in live])
     while live and hidden is not None and state is not None:
         logits = model.logits(hidden)[:, :vocab_size]
         tokens = [draw(row, temperature, top_k, top_p) for row in logits] if temperature else logits.argmax(-1).tolist()
         for row, token in zip(live, tokens, strict=True):
             written[row].append(token)
-        kept = [i for i, row in enumerate(live) if len(written[row]) < max_tokens and not done(written[row])]
-        if not kept:
+        going = [i for i, row in enumerate(live) if len(written[row]) < max_tokens and not done(written[row])]
+        if not going:
             break
-        if len(kept) < len(live):
-            live, tokens, state = [live[i] for i in kept], [tokens[i] for i in kept], _select(state, kept)
+        if len(going) < len(live):
+            live, tokens, state = [live[i] for i in going], [tokens[i] for i in going], _select_rows(state, going)
         hidden, state = model.hidden(torch.tensor(tokens, device=logits.device).unsqueeze(1), state)
         hidden = hidden[:, -1]
     return written
 
 
-def _read(model: LanguageModel, rows: Sequence[Ids]) -> tuple[Tensor | None, ModelState | None]:
-    """The hidden states after the last tokens, `[N, D]`, and the state; None for both if there are no tokens."""
+def _read_to_end(model: LanguageModel, rows: Sequence[Ids]) -> tuple[Tensor | None, ModelState | None]:
+    """Return the hidden states `[N, D]` of the last tokens, and the state; both are None if there are no tokens."""
     hidden = state = None
-    for piece in _pieces(model, rows):
+    for piece in _read_in_pieces(model, rows):
         _, hidden, state = piece
     return None if hidden is None else hidden[:, -1], state
 
 
-def _pieces(
+def _read_in_pieces(
     model: LanguageModel, rows: Sequence[Ids], state: ModelState | None = None
 ) -> Iterator[tuple[slice, Tensor, ModelState]]:
-    """Reads rows, padded on the left, piece by piece: the columns, their hidden states `[N, t, D]`, the new state."""
-    ids, mask = _padded(rows)
+    """Read left-padded rows in pieces; yield the columns, their hidden states `[N, t, D]`, and the new state."""
+    ids, mask = _pad_left(rows)
     device = model.embedding.weight.device
     width = max(1, PIECE_TOKENS // max(1, len(rows)))
     for start in range(0, ids.shape[1], width):
         columns = slice(start, start + width)
-        kept = None if mask[:, columns].all() else mask[:, columns].to(device)
-        hidden, state = model.hidden(ids[:, columns].to(device), state, attention_mask=kept)
+        attended = None if mask[:, columns].all() else mask[:, columns].to(device)
+        hidden, state = model.hidden(ids[:, columns].to(device), state, attention_mask=attended)
         yield columns, hidden, state
 
 
-def _padded(rows: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-    """Rows of ids with zeros on the left of the shorter ones, and where there are tokens: `[N, T]` both, on the CPU."""
+def _pad_left(rows: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+    """Pad rows of ids with zeros on the left; return the ids and the mask of tokens, `[N, T]` each, on the CPU."""
     ids = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.long)
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -137,8 +137,8 @@ def _padded(rows: Sequence[Ids]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _select(state: ModelState, rows: Sequence[int]) -> ModelState:
-    """The state of these rows, in this order; one may come several times."""
+def _select_rows(state: ModelState, rows: Sequence[int]) -> ModelState:
+    """Return the state of these rows, in this order; a row may be repeated."""
     return tuple(
         {name: part.index_select(0, torch.tensor(rows, device=part.device)) for name, part in layer.items()}
         for layer in state

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness on a language model: its tasks and metrics, read and written with the model's own state.
+"""The tasks and metrics of lm-evaluation-harness, for a halflife model.
 
-Nothing is cut unless a `max_length` says so. The first token of a text has to follow something: the end token (`eos`)
-where the tokenizer has one, else a newline. No special token is put before a context, as none is in training.
+Texts are truncated only if `max_length` is set. The first token of a text needs a preceding token, which is the end
+token (`eos`) if the tokenizer has one, and else a newline. As in training, no special token precedes a context.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from halflife.evaluation.batched import generate, loglikelihoods
 from halflife.models import LanguageModel
 
-SETTINGS = ("temperature", "top_k", "top_p")  # of `generate`, that a task may set
+SETTINGS = ("temperature", "top_k", "top_p")  # settings of `generate` that a task may set
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-BOOTSTRAP = 1000  # resamples for the error of metrics that have no formula for it, perplexity for example
+BOOTSTRAP = 1000  # resamples for the standard error of metrics without a formula for it, such as perplexity
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What is needed of `halflife.data.tokenizers.Tokenizer`."""
+    """The methods of `halflife.data.tokenizers.Tokenizer` that this module needs."""
 
     vocab_size: int
     eos: int | None
@@ -35,11 +35,11 @@ class Tokenizer(Protocol):
 
 
 class Adapter:
-    """What the harness asks of a model; `harness_model` adds its base class, `TemplateLM`.
+    """The methods that the harness calls on a model. `harness_model` adds the base class `TemplateLM`.
 
     Attributes:
-        max_length: tokens that the model reads of one text at most, None for all.
-        truncated: requests so far that were longer, and lost their beginning.
+        max_length: largest number of tokens that the model reads of one text; None means all.
+        truncated: number of requests so far that were longer and lost their beginning.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class Adapter:
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text follows."""
+        """The token that precedes the first token of a text."""
         if self.text.eos is not None:
             return self.text.eos
         if not (newline := self.tok_encode("\n")):
-            raise ValueError("the tokenizer has no end token and no newline, so that a text's first token follows none")
+            raise ValueError("the tokenizer has neither an end token nor a newline to precede a text")
         return newline[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; special tokens are not added, whatever the harness asks for."""
+        """Return token ids. Special tokens are never added, even if the harness asks for them."""
         return self.text.encode(string).tolist()
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         pairs = [
-            (self._cut(context or [self.prefix_token_id], len(continuation) - 1), continuation)
+            (self._truncate(context or [self.prefix_token_id], len(continuation) - 1), continuation)
             for _, context, continuation in requests
         ]
         return loglikelihoods(self.model, pairs, batch_size=self.batch_size, show=self.show)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts; with a max_length, in windows that are read anew, as the harness defines them."""
+        """Return the log-likelihood of whole texts. With a max_length, each of the harness's windows starts afresh."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         owners, windows = [], []
@@ -87,16 +87,18 @@ class Adapter:
                 owners.append(i)
                 windows.append(make_disjoint_window(window))
         total = [0.0] * len(requests)
-        found = loglikelihoods(self.model, windows, batch_size=self.batch_size, show=self.show)
-        for i, (value, _) in zip(owners, found, strict=True):
+        scores = loglikelihoods(self.model, windows, batch_size=self.batch_size, show=self.show)
+        for i, (value, _) in zip(owners, scores, strict=True):
             total[i] += value
         return total
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first of a task's `until`, the end token, or `max_gen_toks`; greedy unless it says otherwise.
+        """Return texts that end before a string of `until`, at the end token, or after `max_gen_toks` tokens.
+
+        Decoding is greedy unless the task asks for sampling.
 
         Raises:
-            ValueError: a setting that is not offered, beams for example.
+            ValueError: a task asks for a setting that is not supported, such as beams.
         """
         from rich.progress import track
 
@@ -110,37 +112,37 @@ class Adapter:
             batches[-1].append(i)
         texts = [""] * len(requests)
         for batch in track(batches, "texts", disable=not self.show):
-            written = self._write([prompts[i] for i in batch], requests[batch[0]].args[1])
+            written = self._generate_texts([prompts[i] for i in batch], requests[batch[0]].args[1])
             for i, text in zip(batch, written, strict=True):
                 texts[i] = text
         return texts
 
-    def _write(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
+    def _generate_texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         from lm_eval.models.utils import normalize_gen_kwargs
 
         asked: dict[str, Any] = dict(normalize_gen_kwargs(settings))
         until, limit, sampled = [s for s in asked.pop("until") if s], asked.pop("max_gen_toks"), asked.pop("do_sample")
         if others := {k: v for k, v in asked.items() if k not in SETTINGS and (k, v) != ("num_beams", 1)}:
             raise ValueError(f"a task asks for {others}; texts are drawn with {', '.join(SETTINGS)} alone")
-        # A character takes four tokens at most: the last ones are enough to see that a text has ended.
+        # A character has at most four tokens, so the last tokens are enough to find a string of `until`.
         tail = 4 * max(map(len, until), default=0) + 4
 
         def done(tokens: list[int]) -> bool:
             text = self.text.decode(tokens[-tail:]) if until else ""
             return tokens[-1] == self.text.eos or any(stop in text for stop in until)
 
-        prompts = [self._cut(prompt, limit) for prompt in prompts]
+        prompts = [self._truncate(prompt, limit) for prompt in prompts]
         written = generate(
             self.model, prompts, limit, done, vocab_size=self.text.vocab_size,
-            # Sampling without a temperature is plain sampling, as in transformers.
+            # Sampling without a temperature means temperature 1, as in transformers.
             temperature=float(asked.get("temperature", 1.0)) if sampled else 0.0,
             top_k=asked.get("top_k") or None, top_p=asked.get("top_p"),
         )  # fmt: skip
         texts = [self.text.decode(tokens[:-1] if tokens[-1:] == [self.text.eos] else tokens) for tokens in written]
         return [text[: min((at for stop in until if (at := text.find(stop)) >= 0), default=None)] for text in texts]
 
-    def _cut(self, context: list[int], more: int) -> list[int]:
-        """The end of a context after which so many tokens can be read."""
+    def _truncate(self, context: list[int], more: int) -> list[int]:
+        """Truncate a context from the left so that `more` tokens can follow it."""
         if self.max_length is None or len(context) + more <= self.max_length:
             return context
         if more >= self.max_length:
@@ -157,7 +159,7 @@ def harness_model(
     max_length: int | None = None,
     show: bool = False,
 ) -> Any:
-    """The model as a `TemplateLM`, to be given to `lm_eval.simple_evaluate` (in evaluation mode, on its device)."""
+    """Return the model (on its device, in evaluation mode) as a `TemplateLM` for `lm_eval.simple_evaluate`."""
     from lm_eval.api.model import TemplateLM
 
     if batch_size < 1 or (max_length is not None and max_length < 1):
@@ -179,29 +181,29 @@ def evaluate(
     max_length: int | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Runs tasks of the harness on a model.
+    """Run tasks of the harness on a model.
 
     Args:
-        model: on its device; put into evaluation mode for the call.
-        tokenizer: of the model.
+        model: the model, on its device; it is in evaluation mode during the call.
+        tokenizer: the model's tokenizer.
         tasks: names of tasks, groups or tags.
-        batch_size: texts at once.
-        limit: examples a task at most; below 1, a fraction of them. None for all.
-        num_fewshot: examples before the question; None is each task's own number.
-        include_path: a folder with YAML files of further tasks.
-        metadata: what some tasks ask for, RULER's `max_seq_lengths` for example.
-        seed: of all random numbers, the choice of examples before the question too; None means the harness's own,
-            those of published numbers.
-        max_length: tokens of one text at most; longer ones lose their beginning. None cuts nothing.
-        show: progress bars.
+        batch_size: texts in a batch.
+        limit: largest number of examples of a task; below 1, the fraction of them; None means all.
+        num_fewshot: number of examples before the question; None means the default of each task.
+        include_path: folder with YAML files of further tasks.
+        metadata: settings that some tasks need, such as RULER's `max_seq_lengths`.
+        seed: seed of all random numbers, including the choice of few-shot examples; None means the harness's seeds,
+            with which published numbers were made.
+        max_length: largest number of tokens of one text; longer texts lose their beginning. None truncates nothing.
+        show: whether to draw progress bars.
 
     Returns:
-        What `lm_eval.simple_evaluate` returns, and `"truncated"`: the number of requests cut to `max_length`.
+        The result of `lm_eval.simple_evaluate`, with `"truncated"`, the number of requests cut to `max_length`.
 
     Raises:
         ImportError: lm-eval is missing.
-        FileNotFoundError: there is no such folder.
-        ValueError: an unknown task, one whose data cannot be had, or a setting out of range.
+        FileNotFoundError: `include_path` does not exist.
+        ValueError: a task is unknown, its data are unavailable, or a setting is out of range.
     """
     if not tasks or (limit is not None and limit <= 0) or (num_fewshot is not None and num_fewshot < 0):
         raise ValueError(f"need a task, limit > 0 and num_fewshot ≥ 0; got {list(tasks)}, {limit} and {num_fewshot}")
@@ -210,8 +212,8 @@ def evaluate(
     except ModuleNotFoundError as error:
         raise ImportError(f"tasks of the harness need lm-eval ({error}): pip install 'halflife[eval]'") from error
     adapter = harness_model(model, tokenizer, batch_size=batch_size, max_length=max_length, show=show)
-    manager = _manager(tasks, include_path, dict(metadata or {}))
-    loaded = [part for name in dict.fromkeys(tasks) for part in _load(manager, name)]
+    manager = _task_manager(tasks, include_path, dict(metadata or {}))
+    loaded = [part for name in dict.fromkeys(tasks) for part in _load_task(manager, name)]
     options: dict[str, Any] = {
         "tasks": loaded, "task_manager": manager, "limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size,
         "log_samples": False, "bootstrap_iters": BOOTSTRAP, **({} if seed is None else dict.fromkeys(SEEDS, seed)),
@@ -219,57 +221,59 @@ def evaluate(
     training = model.training
     model.eval()
     try:
-        found: Any = simple_evaluate(adapter, **options)
+        results: Any = simple_evaluate(adapter, **options)
     finally:
         model.train(training)
-    return {**found, "truncated": adapter.truncated}
+    return {**results, "truncated": adapter.truncated}
 
 
-def _manager(tasks: Sequence[str], include_path: str | Path | None, metadata: dict[str, Any]) -> Any:
-    """The harness's index of tasks; its own thousands take seconds to read, and are left out where nothing needs them.
+def _task_manager(tasks: Sequence[str], include_path: str | Path | None, metadata: dict[str, Any]) -> Any:
+    """Return the harness's index of tasks.
 
-    The metadata belong here: `simple_evaluate` does not hand its own on to a manager.
+    Reading the harness's thousands of tasks takes seconds, so they are left out if `include_path` has all that are
+    needed. The index must get the metadata, because `simple_evaluate` does not pass them to a given index.
     """
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
         if not Path(include_path).is_dir():
             raise FileNotFoundError(f"there is no folder {include_path}")
-        own = TaskManager(include_path=str(include_path), include_defaults=False, metadata=metadata)
-        if set(tasks) <= set(own.all_subtasks):
-            return own
+        included = TaskManager(include_path=str(include_path), include_defaults=False, metadata=metadata)
+        if set(tasks) <= set(included.all_subtasks):
+            return included
     manager = TaskManager(include_path=include_path and str(include_path), metadata=metadata)
     for name in tasks:
         if name not in manager.all_tasks:
             near = ", ".join(difflib.get_close_matches(name, manager.all_tasks, n=5)) or "none"
-            raise ValueError(f"unknown task {name!r}; of the {len(manager.all_tasks):,} names, near it: {near}")
+            raise ValueError(f"unknown task {name!r}; similar names, of {len(manager.all_tasks):,}: {near}")
     return manager
 
 
-def _load(manager: Any, name: str) -> list[Any]:
-    """The group, the task, or the tasks of a tag, with their data."""
+def _load_task(manager: Any, name: str) -> list[Any]:
+    """Load a group, a task, or the tasks of a tag, with their data."""
     try:
         loaded = manager.load([name])
-    except Exception as error:  # each task has its own code and its own way to fail
-        failed = "cannot get its data" if isinstance(error, OSError) else f"cannot be made ({type(error).__name__})"
+    except Exception as error:  # a task runs code of its own, which may raise any error
+        failed = "cannot get its data" if isinstance(error, OSError) else f"cannot be loaded ({type(error).__name__})"
         raise ValueError(f"the task {name} {failed}: {' '.join(str(error).split())}") from error
     return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
 
 
-def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What `evaluate` returns as a table: `{"task", "shots", "metric", "filter", "value", "stderr"}`, a row a metric.
+def metric_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a table of the results of `evaluate`, one row for each metric.
 
-    "filter" is how an answer was taken from a text, "none" where it was not; "stderr" is None where there is none.
+    A row is `{"task", "shots", "metric", "filter", "value", "stderr"}`. "filter" names the rule that extracts an answer
+    from a text, or is "none". "stderr" is None if the harness gives none.
     """
     table = []
-    for task, results in {**found["results"], **found.get("groups", {})}.items():
-        for key, value in results.items():
+    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in metrics.items():
             metric, comma, rule = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
-            error = results.get(f"{metric}_stderr,{rule}")
+            error = metrics.get(f"{metric}_stderr,{rule}")
             table.append({
-                "task": task, "shots": found["n-shot"].get(task), "metric": metric, "filter": rule, "value": value,
+                "task": task, "shots": results["n-shot"].get(task), "metric": metric, "filter": rule, "value": value,
                 "stderr": error if isinstance(error, float) else None,
             })  # fmt: skip
     return table

@@ -1,4 +1,4 @@
-"""The loss of a language model on text: in rows, by position, and of whole documents."""
+"""The loss of a language model on text: by position in rows of one length, and of whole documents."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch import Tensor
 
 from halflife.models import LanguageModel
 
-PIECE = 4096  # tokens read at once: the state goes on, and memory does not grow with the text
+PIECE = 4096  # tokens read at once; the state is carried over, so memory does not grow with the text
 
 
 @torch.no_grad()
 def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Mean loss at each position of rows of one length, in nats: `[T]`, float64, on the CPU.
+    """Return the mean loss at each position in nats, `[T]`, float64, on the CPU.
 
     Args:
-        model: on its device, in evaluation mode.
-        rows: `input_ids [B, T]` and `labels [B, T]` (the token after each; −100 where there is none).
+        model: the model, on its device and in evaluation mode.
+        rows: pairs of `input_ids [B, T]` and `labels [B, T]`, with one T for all. A label is the next token, or −100 if
+            there is none.
 
     Raises:
-        ValueError: no rows.
+        ValueError: there are no rows.
     """
     total = count = None
     for ids, labels in rows:
@@ -39,7 +40,7 @@ def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> 
 
 
 def _losses(model: LanguageModel, ids: Tensor, labels: Tensor) -> Iterator[Tensor]:
-    """The loss at each token, 0 where there is no label, in pieces `[B, ≤ PIECE]`."""
+    """Yield the loss at each token (0 without a label) in pieces `[B, ≤ PIECE]`."""
     device, state = model.embedding.weight.device, None
     for piece, expected in zip(ids.split(PIECE, 1), labels.split(PIECE, 1), strict=True):
         logits, state = model(piece.to(device), state)
@@ -50,12 +51,18 @@ def _losses(model: LanguageModel, ids: Tensor, labels: Tensor) -> Iterator[Tenso
 
 
 def perplexity(losses: Tensor, length: int) -> float:
-    """Perplexity of texts of `length` tokens, from the losses `[≥ length]` of `by_position`."""
+    """Return the perplexity of texts of `length` tokens from the losses `[≥ length]` of `by_position`."""
     return math.exp(losses[:length].mean().item())
 
 
 class DocumentLoss(NamedTuple):
-    """Nats of all tokens that follow another in their document, how many those are, and the documents' number."""
+    """The summed loss of documents.
+
+    Attributes:
+        nats: loss of all tokens except the first of each document.
+        tokens: number of those tokens.
+        documents: number of documents with at least one token.
+    """
 
     nats: float
     tokens: int
@@ -63,37 +70,37 @@ class DocumentLoss(NamedTuple):
 
 
 @torch.no_grad()
-def of_documents(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
-    """The loss on whole documents, each read from its first token on with the state carried to its end.
+def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
+    """Return the loss on whole documents. The state is carried from the first token of a document to its last.
 
-    The first token of a document follows nothing and is not in the sum.
+    The first token of a document has no prediction and is not counted.
 
     Args:
-        model: on its device, in evaluation mode.
-        documents: token ids of each.
+        model: the model, on its device and in evaluation mode.
+        documents: token ids of each document.
     """
     nats, tokens, count = 0.0, 0, 0
-    for pack in _packs(torch.as_tensor(document, dtype=torch.long) for document in documents):
+    for pack in _pack_documents(torch.as_tensor(document, dtype=torch.long) for document in documents):
         count += len(pack)
-        ids, labels = torch.cat(pack), torch.cat([_next(document) for document in pack])
+        ids, labels = torch.cat(pack), torch.cat([_next_tokens(document) for document in pack])
         if len(pack) == 1:
-            found = torch.cat([*_losses(model, ids.unsqueeze(0), labels.unsqueeze(0))], dim=1)[0]
+            losses = torch.cat([*_losses(model, ids.unsqueeze(0), labels.unsqueeze(0))], dim=1)[0]
         else:
             bounds = torch.tensor([0, *(len(document) for document in pack)]).cumsum(0, dtype=torch.int32)
             device = model.embedding.weight.device
             logits, _ = model(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
-            found = F.cross_entropy(logits[0].float(), labels.to(device), reduction="none", ignore_index=-100)
-        nats += found.double().sum().item()
+            losses = F.cross_entropy(logits[0].float(), labels.to(device), reduction="none", ignore_index=-100)
+        nats += losses.double().sum().item()
         tokens += int((labels >= 0).sum())
     return DocumentLoss(nats, tokens, count)
 
 
-def _next(document: Tensor) -> Tensor:
+def _next_tokens(document: Tensor) -> Tensor:
     return torch.cat([document[1:], document.new_full((1,), -100)])
 
 
-def _packs(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Short documents together, up to `PIECE` tokens; a longer one alone; those without a token left out."""
+def _pack_documents(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield packs of short documents of up to `PIECE` tokens; a longer document is alone, an empty one is skipped."""
     held: list[Tensor] = []
     for document in documents:
         if not len(document):
@@ -106,7 +113,11 @@ def _packs(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield held
 
 
-def octaves(losses: Tensor) -> list[tuple[int, int, float]]:
-    """The losses `[T]` of `by_position` in buckets that double: (first position, last, mean loss), from 1 on."""
+def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:
+    """Return the mean losses of buckets whose length doubles, as (first position, last position, mean loss).
+
+    Args:
+        losses: losses `[T]` of `by_position`. Positions are counted from 1.
+    """
     edges = [0, *(2**i for i in range(len(losses).bit_length()) if 2**i < len(losses)), len(losses)]
     return [(a + 1, b, losses[a:b].mean().item()) for a, b in pairwise(edges)]

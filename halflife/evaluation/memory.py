@@ -1,8 +1,8 @@
-"""The bytes in which a model remembers one sequence, at any length, and from which length on a KV cache needs more.
+"""Bytes of a model's state of one sequence at any length, and the length from which a KV cache is larger.
 
-Sizes are taken from the states of a real model that reads a few tokens one by one, as in decoding. Every tensor of a
-state is either constant or grows by as much with every token; that is checked, and then every length is known.
-Counters (integers, such as the position) are left out.
+The sizes are measured on the states of a small real model, which reads a few tokens one by one as in decoding. Every
+tensor of a state either has constant size or grows linearly with the number of tokens. This is checked, and it gives
+the size at every length. Counters (integer tensors such as the position) are not counted.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from halflife.layers import State
 from halflife.models import LanguageModel, ModelConfig, preset
 from halflife.registry import unknown
 
-PROBES = (1, 2, 4)  # tokens; three lengths, because two points always lie on a line
+PROBES = (1, 2, 4)  # lengths in tokens; two would not show whether a size grows linearly
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float8": 1}  # bytes a number; scales of float8 are not counted
+CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float8": 1}  # bytes of a number; the scales of float8 are not counted
 SKA_COMMITTED = ("gram", "transition", "values", "last", "norm")
 SKA_PENDING = ("pending_keys", "pending_values")
 
 
 @dataclass(frozen=True)
-class Size:
-    """`constant + per_token · T`, in numbers or in bytes, after T tokens."""
+class LinearSize:
+    """A size of `constant + per_token · T` after T tokens, in numbers or in bytes."""
 
     constant: int = 0
     per_token: int = 0
 
     def at(self, length: int) -> int:
-        """The size after `length` tokens."""
+        """Return the size after `length` tokens."""
         return self.constant + self.per_token * length
 
-    def __add__(self, other: Size) -> Size:
-        return Size(self.constant + other.constant, self.per_token + other.per_token)
+    def __add__(self, other: LinearSize) -> LinearSize:
+        return LinearSize(self.constant + other.constant, self.per_token + other.per_token)
 
-    def __mul__(self, times: int) -> Size:
-        return Size(self.constant * times, self.per_token * times)
+    def __mul__(self, times: int) -> LinearSize:
+        return LinearSize(self.constant * times, self.per_token * times)
 
-    def smaller_from(self, other: Size) -> int | None:
-        """The first length (1 or more) from which on this is smaller than `other`; None if that never happens."""
+    def smaller_from(self, other: LinearSize) -> int | None:
+        """Return the first length, at least 1, from which this stays smaller than `other`, or None if there is none."""
         gained, owed = other.per_token - self.per_token, self.constant - other.constant
         if gained <= 0:
             return 1 if gained == 0 and owed < 0 else None
@@ -53,36 +53,42 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of a layer's state: its shape after the first token, how many numbers it holds, bytes a number."""
+class StateTensor:
+    """The size of one tensor of a layer's state.
+
+    Attributes:
+        shape: shape after the first token.
+        numbers: number of its elements.
+        itemsize: bytes of an element.
+    """
 
     shape: tuple[int, ...]
-    numbers: Size
-    item: int
+    numbers: LinearSize
+    itemsize: int
 
     @property
-    def bytes(self) -> Size:
-        return self.numbers * self.item
+    def bytes(self) -> LinearSize:
+        return self.numbers * self.itemsize
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """The state of one layer of a kind.
+    """The size of the state of one kind of layer.
 
     Attributes:
-        mixer: name of the layer.
-        layers: where such layers stand, from 0; "embedding" for the Toeplitz layer after it.
-        tensors: name → what is stored, counters left out.
+        mixer: name of the mixer.
+        layers: indices, from 0, of the layers of this kind; "embedding" for the Toeplitz layer after the embedding.
+        tensors: the state's tensors by name, without counters.
     """
 
     mixer: str
     layers: tuple[int | str, ...]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StateTensor]
 
     @property
-    def bytes(self) -> Size:
-        """Of one layer."""
-        return sum((stored.bytes for stored in self.tensors.values()), Size())
+    def bytes(self) -> LinearSize:
+        """Bytes of the state of one such layer."""
+        return sum((tensor.bytes for tensor in self.tensors.values()), LinearSize())
 
 
 # ------------------------------------------------------------------------------------------ measurement
@@ -90,19 +96,19 @@ class LayerState:
 
 @torch.no_grad()
 def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str | None = None) -> list[LayerState]:
-    """What each kind of layer of a model keeps of one sequence, measured.
+    """Measure the state of each kind of layer of a model, for one sequence.
 
     Args:
-        config: of the model; a small one with one layer of each kind is built for it.
-        dtype: what the model runs in, "float32" or "bfloat16"; recurrent states are float32 in either.
-        cache_dtype: how what grows with the length is stored, "float32", "bfloat16" or "float8"; None means as `dtype`.
+        config: configuration of the model. A small model with one layer of each kind is built from it.
+        dtype: dtype of the model, "float32" or "bfloat16". Recurrent states are float32 in both.
+        cache_dtype: dtype of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
 
     Raises:
-        ValueError: an unknown dtype, or a state that is neither constant nor grows evenly.
+        ValueError: a dtype is unknown, or the size of a state is not linear in the length.
     """
     _check_dtypes(dtype, cache_dtype)
-    small, layers = one_of_each(config)
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+    small, layers = one_layer_of_each_kind(config)
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random numbers unchanged
         model = LanguageModel(small).to(DTYPES[dtype])
     after: dict[int, tuple[State, ...]] = {}
     state = None
@@ -111,15 +117,15 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
         after[length] = state
     names = [small.mixer_of(i)[0] for i in range(small.num_layers)] + ["tpe"] * (config.position == "tpe")
     return [
-        LayerState(name, where, _stored(name, [after[length][i] for length in PROBES], cache_dtype))
+        LayerState(name, where, _state_tensors(name, [after[length][i] for length in PROBES], cache_dtype))
         for i, (name, where) in enumerate(zip(names, layers, strict=True))
     ]
 
 
-def one_of_each(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
-    """A model with one layer of each kind, and where these kinds stand in the whole one.
+def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str, ...]]]:
+    """Return the configuration of a model with one layer of each kind, and the indices of each kind in the full model.
 
-    Vocabulary and MLP width do not enter any state, and are made small.
+    The vocabulary and the width of the MLP are small, because no state depends on them.
     """
     special = sorted(set(config.hybrid.get("layers", ())))
     base = [i for i in range(config.num_layers) if i not in special]
@@ -129,35 +135,35 @@ def one_of_each(config: ModelConfig) -> tuple[ModelConfig, list[tuple[int | str,
     return small, kinds + [("embedding",)] * (config.position == "tpe")
 
 
-def _stored(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, Stored]:
-    """The tensors of a layer's states after `PROBES` tokens, of one sequence."""
-    found = {}
+def _state_tensors(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, StateTensor]:
+    """Return the sizes of a layer's tensors from its states of one sequence after `PROBES` tokens."""
+    sizes = {}
     for name in dict.fromkeys(name for state in states for name in state):
         tensors = [state[name] for state in states if name in state]
         if not tensors[0].is_floating_point():
             continue
         counts = [x.numel() for x in tensors]
         per_token = (counts[-1] - counts[0]) // (PROBES[-1] - PROBES[0])
-        numbers = Size(counts[0] - per_token * PROBES[0], per_token)
+        numbers = LinearSize(counts[0] - per_token * PROBES[0], per_token)
         if counts != [numbers.at(length) for length in PROBES]:
             raise ValueError(
-                f"{name!r} of {mixer} holds {counts} numbers after {list(PROBES)} tokens: that is neither constant nor "
-                "as much with every token, so longer sequences cannot be told from it"
+                f"{name!r} of {mixer} holds {counts} numbers after {list(PROBES)} tokens; this is not linear in the "
+                "length, so the size at other lengths is unknown"
             )
-        item = CACHE_DTYPES[cache_dtype] if per_token and cache_dtype else tensors[0].element_size()
-        found[name] = Stored(tuple(tensors[0].shape), numbers, item)
-    return found
+        itemsize = CACHE_DTYPES[cache_dtype] if per_token and cache_dtype else tensors[0].element_size()
+        sizes[name] = StateTensor(tuple(tensors[0].shape), numbers, itemsize)
+    return sizes
 
 
-def model_size(states: Sequence[LayerState]) -> Size:
-    """Bytes of the state of a whole model."""
-    return sum((state.bytes * len(state.layers) for state in states), Size())
+def model_state_size(states: Sequence[LayerState]) -> LinearSize:
+    """Return the bytes of the state of a whole model."""
+    return sum((state.bytes * len(state.layers) for state in states), LinearSize())
 
 
-def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> Size:
-    """Bytes of the softmax cache of a llama with as many key and value heads as queries: 2 · D · layers · T numbers."""
+def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> LinearSize:
+    """Return the bytes of the KV cache of a llama without shared key or value heads: 2 · D · layers · T numbers."""
     _check_dtypes("float32", cache_dtype)
-    return Size(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
+    return LinearSize(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
 
 
 def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
@@ -171,29 +177,31 @@ def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
 
 
 def ska_threshold(rank: int, value_dim: int) -> Fraction:
-    """The T beyond which SKA's sums are fewer numbers than its keys and values: `(2r² + Pr + r + 1)/(r + P)`.
+    """Return the T beyond which SKA's sums hold fewer numbers than its keys and values: `(2r² + Pr + r + 1)/(r + P)`.
 
     Source: Echo, Proposition I.14.
 
     Args:
-        rank: r, of keys; value_dim: P, of values; a head's.
+        rank: r, key size of a head.
+        value_dim: P, value size of a head.
     """
     return Fraction(2 * rank**2 + value_dim * rank + rank + 1, rank + value_dim)
 
 
 def ska_sizes(state: LayerState) -> dict[str, Any]:
-    """What an SKA layer holds, in numbers, against a cache of its own keys and values, `H (r + P)` numbers a token.
+    """Compare the state of an SKA layer with a cache of its keys and values, which has `H (r + P)` numbers a token.
 
     Returns:
-        "heads", "rank", "value_dim"; "committed" and "pending" numbers of a layer; the first length at which it is
-        smaller than its cache: "theory" (Prop. I.14), "measured" (the committed numbers) and "with_pending" (all).
+        "layers", "heads", "rank", "value_dim"; the numbers in the layer's "committed" and "pending" tensors; and the
+        first length at which the state is smaller than the cache: "theory" (Prop. I.14), "measured" (committed numbers
+        only) and "with_pending" (all numbers).
     """
     heads, rank = state.tensors["gram"].shape[1:3]
     value_dim = state.tensors["values"].shape[2]
     committed, pending = (
-        sum((state.tensors[name].numbers for name in names), Size()) for names in (SKA_COMMITTED, SKA_PENDING)
+        sum((state.tensors[name].numbers for name in names), LinearSize()) for names in (SKA_COMMITTED, SKA_PENDING)
     )
-    cache = Size(per_token=heads * (rank + value_dim))
+    cache = LinearSize(per_token=heads * (rank + value_dim))
     return {
         "layers": list(state.layers), "heads": heads, "rank": rank, "value_dim": value_dim,
         "committed": committed.constant, "pending": pending.constant,
@@ -205,7 +213,7 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- many models
 
 
-def survey(
+def measure_memory(
     models: Sequence[str],
     lengths: Sequence[int],
     *,
@@ -216,21 +224,22 @@ def survey(
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Bytes of the state of presets at lengths, against the KV cache of a llama of the same sizes.
+    """Measure the states of presets at some lengths, beside the KV cache of a llama of the same sizes.
 
     Args:
-        models: presets, `base[+modifier…]`.
-        lengths: tokens, in any order.
-        hidden_size, num_layers, num_heads, vocab_size: as in `preset`; the vocabulary counts among the parameters only.
-        dtype, cache_dtype: see `layer_states`.
+        models: names of presets, `base[+modifier…]`.
+        lengths: numbers of tokens, in any order.
+        hidden_size, num_layers, num_heads, vocab_size: as in `preset`. The vocabulary affects the parameters only.
+        dtype, cache_dtype: as in `layer_states`.
 
     Returns:
-        The settings; "cache": `{"per_token", "bytes": [a length]}`; "models": `[{"model", "parameters", "constant",
-        "per_token", "bytes": [a length], "smaller_from", "layers", "ska"}]`, sizes in bytes; "smaller_from" is the
-        first length at which the state is smaller than the cache, None for never.
+        The settings; "cache", `{"per_token", "bytes": [one a length]}`; and "models", `[{"model", "parameters",
+        "constant", "per_token", "bytes": [one a length], "smaller_from", "layers", "ska"}]`. Sizes are in bytes.
+        "smaller_from" is the first length at which the state is smaller than the cache, or None.
 
     Raises:
-        ValueError: no model or length, one twice, a length below 1, an unknown name, or sizes that do not fit.
+        ValueError: there is no model or no length, a model is repeated, a length is below 1, a name is unknown, or the
+            sizes do not fit.
     """
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
@@ -248,21 +257,23 @@ def survey(
     return {
         **sizes, "num_heads": num_heads, "dtype": dtype, "cache_dtype": cache_dtype or dtype, "lengths": lengths,
         "cache": {"per_token": cache.per_token, "bytes": [cache.at(length) for length in lengths]},
-        "models": [_row(config, layer_states(config, dtype, cache_dtype), lengths, cache) for config in configs],
+        "models": [_model_row(config, layer_states(config, dtype, cache_dtype), lengths, cache) for config in configs],
     }  # fmt: skip
 
 
-def _row(config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: Size) -> dict[str, Any]:
+def _model_row(
+    config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: LinearSize
+) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = LanguageModel(config).num_parameters()
-    size = model_size(states)
+    size = model_state_size(states)
     return {
         "model": config.name, "parameters": parameters, **dataclasses.asdict(size),
         "bytes": [size.at(length) for length in lengths], "smaller_from": size.smaller_from(cache),
         "layers": [
             {
                 "mixer": state.mixer, "layers": list(state.layers), **dataclasses.asdict(state.bytes),
-                "tensors": {name: dataclasses.asdict(stored.bytes) for name, stored in state.tensors.items()},
+                "tensors": {name: dataclasses.asdict(tensor.bytes) for name, tensor in state.tensors.items()},
             }
             for state in states
         ],
@@ -270,10 +281,10 @@ def _row(config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[in
     }  # fmt: skip
 
 
-def readable(size: float) -> str:
-    """Bytes with a binary unit and three digits, two below 1: "1.5 MiB", "0.98 MiB"."""
+def format_bytes(size: float) -> str:
+    """Format bytes with a binary unit and three digits, or two digits below 1: "1.5 MiB", "0.98 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 999.5:  # what would be rounded to 1000 is of the next unit
+        if size < 999.5:  # a size that rounds to 1000 gets the next unit
             return f"{size:.{3 if size >= 1 else 2}g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB" if size < 999.5 else f"{size:,.0f} TiB"

@@ -1,4 +1,4 @@
-"""Accuracy of a model on a task."""
+"""Accuracy of a model on a task, in all and by position."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ def accuracy(
     batch_tokens: int = 1 << 15,
     bf16: bool = False,
 ) -> float:
-    """The fraction of scored positions at which the model's first choice is the label.
+    """Return the fraction of scored positions whose label is the model's likeliest token.
 
-    All positions count alike; in MQAR every example has the same number of them. Where an answer has several characters
-    (`task.whole_answers`) it is the fraction of examples with all of them right.
+    All scored positions have equal weight. If an answer has several characters (`task.whole_answers`), the result is
+    the fraction of examples in which every character is right.
 
     Args:
-        model: put into evaluation mode for the call (it changes nothing that the model computes).
-        split, seed: which examples, see `stream_seed`.
-        num_examples: at least 1.
-        batch_tokens: tokens of a forward pass, which bounds the memory.
-        bf16: mixed precision, for a model that was trained in it.
+        model: the model; it is in evaluation mode during the call, which does not change its results.
+        task: the task.
+        split: "train", "validation" or "test", see `stream_seed`.
+        seed: seed of the examples, see `stream_seed`.
+        num_examples: number of examples, at least 1.
+        batch_tokens: tokens of a forward pass; it bounds the memory.
+        bf16: whether to use mixed precision, for a model that was trained with it.
     """
     right = scored = 0
-    for labels, logits in _answers(model, task, split, seed, num_examples, batch_tokens, bf16):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16):
         mask = labels != IGNORED
         correct = torch.ones_like(mask)
         correct[mask] = logits.argmax(-1) == labels[mask]
@@ -56,24 +58,24 @@ def by_position(
     batch_tokens: int = 1 << 15,
     bf16: bool = False,
 ) -> dict[str, list[float]]:
-    """Accuracy and cross-entropy (nats) at each position of a task that scores them all; arguments as `accuracy`."""
+    """Return the accuracy and the cross-entropy (nats) at each position of a dense task; arguments as `accuracy`."""
     right = torch.zeros(task.length, dtype=torch.double)
     loss = torch.zeros(task.length, dtype=torch.double)
-    for labels, logits in _answers(model, task, split, seed, num_examples, batch_tokens, bf16):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16):
         every = logits.unflatten(0, labels.shape)
         right += (every.argmax(-1) == labels).double().sum(0)
         loss += F.cross_entropy(every.transpose(1, 2), labels, reduction="none").double().sum(0)
     return {"accuracy": (right / num_examples).tolist(), "loss": (loss / num_examples).tolist()}
 
 
-def _answers(
+def _scored_logits(
     model: LanguageModel, task: Task, split: str, seed: int, num_examples: int, batch_tokens: int, bf16: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`labels [b, T]` and float32 logits at the scored positions, on the CPU, batch by batch."""
+    """Yield `labels [b, T]` and the float32 logits at the scored positions, on the CPU, batch by batch."""
     device = next(model.parameters()).device
     examples = task.generate(num_examples, stream_seed(split, seed))
     rows, training = max(1, batch_tokens // task.length), model.training
-    model.eval()  # it computes the same, and counts nothing as training
+    model.eval()  # training mode would count GateRank's resets
     try:
         for inputs, labels in zip(examples.inputs.split(rows), examples.labels.split(rows), strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

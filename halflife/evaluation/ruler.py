@@ -1,4 +1,4 @@
-"""RULER's scores of a model: prompts are read and continued with the model's own state, references are looked for."""
+"""RULER's scores of a model: the fraction of reference strings in the model's continuations of the prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from halflife.tasks import ruler
 
 
 class Ruler(NamedTuple):
-    """Scores.
+    """RULER's scores of a model.
 
     Attributes:
-        rows: one a task and length, `{"task", "length", "haystack", "score", "examples"}`; score is the mean.
-        details: one an example, `{"task", "length", "depth", "score"}`; depth as in `tasks.ruler.Example`.
+        rows: `{"task", "length", "haystack", "score", "examples"}` for each task and length; score is the mean.
+        details: `{"task", "length", "depth", "score"}` for each example; depth as in `tasks.ruler.Example`.
     """
 
     rows: list[dict[str, Any]]
@@ -35,25 +35,25 @@ def evaluate(
     batch_size: int = 4,
     show: bool = False,
 ) -> Ruler:
-    """The fraction of reference strings in what the model writes after each prompt, the likeliest token at a time.
+    """Return the fraction of reference strings in the model's greedy continuation of each prompt.
 
-    Nothing is cut: prompts are made so long that they and what is written after them fill the length, and are read
-    whole, in pieces. A model whose state has a fixed size takes the same memory for every length.
+    No prompt is truncated. Prompts are made so long that prompt and continuation fill the length, and are read in
+    pieces. A model whose state has a fixed size needs the same memory for every length.
 
     Args:
-        model: put into evaluation mode for the call; it is used on the device where it is.
-        tokenizer: of the model.
-        tasks: see `tasks.ruler.names`.
-        lengths: tokens of a prompt and its continuation.
-        examples: of each task and length; multiples of ten have every depth of a needle equally often.
-        seed: of the examples.
-        essay: a text to hide needles in, for the tasks that need one.
-        batch_size: prompts at once.
-        show: draw a progress bar.
+        model: the model, on its device; it is in evaluation mode during the call.
+        tokenizer: the model's tokenizer.
+        tasks: names of tasks, see `tasks.ruler.names`.
+        lengths: numbers of tokens of a prompt with its continuation.
+        examples: number of examples of each task and length; a multiple of ten has every needle depth equally often.
+        seed: seed of the examples.
+        essay: text in which needles are hidden, for the tasks that need one.
+        batch_size: prompts in a batch.
+        show: whether to draw a progress bar.
 
     Raises:
-        ValueError: no task or length, a number below 1, or, before anything is read, a task and length for which there
-            is no example; see `tasks.ruler.example`.
+        ValueError: no task or length is given, a number is below 1, or no example exists for a task and a length (see
+            `tasks.ruler.example`); this is checked before the model reads.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _scores(model: LanguageModel, tokenizer: Tokenizer, batch: Sequence[ruler.Example]) -> list[float]:
-    """Of examples of one task: the fraction of each one's references that its continuation has, whatever their case."""
+    """Return the fraction of each example's references in its continuation, ignoring case. All are of one task."""
     prompts = [tokenizer.encode(example.prompt).tolist() for example in batch]
     written = generate(
         model, prompts, batch[0].new_tokens, lambda ids: ids[-1] == tokenizer.eos, vocab_size=tokenizer.vocab_size

@@ -1,6 +1,7 @@
-"""How fast a model trains and decodes, and in how much memory: what is timed, and fair ways to time it.
+"""Speed and memory of training and decoding: the work that is timed, and fair ways to time it.
 
-A model is anything with `logits, state = model(ids, state)` as `LanguageModel` has it, so that others can stand beside.
+A model is any module with `logits, state = model(ids, state)` like `LanguageModel`, so that models of other libraries
+can be compared.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], *, rounds: int = 3, seconds: float = 0.0
 ) -> dict[str, float]:
-    """Median seconds of each candidate, over rounds in which each runs once: what slows the machine slows them all.
+    """Return the median seconds of each candidate over rounds in which each runs once.
+
+    Since the candidates alternate, a slow phase of the machine affects them all.
 
     Args:
-        candidates: name → what to time; run it once before, if its first call does more than the others.
-        rounds: at least so many.
-        seconds: rounds begin until so many have passed.
+        candidates: name → function to time. If its first call does extra work, call it once before.
+        rounds: least number of rounds.
+        seconds: further rounds start until this time has passed.
 
     Raises:
-        ValueError: fewer than one round.
+        ValueError: rounds is below 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; got {rounds}")
@@ -48,7 +51,7 @@ def interleaved(
 
 
 def _now() -> float:
-    """Seconds, when the device has done all that it was given."""
+    """Return the time in seconds, after the accelerator has finished its work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -58,14 +61,14 @@ def _now() -> float:
 
 
 def train_step(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Tensor]:
-    """A step of training on `ids [B, T]`: forward, backward of the mean cross-entropy of the next token, AdamW.
+    """Return a function that does one training step: forward, backward of the mean cross-entropy, AdamW.
 
     Args:
-        model: put into training mode, and trained.
-        bf16: mixed precision.
+        model: the model, which is put into training mode and trained.
+        bf16: whether to use mixed precision.
 
     Returns:
-        `loss = step(ids)`; the first call also allocates AdamW's moments.
+        `loss = step(ids)` for `ids [B, T]`. The first call also allocates AdamW's moments.
     """
     optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1), lr=1e-4)
 
@@ -82,15 +85,15 @@ def train_step(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Te
 
 
 class Decoder:
-    """A model that reads and then goes on with the likeliest token, one a call: what decoding costs after a context.
+    """Greedy decoding after a context, one token a call, to measure the cost of a token.
 
     Args:
-        model: put into evaluation mode.
+        model: the model, which is put into evaluation mode.
 
     Attributes:
-        state: the model's, after all that was read.
-        token: `[B, 1]`, the likeliest next one, which the next call reads.
-        position: tokens read.
+        state: state of the model after all tokens so far.
+        token: the likeliest next token, `[B, 1]`, which the next call reads.
+        position: number of tokens read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -101,16 +104,16 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Decoder:
-        """Reads `ids [B, T]`, T ≥ 1, in one pass; returns the decoder."""
+        """Read `ids [B, T]`, T ≥ 1, in one pass, and return the decoder."""
         logits, self.state = self.model(ids, self.state)
         self.token, self.position = logits[:, -1:].argmax(-1), self.position + ids.shape[1]
         return self
 
     def __call__(self) -> None:
-        """Decodes a token.
+        """Decode one token.
 
         Raises:
-            ValueError: nothing has been read yet.
+            ValueError: the decoder has read nothing yet.
         """
         if self.token is None:
             raise ValueError("the decoder has read nothing yet: let it read a context first")
@@ -119,12 +122,12 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some tokens of a stream.
+    """Measurements of consecutive tokens of a stream.
 
     Attributes:
-        tokens: of the stream, this stretch included.
-        seconds: median of a token in this stretch.
-        resident: bytes of memory that the process holds at its end.
+        tokens: tokens of the stream up to the end of this stretch.
+        seconds: median time of a token in this stretch.
+        resident: bytes of memory that the process holds at the end of this stretch.
     """
 
     tokens: int
@@ -133,13 +136,13 @@ class Stretch:
 
 
 class Pace:
-    """Time and memory of a stream, stretch by stretch: call `tick` after each token.
+    """Measures the time and the memory of a stream in stretches of tokens. Call `tick` after each token.
 
     Args:
         every: tokens of a stretch.
 
     Attributes:
-        stretches: those that are complete.
+        stretches: the complete stretches.
     """
 
     def __init__(self, every: int) -> None:
@@ -151,31 +154,34 @@ class Pace:
         self._last = _now()
 
     def tick(self) -> None:
-        """A token is done."""
+        """Record that a token is done."""
         now = _now()
         self._times.append(now - self._last)
         if len(self._times) == self.every:
             tokens = self.every * (len(self.stretches) + 1)
             self.stretches.append(Stretch(tokens, median(self._times), resident_memory()))
             self._times.clear()
-        self._last = _now()  # what was measured here is no time of the next token
+        self._last = _now()  # excludes the time that this method takes
 
 
 # ------------------------------------------------------------------------------------------------ memory
 
 
 def state_bytes(state: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of the tensors of a state, one mapping a layer; counters (integers) are left out."""
+    """Return the bytes of a state, one mapping for each layer, without counters (integer tensors)."""
     tensors = (x for layer in state for x in layer.values() if isinstance(x, Tensor))
     return sum(x.nbytes for x in tensors if x.is_floating_point())
 
 
 def resident_memory(field: str = "VmRSS") -> int:
-    """Bytes of memory that this process holds now; "VmHWM" for the most that it ever held (Linux).
+    """Return the bytes of memory that this process holds (Linux).
+
+    Args:
+        field: "VmRSS" for the memory held now, "VmHWM" for the peak so far.
 
     Raises:
         FileNotFoundError: there is no /proc.
-        ValueError: an unknown field.
+        ValueError: the field is unknown.
     """
     if not STATUS.exists():
         raise FileNotFoundError(f"memory is read from {STATUS}, which only Linux has")
@@ -186,15 +192,14 @@ def resident_memory(field: str = "VmRSS") -> int:
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """Bytes by which this process grows while `run` runs, at the most (Linux).
+    """Return the peak growth of this process in bytes while `run` runs (Linux).
 
-    Memory that was freed before and that the allocator kept is used again without being counted: measure what comes
-    first in a fresh process.
+    Memory that the allocator holds from before is used again and is not counted. Measure in a fresh process therefore.
 
     Raises:
         FileNotFoundError: there is no /proc.
     """
     before = resident_memory()
-    CLEAR.write_text("5")  # the peak starts anew from what is held now
+    CLEAR.write_text("5")  # resets the peak to the memory held now
     run()
     return max(0, resident_memory("VmHWM") - before)

@@ -1,6 +1,6 @@
-"""The door to Hugging Face: any model of halflife for `AutoModelForCausalLM`, `generate()` and `Trainer`.
+"""halflife's models for Hugging Face's `AutoModelForCausalLM`, `generate()` and `Trainer`.
 
-Importing it needs transformers, and registers the classes there.
+Importing this package needs transformers, and registers the classes with it.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

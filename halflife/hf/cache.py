@@ -1,4 +1,4 @@
-"""The state of a model as `generate` wants it."""
+"""The state of a model in the form that transformers' `generate` needs."""
 
 from __future__ import annotations
 
@@ -10,50 +10,49 @@ from halflife.models.lm import ModelState
 
 
 class HalflifeCache:
-    """The state of a model, called `past_key_values` by transformers.
+    """The state of a model, which transformers calls `past_key_values`.
 
-    A forward pass returns a new one and leaves the one it is given as it is. The methods change this object, never its
-    tensors.
+    A forward pass returns a new cache and does not modify its input. The methods change this object, never its tensors.
 
     Args:
-        state: the model's, one row a sequence.
-        seen: columns of the batch that have been read, padding included; None means tokens of the longest sequence.
+        state: the model's state, one row for each sequence.
+        seen: columns of the batch that the model has read, padding included; None means the longest sequence's tokens.
     """
 
     is_compileable = False
-    is_croppable = False  # what has been read cannot be unread
+    is_croppable = False  # a recurrent state cannot forget its last tokens
 
     def __init__(self, state: ModelState, seen: int | None = None) -> None:
         self.state = state
         self.seen = int(state[0]["position"].max()) if seen is None else seen
 
     def __len__(self) -> int:
-        """Layers."""
+        """Return the number of layers."""
         return len(self.state)
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """Rows of the batch."""
         return len(self.state[0]["position"])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch that have been read."""
+        """Return the number of columns of the batch that the model has read."""
         return self.seen
 
     def copy(self) -> HalflifeCache:
-        """Another one of the same state; tensors are shared, since nobody writes to them."""
+        """Return another cache of the same state. The two share tensors, which are never modified."""
         return HalflifeCache(self.state, self.seen)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`, in this order."""
+        """Keep only the rows `indices`, in this order."""
         self._map(lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times in a row (beams, `num_return_sequences`)."""
+        """Repeat each row `repeats` times (for beams and `num_return_sequences`)."""
         self._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """`batch_select_indices` under the name that beam search knows."""
+        """Do `batch_select_indices`; beam search calls it by this name."""
         self.batch_select_indices(beam_idx)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:

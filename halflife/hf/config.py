@@ -1,4 +1,4 @@
-"""`ModelConfig` as a configuration of transformers."""
+"""A `ModelConfig` inside a configuration of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from halflife.models import ModelConfig, checkpoint, preset
 
-# What transformers calls the fields of a `ModelConfig` that it asks for.
+# transformers' name → the field of `ModelConfig`, for the fields that transformers reads.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -31,18 +31,18 @@ class HalflifeConfig(PreTrainedConfig):
         HalflifeConfig.from_preset("mamba2+post", hidden_size=256, num_layers=4, vocab_size=50257)
         HalflifeConfig(my_model_config)
 
-    `vocab_size`, `hidden_size`, `num_hidden_layers`, `tie_word_embeddings` and `initializer_range` are read from
-    `model`; setting them sets them there.
+    The attributes `vocab_size`, `hidden_size`, `num_hidden_layers`, `tie_word_embeddings` and `initializer_range` read
+    and write the fields of `model`.
 
     Args:
-        model: the `ModelConfig`, or its dict (which is what the attribute holds); None means the preset mamba2 in its
-            default sizes.
+        model: the `ModelConfig` or its dict; the attribute is the dict. None means the preset mamba2 in its default
+            sizes.
         use_cache: whether a forward pass returns the state.
-        pad_token_id, bos_token_id, eos_token_id: for `generate`.
+        pad_token_id, bos_token_id, eos_token_id: token ids for `generate`.
         **kwargs: other settings of transformers.
 
     Raises:
-        ValueError: an unknown key of the model, or one that contradicts what stands beside it.
+        ValueError: the model has an unknown key, or a keyword contradicts a field of the model.
     """
 
     model_type = "halflife"
@@ -67,21 +67,21 @@ class HalflifeConfig(PreTrainedConfig):
         config = model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
         self.model, self.use_cache = config.to_dict(), use_cache
         self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
-        for name, own in FIELDS.items():
-            if (value := kwargs.pop(name, self.model[own])) != self.model[own]:
-                raise ValueError(f"{name} is {value}, but {own} of the model is {self.model[own]}")
-        if (found := kwargs.pop("format", checkpoint.FORMAT)) != checkpoint.FORMAT:
-            raise ValueError(f"this checkpoint has format {found}; this version reads {checkpoint.FORMAT}")
+        for name, field in FIELDS.items():
+            if (value := kwargs.pop(name, self.model[field])) != self.model[field]:
+                raise ValueError(f"{name} is {value}, but {field} of the model is {self.model[field]}")
+        if (version := kwargs.pop("format", checkpoint.FORMAT)) != checkpoint.FORMAT:
+            raise ValueError(f"this checkpoint has format {version}; this version reads {checkpoint.FORMAT}")
         super().__init__(**kwargs)
 
     @classmethod
     def from_preset(cls, name: str, **sizes: Any) -> HalflifeConfig:
-        """The configuration of `halflife.preset(name, **sizes)`."""
+        """Return the configuration of `halflife.preset(name, **sizes)`."""
         return cls(model=preset(name, **sizes))
 
     def model_config(self) -> ModelConfig:
-        """What `LanguageModel` is built from."""
+        """Return the `ModelConfig`, from which `LanguageModel` is built."""
         return ModelConfig.from_dict(self.model)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), **{name: self.model[own] for name, own in FIELDS.items()}}
+        return {**super().to_dict(), **{name: self.model[field] for name, field in FIELDS.items()}}

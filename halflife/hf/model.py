@@ -1,4 +1,4 @@
-"""`LanguageModel` as a causal language model of transformers."""
+"""A `LanguageModel` inside a causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from halflife.models.lm import ModelState
 
 
 class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `LanguageModel` (`.model`) as a causal language model of transformers.
+    """A causal language model of transformers around a `LanguageModel` (`.model`).
 
-    It is drawn, kept in float32 where it has to be, and tied as the `LanguageModel` is: a tied head has no parameter
-    of its own, so that there is nothing to tie (`_tied_weights_keys`).
+    The `LanguageModel` initialises its parameters, keeps some of them in float32, and ties its head. A tied head has no
+    parameter, so transformers has nothing to tie (`_tied_weights_keys`).
     """
 
     config_class = HalflifeConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True  # num_items_in_batch
+    accepts_loss_kwargs = True  # the loss uses num_items_in_batch
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the base class declares it)
-    # What layers hand on to later ones is one dict: the copy that accelerate would make of it would be lost.
+    # Layers pass tensors to later layers in the dict `shared`. A copy by accelerate would lose what they write to it.
     _skip_keys_device_placement = ["shared"]  # noqa: RUF012
 
     def __init__(self, config: HalflifeConfig) -> None:
@@ -42,13 +42,13 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = False
         self.model = LanguageModel(config.model_config())
         if not self.model.embedding.weight.is_meta:
-            for module in self.modules():  # all is drawn just now, and `post_init` draws what is not
+            for module in self.modules():  # `post_init` would initialise every module without this mark again
                 setattr(module, "_is_hf_initialized", True)  # noqa: B010 (no attribute of nn.Module)
         self.post_init()
 
     @classmethod
     def of(cls, model: LanguageModel) -> HalflifeForCausalLM:
-        """A model around `model`, which it shares."""
+        """Wrap `model`; the wrapper shares its parameters."""
         with torch.device("meta"):
             wrapped = cls(HalflifeConfig(model=model.config, dtype=model.embedding.weight.dtype))
         wrapped.model = model
@@ -56,19 +56,19 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_halflife(cls, folder: str | Path, device: torch.device | str = "cpu") -> HalflifeForCausalLM:
-        """The model in a folder that `halflife.models.checkpoint.save` wrote; see `halflife.models.checkpoint.load`."""
+        """Load the model that `halflife.models.checkpoint.save` wrote into a folder, in evaluation mode."""
         return cls.of(checkpoint.load(folder, device)).eval()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws the parameters that no checkpoint gave, by their module's own law."""
+        """Initialise the parameters that the checkpoint did not contain, each by its module's law."""
         loaded = [x for x in module.parameters() if getattr(x, "_is_hf_initialized", False)]
         if len(loaded) == len(list(module.parameters())):
             return
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif not isinstance(module, LanguageModel) and callable(reset := getattr(module, "reset_parameters", None)):
-            values = [x.clone() for x in loaded]  # a module's law may draw its parts' parameters too
+            values = [x.clone() for x in loaded]  # `reset_parameters` also draws the loaded ones
             reset()
             for x, value in zip(loaded, values, strict=True):
                 x.copy_(value)
@@ -80,7 +80,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Embedding | nn.Linear:
-        """The head; a tied one is the embedding."""
+        """Return the head, which is the embedding if the two are tied."""
         return self.model.embedding if self.model.head is None else self.model.head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
@@ -102,8 +102,8 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
             raise ValueError(
-                "gradient checkpointing needs use_reentrant=False: the reentrant kind loses the gradient of what one "
-                "layer hands on to another"
+                "gradient checkpointing needs use_reentrant=False: the reentrant kind loses the gradients of tensors "
+                "that one layer passes to another"
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func or activations.checkpoint
@@ -127,42 +127,44 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss if there are labels.
+        """Return the logits, and the loss if labels are given.
 
         Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]` or, with tokens read before, `[B, seen + T]`; 0 at padding, which changes nothing.
-            inputs_embeds: `[B, T, D]` instead of input_ids.
-            labels: `[B, T]`, the input's ids; they are shifted here, −100 is left out (so should be the first token of
-                each packed sequence). The loss is the mean over them, or their sum over `num_items_in_batch`.
-            past_key_values: what the call before returned. It is not modified.
-            use_cache: whether to return the state; by default `config.use_cache`, and not while training.
-            logits_to_keep: only the logits of so many last positions (0: of all), or at these positions.
-            output_hidden_states: also what enters each block, and what leaves the last norm: layers + 1 of `[B, T, D]`.
-            output_attentions: not offered.
+            input_ids: token ids `[B, T]`.
+            attention_mask: `[B, T]`, or `[B, seen + T]` if earlier tokens were read; 0 at padding, which has no effect.
+            inputs_embeds: embeddings `[B, T, D]` instead of input_ids.
+            labels: the ids of the input, `[B, T]`, which this method shifts. −100 is ignored; use it for the first
+                token of each packed sequence. The loss is the mean over the others, or their sum over
+                `num_items_in_batch`.
+            past_key_values: cache that the previous call returned. It is not modified.
+            use_cache: whether to return the state. By default `config.use_cache`, but False in training mode.
+            logits_to_keep: number of last positions whose logits are returned (0 means all), or their indices.
+            output_hidden_states: whether to return the input of each block and the output of the last norm, which are
+                layers + 1 tensors `[B, T, D]`.
+            output_attentions: must be false, because a recurrence has no attention weights.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
-            num_items_in_batch: see labels.
+            num_items_in_batch: divisor of the loss, see labels.
             shift_labels: labels that are shifted already.
 
         Raises:
-            ValueError: inputs that do not fit.
+            ValueError: the inputs do not fit together.
         """
         if output_attentions:
             raise ValueError("output_attentions: a recurrence has no attention weights")
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give either input_ids or inputs_embeds")
-        trace: list[Tensor] | None = [] if self._wanted(output_hidden_states, "output_hidden_states") else None
+        trace: list[Tensor] | None = [] if self._option(output_hidden_states, "output_hidden_states") else None
         hidden, state = self._hidden(tokens, past_key_values, attention_mask, cu_seqlens, trace)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self._head(hidden[:, kept]), None
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits, loss = self._head(hidden[:, positions]), None
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size,
                 num_items_in_batch=num_items_in_batch, shift_labels=shift_labels,
             )  # fmt: skip
         cache = None
-        if self._wanted(use_cache, "use_cache") and not (use_cache is None and self.training):
+        if self._option(use_cache, "use_cache") and not (use_cache is None and self.training):
             seen = 0 if past_key_values is None else past_key_values.seen
             cache = HalflifeCache(state, seen + tokens.shape[1] if cu_seqlens is None else None)
         return CausalLMOutputWithPast(
@@ -170,7 +172,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=None if trace is None else tuple(trace),
         )  # fmt: skip
 
-    def _wanted(self, given: bool | None, name: str) -> bool:
+    def _option(self, given: bool | None, name: str) -> bool:
         return bool(getattr(self.config, name) if given is None else given)
 
     def _hidden(
@@ -181,7 +183,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None,
         trace: list[Tensor] | None,
     ) -> tuple[Tensor, ModelState]:
-        """The hidden states `[B, T, D]` and the new state; what enters the blocks is appended to `trace`."""
+        """Return the hidden states `[B, T, D]` and the new state; append the inputs of the blocks to `trace`."""
         shape, index = tokens.shape[:2], None
         if attention_mask is not None:
             if attention_mask.ndim != 2 or attention_mask.shape[1] < shape[1]:
@@ -210,7 +212,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         return padded(hidden), state
 
     def _recomputed(self) -> set[int]:
-        """The blocks whose activations are not kept."""
+        """Return the ids of the blocks whose activations the backward pass computes again."""
         active = self.gradient_checkpointing and self.training
         return {id(block) for block in self.model.blocks[:: self._every_n_layers]} if active else set()
 
@@ -243,7 +245,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         if next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
                 f"the state has read {kwargs['past_key_values'].seen} tokens, and the input has {input_ids.shape[1]}: "
-                "give the whole sequence, or new tokens alone with an attention_mask that covers those before too"
+                "give the whole sequence, or only new tokens and an attention_mask that also covers the earlier ones"
             )
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs)

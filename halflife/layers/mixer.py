@@ -18,7 +18,7 @@ from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.parts import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
 from halflife.ops import dplr
-from halflife.ops.recurrent import check_cu_seqlens
+from halflife.ops.call import check_cu_seqlens
 from halflife.position import check_pairs, lrpe, rope
 from halflife.registry import Registry, unknown
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.init import OrthogonalLinear, UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.ops import koopman_attention
-from halflife.ops.koopman.op import check_settings
+from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings
 from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
 
@@ -30,10 +31,18 @@ class Readout(Float32Module):
         if self.mix_logit is not None:
             nn.init.zeros_(self.mix_logit)
 
-    def settings(self) -> dict[str, float | Tensor]:
-        """What `koopman_attention` takes."""
+    def settings(self) -> dict[str, Any]:
+        """γ and μ as `koopman_attention` takes them."""
         mix = self.fixed if self.mix_logit is None else self.mix_logit.sigmoid()
         return {"gamma": 1 + self.gamma_logit.sigmoid() / 2, "mix": 1.0 if mix is None else mix}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> KoopmanResult:
+        """Run the op with these γ and μ, and scale its outputs by η; `options` are the other arguments of the op.
+
+        A forward hook sees the state and the count of repeated factorisations in the result.
+        """
+        y, state, retries = attend(KoopmanCall(q, k, v, **self.settings(), **options), backend)
+        return KoopmanResult(y * self.eta.unsqueeze(-1).to(y.dtype), state, retries)
 
 
 def clebsch_gordan(x: Tensor) -> Tensor:
@@ -152,11 +161,7 @@ class SKA(Mixer):
         if self.lift == "cg":
             q, k = (clebsch_gordan(part.to(compute_dtype(part))) for part in (q, k))
         before = None if state is None else {name: part for name, part in state.items() if name != "position"}
-        y, new = koopman_attention(
-            q, k, v, **self.readout.settings(), **self.options, mask=(shared or {}).get("action_mask"),
-            initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        assert new is not None
-        y = y * self.readout.eta.unsqueeze(-1).to(y.dtype)
+        mask = (shared or {}).get("action_mask")
+        y, new, _ = self.readout(q, k, v, **self.options, mask=mask, initial_state=before, cu_seqlens=cu_seqlens)
         seen = packing.lengths(x, cu_seqlens) + (0 if state is None else state["position"])
         return self.out_proj(y.flatten(-2)), {"position": seen, **new}

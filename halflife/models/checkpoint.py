@@ -1,4 +1,7 @@
-"""A model in a folder: `config.json` and `model.safetensors`."""
+"""halflife's checkpoint of one model: a folder with `config.json` and `model.safetensors`.
+
+`save` writes this format and `load` reads it. `halflife.models.load` also reads the formats of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from halflife.files import atomic_path, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
 
-FORMAT = 1  # raised when a checkpoint of before can no longer be read
+FORMAT = 1  # increased when older checkpoints can no longer be read
 
 
 def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None) -> Path:
-    """Writes the model's configuration and weights into `folder`; returns the folder.
+    """Write the configuration and the weights of `model` into `folder`, and return the folder.
 
-    transformers reads it too: `AutoModelForCausalLM.from_pretrained(folder)`, after `import halflife.hf`.
+    After `import halflife.hf`, `AutoModelForCausalLM.from_pretrained(folder)` of transformers reads it too.
 
     Args:
-        tokenizer: name of the one built in that the model reads ("bytes", "bytes+eos"), if any.
+        model: the model.
+        folder: the folder, which is created if needed.
+        tokenizer: name of the model's built-in tokenizer ("bytes", "bytes+eos"), or None.
     """
     from safetensors.torch import save_file
 
@@ -35,11 +40,11 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """The model in `folder`, as `save` wrote it.
+    """Return the model that `save` wrote into `folder`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: another format, a truncated file, or weights that do not fit the configuration.
+        ValueError: the format is another one, a file is truncated, or the weights do not fit the configuration.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""A model's configuration: a frozen dataclass, JSON both ways."""
+"""The configuration of a model: a frozen dataclass that is written to JSON and read from it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ class ModelConfig:
     """Everything that `LanguageModel` is built from.
 
     Attributes:
-        name: the preset it came from, for tables.
-        vocab_size, hidden_size, num_layers: sizes.
+        name: name of the preset, for tables.
+        vocab_size: number of token ids.
+        hidden_size: width of the model.
+        num_layers: number of blocks.
         mixer: sequence mixer of every block, a name of `layers.LAYERS`.
-        mixer_options: its options.
-        hybrid: another mixer for some layers: `{"mixer": …, "options": {…}, "layers": [from 0]}`; empty for none.
+        mixer_options: options of the mixer.
+        hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty.
         mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "rwkv7" (squared ReLU after a token shift), or "none" for
-            blocks that only mix along the sequence (MQAR).
-        intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to 64.
-        tie_embeddings: whether the output head is the embedding.
-        norm: "rms" or "layer" (with bias), before every mixer, MLP and head.
-        norm_eps: of every norm.
-        embedding_norm: a norm after the embedding as well (RWKV).
+            blocks without an MLP (as in MQAR).
+        intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64.
+        tie_embeddings: whether the output head shares the weight of the embedding.
+        norm: norm before every mixer, MLP and head: "rms", or "layer" (with bias).
+        norm_eps: epsilon of every norm.
+        embedding_norm: whether a norm follows the embedding (RWKV).
         position: "tpe" for a Toeplitz layer after the embedding; "none" leaves positions to the mixers.
-        initializer_range: standard deviation of the embeddings at the start.
+        initializer_range: initial standard deviation of the embeddings.
 
     Raises:
-        ValueError: a size below 1, an unknown mixer or MLP.
+        ValueError: a size is below 1, a hybrid layer does not exist, or a mixer, MLP, norm or position is unknown.
     """
 
     name: str = "custom"
@@ -68,20 +70,20 @@ class ModelConfig:
 
     def _check_hybrid(self) -> None:
         if set(self.hybrid) != {"mixer", "options", "layers"}:
-            raise ValueError(f"hybrid has the keys mixer, options and layers; got {', '.join(self.hybrid)}")
+            raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(self.hybrid)}")
         LAYERS[self.hybrid["mixer"]]
         for layer in self.hybrid["layers"]:
             if not 0 <= layer < self.num_layers:
-                raise ValueError(f"hybrid layers lie from 0 to {self.num_layers - 1}; got {layer}")
+                raise ValueError(f"hybrid layers must lie between 0 and {self.num_layers - 1}; got {layer}")
 
     def mixer_of(self, layer: int) -> tuple[str, dict[str, Any]]:
-        """The mixer of a layer and its options."""
+        """Return the name and the options of a layer's mixer."""
         if self.hybrid and layer in self.hybrid["layers"]:
             return self.hybrid["mixer"], self.hybrid["options"]
         return self.mixer, self.mixer_options
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the configuration as plain data for JSON."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
@@ -89,10 +91,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
-        """The inverse of `to_dict`.
+        """Return the configuration that `to_dict` wrote.
 
         Raises:
-            ValueError: an unknown key (the message lists those there are) or a missing one.
+            ValueError: a key is missing or unknown; the message lists the known keys.
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in data:
@@ -108,5 +110,5 @@ class ModelConfig:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"this is no JSON of a ModelConfig: {error}") from error
+            raise ValueError(f"the text is no JSON of a ModelConfig: {error}") from error
         return cls.from_dict(data)

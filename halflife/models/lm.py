@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, norm, head, with its state in the open."""
+"""The language model: embedding, blocks, norm and head. Its recurrent state is an argument and a result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ModelState = tuple[State, ...]
 
 
 class Block(nn.Module):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP.
+    """One block: `x + mixer(norm(x))`, then `x + mlp(norm(x))` if the block has an MLP.
 
-    An MLP that looks at the token before is a mixer itself; its state stands in the block's under `mlp.…`.
+    An MLP that reads the previous token is a mixer itself. Its state is stored in the block's state under `mlp.…`.
     """
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
@@ -35,7 +35,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared
     ) -> tuple[Tensor, State]:
-        shared.update({name: part.to(x.device) for name, part in shared.items()})  # of layers on another device
+        # Earlier layers may be on another device.
+        shared.update({name: part.to(x.device) for name, part in shared.items()})
         y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens, shared=shared)
         x = x + y
         if self.mlp is None or self.mlp_norm is None:
@@ -74,10 +75,10 @@ def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
 
 
 class LanguageModel(nn.Module):
-    """A causal language model on any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`.
+    """A causal language model with any mixer: `logits, state = model(ids, state, cu_seqlens, attention_mask)`.
 
     Args:
-        config: see `ModelConfig` and `preset`.
+        config: the configuration; `preset` builds one by name.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -88,12 +89,12 @@ class LanguageModel(nn.Module):
         self.tpe = _tpe(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
-        # A tied head has no parameter of its own: one tensor, one name in a checkpoint.
+        # A tied head adds no parameter: the weight is one tensor with one name in a checkpoint.
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, each module by its own law; safe after construction on the meta device."""
+        """Draw every parameter again, each module by its own law; also works after construction on the meta device."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -108,21 +109,22 @@ class LanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         action_mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """Logits for the token after each of `ids [B, T]`.
+        """Return the logits of the token after each of `ids`.
 
         Args:
             ids: token ids `[B, T]`, integers below vocab_size.
-            state: what the call on the piece before returned; None at the start. It is not modified.
+            state: the state that the call on the previous piece returned; None at the start. It is not modified.
             cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
-            attention_mask: `[B, T]`, 0 at padding, left or right; the logits there are 0.
-            action_mask: `[B, T]`, 0 at tokens that layers of Koopman attention leave out of their sums.
+            attention_mask: `[B, T]`, 0 at padding, on the left or the right. The logits there are 0.
+            action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
 
         Returns:
-            `logits [B, T, vocab_size]` and the new state, one dict a layer (the Toeplitz layer's, if any, comes last).
+            `logits [B, T, vocab_size]` and the new state, one dict for each layer. The state of the Toeplitz layer, if
+            the model has one, comes last.
 
         Raises:
-            ValueError: a shape or dtype that does not fit, a state of another model, or an action mask that no layer
-                would read.
+            ValueError: a shape or dtype does not fit, the state is of another model, or the model has no layer that
+                reads the action mask.
         """
         hidden, state = self.hidden(ids, state, cu_seqlens, attention_mask, action_mask)
         return self.logits(hidden), state
@@ -136,10 +138,13 @@ class LanguageModel(nn.Module):
         action_mask: Tensor | None = None,
         call: Callable[..., tuple[Tensor, State]] | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """The normalised hidden states `[B, T, D]` before the head, and the new state; arguments as `forward`.
+        """Return the normalised hidden states `[B, T, D]` before the head, and the new state.
 
-        `ids` may be embeddings `[B, T, D]`. `call` is how a block is run, `call(block, x, state, cu_seqlens,
-        shared=shared)`, for checkpoints of activations or to see what goes in; None is `block(x, …)`.
+        Args:
+            ids: token ids `[B, T]`, or embeddings `[B, T, D]`.
+            state, cu_seqlens, attention_mask, action_mask: as in `forward`.
+            call: function that runs a block, `call(block, x, state, cu_seqlens, shared=shared)`, for activation
+                checkpoints or to record inputs; None means `block(x, …)`.
         """
         if ids.ndim != 2 + ids.is_floating_point():
             raise ValueError(
@@ -167,7 +172,7 @@ class LanguageModel(nn.Module):
         return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
 
     def _shared(self, ids: Tensor, action_mask: Tensor | None) -> Shared:
-        """What all layers of a forward pass are given."""
+        """Return the tensors that one forward pass gives to all of its layers."""
         if action_mask is None:
             return {}
         if action_mask.shape != ids.shape[:2]:
@@ -177,11 +182,11 @@ class LanguageModel(nn.Module):
         return {"action_mask": action_mask}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: `[…, D]` → `[…, vocab_size]`."""
+        """Apply the output head: `[…, D]` → `[…, vocab_size]`."""
         return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
     def num_parameters(self) -> int:
-        """Parameters in all (a tied head is counted once)."""
+        """Return the number of parameters; a tied head is counted once."""
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
@@ -196,12 +201,12 @@ class LanguageModel(nn.Module):
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimiser: matrices with weight decay, everything else without.
+    """Return two parameter groups for an optimiser: matrices with weight decay, and all others without.
 
-    Without: norms, biases, convolution taps, embeddings' companions of one axis, and every parameter of a
-    `Float32Module` (decays, D, PoST spectra), whatever its shape.
+    The second group holds every parameter of one axis (norms, biases), convolution taps, and every parameter of a
+    `Float32Module` (decays, D, PoST spectra) of any shape.
     """
-    spared = {
+    without = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, (layers.Float32Module, layers.ShortConv))
@@ -210,7 +215,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            groups[parameter.ndim >= 2 and id(parameter) not in spared].append(parameter)
+            groups[parameter.ndim >= 2 and id(parameter) not in without].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},

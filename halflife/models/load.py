@@ -1,4 +1,8 @@
-"""Models from any folder: ours, ours as one of transformers', and other libraries'; and where such folders lie."""
+"""Find the models in folders and load them, whichever library wrote them.
+
+`halflife.models.checkpoint` defines halflife's format. This module also reads transformers' `save_pretrained` of a
+halflife model, and converts the models of other libraries (`halflife.models.convert`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.files import read_json
+from halflife.files import read_json, read_json_object
 from halflife.models.checkpoint import load
 from halflife.models.config import ModelConfig
 from halflife.models.convert import SOURCES, assemble
@@ -18,14 +22,14 @@ from halflife.models.lm import LanguageModel
 
 
 def load_any(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """The model in `folder`: as `checkpoint.save` wrote it, as transformers' `save_pretrained` did, or of
-    another library.
+    """Return the model in `folder`, which `checkpoint.save`, transformers' `save_pretrained` or another library wrote.
 
-    Those of other libraries are converted in memory (`convert.SOURCES`). Safetensors only, whole or sharded.
+    A model of another library is converted in memory (`convert.SOURCES`). The weights must be safetensors, in one file
+    or in shards.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a model that cannot be converted, a damaged file, or weights that do not fit the configuration.
+        ValueError: the model cannot be converted, a file is damaged, or the weights do not fit the configuration.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
@@ -34,30 +38,33 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
     kind = str(config["model_type"])
     if kind != "halflife" and kind not in SOURCES:
         choices = ", ".join(["halflife", *SOURCES])
-        raise ValueError(f"{folder} holds a {kind}, which cannot be read or converted; model_type is one of {choices}")
-    convert = _of_transformers if kind == "halflife" else SOURCES[kind]
+        raise ValueError(
+            f"{folder} holds a {kind}, which cannot be read or converted; model_type must be one of {choices}"
+        )
+    convert = _from_halflife_hf if kind == "halflife" else SOURCES[kind]
     try:
         return assemble(*convert(config, Checkpoint(folder))).to(device)
     except RuntimeError as error:
         raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
 
 
-def _of_transformers(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """What `hf.HalflifeForCausalLM` saves: the same weights, under `model.`."""
+def _from_halflife_hf(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Convert what `hf.HalflifeForCausalLM` saves: the same weights, with names that begin with `model.`."""
     if not isinstance(config.get("model"), dict):
-        raise ValueError("this is a damaged checkpoint: its config.json describes no model")
+        raise ValueError("the checkpoint is damaged: its config.json describes no model")
     return ModelConfig.from_dict(config["model"]), {name.removeprefix("model."): tensors[name] for name in tensors}
 
 
 def checkpoints(folders: Sequence[Path]) -> dict[str, Path]:
-    """label → folder of every checkpoint in or below the folders, sorted within each, none twice.
+    """Return the checkpoints in and below the folders, as a mapping from label to folder.
 
-    Checkpoints are those that `load_any` reads; others below a folder are passed over. Labels are the models'
-    names; where two agree, all get their folder's name too, or else are their folders.
+    They are sorted within each folder, and none is listed twice. Checkpoints that `load_any` cannot read are skipped.
+    A label is the model's name. If two names agree, every label also has its folder's name; if these agree too, the
+    labels are the folders' paths.
 
     Raises:
-        FileNotFoundError: a folder is missing, or there is no checkpoint in it.
-        ValueError: a damaged `config.json`.
+        FileNotFoundError: a folder is missing or holds no checkpoint.
+        ValueError: a `config.json` is damaged, or no folder is given.
     """
     names: dict[Path, str] = {}
     for root in folders:
@@ -65,10 +72,10 @@ def checkpoints(folders: Sequence[Path]) -> dict[str, Path]:
             raise FileNotFoundError(f"there is no folder {root}")
         below = {folder: name for folder in _folders(root) if (name := _model_name(folder)) is not None}
         if not below and "model_type" in _config(root):
-            below = {root: str(_config(root)["model_type"])}  # loading it says why it cannot be read
+            below = {root: str(_config(root)["model_type"])}  # the error of `load_any` will say why it cannot be read
         if not below:
             raise FileNotFoundError(
-                f"{root} holds no checkpoint (config.json and model.safetensors), nor do its folders"
+                f"{root} and the folders below it hold no checkpoint (config.json and model.safetensors)"
             )
         known = {folder.resolve() for folder in names}
         names |= {folder: name for folder, name in below.items() if folder.resolve() not in known}
@@ -81,7 +88,7 @@ def checkpoints(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """The folders with weights in or below a folder, and that itself if it says to be a model's."""
+    """Yield the folders with weights in and below `root`, and `root` itself if its config.json is a model's."""
     if {"format", "model_type"} & _config(root).keys():
         yield root
     for pattern in ("model.safetensors", "model.safetensors.index.json"):
@@ -89,17 +96,11 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return json_object(folder / "config.json")
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no such file, or it holds no object."""
-    data = read_json(path) if path.is_file() else None
-    return data if isinstance(data, dict) else {}
+    return read_json_object(folder / "config.json", optional=True)
 
 
 def _model_name(folder: Path) -> str | None:
-    """The name of the model in a checkpoint; None for other folders."""
+    """Return the name of the model in a folder, or None if `load_any` cannot read the folder."""
     config = _config(folder)
     model, kind = config.get("model"), config.get("model_type")
     if "format" in config or kind == "halflife":

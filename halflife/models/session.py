@@ -1,4 +1,4 @@
-"""A model at work on one sequence: what it has read is its state, to be copied, kept in a file and gone on from."""
+"""A model that reads and writes one sequence. Its state can be copied, saved to a file, and continued later."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from torch import Tensor
 from halflife.files import atomic_path
 from halflife.models.lm import LanguageModel, ModelState
 
-FORMAT = 1  # raised when a state of before can no longer be read
-BYTES = 256  # a vocabulary of so many tokens is taken to be bytes, if no tokenizer is given
+FORMAT = 1  # increased when older files can no longer be read
+BYTES = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
 
 
 class Session:
-    """One sequence, read and written in pieces of any size; what is kept of it is the model's state.
+    """One sequence, read and written in pieces of any size. The session stores only the model's state.
 
-    It takes constant memory, however long the sequence, but for softmax attention, whose cache grows.
+    Its memory does not grow with the sequence, except in softmax attention, whose cache grows.
 
         session = Session(model).feed("The capital of France is")
         draft = session.fork()
         print("".join(draft.write(20, temperature=0.8)))
 
     Args:
-        model: what reads; it is used as it is (set it to eval yourself), without gradients.
-        encode, decode: of a tokenizer, text → ids and ids → text; a vocabulary of 256 needs none: tokens are bytes.
-        piece_size: tokens that the model reads at once, which bounds the memory that a long text takes.
+        model: the model. It runs without gradients, and its training mode is not changed: call `eval()` first.
+        encode: the tokenizer's function from text to ids; None for a vocabulary of 256, whose tokens are bytes.
+        decode: the tokenizer's function from ids to text; None as above.
+        piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
 
     Attributes:
-        state: the model's state, None before the first token. Its tensors are never written to.
-        position: tokens read so far.
+        state: the model's state, or None before the first token. Its tensors are never modified.
+        position: number of tokens read so far.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Session:
 
     @torch.no_grad()
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
-        """Reads token ids `[T]`, or text; returns the session.
+        """Read token ids `[T]` or text, and return the session.
 
         Raises:
-            ValueError: ids that are no integers of the vocabulary, or text without a tokenizer.
+            ValueError: the ids are not integers of the vocabulary, or text is given without a tokenizer.
         """
         ids = self._ids(tokens)
         for piece in ids.split(self.piece_size) if len(ids) else ():
@@ -74,7 +75,7 @@ class Session:
         if isinstance(tokens, str):
             if self.encode is None and size != BYTES:
                 raise ValueError(
-                    f"text needs a tokenizer's encode: the vocabulary is of {size} tokens, which no bytes are"
+                    f"text needs a tokenizer's encode: the vocabulary has {size} tokens, so they are not bytes"
                 )
             tokens = list(tokens.encode()) if self.encode is None else self.encode(tokens)
         ids = torch.as_tensor(tokens, device=device)
@@ -82,22 +83,22 @@ class Session:
         if ids.ndim != 1 or ids.is_floating_point():
             raise ValueError(f"tokens must be integers [T]; got {ids.dtype} {tuple(ids.shape)}")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            raise ValueError(f"tokens lie from 0 to {size - 1}; got {int(ids.min())} to {int(ids.max())}")
+            raise ValueError(f"tokens must lie between 0 and {size - 1}; got {int(ids.min())} to {int(ids.max())}")
         return ids
 
     @property
     def next_logits(self) -> Tensor:
-        """Logits `[vocab_size]` of the next token.
+        """The logits `[vocab_size]` of the next token.
 
         Raises:
-            ValueError: nothing has been read yet.
+            ValueError: the session has read nothing yet.
         """
         if self._logits is None:
             raise ValueError("the session has read nothing yet: feed it a token first")
         return self._logits
 
     def fork(self) -> Session:
-        """A session that goes on from here by itself. States are never written to, so the two share theirs."""
+        """Return a second session that continues from here independently. The two share tensors, which never change."""
         other = Session(self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size)
         other.state, other.position = self.state, self.position
         other._logits, other._last = self._logits, self._last
@@ -114,23 +115,23 @@ class Session:
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[int]:
-        """Draws n tokens, one at a time; each has been read when it is yielded, so that one may stop anywhere.
+        """Draw n tokens, one at a time. The session has read each token before it is yielded, so any stop is safe.
 
         Args:
-            n: how many.
-            temperature: logits are divided by it; 0 takes the likeliest token.
-            top_k: draw from the k likeliest tokens.
-            top_p: draw from the likeliest tokens that together have at least this probability.
-            generator: of random numbers, on the model's device.
+            n: number of tokens.
+            temperature: divisor of the logits; 0 takes the likeliest token.
+            top_k: draw from the k likeliest tokens only.
+            top_p: draw only from the likeliest tokens that together have at least this probability.
+            generator: random number generator on the model's device.
 
         Raises:
-            ValueError: a setting out of range, or nothing has been read yet.
+            ValueError: a setting is out of range, or the session has read nothing yet.
         """
         if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(
                 f"need temperature ≥ 0, top_k ≥ 1 and 0 < top_p ≤ 1; got {temperature}, {top_k} and {top_p}"
             )
-        self.next_logits  # noqa: B018 (an error now, not at the first token)
+        self.next_logits  # noqa: B018 (raises now instead of at the first token)
         return self._sample(n, temperature, top_k, top_p, generator)
 
     def _sample(
@@ -147,14 +148,19 @@ class Session:
             yield token
 
     def write(self, n: int, *, stop: Sequence[int] = (), **settings) -> Iterator[str]:
-        """`sample` as pieces of text, each whole characters; `stop` are tokens that end it and are not written.
+        """Draw tokens as `sample` does, and yield them as pieces of text that hold whole characters.
+
+        Args:
+            n: largest number of tokens.
+            stop: tokens that end the text; they are not part of it.
+            **settings: settings of `sample`.
 
         Raises:
-            ValueError: see `sample`; no tokenizer.
+            ValueError: as in `sample`, or the tokens are not bytes and there is no `decode`.
         """
         if self.decode is None and self.model.config.vocab_size != BYTES:
             raise ValueError(
-                f"text needs a tokenizer's decode: the vocabulary is of {self.model.config.vocab_size} tokens"
+                f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
         tokens = self.sample(n, **settings)
         if self.decode is None:
@@ -165,10 +171,10 @@ class Session:
     # ------------------------------------------------------------------------------------------------ files
 
     def save(self, path: str | Path) -> Path:
-        """Writes the state into a safetensors file: all that `load` needs to go on.
+        """Write the state and the last logits into a safetensors file, from which `load` continues.
 
         Raises:
-            ValueError: nothing has been read yet.
+            ValueError: the session has read nothing yet.
         """
         from safetensors.torch import save_file
 
@@ -176,19 +182,19 @@ class Session:
         for i, layer in enumerate(self.state or ()):
             tensors |= {f"{i}.{name}": part for name, part in layer.items()}
         about = {"format": str(FORMAT), "model": self._fingerprint(), "position": str(self.position)}
-        # Copies: tensors of a file may not share memory, those of a state may.
+        # Tensors of a state may share memory, but those of a safetensors file may not.
         copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if x is not None}
         with atomic_path(Path(path)) as temporary:
             save_file(copies, temporary, about)
         return Path(path)
 
     def load(self, path: str | Path) -> Session:
-        """Goes on from the state in a file of `save`; returns the session.
+        """Continue from the state that `save` wrote, and return the session.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: a truncated file, another format, or the state of a model of another configuration (weights
-                are not compared).
+            ValueError: the file is truncated or of another format, or its state belongs to a model of another
+                configuration. Weights are not compared.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -200,11 +206,11 @@ class Session:
                 about = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
         except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or no state of a session: {error}") from error
+            raise ValueError(f"{path} is truncated or is not the state of a session: {error}") from error
         if about.get("format") != str(FORMAT):
             raise ValueError(f"{path} holds a state of format {about.get('format')}; this version reads {FORMAT}")
         if about.get("model") != self._fingerprint():
-            raise ValueError(f"{path} holds the state of a model of another configuration than this one")
+            raise ValueError(f"{path} holds the state of a model of another configuration")
         self._logits, self._last = tensors.pop("logits"), tensors.pop("last")
         self.position = int(about["position"])
         layers: list[dict[str, Tensor]] = [{} for _ in {name.split(".")[0] for name in tensors}]
@@ -215,7 +221,7 @@ class Session:
         return self
 
     def _fingerprint(self) -> str:
-        """Of the model's configuration; the preset's name does not count."""
+        """Return a hash of the model's configuration without the preset's name."""
         config = {key: value for key, value in self.model.config.to_dict().items() if key != "name"}
         return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
@@ -227,7 +233,7 @@ def draw(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """A token from `logits [V]`; see `Session.sample`."""
+    """Draw a token from `logits [V]`; the settings are those of `Session.sample`."""
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator))
@@ -236,20 +242,20 @@ def draw(
 def probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Of each token `[V]`, in float32: temperature first, then top_k, then top_p of what that leaves."""
+    """Return the probability of each token, `[V]`, float32. Temperature applies first, then top_k, then top_p."""
     scaled = logits.float() / temperature
     if top_k is not None and top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
     p = scaled.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = p.sort(descending=True, stable=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # those before it are enough
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before have enough probability
         p = p.index_fill(0, order[beyond], 0.0)
     return p / p.sum()
 
 
 def _text(tokens: Iterator[int], stop: frozenset[int], unpack: _Bytes | _Incremental) -> Iterator[str]:
-    """Text as the tokens come; what may be the beginning of a character waits for the rest of it."""
+    """Yield the text of the tokens as they come; the first part of a character waits for the rest of it."""
     for token in tokens:
         if token in stop:
             break
@@ -260,7 +266,7 @@ def _text(tokens: Iterator[int], stop: frozenset[int], unpack: _Bytes | _Increme
 
 
 class _Bytes:
-    """Tokens that are bytes of UTF-8; what is none becomes a replacement character."""
+    """Decode tokens that are bytes of UTF-8; invalid bytes become replacement characters."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -270,11 +276,11 @@ class _Bytes:
 
 
 class _Incremental:
-    """A tokenizer's decode, token by token. A token's text may depend on those before: they are decoded with it."""
+    """Decode token by token. A token's text may depend on earlier tokens, so these are decoded together with it."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: list[int]) -> None:
         self.decode = decode
-        self.before = before  # tokens whose text is out, the last ones
+        self.before = before  # the last tokens whose text has been returned
         self.waiting: list[int] = []
 
     def __call__(self, tokens: Sequence[int], *, final: bool) -> str:

@@ -1,20 +1,18 @@
-"""Short causal depthwise convolution, the local memory of a few tokens that recurrent layers begin with.
+"""Short causal depthwise convolution over the last W tokens.
 
     y_t = act( Σ_{i<W} w_i ⊙ x_{t−W+1+i} + bias )
 
-with zeros, or the state, before the first token of each sequence.
+Before the first token of each sequence stand zeros, or the state.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import choose, implements
-from halflife.ops.recurrent import check_cu_seqlens
+from halflife.ops.call import check_cu_seqlens, pieces
 from halflife.precision import compute_dtype
 from halflife.shapes import Float, Int
 
@@ -41,13 +39,13 @@ def causal_conv1d(
         initial_state: the W − 1 inputs before the first token, oldest first, `[B, D, W − 1]`
             (`[N, D, W − 1]` when packed); None means zeros.
         output_final_state: whether to return the last W − 1 inputs.
-        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): no tap crosses one.
+        cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
 
     Returns:
         `y [B, T, D]` in x's dtype and the final state `[N, D, W − 1]` in x's dtype, or None.
 
     Raises:
-        ValueError: a shape does not fit, or an unknown activation.
+        ValueError: a shape does not fit, or the activation is unknown.
     """
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
         raise ValueError(f"x must be [B, T, D] and weight [D, W]; got {tuple(x.shape)} and {tuple(weight.shape)}")
@@ -69,23 +67,22 @@ def causal_conv1d(
 
 @implements("causal_conv1d", "reference")
 def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The definition: a window of W inputs that moves a token at a time."""
-    bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    """The definition: a window of W inputs moves by one token at a time."""
     outputs, finals = [], []
-    for row, (start, stop) in enumerate(pairwise(bounds)):
-        before = state if cu_seqlens is None else state[row : row + 1]
+    for rows, tokens in pieces(x.shape[1], cu_seqlens):
+        before = state[rows]
         window = torch.cat([before, before[..., :0].new_zeros(*before.shape[:2], 1)], -1).to(compute_dtype(x))
-        for t in range(start, stop):
-            window = torch.cat([window[..., 1:] if t > start else before, x[:, t].unsqueeze(-1)], -1)
+        for t in range(tokens.start, tokens.stop):
+            window = torch.cat([window[..., 1:] if t > tokens.start else before, x[:, t].unsqueeze(-1)], -1)
             outputs.append((window * weight).sum(-1))
-        finals.append(window[..., 1:] if stop > start else before)
+        finals.append(window[..., 1:] if tokens.stop > tokens.start else before)
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
     return y, torch.cat(finals).to(x.dtype) if finals else state
 
 
 @implements("causal_conv1d", "chunked")
 def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """W shifted products over the inputs with each sequence's state laid before its first token."""
+    """The sum of W shifted products. The state of each sequence is put before its first token."""
     taps = weight.to(compute_dtype(x)).t().contiguous()
     history, before = len(taps) - 1, state.transpose(1, 2).to(x.dtype)
     if cu_seqlens is None:
@@ -102,8 +99,8 @@ def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None)
 class _ShiftedProducts(torch.autograd.Function):
     """`y_t = Σ_i taps_i ⊙ x_{t+i}`: `x [B, T + W − 1, D]`, `taps [W, D]` → `[B, T, D]`.
 
-    Written out because it is 2 to 7 times as fast on a CPU, with its gradient, as `F.conv1d` with groups or as
-    autograd's gradient of the shifts (docs/log.md).
+    On a CPU this form and its gradient are 2 to 7 times as fast as `F.conv1d` with groups, or as autograd's gradient of
+    the shifts (docs/log.md).
     """
 
     @staticmethod
@@ -128,7 +125,7 @@ class _ShiftedProducts(torch.autograd.Function):
 
 
 def _token_rows(length: int, history: int, cu_seqlens: Tensor) -> Tensor:
-    """For each packed token, the row at which its window starts among the extended inputs: `[T]`."""
+    """For each packed token, the row of the extended inputs at which its window starts: `[T]`."""
     sequence = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device).repeat_interleave(
         cu_seqlens.diff(), output_size=length
     )
@@ -136,7 +133,7 @@ def _token_rows(length: int, history: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def _extend(x: Tensor, before: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed inputs with W − 1 rows of state before each sequence, and the last W − 1 rows of each."""
+    """Packed inputs with W − 1 rows of state before each sequence, and the last W − 1 rows of each sequence."""
     sequences, history, channels = before.shape
     length = x.shape[1]
     offsets = torch.arange(sequences, device=x.device) * history

@@ -1,9 +1,9 @@
-"""Diagonal plus low rank: a decay, and a rank-one correction of what the state holds.
+"""DPLR, diagonal plus low rank: a decay and a rank-one correction of the state.
 
     S_t = (diag(e^{g_t}) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ q_t · scale
 
-RWKV-7 (`a = −κ̂`, `b = κ̂ ⊙ iclr`) and the DPLR study of the Decay paper (§5.6). The delta rule without decay is
-`a = −β k, b = k, k ← β k` (Peng et al. 2025; Yang et al. 2024).
+RWKV-7 uses it with `a = −κ̂`, `b = κ̂ ⊙ iclr` (Peng et al. 2025), and the Decay paper studies it (§5.6). The delta rule
+without decay is the case `a = −β k, b = k, k ← β k` (Yang et al. 2024).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops import recurrent
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.chunked import layout
-from halflife.ops.chunked.decays import Grads
+from halflife.ops.call import OpCall
+from halflife.ops.chunked import blocks
+from halflife.ops.chunked.decays import DecayGrads
+from halflife.ops.recurrent import token_loop
 from halflife.shapes import Float, Int
 
 
@@ -39,38 +40,33 @@ def dplr(
     Args:
         q, k: queries and keys `[B, T, H, K]`.
         v: values `[B, T, H, V]`.
-        a, b: what the correction reads and where it writes `[B, T, H, K]`; it sees the state before the decay.
-            `diag(e^g) + b aᵀ` must not expand, or the state grows without bound.
-        g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`; −inf forgets all but the correction; None is no decay.
+        a, b: vectors of the correction `[B, T, H, K]`. It reads the state with a, before the decay, and writes with b.
+            The norm of `diag(e^g) + b aᵀ` must be at most 1, or the state grows without bound.
+        g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`. −inf erases all but the correction; None is no decay.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
-        chunk_size: tokens a chunk (rounded up to a power of two): speed and memory, not the result.
+        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
         backend: "auto", or one of `available_backends("dplr")`.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message says what would.
+        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
     """
-    recurrent.check_inputs(q, k, v, g, initial_state, cu_seqlens)
-    for name, x in (("a", a), ("b", b)):
-        if x.shape != q.shape:
-            raise ValueError(f"{name} must be [B, T, H, K] = {tuple(q.shape)}; got {tuple(x.shape)}")
-    return dispatch(
-        "dplr", backend, (q, k, v, a, b, g), scale, initial_state, output_final_state, cu_seqlens, chunk_size
-    )
+    call = OpCall(
+        "dplr", q, k, v, g, a=a, b=b, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+    return dispatch(call, backend, output_final_state)
 
 
 @implements("dplr", "reference")
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def reference(call: OpCall) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
-    return recurrent.token_loop(_token, (q, k, v, a, b), g, scale, initial_state, cu_seqlens)
+    return token_loop(_token, call, call.a, call.b)
 
 
 def _token(
@@ -85,115 +81,114 @@ def _token(
 
 
 @implements("dplr", "chunked")
-def chunked(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same by matrix products and one triangular solve a chunk.
+def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
+    """The chunked form: matrix products and one triangular solve a chunk.
 
-    In a chunk with entering state S, the corrections U (rows u_t = S_{t−1}ᵀ a_t) solve, with c the cumulative
-    log-decay,
+    In a chunk with entering state S and cumulative log-decay c, the corrections U (rows u_t = S_{t−1}ᵀ a_t) solve
 
-        (I − L_b) U = L_k V + (e^{c_{i−1}} ⊙ A) S,      L_y[i, j] = Σ_K a_i y_j e^{c_{i−1} − c_j},  j < i,
+        (I − L_b) U = L_k V + (e^{c_{i−1}} ⊙ A) S,      L_y[i, j] = Σ_K a_i y_j e^{c_{i−1} − c_j},  j < i.
 
-    so that U = X + Y S with X and Y independent of S.
+    Therefore `U = X + Y S`, and X and Y do not depend on S.
     """
-    return layout.run(_Block, (q, k, v, a, b, g), scale, initial_state, cu_seqlens, chunk_size)
+    return blocks.run(DPLRBlock, (call.q, call.k, call.v, call.a, call.b, call.g), call)
 
 
 def _earlier(x: Tensor) -> Tensor:
-    """Row i of the result is row i + 1 of x, the last one 0: what token i + 1 reads, at the decay of token i."""
+    """Move every row to the row before it; the last row becomes 0. Token i + 1 reads with the decay up to token i."""
     return F.pad(x[..., 1:, :], (0, 0, 0, 1))
 
 
 def _later(x: Tensor) -> Tensor:
-    """The inverse shift: row i is row i − 1 of x, the first one 0."""
+    """Move every row to the row after it; the first row becomes 0."""
     return F.pad(x[..., :-1, :], (0, 0, 1, 0))
 
 
-class _Block(layout.Block):
-    """A block of chunks with the triangular system of each one solved; `a` stands one row earlier than its token."""
+class DPLRBlock(blocks.Block):
+    """A block of chunks. It solves the triangular system of each chunk when it is made.
+
+    `self.a` holds the vector a of each token in the row of the token before it.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
         self.k, self.v, a, self.b = self.inputs
         decay = self.decay
-        self.a, self.first = _earlier(a), a[..., :1, :]
-        # e^{c_{i−1}} a_i: the chunk's first token reads the entering state as it is.
-        self.read = torch.cat([self.first, decay.reading(self.a)[..., :-1, :]], -2)
-        self.inverse = layout.unit_lower_inverse(-_later(decay.scores(self.a, self.b)))
+        self.a = _earlier(a)
+        # e^{c_{i−1}} a_i: the first token of the chunk reads the entering state without decay.
+        weighted = torch.cat([a[..., :1, :], decay.weight_queries(self.a)[..., :-1, :]], -2)
+        self.inverse = blocks.unit_lower_inverse(-_later(decay.scores(self.a, self.b)))
         self.from_keys = _later(decay.scores(self.a, self.k))
         self.x = self.inverse @ (self.from_keys @ self.v)
-        self.y = self.inverse @ self.read
+        self.y = self.inverse @ weighted
 
     def forward(self, state, initial, final):
         q, decay = self.q, self.decay
         entering, corrected, state = self.states(state, initial, final)
-        o = layout.add_product_(decay.read(q, entering), decay.scores(q, self.k), self.v)
-        return layout.add_product_(o, decay.scores(q, self.b), corrected), state
+        o = blocks.add_product_(decay.read_state(q, entering), decay.scores(q, self.k), self.v)
+        return blocks.add_product_(o, decay.scores(q, self.b), corrected), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk, the corrections U, and the state leaving the block."""
-        update = self.decay.leaving(self.k).transpose(-1, -2) @ self.v
-        left = self.decay.leaving(self.b).transpose(-1, -2)
+        update = self.decay.weight_keys(self.k).transpose(-1, -2) @ self.v
+        keys = self.decay.weight_keys(self.b).transpose(-1, -2)
         corrected = torch.empty_like(self.x)
 
         def step(c: int, s: Tensor) -> Tensor:
             u = torch.add(self.x[:, :, c], self.y[:, :, c] @ s)
             corrected[:, :, c] = u
-            return self.decay.carry(c, s, update[:, :, c] + left[:, :, c] @ u)
+            return self.decay.carry(c, s, update[:, :, c] + keys[:, :, c] @ u)
 
-        entering, state = layout.scan(step, state, *self.where, initial, final)
+        entering, state = blocks.scan(step, state, *self.place, initial, final)
         return entering, corrected, state
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
         q, k, v, a, b, decay = self.q, self.k, self.v, self.a, self.b, self.decay
         entering, corrected, _ = self.states(state, initial)
-        read = decay.reading(q).transpose(-1, -2) @ do
+        update = decay.weight_queries(q).transpose(-1, -2) @ do
         scores_k, scores_b = decay.scores(q, k), decay.scores(q, b)
         dcorrected = scores_b.transpose(-1, -2) @ do
-        left, y = decay.leaving(b), self.y.transpose(-1, -2)
+        keys, y = decay.weight_keys(b), self.y.transpose(-1, -2)
 
         def step(c: int, ds: Tensor) -> Tensor:
-            dcorrected[:, :, c] += left[:, :, c] @ ds
-            return decay.carry_back(c, ds, read[:, :, c] + y[:, :, c] @ dcorrected[:, :, c])
+            dcorrected[:, :, c] += keys[:, :, c] @ ds
+            return decay.carry_back(c, ds, update[:, :, c] + y[:, :, c] @ dcorrected[:, :, c])
 
-        leaving, dstate = layout.scan_back(step, dstate, *self.where, dinitial, dfinal)
+        leaving, dstate = blocks.scan_back(step, dstate, *self.place, dinitial, dfinal)
         r = self.inverse.transpose(-1, -2) @ dcorrected  # adjoint of the system's right-hand side
 
         # o = scores(q, k) V + scores(q, b) U + (e^c q) S
-        dkeys, diagonal_k = layout.split_diagonal(do @ v.transpose(-1, -2))
-        dq, dk, _ = decay.scores_grad(dkeys, q, k, scores_k)
-        dscores, diagonal_b = layout.split_diagonal(do @ corrected.transpose(-1, -2))
+        dscores, diagonal_k = blocks.split_diagonal(do @ v.transpose(-1, -2))
+        dq, dk, _ = decay.scores_grad(dscores, q, k, scores_k)
+        dscores, diagonal_b = blocks.split_diagonal(do @ corrected.transpose(-1, -2))
         dq_b, db, _ = decay.scores_grad(dscores, q, b, scores_b)
         dq += dq_b
-        dq += decay.reading_grad(do @ entering.transpose(-1, -2))
-        # outgoing state: e^{c_C} S + (e^{c_C − c} k)ᵀ V + (e^{c_C − c} b)ᵀ U
-        left_k = decay.leaving_grad(v @ leaving.transpose(-1, -2))
-        left_b = decay.leaving_grad(corrected @ leaving.transpose(-1, -2))
-        # (I − L_b) U = L_k V + (e^c a) S, with a one row earlier
+        dq += decay.weight_queries_grad(do @ entering.transpose(-1, -2))
+        # outgoing state = e^{c_C} S + (e^{c_C − c} k)ᵀ V + (e^{c_C − c} b)ᵀ U
+        written_k = decay.weight_keys_grad(v @ leaving.transpose(-1, -2))
+        written_b = decay.weight_keys_grad(corrected @ leaving.transpose(-1, -2))
+        # (I − L_b) U = L_k V + (e^c a) S, where a stands one row earlier
         dread = r @ entering.transpose(-1, -2)
-        da = decay.reading_grad(_earlier(dread))
+        da = decay.weight_queries_grad(_earlier(dread))
         diagonals = self._system_grads(r, corrected, da, dk, db)
-        grads = Grads([(q, dq), (a, da)], [(k, dk), (b, db)], [], [(k, left_k), (b, left_b)])
+        grads = DecayGrads([(q, dq), (a, da)], [(k, dk), (b, db)], [], [(k, written_k), (b, written_b)])
         dg = self.log_grad(grads, entering, leaving)
         dq.addcmul_(diagonal_k, k).addcmul_(diagonal_b, b).mul_(self.scale)
-        dk.addcmul_(diagonal_k, q).addcmul_(diagonals[0], a).add_(left_k)
-        db.addcmul_(diagonal_b, q).addcmul_(diagonals[1], a).add_(left_b)
+        dk.addcmul_(diagonal_k, q).addcmul_(diagonals[0], a).add_(written_k)
+        db.addcmul_(diagonal_b, q).addcmul_(diagonals[1], a).add_(written_b)
         da.addcmul_(diagonals[0], k).addcmul_(diagonals[1], b)
         da = torch.cat([dread[..., :1, :], da[..., :-1, :]], -2)
         dv = scores_k.transpose(-1, -2) @ do
-        dv += decay.leaving(k) @ leaving
+        dv += decay.weight_keys(k) @ leaving
         dv += self.from_keys.transpose(-1, -2) @ r
         return [dq, dk, dv, da, db, dg], dstate
 
     def _system_grads(self, r, corrected, da, dk, db):
-        """What L_k and L_b give: adds their off-diagonal parts to da, dk and db; returns the diagonals of both."""
+        """Add the gradients from L_k and L_b, without their diagonals, to da, dk and db; return both diagonals."""
         diagonals = []
-        for read_by, y, dy in ((self.v, self.k, dk), (corrected, self.b, db)):
-            dscores, diagonal = layout.split_diagonal(_earlier(r @ read_by.transpose(-1, -2)).tril_())
-            more, added, _ = self.decay.scores_grad(dscores, self.a, y, None)
-            da += more
-            dy += added
+        for values, y, dy in ((self.v, self.k, dk), (corrected, self.b, db)):
+            dscores, diagonal = blocks.split_diagonal(_earlier(r @ values.transpose(-1, -2)).tril_())
+            da_part, dy_part, _ = self.decay.scores_grad(dscores, self.a, y, None)
+            da += da_part
+            dy += dy_part
             diagonals.append(diagonal)
         return diagonals

@@ -2,18 +2,19 @@
 
     S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ,      o_t = S_tᵀ q_t · scale
 
-The update of RetNet, TNL, Mamba-2, GLA, HGRN2, LightNet and Simple Decay (Katharopoulos et al. 2020; the
-chunked form after Dao & Gu 2024 and Yang et al. 2024).
+RetNet, TNL, Mamba-2, GLA, HGRN2, LightNet and Simple Decay use this update (Katharopoulos et al. 2020). The chunked
+form follows Dao & Gu 2024 and Yang et al. 2024.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from halflife.ops import recurrent
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.chunked import layout
-from halflife.ops.chunked.decays import Grads
+from halflife.ops.call import OpCall
+from halflife.ops.chunked import blocks
+from halflife.ops.chunked.decays import DecayGrads
+from halflife.ops.recurrent import token_loop
 from halflife.shapes import Float, Int
 
 
@@ -35,34 +36,32 @@ def linear_attention(
     Args:
         q, k: queries and keys `[B, T, H, K]`.
         v: values `[B, T, H, V]`.
-        g: log-decay ≤ 0, `[B, T, H]` (one a head) or `[B, T, H, K]` (one a channel); −inf forgets all;
-            None is no decay.
+        g: log-decay ≤ 0, `[B, T, H]` (one a head) or `[B, T, H, K]` (one a channel). −inf erases the state; None is no
+            decay.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
-        chunk_size: tokens a chunk (rounded up to a power of two): speed and memory, not the result.
+        chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
         backend: "auto", or one of `available_backends("linear_attention")`.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message says what would.
+        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
     """
-    recurrent.check_inputs(q, k, v, g, initial_state, cu_seqlens)
-    return dispatch(
-        "linear_attention", backend, (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, chunk_size
-    )
+    call = OpCall(
+        "linear_attention", q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+    return dispatch(call, backend, output_final_state)
 
 
 @implements("linear_attention", "reference")
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def reference(call: OpCall) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
-    return recurrent.token_loop(_token, (q, k, v), g, scale, initial_state, cu_seqlens)
+    return token_loop(_token, call)
 
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -74,16 +73,13 @@ def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> 
 
 
 @implements("linear_attention", "chunked")
-def chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same by matrix products inside chunks of C tokens, the state carried from chunk to chunk."""
-    return layout.run(Block, (q, k, v, g), scale, initial_state, cu_seqlens, chunk_size)
+def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
+    """The chunked form: matrix products inside chunks of C tokens, and one state carried from chunk to chunk."""
+    return blocks.run(LinearBlock, (call.q, call.k, call.v, call.g), call)
 
 
-class Block(layout.Block):
-    """`o = scores(q, k) V + (e^b q) S` and `S ← e^{b_C} S + (e^{b_C − b} k)ᵀ V` in each chunk."""
+class LinearBlock(blocks.Block):
+    """Each chunk computes `o = scores(q, k) V + (e^b q) S` and `S ← e^{b_C} S + (e^{b_C − b} k)ᵀ V`."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -91,32 +87,33 @@ class Block(layout.Block):
 
     def forward(self, state, initial, final):
         entering, state = self.states(state, initial, final)
-        o = self.decay.read(self.q, entering)
-        return layout.add_product_(o, self.decay.scores(self.q, self.k), self.v), state
+        o = self.decay.read_state(self.q, entering)
+        return blocks.add_product_(o, self.decay.scores(self.q, self.k), self.v), state
 
     def states(self, state, initial, final=None):
         """The states entering each chunk `[b, H, c, K', V]`, and the one leaving the block."""
-        update = self.decay.leaving(self.k).transpose(-1, -2) @ self.v
-        return layout.scan(lambda c, s: self.decay.carry(c, s, update[:, :, c]), state, *self.where, initial, final)
+        update = self.decay.weight_keys(self.k).transpose(-1, -2) @ self.v
+        return blocks.scan(lambda c, s: self.decay.carry(c, s, update[:, :, c]), state, *self.place, initial, final)
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
         q, k, v, decay = self.q, self.k, self.v, self.decay
         entering, _ = self.states(state, initial)
-        read = decay.reading(q).transpose(-1, -2) @ do
-        leaving, dstate = layout.scan_back(
-            lambda c, ds: decay.carry_back(c, ds, read[:, :, c]), dstate, *self.where, dinitial, dfinal
+        update = decay.weight_queries(q).transpose(-1, -2) @ do
+        leaving, dstate = blocks.scan_back(
+            lambda c, ds: decay.carry_back(c, ds, update[:, :, c]), dstate, *self.place, dinitial, dfinal
         )
-        # The diagonal has weight 1 whatever the decay: left out of what the log-decays' gradient sums.
-        dscores, diagonal = layout.split_diagonal(do @ v.transpose(-1, -2))
+        # The diagonal has weight 1 under any decay, so it is left out of the gradient of the log-decays.
+        dscores, diagonal = blocks.split_diagonal(do @ v.transpose(-1, -2))
         scores = decay.scores(q, k)
         dv = scores.transpose(-1, -2) @ do
-        dv += decay.leaving(k) @ leaving
-        dq, dk, pairs = decay.scores_grad(dscores, q, k, scores)
-        dread = decay.reading_grad(do @ entering.transpose(-1, -2))
-        dleft = decay.leaving_grad(v @ leaving.transpose(-1, -2))
-        dq += decay.fold(dread)
-        grads = Grads([(q, dq)], [(k, dk)], [(q, dread)], [(k, dleft)], pairs)
-        dg = self.log_grad(grads, entering, leaving)
+        dv += decay.weight_keys(k) @ leaving
+        dq, dk, dlog_scores = decay.scores_grad(dscores, q, k, scores)
+        dread = decay.weight_queries_grad(do @ entering.transpose(-1, -2))
+        dwritten = decay.weight_keys_grad(v @ leaving.transpose(-1, -2))
+        dq += decay.sum_over_states(dread)
+        dg = self.log_grad(
+            DecayGrads([(q, dq)], [(k, dk)], [(q, dread)], [(k, dwritten)], dlog_scores), entering, leaving
+        )
         dq.addcmul_(diagonal, k).mul_(self.scale)
-        dk.addcmul_(diagonal, q).add_(decay.fold(dleft))
+        dk.addcmul_(diagonal, q).add_(decay.sum_over_states(dwritten))
         return [dq, dk, dv, dg], dstate

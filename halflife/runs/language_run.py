@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
 from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary
-from halflife.evaluation.language import by_position, octaves, of_documents, perplexity
+from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
@@ -159,7 +159,7 @@ def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> di
     count = min(len(rows), max(1, config.test_tokens // length))
     with torch.autocast(training_device().type, torch.bfloat16, enabled=config.bf16):
         losses = by_position(model, ((rows[i]["input_ids"], rows[i]["labels"]) for i in range(count)))
-        whole = of_documents(model, documents(split, config.test_tokens))
+        whole = document_loss(model, documents(split, config.test_tokens))
     in_rows = loss_in_rows(model, split, config)
     return {
         "tests": [_test(config, in_rows)],
@@ -168,7 +168,7 @@ def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> di
         "documents": whole._asdict(),
         "lengths": _by_length(losses, config.context),
         "rows": count,
-        "positions": [{"first": a, "last": b, "loss": loss} for a, b, loss in octaves(losses)],
+        "positions": [{"first": a, "last": b, "loss": loss} for a, b, loss in octave_means(losses)],
     }
 
 

@@ -1,7 +1,7 @@
-"""Recall in text: tool calls, variables of a system prompt.
+"""Recall in text: tool calls, and variables of a system prompt.
 
-Tasks of the Echo paper's Appendix G.4, which gives their sizes and few of their formats; formats from tasks.md.
-`halflife/tasks/text.py` says what a token is and which positions are scored.
+The Echo paper (Appendix G.4) gives the sizes of these tasks and few of their formats; docs/tasks.md describes all.
+`halflife/tasks/text.py` defines the tokens and the scored positions.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from halflife.tasks.base import TASKS, TaskBatch, distinct
 from halflife.tasks.layout import pick
 from halflife.tasks.text import TextTask, among, check_range, render, table
 
-HEXADECIMAL = "0123456789abcdef"  # names of agents and tools
-BLANK = "."  # fills what is left of a gap
+HEXADECIMAL = "0123456789abcdef"  # digits that name agents and tools
+BLANK = "."  # fills the rest of a gap
 KINDS = ("cot", "recall")
 
 
 @TASKS.add("toolcalling")
 @dataclass(frozen=True, kw_only=True)
 class ToolCalling(TextTask):
-    """Tool calls: `A3:T7>42;` × 10–30 (hard: 60–120), `?A3:T7=` → the result's two digits.
+    """Tool calls: `A3:T7>42;` × 10–30 (hard: 60–120), `?A3:T7=` → the two digits of the result.
 
-    Agents A0–Af and tools T0–Tf have hexadecimal digits as names, so that up to 256 calls can be those of different
-    pairs (with decimal ones there are 100): each (agent, tool) is called at most once, any call can be asked. The first
-    100 results are all different, and so are the next 100, and so on.
+    Agents A0–Af and tools T0–Tf are named by hexadecimal digits, which give 256 pairs (decimal digits give 100). Each
+    pair (agent, tool) is called at most once, and any call can be queried. The first 100 results are all different, and
+    so are the next 100, and so on.
 
     Args:
         length: T_max; see `TextTask`.
-        min_calls, max_calls: their number is uniform between these.
+        min_calls, max_calls: least and largest number of calls; the number is uniform between them.
 
-    Levels are those of the whole answer, both digits right: chance is 1/100; the result of the last call, which stands
-    there ⌈n/100⌉ times among n, is right with the mean of ⌈n/100⌉/n over the numbers of calls.
-    Slices: `length`; `num_calls`; `depth`, the calls before the one that is asked; `gap`, the characters between its
-    result and the query. Source: Echo paper, Appendix G.4; tasks.md.
+    An answer is right if both digits are. Chance is 1/100. Naming the result of the last call is right with the mean of
+    ⌈n/100⌉/n over the numbers n of calls, because that result occurs ⌈n/100⌉ times.
+    Slices: `length`; `num_calls`; `depth`, the number of calls before the queried one; `gap`, the characters between
+    its result and the query. Source: Echo, Appendix G.4; format in docs/tasks.md.
     """
 
     min_calls: int = 10
@@ -93,21 +93,22 @@ class ToolCalling(TextTask):
 class Amnesia(TextTask):
     """System prompt amnesia: `X=7;` × 4 (or 6), a gap full of digits, `?X=` → its digit.
 
-    Variables are distinct capital letters with distinct digits. The gap is made of whole statements that bind nothing,
-    and dots behind them up to its length:
+    Variables are distinct capital letters with distinct digits. The gap consists of whole statements that bind nothing,
+    and of dots for the rest of its length. The statements are
 
-        kind "cot"     scratch steps, sums without the carry: `4+8=2;`
-        kind "recall"  decoys `~X=3;`: the name of any of the variables, and any digit but its own
+        kind "cot"     scratch steps, which are sums without the carry: `4+8=2;`
+        kind "recall"  decoys `~X=3;`, with the name of one of the variables and any digit but that variable's
 
     Args:
         length: T_max; see `TextTask`.
         kind: "cot" or "recall".
         num_variables: n, 1 to 10.
-        min_gap, max_gap: the characters of the gap are uniform between these.
+        min_gap, max_gap: least and largest number of characters of the gap; the number is uniform between them.
 
-    Chance is 1/10; naming any variable's digit scores 1/n. Slices: `length`; `num_variables`; `depth`, the variables
-    before the one that is asked; `gap`; `decoys`, how many of them have its name. Source: Echo paper, Appendix G.4;
-    tasks.md. The paper gives gaps in tokens there and in steps in H.2; here they are tokens, and a step has 6.
+    Chance is 1/10, and naming any variable's digit scores 1/n. Slices: `length`; `num_variables`; `depth`, the number
+    of variables before the queried one; `gap`; `decoys`, the number of decoys with the queried name. Source: Echo,
+    Appendix G.4; format in docs/tasks.md. The paper gives gaps in tokens in G.4 and in steps in H.2. Here they are in
+    tokens, and a step has 6 tokens.
     """
 
     kind: str = "cot"
@@ -165,13 +166,13 @@ class Amnesia(TextTask):
         )
 
     def _scratch(self, values: Tensor, names: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Sums for the longest gap `[N, steps, 6]`, and the variable that each of them names: none."""
+        """Return the sums for the longest gap, `[N, steps, 6]`, and −1 for each, since a sum names no variable."""
         sums = table(*(f"{a}+{b}={(int(a) + int(b)) % 10};" for a, b in product(digits, digits)))
         steps = torch.randint(len(sums), (len(values), self.max_gap // sums.shape[1]), generator=draw)
         return sums[steps], torch.full_like(steps, -1)
 
     def _decoys(self, values: Tensor, names: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Decoys for the longest gap `[N, steps, 5]`, and the variable that each of them names, by its index."""
+        """Return the decoys for the longest gap, `[N, steps, 5]`, and the index of the variable that each one names."""
         lies = table(*(f"~{x}={d};" for x, d in product(ascii_uppercase, digits)))
         of = torch.randint(self.num_variables, (len(values), self.max_gap // lies.shape[1]), generator=draw)
         other = (values.gather(1, of) + torch.randint(1, len(digits), of.shape, generator=draw)) % len(digits)

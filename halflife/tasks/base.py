@@ -1,4 +1,4 @@
-"""The contract of a task: configuration and seed in, inputs, labels and slices out."""
+"""The interface of a task: from settings and a seed to inputs, labels and slices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halflife.registry import Registry, unknown
 
 TASKS: Registry[type[Task]] = Registry("task")
 
-IGNORED = -100  # the label of positions that are not scored
+IGNORED = -100  # label of positions that are not scored
 
 SPLITS = ("train", "validation", "test")
 
@@ -25,8 +25,8 @@ class TaskBatch:
 
     Attributes:
         inputs: token ids `[N, T]`, int64.
-        labels: what to predict at each position `[N, T]`, int64; −100 where nothing is scored.
-        slices: for each example the numbers that results are grouped by, name → `[N]`, or `[N, T]` by position.
+        labels: token to predict at each position, `[N, T]`, int64; −100 at positions that are not scored.
+        slices: numbers by which results are grouped, name → `[N]`, or `[N, T]` if they differ by position.
     """
 
     inputs: Tensor
@@ -39,32 +39,40 @@ class TaskBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A generator of examples: a frozen dataclass of its settings, checked when it is made.
+    """A generator of examples. It is a frozen dataclass of settings, which the constructor checks.
 
-    Subclasses give `sample`, `chance` (the accuracy of a uniform guess among possible answers) and
-    `shortcut_accuracy` (that of the best answer which ignores the key).
+    Subclasses define `sample`, `chance` (the accuracy of a uniform guess among the possible answers) and
+    `shortcut_accuracy` (the accuracy of the best answer that ignores the key).
+
+    Attributes:
+        vocab_size: number of token ids.
+        length: T, tokens of an example.
+        name: name of the task in `TASKS`.
+        whole_answers: an example is right only if all of its scored positions are.
+        dense: every position is scored, so runs also measure by position.
+        scalable: an experiment may set the length. Tasks in text have fixed sizes, by tier.
     """
 
     vocab_size: int
     length: int
 
     name: ClassVar[str]
-    whole_answers: ClassVar[bool] = False  # an example counts as a whole, not each scored position
-    dense: ClassVar[bool] = False  # every position is scored: runs measure it by position too
-    scalable: ClassVar[bool] = True  # an experiment may set its length; tasks of text have their own sizes, by tier
+    whole_answers: ClassVar[bool] = False
+    dense: ClassVar[bool] = False
+    scalable: ClassVar[bool] = True
 
     def generate(self, num_examples: int, seed: int) -> TaskBatch:
-        """`num_examples` examples, a pure function of the settings and the seed.
+        """Return `num_examples` examples, which depend only on the settings and the seed.
 
         Raises:
-            ValueError: a negative number of examples.
+            ValueError: the number of examples is negative.
         """
         if num_examples < 0:
             raise ValueError(f"num_examples must be 0 or more; got {num_examples}")
         return self.sample(num_examples, torch.Generator().manual_seed(seed))
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
-        """`generate`, from a seeded generator."""
+        """Draw the examples of `generate` with a seeded generator."""
         raise NotImplementedError
 
     @property
@@ -79,10 +87,10 @@ class Task:
 
 
 def build(name: str, **config: Any) -> Task:
-    """The task `name` with these settings.
+    """Return the task `name` with these settings.
 
     Raises:
-        ValueError: an unknown task or setting (the message lists the choices), or sizes that do not fit.
+        ValueError: the task or a setting is unknown (the message lists the choices), or the sizes do not fit.
     """
     task = TASKS[name]
     fields = [field.name for field in dataclasses.fields(task)]
@@ -93,14 +101,15 @@ def build(name: str, **config: Any) -> Task:
 
 
 def stream_seed(split: str, seed: int, index: int = 0) -> int:
-    """A seed for batch `index` of a run with this `seed`; the splits' seeds come from disjoint ranges.
+    """Return the seed of one batch of a run. The seeds of different splits come from disjoint ranges.
 
     Args:
         split: "train", "validation" or "test".
-        seed: the run's seed; index: which batch.
+        seed: seed of the run.
+        index: index of the batch.
 
     Returns:
-        An integer of 62 bits whose two highest say which split it belongs to.
+        An integer of 62 bits, whose two highest bits code the split.
     """
     if split not in SPLITS:
         raise unknown("split", split, list(SPLITS))
@@ -109,13 +118,12 @@ def stream_seed(split: str, seed: int, index: int = 0) -> int:
 
 
 def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
-    """`count` distinct ids of [low, high) a row, uniform over all orders: `[rows, count]`.
+    """Draw `count` distinct ids of [low, high) for each row, `[rows, count]`; every ordered tuple is equally likely.
 
-    Draws with replacement and draws the later of two equal ids again until there are none. That treats all ids
-    alike, so that every tuple of distinct ids is equally likely; it costs a sort of what was drawn, where a
-    permutation of the whole range would cost a sort of that.
+    Ids are drawn with replacement, and the later of two equal ids is drawn again until none are equal. This treats all
+    ids alike, so every tuple is equally likely. It sorts only the drawn ids; a permutation would sort the whole range.
     """
-    if count * 4 > high - low:  # so many collisions that a permutation is cheaper
+    if count * 4 > high - low:  # with so many collisions a permutation is cheaper
         return torch.rand(rows, high - low, generator=draw).argsort(1)[:, :count] + low
     ids = torch.randint(low, high, (rows, count), generator=draw)
     pending = torch.arange(rows)

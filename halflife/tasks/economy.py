@@ -1,4 +1,4 @@
-"""An economy in text: the state of agents that mine, trade and build."""
+"""State tracking in text: the holdings of agents that mine, trade and build."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from halflife.tasks.layout import pick
 from halflife.tasks.text import TextTask, among, check_range, render, table
 
 GOODS = ("gold", "wood")
-HOLDINGS = 10  # an agent holds 0 to 9 of each, so that the answer is one digit
+HOLDINGS = 10  # an agent has 0 to 9 of each good, so the answer is one digit
 START = 5
-NOISE = "!#$%&*+<@^_|"  # characters of no statement
+NOISE = "!#$%&*+<@^_|"  # characters that occur in no statement
 
 
 @TASKS.add("economy")
 @dataclass(frozen=True, kw_only=True)
 class Economy(TextTask):
-    """Economy: agents mine, trade and build, invalid moves change nothing; `?A.gold=` → how much A has.
+    """Economy: agents mine, trade and build; invalid moves change nothing; `?A.gold=` → A's amount of gold.
 
-    Every agent starts with 5 gold and 5 wood. At each step a random agent makes a move; mine, trade and build are
-    equally likely, as are the numbers n = 1, 2, 3, the goods and the partners:
+    Every agent starts with 5 gold and 5 wood. At each step a random agent makes a move. The three kinds of moves are
+    equally likely, and so are the numbers n = 1, 2, 3, the goods and the partners:
 
-        `A:mine 2 gold;`     A has 2 gold more
+        `A:mine 2 gold;`     A gains 2 gold
         `A:trade 2 gold B;`  A gives B 2 gold for 2 wood
-        `A:build;`           A has 1 gold and 1 wood less
+        `A:build;`           A loses 1 gold and 1 wood
 
-    A move that would leave anyone with less than 0 or more than 9 of anything is rejected as a whole: it stands in the
-    text as any other, and changes nothing. Then comes the gap, random characters of no statement, and the query for
-    any agent and good.
+    A move that would leave an agent with less than 0 or more than 9 of a good is rejected: it is written like any other
+    move but changes nothing. After the moves come a gap of random characters that occur in no statement, and the query
+    for a random agent and good.
 
     Args:
         length: T_max; see `TextTask`.
-        num_agents: A, B, …
-        min_steps, max_steps: the number of moves is uniform between these.
-        min_gap, max_gap: and so are the characters of the gap.
+        num_agents: number of agents A, B, …
+        min_steps, max_steps: least and largest number of moves; the number is uniform between them.
+        min_gap, max_gap: least and largest number of characters of the gap; the number is uniform between them.
 
-    Chance is 1/10. `shortcut_accuracy` is the majority: the share of the most common count, estimated once from 32,768
-    episodes of a seed of its own (standard error at most 0.003): 0.15 for the easy tier, 0.12 for the hard one. (Who
-    plays the whole game, and then names the count that most agents and goods have, scores 0.35 and 0.26.)
+    Chance is 1/10. `shortcut_accuracy` is the share of the most common count. It is estimated from 32,768 episodes with
+    a fixed seed (standard error at most 0.003), and is 0.15 for the easy tier and 0.12 for the hard tier. Playing the
+    whole game and then naming the count that most agents and goods have scores 0.35 and 0.26.
 
-    Slices: `length`, `num_steps`, `num_rejected`, `gap`. Source: Echo paper, Appendix G.4; tasks.md, which leave the
-    rules open.
+    Slices: `length`, `num_steps`, `num_rejected`, `gap`. Source: Echo, Appendix G.4, which leaves the rules open; they
+    are in docs/tasks.md.
     """
 
     num_agents: int = 3
@@ -100,11 +100,11 @@ class Economy(TextTask):
 def play(
     num_agents: int, min_steps: int, max_steps: int, num_examples: int, draw: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Episodes of `Economy`.
+    """Play episodes of `Economy`.
 
     Returns:
-        The moves as rows of `moves_of` `[N, max_steps]`; how many of them are made, and how many accepted, `[N, 1]`
-        each; what the agents have in the end: A's gold, A's wood, B's gold, … `[N, 2 agents]`.
+        The moves as row indices of `moves_of`, `[N, max_steps]`; the number of moves made, `[N, 1]`; the number of
+        accepted moves, `[N, 1]`; and the final holdings (A's gold, A's wood, B's gold, …), `[N, 2 agents]`.
     """
     _, effects, starts = moves_of(num_agents)
     kinds = torch.randint(len(starts) - 1, (num_examples, max_steps), generator=draw)
@@ -123,11 +123,11 @@ def play(
 
 @cache
 def moves_of(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every move there is.
+    """List the M possible moves.
 
     Returns:
-        Their texts as `table` gives them `[M, 17]`, what they change in the order of `play` `[M, 2 agents]`,
-        and where mine, trade and build begin among them, with M at the end `[4]`.
+        The texts of the moves as a `table`, `[M, 17]`; their changes to the holdings in the order of `play`,
+        `[M, 2 agents]`; and the first indices of mine, trade and build, followed by M, `[4]`.
     """
     agents, numbers = range(num_agents), (1, 2, 3)
     mine = [(f"{NAMES[a]}:mine {n} {GOODS[g]};", [(a, g, n)]) for a, g, n in product(agents, (0, 1), numbers)]
@@ -149,6 +149,6 @@ def moves_of(num_agents: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def _majority(num_agents: int, min_steps: int, max_steps: int) -> float:
-    """The share of the most common count, over all agents and goods."""
+    """Return the share of the most common count over all agents and goods."""
     counts = play(num_agents, min_steps, max_steps, 1 << 15, torch.Generator().manual_seed(0))[-1]
     return torch.bincount(counts.flatten()).max().item() / counts.numel()

@@ -1,4 +1,4 @@
-"""State tracking: the running product of words in a finite group."""
+"""State tracking: the running product of a word in a finite group."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ WORDS = ("all", "swaps")
 class GroupWords(Task):
     """Words in a finite group: x₁ x₂ … → at every position t the product x₁ x₂ ⋯ x_t.
 
-    Words are uniform and independent. A token is an element of the group, in the inputs and in the labels alike:
+    Letters are uniform and independent. In the inputs and in the labels, a token is an element of the group:
 
         s3, s5   all permutations of 3 or 5 things, in lexicographic order of the images (p(0), p(1), …)
-        a5       the even ones of s5, in the same order
+        a5       the even permutations of s5, in the same order
         z60, z2  the remainders modulo 60 or 2 under addition; z2 is parity
 
-    Element 0 is the identity. Products are read from left to right: ab is first a, then b, so that i goes to b(a(i)).
-    S5 and A5 are not solvable: their word problem is NC¹-complete, that of the others is not. Z60 and A5 have equally
-    many elements.
+    Element 0 is the identity. Products are composed from left to right: ab is first a and then b, and maps i to
+    b(a(i)). S5 and A5 are not solvable, so their word problem is NC¹-complete; that of the other groups is not. Z60 and
+    A5 have the same number of elements.
 
     Args:
-        vocab_size: always the number of elements |G|, and 0, the default, stands for it.
+        vocab_size: the number of elements |G|; the default 0 stands for it.
         length: T. The paper trains at 16 and tests at 64.
         group: "s5", "s3", "a5", "z60" or "z2".
-        words: "all", or "swaps": words in the transpositions of s3 or s5 alone. They generate the whole group, so that
-            the products are as hard to track, but each is a reflection, one step of a delta rule with β = 2; a general
-            element of S5 takes up to four (Grazzi et al. 2025, who test both).
+        words: "all", or "swaps" for words of transpositions of s3 or s5. Transpositions generate the whole group, so
+            the products are as hard to track. But a transposition is a reflection, which is one step of a delta rule
+            with β = 2, while an element of S5 takes up to four steps (Grazzi et al. 2025, who test both).
 
-    Chance is 1/|G|, at every position (of swaps 2/|G|: their number says whether the product is even). A guess knows
-    the token just read and the likeliest product before it: of all words (1 + (T − 1)/|G|)/T. Slices: `length`;
-    `position`, `[N, T]`, from 0. Source: GateRank, Section 4.4, and Merrill et al. 2024; tasks.md. Both leave the order
-    of composition open.
+    Chance is 1/|G| at every position. For swaps it is 2/|G|, because their number determines whether the product is
+    even. `shortcut_accuracy` is the accuracy of an answer that knows the last token and the likeliest product before
+    it; for all words it is (1 + (T − 1)/|G|)/T. Slices: `length`; `position`, `[N, T]`, from 0. Source: GateRank,
+    Section 4.4, and Merrill et al. 2024, which leave the order of composition open; layout in docs/tasks.md.
     """
 
     vocab_size: int = 0
@@ -86,16 +86,16 @@ class GroupWords(Task):
 
 
 def running_product(words: Tensor, table: Tensor) -> Tensor:
-    """Products of the first, the first two, … elements of each row, by a scan of log₂ T gathers.
+    """Return the products of the first, the first two, … elements of each row, by a scan of log₂ T gathers.
 
     Args:
         words: elements, `[N, T]`.
-        table: ab at row a, column b, `[|G|, |G|]`.
+        table: multiplication table with ab at row a and column b, `[|G|, |G|]`.
 
     Returns:
-        `[N, T]`.
+        The products, `[N, T]`.
     """
-    # After a step with shift s, position t holds the product of the last 2s elements up to t.
+    # After a step with shift s, position t has the product of the last 2s elements up to t.
     products, shift = words.clone(), 1
     while shift < words.shape[1]:
         products[:, shift:] = table.take(products[:, :-shift] * len(table) + products[:, shift:])
@@ -105,20 +105,20 @@ def running_product(words: Tensor, table: Tensor) -> Tensor:
 
 @lru_cache
 def multiplication(group: str) -> Tensor:
-    """The multiplication table of one of `GROUPS`: ab at row a, column b, `[|G|, |G|]`. It is shared: do not write."""
+    """Return the multiplication table of a group, `[|G|, |G|]`, with ab at row a and column b. Do not modify it."""
     kind, size = group[0], int(group[1:])
     if kind == "z":
         remainders = torch.arange(size)
         return (remainders.unsqueeze(1) + remainders) % size
     images = [p for p in permutations(range(size)) if kind == "s" or _even(p)]
     elements = torch.tensor(images)
-    products = elements[:, elements].transpose(0, 1)  # at [a, b, i]: b(a(i))
-    digits = size ** torch.arange(size - 1, -1, -1)  # images read as digits grow in lexicographic order
+    products = elements[:, elements].transpose(0, 1)  # entry [a, b, i] is b(a(i))
+    digits = size ** torch.arange(size - 1, -1, -1)  # numbers with the images as digits are in lexicographic order
     return torch.searchsorted((elements * digits).sum(-1), (products * digits).sum(-1))
 
 
 def elements(group: str, words: str) -> Tensor:
-    """What words are made of, in order: all elements, or those of s3 or s5 that swap two things."""
+    """Return the letters of words in order: all elements, or the elements of s3 or s5 that swap two things."""
     if words == "all":
         return torch.arange(len(multiplication(group)))
     images = list(permutations(range(int(group[1:]))))
@@ -127,7 +127,7 @@ def elements(group: str, words: str) -> Tensor:
 
 @lru_cache
 def _guess(group: str, words: str, length: int) -> float:
-    """The mean over positions t of the largest probability that a product of t − 1 letters has."""
+    """Return the mean over positions t of the largest probability of a product of t − 1 letters."""
     letters, table = elements(group, words), multiplication(group)
     likely = torch.zeros(len(table), dtype=torch.double)
     likely[0], total = 1.0, 0.0
@@ -139,5 +139,5 @@ def _guess(group: str, words: str, length: int) -> float:
 
 
 def _even(images: tuple[int, ...]) -> bool:
-    """Whether a permutation has an even number of inversions."""
+    """Return whether a permutation has an even number of inversions."""
     return sum(left > right for left, right in combinations(images, 2)) % 2 == 0

@@ -1,4 +1,4 @@
-"""How tasks over 128 token ids are laid out: what the ids mean, blocks among fillers, a query at the end."""
+"""Layout of the recall tasks over 128 token ids: meaning of the ids, blocks among fillers, a query at the end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from halflife.tasks.base import IGNORED, Task, TaskBatch, distinct
 
 VOCABULARY = 128
-BOS, SYS, SEP, QUERY, CALL, RESULT = range(1, 7)  # 0 pads, in the tasks that do
+BOS, SYS, SEP, QUERY, CALL, RESULT = range(1, 7)  # 0 is padding
 KEYS, VALUES, FILLERS = (16, 48), (48, 80), (80, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallTask(Task):
-    """What these tasks share: KV bindings, fillers, one query at the end.
+    """Base of the recall tasks: KV bindings, fillers, and one query at the end.
 
     Args:
-        vocab_size: always 128.
-        length: T, tokens of a sequence with its query. The paper's grids go from 16 to 4096.
-        num_pairs: KV.
+        vocab_size: V, always 128.
+        length: T, tokens of a sequence with its query. The paper uses 16 to 4096.
+        num_pairs: KV, number of bindings.
 
-    Slices: `num_pairs`, `length`, and `gap`, the tokens between the answer in the context and the query.
+    Slices: `num_pairs`, `length`, and `gap`, the number of tokens between the answer in the context and the query.
     """
 
     vocab_size: int = VOCABULARY
@@ -37,12 +37,12 @@ class RecallTask(Task):
 
     @property
     def most_pairs(self) -> int:
-        """The largest KV for which keys and values suffice."""
+        """Largest KV for which there are enough keys and values."""
         return VALUES[1] - VALUES[0]
 
     @property
     def shortest(self) -> int:
-        """The least length that holds the context and the query."""
+        """Least length that holds the context and the query."""
         raise NotImplementedError
 
     @property
@@ -53,14 +53,14 @@ class RecallTask(Task):
     def shortcut_accuracy(self) -> float:
         return 1 / self.num_pairs
 
-    def asking(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:
-        """The batch whose context is complete, with `Q names…` written at its end.
+    def with_query(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:
+        """Write the query `Q names…` at the end of complete contexts, and return the batch.
 
         Args:
-            inputs: `[N, T]`, changed in place.
-            names: what stands behind Q, `[N, any number]`.
-            at: where in the context the answer stands, `[N, 1]`.
-            slices: further ones.
+            inputs: contexts `[N, T]`, changed in place.
+            names: tokens after Q, `[N, any number]`.
+            at: position of the answer in the context, `[N, 1]`.
+            **slices: further slices.
         """
         start = self.length - 1 - names.shape[1]
         inputs[:, start] = QUERY
@@ -73,38 +73,41 @@ class RecallTask(Task):
 
 
 def check_sizes(task: Task, shortest: int) -> None:
-    """
+    """Check the vocabulary and the length of a task over 128 token ids.
+
     Raises:
-        ValueError: a vocabulary that is not the one these tasks are made of, or a length below `shortest`.
+        ValueError: the vocabulary does not have 128 ids, or the length is below `shortest`.
     """
     if task.vocab_size != VOCABULARY:
-        raise ValueError(f"task {task.name} is made of {VOCABULARY} token ids; got vocab_size {task.vocab_size}")
+        raise ValueError(f"task {task.name} has {VOCABULARY} token ids; got vocab_size {task.vocab_size}")
     if task.length < shortest:
         raise ValueError(f"task {task.name} needs a length of at least {shortest} for these sizes; got {task.length}")
 
 
 def pick(rows: int, count: int | Tensor, draw: torch.Generator) -> Tensor:
-    """A number from 0 to `count` − 1 a row, uniformly: `[rows, 1]`; `count` may differ by row, `[rows, 1]`."""
+    """Draw a uniform number from 0 to `count` − 1 for each row, `[rows, 1]`; `count` may be a tensor `[rows, 1]`."""
     return (torch.rand(rows, 1, generator=draw, dtype=torch.float64) * count).long()
 
 
 def fillers(rows: int, length: int, draw: torch.Generator) -> Tensor:
-    """Tokens `[rows, length]` that mean nothing."""
+    """Draw filler tokens `[rows, length]`."""
     return torch.randint(*FILLERS, (rows, length), generator=draw)
 
 
 def scatter(inputs: Tensor, blocks: Tensor, span: int, draw: torch.Generator) -> Tensor:
-    """Writes blocks into the first `span` positions: all orders and all placements without overlap alike.
+    """Write blocks into the first `span` positions; all orders and all placements without overlap are equally likely.
 
     Args:
         inputs: `[N, T]`, changed in place.
         blocks: M blocks of W tokens, `[N, M, W]`.
+        span: number of positions.
+        draw: random number generator.
 
     Returns:
-        Where each block starts, `[N, M]`.
+        The position at which each block starts, `[N, M]`.
     """
     rows, count, width = blocks.shape
-    # A placement is a row of items, blocks and single tokens, and a choice of which of them are the blocks.
+    # A placement is a sequence of blocks and single tokens. It is determined by which of these items are the blocks.
     items = distinct(rows, count, 0, span - count * (width - 1), draw)
     starts = items + (width - 1) * items.argsort(1).argsort(1)
     at = starts.unsqueeze(2) + torch.arange(width)

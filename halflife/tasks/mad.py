@@ -1,7 +1,8 @@
 """Selective copying and noisy in-context recall, after MAD (Poli et al. 2024, Mechanistic Architecture Design).
 
-MAD's own generators (athms/mad-lab, `mad/data/instances.py`) make one example at a time; each task says where its law
-is another here. Slices that differ within an example are `[N, T]`, −100 where nothing is scored.
+MAD's generators (athms/mad-lab, `mad/data/instances.py`) make one example at a time. The docstrings say where the
+distributions here differ from them. Slices that differ within an example are `[N, T]`, with −100 at positions that are
+not scored.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, distinct
 class SelectiveCopy(Task):
     """Selective copying: n tokens among blanks, a copy token, n blanks → the tokens, in their order.
 
-    Tokens are uniform and independent, and can repeat. Each of the last n positions is a blank and has one token as its
-    label; answers never enter.
+    Tokens are uniform and independent, and can repeat. Each of the last n positions is a blank whose label is one
+    token. The answers are not part of the inputs.
 
     Args:
-        vocab_size: V; V − 1 is the copy token, V − 2 the blank, and those below are the tokens.
+        vocab_size: V. V − 1 is the copy token, V − 2 the blank, and lower ids are the tokens.
         length: T ≥ 2n + 1.
-        num_tokens: n. MAD: 16 of 14 tokens in T 256, and up to 96, V 128, T 1024.
+        num_tokens: n. MAD uses 16 of 14 tokens at T 256, and up to 96 at V 128 and T 1024.
 
-    Here all places of the tokens before the copy token are alike. MAD's generator takes them from NumPy's global state,
-    whatever its seed, and sets no blank behind the last token, which therefore always stands next to the copy token.
+    Here all places before the copy token are equally likely. MAD's generator draws places from NumPy's global state,
+    whatever its seed. It puts no blank behind the last token, which therefore always precedes the copy token.
 
-    Chance is 1/(V − 2); naming everywhere the token that occurs most often is right for its mean share of n tokens.
-    Slices: `num_tokens`; `length`; `[N, T]`: `order`, the tokens before the one that is asked, and `gap`, the positions
-    between it and its answer.
+    Chance is 1/(V − 2). Naming the most frequent token everywhere is right for its mean share of the n tokens.
+    Slices: `num_tokens`; `length`; `order`, `[N, T]`, the number of tokens before the queried one; `gap`, `[N, T]`, the
+    positions between a token and its answer.
     """
 
     vocab_size: int = 16
@@ -47,7 +48,7 @@ class SelectiveCopy(Task):
 
     def __post_init__(self) -> None:
         if self.vocab_size < 3:
-            raise ValueError(f"vocab_size must be 3 or more, a token, blank and copy; got {self.vocab_size}")
+            raise ValueError(f"vocab_size must be 3 or more, for a token, blank and copy; got {self.vocab_size}")
         if self.num_tokens < 1 or self.length < 2 * self.num_tokens + 1:
             raise ValueError(f"{self.num_tokens} tokens need 1 ≤ n and a length of at least 2n + 1; got {self.length}")
 
@@ -60,7 +61,7 @@ class SelectiveCopy(Task):
         return expected_mode(self.num_tokens, self.vocab_size - 2) / self.num_tokens
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
-        n, copy = self.num_tokens, self.length - self.num_tokens - 1  # where the copy token stands
+        n, copy = self.num_tokens, self.length - self.num_tokens - 1  # position of the copy token
         tokens = torch.randint(self.vocab_size - 2, (num_examples, n), generator=draw)
         places = distinct(num_examples, n, 0, copy, draw).sort(1).values
         inputs = torch.full((num_examples, self.length), self.vocab_size - 2).scatter_(1, places, tokens)
@@ -74,28 +75,29 @@ class SelectiveCopy(Task):
 @TASKS.add("noisy_recall")
 @dataclass(frozen=True, kw_only=True)
 class NoisyRecall(Task):
-    """Noisy in-context recall: pairs `k v` again and again, noise between them; at a key seen before → its value.
+    """Noisy in-context recall: repeated pairs `k v` with noise between them; at a repeated key → its value.
 
-    A sequence is T/2 motifs of two tokens: a share of them is noise, two ids that mean nothing; the others are pairs
-    `k v`. Each pair has one of K keys, uniformly, always with the same value; the last motif is a pair whose key stood
-    before, any of these keys alike. What is scored is a key that stood before, at its position; its value follows.
+    A sequence has T/2 motifs of two tokens. A motif is either noise, which is two meaningless ids, or a pair `k v`.
+    Each pair has a uniform one of K keys, and a key always has the same value. The last motif is a pair with a repeated
+    key, and all repeated keys are equally likely. Every repeated key is scored at its position; its value follows.
 
     Args:
-        vocab_size: V. The last `noise_vocab_size` ids are noise; of those below, the lower half are keys and the upper
-            half values.
+        vocab_size: V. The last `noise_vocab_size` ids are noise. Of the ids below them, the lower half are keys and the
+            upper half values.
         length: T, even.
-        num_pairs: K, keys (and values) of a sequence, all different.
-        noise: the share of motifs that are noise, in [0, 1), to the nearest motif. MAD: 0.2, 0.4, 0.6, 0.8.
-        noise_vocab_size: ids of noise.
+        num_pairs: K, the number of different keys, and of different values, of a sequence.
+        noise: share of motifs that are noise, in [0, 1), to the nearest motif. MAD uses 0.2, 0.4, 0.6, 0.8.
+        noise_vocab_size: number of ids that are noise.
 
-    MAD has T 128 to 1024 and draws from all keys there are (K 8, 16, 32, 64 at V 32, 48, 80, 144). Its generator gives
-    every next token as a label in training, noise too, and scores as above in tests alone; here both have the same
-    labels. It tosses a coin a motif, so that the share of noise varies; here it is exact, and at least K + 1 pairs must
-    fit. Its keys can share a value; here a value is bound once. It leaves off the last value, so that T − 1 are read.
+    MAD uses T 128 to 1024 and K 8, 16, 32, 64 with V 32, 48, 80, 144, so that every key id can occur. Its generator
+    differs in four ways. In training every next token is a label, noise included; here the labels are always those
+    above, which MAD uses in tests. The number of noise motifs is random; here it is exact, and at least K + 1 pairs
+    must fit. Two keys can have the same value; here values are different. The last value is left out of the inputs,
+    which have T − 1 tokens.
 
-    Chance is one in the values; naming any value seen so far scores one in the pairs seen so far. Numbers of scored
-    positions differ between examples; in an accuracy each position counts alike. Slices: `num_pairs`; `length`;
-    `[N, T]`: `gap`, the tokens between the value, where it stood last, and the key.
+    Chance is one over the number of values. Naming any value seen so far scores one over the pairs seen so far. The
+    number of scored positions differs between examples, and an accuracy gives each position equal weight. Slices:
+    `num_pairs`; `length`; `gap`, `[N, T]`, the number of tokens between the last occurrence of the value and the key.
     """
 
     vocab_size: int = 32
@@ -128,12 +130,12 @@ class NoisyRecall(Task):
 
     @property
     def num_motifs(self) -> int:
-        """Motifs that are pairs, and not noise."""
+        """Number of motifs that are pairs."""
         return self.length // 2 - round(self.noise * (self.length // 2))
 
     @property
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Of keys, values and noise: the first id, and the one after the last."""
+        """First id, and one more than the last, of the keys, the values and the noise."""
         noise = self.vocab_size - self.noise_vocab_size
         return (0, noise // 2), (noise // 2, noise), (noise, self.vocab_size)
 
@@ -145,9 +147,9 @@ class NoisyRecall(Task):
     @property
     def shortcut_accuracy(self) -> float:
         k = self.num_pairs
-        seen = [1.0, *[0.0] * (k - 1)]  # after the first pair: probabilities that 1, 2, …, K keys were seen
+        seen = [1.0, *[0.0] * (k - 1)]  # after the first pair: probabilities that 1, 2, …, K keys have occurred
         right = scored = 0.0
-        for _ in range(self.num_motifs - 2):  # a key that was seen is one in K, whichever
+        for _ in range(self.num_motifs - 2):  # each key that has occurred is drawn with probability 1/K
             right += 1 / k
             scored += sum(p * m for m, p in enumerate(seen, 1)) / k
             seen = [p * m / k + (seen[m - 2] if m > 1 else 0.0) * (k - m + 1) / k for m, p in enumerate(seen, 1)]
@@ -173,16 +175,17 @@ class NoisyRecall(Task):
         return TaskBatch(inputs, labels, {**_constant(num_examples, sizes), "gap": gap})
 
     def _pairs(self, num_examples: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Which of the K keys each pair has, and which pair had it before (−1: none), both `[N, P]`."""
+        """Draw the key of each pair, from 0 to K − 1, and find the previous pair with it or −1; both `[N, P]`."""
         which = torch.randint(self.num_pairs, (num_examples, self.num_motifs), generator=draw)
         race = torch.rand(num_examples, self.num_motifs - 1, generator=draw)
-        first = latest(which)[:, :-1] < 0  # each key that was seen has one first pair: all keys alike
+        # Each key that has occurred has one first pair, so all these keys are equally likely.
+        first = latest(which)[:, :-1] < 0
         which[:, -1:] = which.gather(1, torch.where(first, race, -1.0).argmax(1, keepdim=True))
         return which, latest(which)
 
 
 def latest(ids: Tensor) -> Tensor:
-    """For each of the ids `[N, P]` where in its row the same id stood last before it, −1 where nowhere: `[N, P]`."""
+    """Return for each of the ids `[N, P]` the position of its previous occurrence in the row, or −1: `[N, P]`."""
     ordered, order = ids.sort(dim=1, stable=True)
     before = torch.full_like(ids, -1)
     before[:, 1:] = torch.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1], -1)
@@ -190,18 +193,19 @@ def latest(ids: Tensor) -> Tensor:
 
 
 def expected_mode(draws: int, kinds: int) -> float:
-    """How often, in the mean, the most frequent of `kinds` occurs among so many uniform independent draws.
+    """Return the mean count of the most frequent of `kinds` kinds among uniform independent draws.
 
-    The mean is Σ_m P(all counts ≤ m fails). Counts are independent Poisson numbers given their sum, so that
-    P(all ≤ m) is the coefficient of x^draws in the power `kinds` of their polynomial cut at m, over P(sum = draws).
+    The mean is Σ_m (1 − P(all counts ≤ m)). The counts are distributed as independent Poisson numbers given their sum.
+    So P(all counts ≤ m) is the coefficient of x^draws in the power `kinds` of the Poisson generating polynomial
+    truncated at degree m, divided by P(sum = draws).
     """
     j = torch.arange(draws + 1, dtype=torch.float64)
     rate = torch.tensor(draws / kinds, dtype=torch.float64)
     poisson = (j * rate.log() - rate - torch.lgamma(j + 1)).exp()
-    cut = torch.where(j <= j[:-1].unsqueeze(1), poisson, 0.0)  # a row for each m below `draws`
+    cut = torch.where(j <= j[:-1].unsqueeze(1), poisson, 0.0)  # one row for each m below `draws`
 
     def times(left: Tensor, right: Tensor) -> Tensor:
-        size = 2 * len(j)  # no term wraps around
+        size = 2 * len(j)  # large enough that no term wraps around
         return fft.irfft(fft.rfft(left, size) * fft.rfft(right, size), size)[:, : len(j)]
 
     total = math.exp(draws * math.log(draws) - draws - math.lgamma(draws + 1))
@@ -209,10 +213,10 @@ def expected_mode(draws: int, kinds: int) -> float:
 
 
 def _at_end(inputs: Tensor, numbers: Tensor) -> Tensor:
-    """`numbers` `[N, n]` at the last positions, −100 at the others: `[N, T]`."""
+    """Put `numbers` `[N, n]` at the last positions and −100 at the others: `[N, T]`."""
     return F.pad(numbers, (inputs.shape[1] - numbers.shape[1], 0), value=IGNORED)
 
 
 def _constant(num_examples: int, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Slices that are the same for all examples."""
+    """Return slices that are the same for all examples."""
     return {name: torch.full((num_examples,), size) for name, size in sizes.items()}

@@ -18,25 +18,25 @@ FILLERS = ("disjoint", "zoology", "recall")
 @TASKS.add("mqar")
 @dataclass(frozen=True, kw_only=True)
 class MQAR(Task):
-    """Multi-query associative recall: K pairs `k v`, then each key once more; answer its value.
+    """Multi-query associative recall: K pairs `k v`, then each key once more → its value.
 
-    Layout: `k v` × K, then T − 2K positions in which slot i = 1, 2, … is every second position, beginning with the
-    first. Each key stands in one slot, drawn without replacement with p ∝ i^(a−1); its label, at that position, is
-    its value, which never re-enters. All other positions are fillers. At K = T/4 every slot is taken, so that the
-    law of the slots only orders the queries.
+    The sequence begins with the K pairs. Of the T − 2K positions that follow, every second one is a slot, i = 1, 2, …,
+    beginning with the first. Each key is placed in one slot, drawn without replacement with p ∝ i^(a−1). The label at
+    that position is the key's value, which does not occur again in the inputs. All other positions are fillers. At
+    K = T/4 every slot has a key, so p affects only the order of the queries.
 
     Args:
-        vocab_size: V. Values are the upper half of the ids; with `filler="disjoint"` fillers are the lowest eighth
-            and keys the rest; with "zoology" keys are the lower half (without 0) and fillers any id at all, as in
-            the published generator: there a filler can repeat a bound key. With "recall" the ids are those of the
-            recall tasks (`layout`): keys 16–47, values 48–79, fillers 80–127.
-        length: T, tokens of a sequence.
+        vocab_size: V. Values are the upper half of the ids; `filler` determines the others.
+        length: T, tokens of a sequence, at least 4K.
         num_pairs: K.
-        power: a in the law of the slots.
-        filler: "disjoint", "zoology" or "recall" (V = 128).
+        power: a in the distribution of the slots.
+        filler: "disjoint", "zoology" or "recall". "disjoint": fillers are the lowest eighth of the ids, and keys the
+            rest of the lower half. "zoology": keys are the lower half without 0, and a filler is any id, as in the
+            published generator, so that a filler can repeat a key. "recall" (V = 128): the ids of the recall tasks
+            (`layout`), which are 16–47 for keys, 48–79 for values, and 80–127 for fillers.
 
-    Chance is one in the values (2/V; 1/32 with "recall"); naming any bound value scores 1/K. Source: Arora et al.
-    2023; tasks.md.
+    Chance is one over the number of values, 2/V, or 1/32 with "recall". Naming any bound value scores 1/K.
+    Source: Arora et al. 2023. The layout is in docs/tasks.md.
     """
 
     vocab_size: int = 8192
@@ -53,31 +53,31 @@ class MQAR(Task):
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
             raise ValueError(f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K; got length {self.length}")
         if self.filler == "recall" and self.vocab_size != VOCABULARY:
-            raise ValueError(f'filler "recall" is made of {VOCABULARY} token ids; got vocab_size {self.vocab_size}')
+            raise ValueError(f'filler "recall" has {VOCABULARY} token ids; got vocab_size {self.vocab_size}')
         low, high = self.key_range
         if high - low < self.num_pairs:
             raise ValueError(f"{self.num_pairs} pairs need as many keys; vocab_size {self.vocab_size} has {high - low}")
 
     @property
     def num_slots(self) -> int:
-        """Where a query can stand: every second position after the pairs."""
+        """Number of slots, the positions at which a query can be placed."""
         return (self.length - 2 * self.num_pairs) // 2
 
     @property
     def key_range(self) -> tuple[int, int]:
-        """First key id, and the one after the last."""
+        """First id of the keys, and one more than the last."""
         if self.filler == "recall":
             return KEYS
         return (self.vocab_size // 8 if self.filler == "disjoint" else 1), self.vocab_size // 2
 
     @property
     def value_range(self) -> tuple[int, int]:
-        """First value id, and the one after the last."""
+        """First id of the values, and one more than the last."""
         return VALUES if self.filler == "recall" else (self.vocab_size // 2, self.vocab_size)
 
     @property
     def filler_range(self) -> tuple[int, int]:
-        """First filler id, and the one after the last."""
+        """First id of the fillers, and one more than the last."""
         if self.filler == "recall":
             return FILLER_IDS
         return 0, self.key_range[0] if self.filler == "disjoint" else self.vocab_size
@@ -103,7 +103,7 @@ class MQAR(Task):
         return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices)
 
     def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
-        """Slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""
+        """Draw slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""
         rate = torch.arange(1, self.num_slots + 1).pow(self.power - 1)
         race = torch.empty(num_examples, self.num_slots).exponential_(generator=draw) / rate
         if self.num_slots == self.num_pairs:

@@ -1,8 +1,8 @@
 """Recall over 128 token ids: system prompt, tool trace, needle in a haystack, two hops, most common word.
 
-The tasks of the Echo paper (Section 4.1), which names them but lays none of them out; layouts from tasks.md. Ids 0–15
-are special, 16–47 keys, 48–79 values, 80–127 fillers: no filler is ever a key or a value. A sequence ends with its
-query, and what is to be predicted at its last token is the one answer, which never stands behind it.
+The Echo paper (Section 4.1) names these tasks but does not give their layouts, which docs/tasks.md describes. Ids 0–15
+are special tokens, 16–47 keys, 48–79 values, and 80–127 fillers, so no filler is a key or a value. A sequence ends with
+its query. The label of the last token is the answer, which is not part of the inputs after the query.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from halflife.tasks.base import TASKS, TaskBatch, distinct
 from halflife.tasks.layout import BOS, CALL, KEYS, RESULT, SEP, SYS, VALUES, RecallTask, fillers, pick, scatter
 
-AGENTS, TOOLS = (16, 32), (32, 48)  # the keys' two halves
+AGENTS, TOOLS = (16, 32), (32, 48)  # the two halves of the keys
 
 
 @TASKS.add("sysprompt")
@@ -25,10 +25,10 @@ AGENTS, TOOLS = (16, 32), (32, 48)  # the keys' two halves
 class SysPrompt(RecallTask):
     """System prompt: `BOS SYS (k v)×KV SEP filler* Q k` → v.
 
-    Keys are distinct, and so are values. Takes the settings of `RecallTask`; T ≥ 2KV + 5.
+    Keys are distinct, and so are values. The settings are those of `RecallTask`, with T ≥ 2KV + 5.
 
-    Chance is 1/32; naming any bound value scores 1/KV. Slices besides those of `RecallTask`: `depth`, the pairs before
-    the one that is asked. Source: Echo paper, Section 4.1; tasks.md.
+    Chance is 1/32, and naming any bound value scores 1/KV. Slices: those of `RecallTask`, and `depth`, the number of
+    pairs before the queried one. Source: Echo, Section 4.1; layout in docs/tasks.md.
     """
 
     name = "sysprompt"
@@ -45,7 +45,7 @@ class SysPrompt(RecallTask):
         inputs[:, 0], inputs[:, 1], inputs[:, end] = BOS, SYS, SEP
         inputs[:, 2:end:2], inputs[:, 3:end:2] = keys, values
         asked = pick(num_examples, self.num_pairs, draw)
-        return self.asking(inputs, keys.gather(1, asked), 3 + 2 * asked, depth=asked.squeeze(1))
+        return self.with_query(inputs, keys.gather(1, asked), 3 + 2 * asked, depth=asked.squeeze(1))
 
 
 @TASKS.add("tooltrace")
@@ -53,18 +53,19 @@ class SysPrompt(RecallTask):
 class ToolTrace(RecallTask):
     """Tool trace: `CALL agent tool RES v` × KV scattered in filler, `Q agent tool` → v.
 
-    Each (agent, tool) is called once and values are distinct. Agents are ids 16–31, tools 32–47. The calls are the
-    cells of the most nearly square grid of agents × tools that holds KV of them (which side the agents are is a coin's
-    choice); cells too many are left out along the diagonal. So for KV ≥ 4 the call that is asked shares its agent with
-    another call and its tool with another: neither name alone decides. At KV = 5 one call has a name to itself and is
-    never asked. At KV ≤ 3 no such grid exists, and any call is asked: at 3 two of them have a name to themselves; at
-    2 both share one name, the agent or the tool; at 1 there is nothing to confuse.
+    Each pair (agent, tool) is called once, and values are distinct. Agents are ids 16–31, tools 32–47.
 
-    Takes the settings of `RecallTask`; T ≥ 5KV + 3.
+    The calls are the cells of a grid of agents × tools. The grid is the most nearly square one with at least KV cells;
+    surplus cells are left out along the diagonal, and a coin decides whether the rows are agents or tools. For KV ≥ 4
+    the queried call thus shares its agent with another call and its tool with another, so neither name alone determines
+    the answer. At KV = 5 one call has a name that no other call has, and it is never queried. For KV ≤ 3 no such grid
+    exists, and any call is queried: at KV = 3 two calls have a unique name, and at KV = 2 both share one name.
 
-    Chance is 1/32; naming the result of any call that can be asked scores 1/KV, or 1/4 at KV = 5. Slices besides those
-    of `RecallTask`: `depth`, the calls before the one that is asked. Source: Echo paper, Section 4.1; tasks.md, which
-    leaves the choice of names open.
+    The settings are those of `RecallTask`, with T ≥ 5KV + 3.
+
+    Chance is 1/32. Naming the result of any call that can be queried scores 1/KV, or 1/4 at KV = 5. Slices: those of
+    `RecallTask`, and `depth`, the number of calls before the queried one. Source: Echo, Section 4.1, which leaves the
+    choice of names open; layout in docs/tasks.md.
     """
 
     name = "tooltrace"
@@ -94,15 +95,15 @@ class ToolTrace(RecallTask):
         asked = askable[pick(num_examples, len(askable), draw)]
         start = starts.gather(1, asked)
         names = torch.cat([agents.gather(1, asked), tools.gather(1, asked)], 1)
-        return self.asking(inputs, names, start + 4, depth=(starts < start).sum(1))
+        return self.with_query(inputs, names, start + 4, depth=(starts < start).sum(1))
 
     def _cells(self) -> tuple[Tensor, Tensor]:
-        """The cells of the grid, `[KV, 2]`, and the indices of those that can be asked."""
+        """Return the cells of the grid, `[KV, 2]`, and the indices of those that can be queried."""
         rows = round(math.sqrt(self.num_pairs))
         columns = math.ceil(self.num_pairs / rows)
         left_out = rows * columns - self.num_pairs
         cells = torch.tensor([(i, j) for i in range(rows) for j in range(columns) if not i == j < left_out])
-        alike = (cells.unsqueeze(0) == cells.unsqueeze(1)).sum(1)  # calls with this row, with this column
+        alike = (cells.unsqueeze(0) == cells.unsqueeze(1)).sum(1)  # calls in the same row; in the same column
         askable = (alike > 1).all(1) | (self.num_pairs < 4)
         return cells, askable.nonzero().squeeze(1)
 
@@ -112,16 +113,17 @@ class ToolTrace(RecallTask):
 class NIAH(RecallTask):
     """Needle in a haystack: `k v` × KV at uniform places in filler, `Q k` → v.
 
-    Keys are distinct, and so are values. Takes the settings of `RecallTask` (the paper: KV 1, 4, 8; T 64–4096), and:
+    Keys are distinct, and so are values. The settings are those of `RecallTask` and `hard`, with T ≥ 2KV + 2, or
+    6KV + 2 if hard. The paper uses KV 1, 4, 8 and T 64–4096.
 
     Args:
-        hard: adds KV keys without a value (`k filler`) and KV values without a key (`filler v`), all different from
-            the bound ones and placed like these. A decoy key is never followed by a value, a decoy value never
-            preceded by a key, and no decoy key is asked.
+        hard: whether to add decoys: KV keys without a value (`k filler`) and KV values without a key (`filler v`). They
+            differ from the bound keys and values, and are placed in the same way. No value follows a decoy key, no key
+            precedes a decoy value, and no decoy key is queried.
 
-    T ≥ 2KV + 2, or 6KV + 2 if hard. Chance is 1/32; naming any bound value scores 1/KV (in the hard mode, naming any
-    value 1/2KV). Slices besides those of `RecallTask`: `depth`, the pairs before the one that is asked. Source: Echo
-    paper, Section 4.1; tasks.md, which leaves the number of decoys open.
+    Chance is 1/32, and naming any bound value scores 1/KV; naming any value in the hard mode scores 1/(2KV). Slices:
+    those of `RecallTask`, and `depth`, the number of pairs before the queried one. Source: Echo, Section 4.1, which
+    leaves the number of decoys open; layout in docs/tasks.md.
     """
 
     hard: bool = False
@@ -148,7 +150,7 @@ class NIAH(RecallTask):
         starts = scatter(inputs, torch.stack([first, second], 2), self.length - 2, draw)[:, : self.num_pairs]
         asked = pick(num_examples, self.num_pairs, draw)
         start = starts.gather(1, asked)
-        return self.asking(inputs, keys.gather(1, asked), start + 1, depth=(starts < start).sum(1))
+        return self.with_query(inputs, keys.gather(1, asked), start + 1, depth=(starts < start).sum(1))
 
 
 @TASKS.add("multihop")
@@ -156,12 +158,13 @@ class NIAH(RecallTask):
 class MultiHop(RecallTask):
     """Two hops: `k m` × KV and `m v` × KV, shuffled together in filler, `Q k` → v.
 
-    k and m are 2KV distinct keys; values are distinct. Places and order of all 2KV links are uniform, so that neither
-    order nor nearness tells which links belong together. Takes the settings of `RecallTask` (the paper: KV 3, 4, 8;
-    T 16–256); T ≥ 4KV + 2, KV ≤ 16.
+    k and m are 2KV distinct keys, and values are distinct. The places and the order of all 2KV links are uniform, so
+    neither order nor distance shows which links belong together. The settings are those of `RecallTask`, with
+    T ≥ 4KV + 2 and KV ≤ 16. The paper uses KV 3, 4, 8 and T 16–256.
 
-    Chance is 1/32; naming any bound value scores 1/KV. Slices besides those of `RecallTask`: `forward`, 1 where `k m`
-    stands before its `m v`, else 0. Source: Echo paper, Section 4.1; tasks.md, which leaves the ids of m open.
+    Chance is 1/32, and naming any bound value scores 1/KV. Slices: those of `RecallTask`, and `forward`, which is 1 if
+    `k m` precedes its `m v` and else 0. Source: Echo, Section 4.1, which leaves the ids of m open; layout in
+    docs/tasks.md.
     """
 
     name = "multihop"
@@ -183,7 +186,7 @@ class MultiHop(RecallTask):
         one, two = scatter(inputs, links, self.length - 2, draw).chunk(2, 1)
         asked = pick(num_examples, self.num_pairs, draw)
         one, two = one.gather(1, asked), two.gather(1, asked)
-        return self.asking(inputs, keys.gather(1, asked), two + 1, forward=(one < two).long().squeeze(1))
+        return self.with_query(inputs, keys.gather(1, asked), two + 1, forward=(one < two).long().squeeze(1))
 
 
 @TASKS.add("commonword")
@@ -191,14 +194,15 @@ class MultiHop(RecallTask):
 class CommonWord(RecallTask):
     """Most common word: one word 2f times, KV others f times, at uniform places in filler, `Q` → the first.
 
-    Words are ids of values. Takes the settings of `RecallTask` (the paper: KV 3–8), and:
+    Words are ids of values. The settings are those of `RecallTask` and `repeats`, with T ≥ f(KV + 2) + 1 and KV ≤ 31.
+    The paper uses KV 3–8.
 
     Args:
-        repeats: f.
+        repeats: f, the number of times that each of the other words occurs.
 
-    T ≥ f(KV + 2) + 1, KV ≤ 31. Chance, among the words that stand there, is 1/(KV + 1); not counting, but naming the
-    word at any one place (the last, say), scores 2/(KV + 2). `gap` counts from the mode's last place. Source: Echo
-    paper, Section 4.1; tasks.md, which leaves f open.
+    Chance, among the words of the context, is 1/(KV + 1). Naming the word at one place, for example the last, without
+    counting scores 2/(KV + 2). Slices: those of `RecallTask`; `gap` is counted from the last place of the most common
+    word. Source: Echo, Section 4.1, which leaves f open; layout in docs/tasks.md.
     """
 
     repeats: int = 2
@@ -232,4 +236,4 @@ class CommonWord(RecallTask):
         inputs = fillers(num_examples, self.length, draw)
         places = scatter(inputs, said.unsqueeze(2), self.length - 1, draw)
         last = places.unflatten(1, (self.repeats, -1))[:, :, :2].flatten(1).amax(1, keepdim=True)
-        return self.asking(inputs, words[:, :0], last)
+        return self.with_query(inputs, words[:, :0], last)

@@ -1,66 +1,52 @@
-"""RULER's tasks in text, made without a network: needles, chains of variables, common and frequent words.
+"""RULER's tasks in text, generated without a network: needles, chains of variables, common and frequent words.
 
-The wording is RULER's (Hsieh et al., 2024), and so are its sizes: the answer's first words stand at the prompt's end,
-and a length counts the prompt and the tokens that are written after it. What is ours:
+The wording and the sizes are RULER's (Hsieh et al., 2024). The prompt ends with the first words of the answer, and a
+length counts the tokens of the prompt and of its continuation. The tasks here differ from RULER's as follows:
 
-* Words are an adjective of four letters and a noun of three, from the lists below, in all combinations (`bold-cat` as a
-  key, `boldcat` in a list); RULER's come from the package wonderwords. No word contains another.
-* Keys, values and names are all different, so that no question has two answers.
-* Essays are the text that the user gives (RULER's are Paul Graham's), cut into sentences at `.`, `!` and `?`.
-* Where one needle answers, its depth takes ten evenly spaced values in turn, so that every ten examples have each of
-  them once; RULER draws it. Other needles lie at random ones of RULER's forty depths.
-* The haystack is the largest that fits, found by bisection; a length for which there is none is an error.
+* A word is an adjective of four letters and a noun of three from the lists in `words.py` (`bold-cat` as a key,
+  `boldcat` in a list). RULER takes words from the package wonderwords. Here no word contains another.
+* Keys, values and names are all different, so no question has two answers.
+* The user gives the essay, which is split into sentences at `.`, `!` and `?`. RULER uses essays of Paul Graham.
+* If one needle is the answer, its depth takes ten evenly spaced values in turn, so ten examples have each depth once.
+  RULER draws the depth. Other needles are at random ones of RULER's forty depths.
+* The haystack is the largest that fits, by bisection. If none fits, the length is an error.
 
-Common words (`cwe`) come with RULER's worked example and its line ` Answer: …`; lm-evaluation-harness leaves out the
-one and puts the other into a paragraph of its own.
+The task of common words (`cwe`) has RULER's worked example and its line ` Answer: …`. lm-evaluation-harness leaves the
+example out and puts the line into a separate paragraph.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
 
 from halflife.registry import Registry
+from halflife.tasks.words import PAIRS, draw_codes, draw_distinct, numbered
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {} for {} is: {}."
-DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's
-LEVELS = 10  # depths of a needle that alone answers
-WORKED = 500  # tokens of the worked example of variable tracking, RULER's
+DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's depths
+LEVELS = 10  # depths of a needle that is the only answer
+WORKED = 500  # tokens of the worked example of variable tracking, as in RULER
 USER_TEXT = "user text"
-
-ADJECTIVES = (  # noqa: SIM905 (a list literal would be a line a word)
-    "aged arid avid bald bare blue bold busy calm cold cool cozy cute damp dark deep dull easy fair fast fine firm "
-    "flat fond free full glad gold good gray hard hazy high holy huge idle keen kind lazy lone long loud main meek "
-    "mild mute near neat nice numb open oval pale past pink rare real rich ripe rosy safe sage salt slim slow smug "
-    "snug soft sore sour tall tame tart thin tidy tiny torn trim true vain vast warm wary wavy weak wide wild wise"
-).split()
-NOUNS = (  # noqa: SIM905
-    "ant ape art ash axe bag bar bat bay bed bee bin bow box bud bug bun bus cab cap car cat cow cub cup den dew dog "
-    "dot ear eel egg elf elk elm emu eye fan fig fir fly fog fox fur gem gnu gum hat hay hen hut ice ink inn jam jar "
-    "jaw jet jug keg key lab log map mat mug net nut oak oat ore owl pan paw pen pet pie pig pit pod pot pup ram rat "
-    "ray rod rug rye saw sea ski sky sun tar tea tie tin top toy tub van wax web wig yak zoo"
-).split()
-PAIRS = list(product(ADJECTIVES, NOUNS))
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and what its continuation must contain.
+    """A prompt, and the strings that its continuation must contain.
 
     Attributes:
         prompt: the text to read.
-        references: strings; the score is the fraction of them that is found in the continuation.
-        new_tokens: how many are to be written, RULER's number for the task.
-        haystack: what surrounds the answer; "user text" where it is the user's.
-        depth: where the needle that alone answers lies, 0 (start) … 1 (end); None if there is no such needle.
+        references: strings; the score is the fraction of them that the continuation contains.
+        new_tokens: number of tokens of the continuation, RULER's number for the task.
+        haystack: kind of text around the answer; "user text" is the user's essay.
+        depth: position, from 0 (start) to 1 (end), of the only needle that is an answer; None if there is none.
     """
 
     prompt: str
@@ -72,7 +58,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """What an example is made from; `length` and `count` as in `example`, the essay in words."""
+    """The inputs from which an example is made.
+
+    Attributes:
+        draw: random number generator.
+        length, count: as in `example`.
+        depth: depth of a needle that is the only answer.
+        essay: words of the essay.
+    """
 
     draw: Random
     length: int
@@ -83,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Draft:
-    """An example but for the size of its haystack: `render(size)` is the prompt, for sizes from `least` to `most`."""
+    """An example whose haystack has no size yet: `render(size)` is its prompt, for sizes from `least` to `most`."""
 
     render: Callable[[int], str]
     references: list[str]
@@ -99,13 +92,15 @@ RULER: Registry[Callable[[Request], Draft]] = Registry("RULER task")
 
 @dataclass(frozen=True)
 class Needles:
-    """What is hidden in what.
+    """A kind of needles in a kind of haystack.
 
     Attributes:
-        haystack: "repeat" (five short sentences, over and over), "needles" (of other keys) or "user text".
-        keys, values: "words", "numbers" (of seven digits) or "uuids".
-        num_keys, num_values: needles are so many keys, each with so many values.
-        num_queries: keys that are asked for.
+        haystack: "repeat" (five short sentences, repeated), "needles" (with other keys) or "user text".
+        keys: kind of keys, "words", "numbers" (of seven digits) or "uuids".
+        values: kind of values, as for keys.
+        num_keys: number of keys.
+        num_values: number of values, and of needles, for each key.
+        num_queries: number of keys that are queried.
     """
 
     haystack: str
@@ -129,11 +124,12 @@ NEEDLES = {
 
 
 def needle_in_a_haystack(kind: Needles, request: Request) -> Draft:
-    """`One of the special magic numbers for KEY is: VALUE.`, hidden in a haystack and asked for by its key."""
+    """Needles `One of the special magic numbers for KEY is: VALUE.` in a haystack, queried by their keys."""
     draw, hidden = request.draw, kind.num_keys * kind.num_values
     single = kind.num_values * kind.num_queries == 1
     others = min(request.length, len(PAIRS) - kind.num_keys) if kind.haystack == "needles" else 0
-    keys, values = _distinct(kind.keys, kind.num_keys + others, draw), _distinct(kind.values, hidden + others, draw)
+    keys = draw_distinct(kind.keys, kind.num_keys + others, draw)
+    values = draw_distinct(kind.values, hidden + others, draw)
     owners = [key for key in keys[: kind.num_keys] for _ in range(kind.num_values)] + keys[kind.num_keys :]
     lines = [NEEDLE.format(kind.values, key, value) for key, value in zip(owners, values, strict=True)]
     depths = draw.sample(DEPTHS, hidden)
@@ -170,9 +166,9 @@ for name, needles in NEEDLES.items():
 
 @RULER.add("vt")
 def variable_tracking(request: Request) -> Draft:
-    """`VAR A = 12345`, `VAR B = VAR A`, … among short sentences; all five names are asked for.
+    """`VAR A = 12345`, `VAR B = VAR A`, … among short sentences; all five names are queried.
 
-    A worked example stands before it, of names of three letters and as many sentences as fit 500 tokens.
+    A worked example comes first. It has names of three letters and as many sentences as fit into 500 tokens.
     """
     worked, known = _chain(request.draw, 3)
     size = _largest(lambda size: request.count(worked(size)), WORKED - 30, 1, WORKED)
@@ -182,14 +178,14 @@ def variable_tracking(request: Request) -> Draft:
 
 
 def _chain(draw: Random, letters: int) -> tuple[Callable[[int], str], list[str]]:
-    """The prompt by its number of noise sentences, and the names in it, of so many letters."""
-    names = _codes(ascii_uppercase, letters, 5, draw)
+    """Return the prompt as a function of its number of noise sentences, and the names in it."""
+    names = draw_codes(ascii_uppercase, letters, 5, draw)
     value, order = draw.randrange(10_000, 99_999), draw.getrandbits(64)
     chain = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
 
     def render(size: int) -> str:
         sentences = [f"{NOISE}\n"] * size
-        if size <= len(chain):  # too few places between them: RULER cuts them up
+        if size <= len(chain):  # with too few places RULER splits the sentences
             parts = [part for sentence in sentences for part in sentence.split(".")]
             sentences = [f"{part}." if part.strip() else part for part in parts]
         places = sorted(Random(order).sample(range(len(sentences)), len(chain)))
@@ -208,7 +204,7 @@ def _chain(draw: Random, letters: int) -> tuple[Callable[[int], str], list[str]]
 
 @RULER.add("cwe")
 def common_words(request: Request) -> Draft:
-    """Ten words of a numbered list stand there 30 times, the others 3 times (below 4096 tokens: 6 and 1)."""
+    """Ten words of a numbered list occur 30 times each, the others 3 times (below 4096 tokens: 6 and 1)."""
     shown, often, asked = (20, (3, 1), (6, 1)) if request.length < 4096 else (40, (10, 3), (30, 3))
     drawn = ["".join(pair) for pair in request.draw.sample(PAIRS, len(PAIRS))]
     known, rest, order = drawn[:shown], drawn[shown:], request.draw.getrandbits(64)
@@ -218,22 +214,23 @@ def common_words(request: Request) -> Draft:
         Random(order).shuffle(listed)
         return (
             "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
-            f"that appear most often.\n{_numbered(listed)}\nQuestion: What are the 10 most common words in the above "
+            f"that appear most often.\n{numbered(listed)}\nQuestion: What are the 10 most common words in the above "
             "list? Answer: The top 10 words that appear most often in the list are:"
         )
 
-    example = ask(known, often) + _numbered(known[:10])
+    example = ask(known, often) + numbered(known[:10])
     return Draft(lambda size: f"{example}\n{ask(rest[:size], asked)}", rest[:10], 120, "words", 20, len(rest))
 
 
 @RULER.add("fwe")
 def frequent_words(request: Request) -> Draft:
-    """Coded words by Zipf's law with exponent 2, the first of them dots; the next three are asked for.
+    """Coded words whose frequencies follow Zipf's law with exponent 2; dots come first, the next three are queried.
 
-    The vocabulary has length/50 words, but at least five. So has the text 74: in fewer, the fifth word might stand
-    there as often as the fourth.
+    The vocabulary has length/50 words, but at least five. The text has at least 74 words, because with fewer the fifth
+    word could be as frequent as the fourth.
     """
-    codes, order = _codes(ascii_lowercase, 6, max(request.length // 50, 5), request.draw), request.draw.getrandbits(64)
+    codes = draw_codes(ascii_lowercase, 6, max(request.length // 50, 5), request.draw)
+    order = request.draw.getrandbits(64)
     words = ["...", *codes[1:]]
 
     def render(size: int) -> str:
@@ -250,29 +247,31 @@ def frequent_words(request: Request) -> Draft:
 
 
 def names(essay: bool = True) -> list[str]:
-    """The tasks that can be made, with an essay or without."""
+    """Return the tasks that are possible with an essay or without."""
     return [name for name in RULER if essay or name not in NEEDLES or NEEDLES[name].haystack != USER_TEXT]
 
 
 def example(
     task: str, length: int, count: Callable[[str], int], *, seed: int = 0, index: int = 0, essay: str | None = None
 ) -> Example:
-    """Example `index` of a task, a pure function of its arguments.
+    """Return example `index` of a task. The result depends only on the arguments.
 
     Args:
         task: one of `names()`.
-        length: tokens of the prompt and of what is written after it, together; the example has at most so many.
-        count: the number of tokens of a text.
-        essay: the text that the needles of some tasks are hidden in.
+        length: largest number of tokens of the prompt and its continuation together.
+        count: function that returns the number of tokens of a text.
+        seed: seed of the examples.
+        index: index of the example.
+        essay: text in which the needles of some tasks are hidden.
 
     Raises:
-        ValueError: an unknown task, a task that needs an essay without one, or a length for which there is no prompt:
-            shorter than the least, or longer than the task's words or the essay can fill.
+        ValueError: the task is unknown, it needs an essay and has none, or the length is less than the shortest prompt
+            needs or more than the task's words or the essay can fill.
     """
     draft_of, words = RULER[task], (essay or "").split()
     if task not in names(essay=bool(words)):
         raise ValueError(f"{task} needs an essay; without one, choose from: {', '.join(names(essay=False))}")
-    depth = 3 * index % LEVELS / (LEVELS - 1)  # in steps of 3, so that the first few lie far apart
+    depth = 3 * index % LEVELS / (LEVELS - 1)  # steps of 3 put the first few examples far apart
     draft = draft_of(Request(Random(f"{task}/{length}/{seed}/{index}"), length, count, depth, words))
     size = _largest(lambda size: count(draft.render(size)), length - draft.new_tokens, draft.least, draft.most)
     prompt = draft.render(size)
@@ -285,9 +284,9 @@ def example(
 
 
 def _largest(tokens: Callable[[int], int], budget: int, least: int, most: int) -> int:
-    """The largest size of `least` … `most` with at most `budget` tokens; `least` if none has.
+    """Return the largest size from `least` to `most` with at most `budget` tokens, or `least` if there is none.
 
-    Doubles the size until it is too large; then bisects, every other time where the line through both ends crosses.
+    The size is doubled until it is too large. Then bisection alternates with linear interpolation between both ends.
     """
     low = high = least
     at_low = at_high = tokens(least)
@@ -307,22 +306,3 @@ def _largest(tokens: Callable[[int], int], budget: int, least: int, most: int) -
         else:
             high, at_high = middle, at
     return low
-
-
-def _distinct(kind: str, number: int, draw: Random) -> list[str]:
-    """So many different keys or values of a kind."""
-    if kind == "words":
-        return ["-".join(pair) for pair in draw.sample(PAIRS, number)]
-    if kind == "numbers":
-        return [str(i) for i in draw.sample(range(10**6, 10**7), number)]
-    return [str(uuid.UUID(int=draw.getrandbits(128), version=4)) for _ in range(number)]
-
-
-def _codes(alphabet: str, letters: int, number: int, draw: Random) -> list[str]:
-    """So many different strings of random letters."""
-    codes = draw.sample(range(len(alphabet) ** letters), number)
-    return ["".join(alphabet[code // len(alphabet) ** i % len(alphabet)] for i in range(letters)) for code in codes]
-
-
-def _numbered(words: Sequence[str]) -> str:
-    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))

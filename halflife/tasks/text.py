@@ -1,12 +1,12 @@
-"""How tasks in text are put together: tables of statements, gaps closed, an answer of several characters.
+"""Building blocks of tasks in text: tables of statements, and `render`, which joins them and labels the answer.
 
-A token is a character's ASCII code, V = 128. The text stands at the left, zeros behind it fill T_max. It ends with the
-query, `?…=`, and the answer is scored character by character as in any language model: the first character is the
-label at `=`, the next one the label at the answer's first character, which therefore stands in the input, and so on;
-the last character does not.
+A token is the ASCII code of a character, V = 128. The text begins at the left, and zeros behind it fill T_max. The text
+ends with the query, `?…=`. The answer is predicted one character at a time, as by any language model. Its first
+character is the label at `=`. Each further character is the label at the character before it, so all characters of the
+answer but the last are part of the input.
 
-Examples differ in length, so they are put together from rows of tables that hold every statement that can occur, with
-zeros where one is shorter or absent; `render` closes the gaps.
+Examples differ in length. They are therefore built from rows of tables that hold every possible statement, with zeros
+in place of a shorter or an absent statement. `render` removes these zeros.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from halflife.tasks.layout import VOCABULARY, check_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class TextTask(Task):
-    """What the tasks in text share.
+    """Base of the tasks in text.
 
     Args:
-        vocab_size: always 128.
-        length: T_max, characters of the longest text that can occur, or more.
+        vocab_size: V, always 128.
+        length: T_max, at least the number of characters of the longest possible text.
 
-    Slices: `length`, the characters of the text up to the last that is scored at.
+    Slices: `length`, the number of characters up to the last scored position.
     """
 
     scalable = False
@@ -45,14 +45,15 @@ class TextTask(Task):
 
     @property
     def shortest(self) -> int:
-        """The characters of the longest text that can occur."""
+        """Number of characters of the longest possible text."""
         raise NotImplementedError
 
 
 def check_range(what: str, low: int, high: int, least: int, most: int | None = None) -> None:
-    """
+    """Check the range of a random size.
+
     Raises:
-        ValueError: not least ≤ low ≤ high (≤ most).
+        ValueError: least ≤ low ≤ high (≤ most) does not hold.
     """
     if not least <= low <= high or (most is not None and high > most):
         end = "" if most is None else f" ≤ {most}"
@@ -61,29 +62,29 @@ def check_range(what: str, low: int, high: int, least: int, most: int | None = N
 
 @cache
 def table(*texts: str) -> Tensor:
-    """The texts as ASCII codes, `[number of texts, length of the longest]`, zeros behind the shorter ones."""
+    """Return the texts as ASCII codes, `[number of texts, longest length]`, with zeros behind shorter texts."""
     width = max(map(len, texts))
     return torch.tensor([list(text.ljust(width, "\0").encode("ascii")) for text in texts])
 
 
 def among(count: int, present: Tensor) -> Tensor:
-    """Which of `count` slots of each row are taken: the first `present` (`[N, 1]`) of them, `[N, count]`."""
+    """Return the mask `[N, count]` of the first `present` slots of each row; `present` is `[N, 1]`."""
     return torch.arange(count) < present
 
 
 def render(parts: list[Tensor], answer: Tensor, length: int, **slices: Tensor) -> TaskBatch:
-    """Texts without their gaps, and the answer's characters as the labels of those before them.
+    """Join the parts of the texts without their gaps, and label each character of the answer.
 
     Args:
-        parts: of the texts, in their order: codes `[N, any shape]`, 0 where there is no character.
-        answer: codes `[N, characters]`.
+        parts: parts of the texts in their order, codes `[N, any shape]`, with 0 for no character.
+        answer: codes of the answer, `[N, characters]`.
         length: T_max.
-        slices: besides `length`, `[N]` or `[N, 1]`.
+        **slices: further slices, `[N]` or `[N, 1]`.
     """
     size = answer.shape[1]
     codes = torch.cat([*(part.flatten(1) for part in parts), answer[:, : size - 1]], 1)
     present = codes != 0
-    at = torch.where(present, present.cumsum(1) - 1, length)  # what is absent goes to a column that is cut off
+    at = torch.where(present, present.cumsum(1) - 1, length)  # zeros go to an extra column, which is cut off
     inputs = torch.zeros(len(codes), length + 1, dtype=torch.int64).scatter_(1, at, codes)[:, :length].contiguous()
     end = present.sum(1, keepdim=True)
     labels = torch.full_like(inputs, IGNORED).scatter_(1, end - size + torch.arange(size), answer)

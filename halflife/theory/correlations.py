@@ -137,7 +137,7 @@ def octave_information(buckets: Sequence[tuple[int, int, float]]) -> dict[str, A
     that uses its context well; here that of one octave of positions less that of the next.
 
     Args:
-        buckets: (first position, last, mean loss in nats), as of `evaluation.language.octaves`. Those that are not
+        buckets: (first position, last, mean loss in nats), as of `evaluation.language.octave_means`. Those that are not
             whole octaves, such as a cut one at the end, are left out.
 
     Returns:

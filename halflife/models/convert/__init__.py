@@ -1,23 +1,25 @@
-"""Weights in and out: models of transformers and fla as halflife's, and Mamba-2 back.
+"""Conversion of models of transformers and fla to halflife, and of Mamba-2 back to transformers.
 
-| `model_type` | of | way | what halflife makes of it |
+| `model_type` | library | direction | in halflife |
 |---|---|---|---|
-| mamba2 | transformers | in, out | mixer "mamba2", no MLP |
-| gla | fla | in | mixer "gla", SwiGLU |
-| gated_deltanet | fla | in | mixer "gated_deltanet", SwiGLU |
-| rwkv7 | fla | in | mixer "rwkv7" and its channel mix |
-| qwen3_next | transformers | in, one mixer | layer "gated_deltanet" |
+| mamba2 | transformers | import, export | mixer "mamba2", no MLP |
+| gla | fla | import | mixer "gla", SwiGLU |
+| gated_deltanet | fla | import | mixer "gated_deltanet", SwiGLU |
+| rwkv7 | fla | import | mixer "rwkv7" and its channel mix |
+| qwen3_next | transformers | import of one mixer | layer "gated_deltanet" |
 
-Strict: a setting that would change the function, or a tensor that is missing, of another shape or unknown, is an error.
+Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
+another shape.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from halflife.files import read_json_object
 from halflife.models import checkpoint
 from halflife.models.convert import fla_linear, fla_rwkv7, mamba2, qwen3_next  # noqa: F401 (each registers itself)
-from halflife.models.convert.files import Checkpoint, load_layer, read_object, save_layer, write_model
+from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
 from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
 from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
 from halflife.models.convert.mamba2 import from_transformers_mamba2, to_transformers_mamba2
@@ -34,17 +36,18 @@ FORMATS = ("halflife", "transformers")
 
 
 def convert(source: str | Path, target: str | Path, *, to: str = "halflife", layer: int | None = None) -> Path:
-    """Writes the model in `source` into `target`, in another format; returns `target`.
+    """Write the model in `source` into `target` in another format, and return `target`.
 
     Args:
-        source: a Hugging Face folder (`config.json`, safetensors, sharded or not), or a halflife checkpoint.
-        target: a folder without a checkpoint.
-        to: "halflife", or "transformers" for a halflife checkpoint of Mamba-2.
-        layer: one mixer of a Qwen3-Next, from 0, to be read by `load_layer`.
+        source: Hugging Face folder (`config.json` and safetensors, sharded or not), or halflife checkpoint.
+        target: folder without a checkpoint.
+        to: "halflife", or "transformers" to export a halflife checkpoint of Mamba-2.
+        layer: index, from 0, of the one mixer of a Qwen3-Next to convert; `load_layer` reads the result.
 
     Raises:
-        FileNotFoundError, FileExistsError: a file is missing, or the target holds a checkpoint.
-        ValueError: anything that cannot be converted; the message says what. Nothing is written then.
+        FileNotFoundError: a file is missing.
+        FileExistsError: the target holds a checkpoint.
+        ValueError: the model cannot be converted; the message says why. Then nothing is written.
     """
     source, target = Path(source), Path(target)
     if to not in FORMATS:
@@ -52,11 +55,11 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     for name in ("config.json", "model.safetensors", "layer.json", "layer.safetensors"):
         if (target / name).exists():
             raise FileExistsError(f"{target} holds {name} already; give another folder")
-    config = read_object(source / "config.json")
+    config = read_json_object(source / "config.json")
     ours, kind = "format" in config, config.get("model_type")
     if to == "transformers":
         if not ours or layer is not None:
-            raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is another")
+            raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is not one")
         return write_model(target, *to_transformers_mamba2(checkpoint.load(source)))
     if ours:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
@@ -65,6 +68,6 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     if layer is None:
         return checkpoint.save(assemble(*converter(config, tensors)), target)
     if kind != "qwen3_next":
-        raise ValueError(f"--layer takes one mixer of a qwen3_next; a {kind} converts as a whole")
+        raise ValueError(f"--layer takes one mixer of a qwen3_next; a {kind} is converted as a whole")
     options, weights = qwen3_next_mixer(config, tensors, layer)
     return save_layer(target, "gated_deltanet", options, weights)

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: a Hugging Face folder in and out, and one layer on its own. Safetensors only."""
+"""Read and write Hugging Face folders, and folders of a single layer. Weights are safetensors only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halflife import layers
-from halflife.files import atomic_path, read_json, write_json
+from halflife.files import atomic_path, read_json_object, write_json
 from halflife.layers import Mixer
 
 INDEX = "model.safetensors.index.json"
@@ -18,14 +18,14 @@ LAYER_FORMAT = 1
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face folder by name, in one file or in shards; each is read when it is asked for.
+    """The tensors of a Hugging Face folder by name. A tensor is read from the disk when it is accessed.
 
     Args:
-        folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        folder: folder with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: pickles alone, a truncated file, or shards that do not hold what the index says.
+        ValueError: the folder holds only pickles, a file is truncated, or the shards do not agree with the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Checkpoint(Mapping[str, Tensor]):
         if whole.exists() or not index.exists():
             self.files = _open(whole)
             return
-        placed = read_object(index).get("weight_map")
+        placed = read_json_object(index).get("weight_map")
         if not isinstance(placed, dict):
             raise ValueError(f"{index} has no weight_map")
         self.files: dict[str, Any] = {}
@@ -53,13 +53,13 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def _open(path: Path) -> dict[str, Any]:
-    """Every name in a file, with the open file."""
+    """Open a safetensors file, and return a mapping from each tensor's name to the open file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
         pickles = sorted(p.name for p in path.parent.glob("*") if p.suffix in PICKLES)
         if pickles:
-            raise ValueError(f"{path.parent} holds {pickles[0]}, a pickle, but no safetensors: only those are read")
+            raise ValueError(f"{path.parent} holds {pickles[0]}, a pickle; only safetensors are read")
         raise FileNotFoundError(f"{path} is missing")
     try:
         file = safe_open(path, framework="pt")
@@ -68,16 +68,8 @@ def _open(path: Path) -> dict[str, Any]:
     return dict.fromkeys(file.keys(), file)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; the errors are those of `files.read_json`, and ValueError for a list or a number."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return data
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, whole or not at all."""
+    """Write a safetensors file; after a failure no partial file remains."""
     from safetensors.torch import save_file
 
     with atomic_path(path) as temporary:
@@ -85,19 +77,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """A Hugging Face folder: `config.json` and `model.safetensors`; returns it."""
+    """Write a Hugging Face folder, `config.json` and `model.safetensors`, and return it."""
     write_tensors(folder / "model.safetensors", tensors)
     write_json(folder / "config.json", config)
     return folder
 
 
 def save_layer(folder: str | Path, name: str, options: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """One layer: its name and options in `layer.json`, its weights in `layer.safetensors`; returns the folder.
+    """Write one layer, its name and options to `layer.json` and its weights to `layer.safetensors`; return the folder.
 
     Args:
-        name: a name of `layers.LAYERS`.
-        options: what `layers.build` takes, hidden_size too.
-        tensors: the layer's state dict.
+        folder: the folder.
+        name: name of the layer in `layers.LAYERS`.
+        options: arguments of `layers.build`, hidden_size included.
+        tensors: state dict of the layer.
     """
     folder = Path(folder)
     write_tensors(folder / "layer.safetensors", tensors)
@@ -106,16 +99,16 @@ def save_layer(folder: str | Path, name: str, options: dict[str, Any], tensors: 
 
 
 def load_layer(folder: str | Path) -> Mixer:
-    """The layer in `folder`, as `save_layer` wrote it.
+    """Return the layer that `save_layer` wrote into `folder`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: another format, a truncated file, or weights that do not fit the options.
+        ValueError: the format is another one, a file is truncated, or the weights do not fit the options.
     """
     import torch
 
     folder = Path(folder)
-    data = read_object(folder / "layer.json")
+    data = read_json_object(folder / "layer.json")
     if data.get("format") != LAYER_FORMAT:
         raise ValueError(f"{folder} holds a layer of format {data.get('format')}; this version reads {LAYER_FORMAT}")
     file = _open(folder / "layer.safetensors")
@@ -124,5 +117,5 @@ def load_layer(folder: str | Path) -> Mixer:
     try:
         layer.load_state_dict({name: file[name].get_tensor(name) for name in file}, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{folder / 'layer.safetensors'} is of another layer: {error}") from error
+        raise ValueError(f"{folder / 'layer.safetensors'} belongs to another layer: {error}") from error
     return layer

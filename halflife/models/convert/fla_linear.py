@@ -1,4 +1,4 @@
-"""GLA and Gated DeltaNet under fla's names and settings."""
+"""Conversion of fla's GLA and Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from halflife.models.convert.source import (
     Translation,
     divide,
     on_meta,
+    repeat_heads,
     settings,
-    spread,
 )
 
 DEFAULTS = {
@@ -35,7 +35,8 @@ GATED_DELTANET = {
 }  # fmt: skip
 NULLABLE = ("hidden_ratio",)
 
-# `attn` would put softmax attention into some layers; fla fixes GLA's last two in its code.
+# Allowed values of settings. `attn` would put softmax attention into some layers. The last two of GLA are constants in
+# fla's code.
 FIXED = {"attn": (None,), "hidden_act": ("swish", "silu")}
 GLA_FIXED = {
     **FIXED, "feature_map": (None,), "clamp_min": (None,), "elementwise_affine": (True,), "use_gk": (True,),
@@ -43,7 +44,7 @@ GLA_FIXED = {
 }  # fmt: skip
 GATED_DELTANET_FIXED = {**FIXED, "use_short_conv": (True,)}
 
-# Theirs and ours; a row counts where the model has ours.
+# (fla's name, halflife's name). A pair is used if the halflife model has such a parameter.
 MODEL = (("model.embeddings.weight", "embedding.weight"), ("model.norm.weight", "norm.weight"))
 BLOCK = (
     ("attn_norm.weight", "mixer_norm.weight"),
@@ -64,12 +65,12 @@ GATED_DELTANET_BLOCK = (
 
 @SOURCES.add("gla")
 def from_fla_gla(config: Config, tensors: Tensors) -> Converted:
-    """fla's `GLAForCausalLM` as a halflife configuration and state dict.
+    """Convert fla's `GLAForCausalLM` to a halflife configuration and state dict.
 
-    Heads that share keys and values get keys, values and decays of their own.
+    Where heads share keys and values, each head gets a copy of the keys, values and decays.
 
     Raises:
-        ValueError: a setting that halflife cannot represent, or tensors that do not fit.
+        ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
     s = settings(config, GLA, GLA_FIXED, NULLABLE)
     shared = s.num_kv_heads or s.num_heads
@@ -87,18 +88,18 @@ def from_fla_gla(config: Config, tensors: Tensors) -> Converted:
         moved.rename(f"{theirs}.0.weight", f"{ours}.down.weight")
         for part, width in (("weight", (16,)), ("bias", ())):
             rows = moved.take(f"{theirs}.1.{part}", shared * key, *width)
-            moved.put(f"{ours}.up.{part}", _spread_heads(rows, shared, s.num_heads))
+            moved.put(f"{ours}.up.{part}", _repeat_heads(rows, shared, s.num_heads))
     return model, _finish(moved)
 
 
 @SOURCES.add("gated_deltanet")
 def from_fla_gated_deltanet(config: Config, tensors: Tensors) -> Converted:
-    """fla's `GatedDeltaNetForCausalLM` as a halflife configuration and state dict.
+    """Convert fla's `GatedDeltaNetForCausalLM` to a halflife configuration and state dict.
 
-    Value heads that share a query and a key get their own.
+    Where value heads share a query and a key, each value head gets a copy of both.
 
     Raises:
-        ValueError: a setting that halflife cannot represent, or tensors that do not fit.
+        ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
     s = settings(config, GATED_DELTANET, GATED_DELTANET_FIXED, NULLABLE)
     heads, key = s.num_v_heads or s.num_heads, s.head_dim
@@ -134,21 +135,22 @@ def _block(moved: Translation, i: int, names: tuple[tuple[str, str], ...], norm:
 def _queries_keys_values(
     moved: Translation, i: int, s: SimpleNamespace, heads: int, sizes: tuple[tuple[int, int], ...]
 ) -> None:
-    """The three projections, and their convolutions, as one; `sizes` are the heads and channels a head of each."""
+    """Join the three projections, and their convolutions; `sizes` has the heads and the head size of q, k and v."""
     rows, taps = [], []
-    for name, (own, size) in zip("qkv", sizes, strict=True):
+    for name, (given, size) in zip("qkv", sizes, strict=True):
         theirs = f"model.layers.{i}.attn.{name}"
-        rows.append(_spread_heads(moved.take(f"{theirs}_proj.weight", own * size, s.hidden_size), own, heads))
+        rows.append(_repeat_heads(moved.take(f"{theirs}_proj.weight", given * size, s.hidden_size), given, heads))
         if f"blocks.{i}.mixer.conv.weight" in moved.shapes:
-            taps.append(_spread_heads(moved.take(f"{theirs}_conv1d.weight", own * size, 1, s.conv_size), own, heads))
+            kernel = moved.take(f"{theirs}_conv1d.weight", given * size, 1, s.conv_size)
+            taps.append(_repeat_heads(kernel, given, heads))
     moved.put(f"blocks.{i}.mixer.qkv_proj.weight", torch.cat(rows))
     if taps:
         moved.put(f"blocks.{i}.mixer.conv.weight", torch.cat(taps))
 
 
-def _spread_heads(x: Tensor, own: int, heads: int) -> Tensor:
-    """Rows of `own` heads, each repeated so that there are `heads`."""
-    return spread(x.unflatten(0, (own, -1)), divide(heads, own, "heads that share a key or a value"))
+def _repeat_heads(x: Tensor, given: int, heads: int) -> Tensor:
+    """Repeat each of the `given` heads, which are groups of rows of `x`, so that there are `heads`."""
+    return repeat_heads(x.unflatten(0, (given, -1)), divide(heads, given, "heads that share a key or a value"))
 
 
 def _finish(moved: Translation) -> dict[str, Tensor]:

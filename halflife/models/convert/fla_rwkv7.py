@@ -1,4 +1,4 @@
-"""RWKV-7 under fla's names and settings."""
+"""Conversion of fla's RWKV-7."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ DEFAULTS = {
 NULLABLE = ("head_dim", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "hidden_ratio")
 FIXED = {"attn": (None,), "hidden_act": ("sqrelu",), "norm_bias": (True,)}
 
-# Theirs and ours; a row counts where the model has ours (the first layer has no v_lora).
+# (fla's name, halflife's name). A pair is used if the halflife model has such a parameter. The first layer, for
+# example, has no v_lora.
 MODEL = (
     ("model.embeddings.weight", "embedding.weight"),
     ("model.layers.0.pre_norm.weight", "embedding_norm.weight"),
@@ -53,12 +54,13 @@ BLOCK = (
 
 @SOURCES.add("rwkv7")
 def from_fla_rwkv7(config: Config, tensors: Tensors) -> Converted:
-    """fla's `RWKV7ForCausalLM` as a halflife configuration and state dict.
+    """Convert fla's `RWKV7ForCausalLM` to a halflife configuration and state dict.
 
-    Keys are normalised as RWKV-LM and fla with `fuse_norm: false` do; fla's fused norm adds 1e-6 under the root.
+    Keys are normalised as in RWKV-LM and in fla with `fuse_norm: false`. fla's fused norm also adds 1e-6 under the
+    root, which halflife does not.
 
     Raises:
-        ValueError: a setting that halflife cannot represent, or tensors that do not fit.
+        ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
     model = _model(config)
     hidden, heads = model.hidden_size, model.mixer_options["num_heads"]
@@ -100,7 +102,7 @@ def _model(config: Config) -> ModelConfig:
 
 
 def _shifts(moved: Translation, theirs: str, ours: str, hidden: int) -> None:
-    """The token shift's six weights: `x_r …`, or together as `x_x` in fla's first version."""
+    """Convert the six weights of the token shift, `x_r …`, which fla's first version stores together as `x_x`."""
     if f"{theirs}.x_x" in moved:
         for name, x in zip("rwkvag", moved.take(f"{theirs}.x_x", 6, hidden), strict=True):
             moved.put(f"{ours}.mu.{name}", x.clone())

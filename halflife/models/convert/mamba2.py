@@ -1,4 +1,4 @@
-"""Mamba-2 as transformers has it, both ways."""
+"""Conversion of transformers' Mamba-2, in both directions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULTS = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
-# `norm_before_gate` is not among them: transformers does not read it, and Mamba-Codestral has it set.
+# Allowed values of settings. `norm_before_gate` is absent because transformers ignores it and Mamba-Codestral sets it.
 FIXED = {
     "use_bias": (False,), "use_conv_bias": (True,), "rms_norm": (True,), "hidden_act": ("silu", "swish"),
     "time_step_limit": ((0.0, math.inf),),
@@ -29,7 +29,7 @@ MODEL = (("backbone.embeddings.weight", "embedding.weight"), ("backbone.norm_f.w
 BLOCK = (
     ("norm.weight", "mixer_norm.weight"),
     ("mixer.in_proj.weight", "mixer.in_proj.weight"),
-    ("mixer.conv1d.weight", "mixer.conv.weight"),  # [channels, 1, taps], ours without the 1
+    ("mixer.conv1d.weight", "mixer.conv.weight"),  # theirs is [channels, 1, taps], ours [channels, taps]
     ("mixer.conv1d.bias", "mixer.conv.bias"),
     ("mixer.A_log", "mixer.decay.A_log"),
     ("mixer.dt_bias", "mixer.decay.dt_bias"),
@@ -40,7 +40,7 @@ BLOCK = (
 
 
 def _names(num_layers: int) -> Iterator[tuple[str, str]]:
-    """Theirs and ours, but for the head."""
+    """Yield (transformers' name, halflife's name) of every parameter except the head."""
     yield from MODEL
     for i in range(num_layers):
         yield from ((f"backbone.layers.{i}.{theirs}", f"blocks.{i}.{ours}") for theirs, ours in BLOCK)
@@ -51,7 +51,7 @@ def from_transformers_mamba2(config: Config, tensors: Tensors) -> Converted:
     """A `Mamba2ForCausalLM` of transformers as a halflife configuration and state dict.
 
     Raises:
-        ValueError: a setting that halflife cannot represent, or tensors that do not fit.
+        ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
     s = settings(config, DEFAULTS, FIXED)
     if s.expand * s.hidden_size != s.num_heads * s.head_dim:

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet mixer of transformers' Qwen3-Next. The rest of that model, attention and experts, is not ours."""
+"""Conversion of one Gated DeltaNet mixer of transformers' Qwen3-Next; its attention and experts are not supported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from halflife import layers
-from halflife.models.convert.source import SOURCES, Config, Converted, Tensors, Translation, divide, settings, spread
+from halflife.models.convert.source import (
+    SOURCES,
+    Config,
+    Converted,
+    Tensors,
+    Translation,
+    divide,
+    repeat_heads,
+    settings,
+)
 
 DEFAULTS = {
     "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
@@ -20,39 +29,43 @@ MIXER = ".linear_attn."
 
 @SOURCES.add("qwen3_next")
 def from_qwen3_next(config: Config, tensors: Tensors) -> Converted:
-    """Refuses: the whole model has layers that halflife has not.
+    """Refuse the whole model, because halflife lacks some of its layers.
 
     Raises:
-        ValueError: always; it says what can be done instead.
+        ValueError: always; the message names the mixers that can be converted.
     """
     raise ValueError(
-        "a whole Qwen3-Next has gated attention and experts, which halflife has not; --layer N takes one Gated "
-        f"DeltaNet mixer, N one of {', '.join(map(str, mixers(tensors)))}"
+        "a whole Qwen3-Next has gated attention and experts, which halflife lacks; --layer N converts one Gated "
+        f"DeltaNet mixer, with N one of {', '.join(map(str, mixers(tensors)))}"
     )
 
 
 def mixers(tensors: Tensors) -> dict[int, str]:
-    """The layers that are Gated DeltaNets, and the prefix of each one's tensors."""
+    """Return the indices of the Gated DeltaNet layers, with the prefix of each one's tensor names."""
     prefixes = {name.split(MIXER)[0] for name in tensors if MIXER in name}
     return {int(prefix.rsplit(".", 1)[1]): prefix + MIXER for prefix in sorted(prefixes)}
 
 
 def qwen3_next_mixer(config: Config, tensors: Tensors, layer: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One Gated DeltaNet of a Qwen3-Next: `layers.build("gated_deltanet", **options)` and its state dict.
+    """Convert one Gated DeltaNet of a Qwen3-Next.
 
-    Every value head gets a query and a key of its own: halflife has no groups of value heads.
+    halflife has no groups of value heads, so every value head gets a copy of its group's query and key.
 
     Args:
-        config: Qwen3-Next's `config.json`.
-        tensors: all of the model's, or those of this layer.
-        layer: which, from 0.
+        config: content of Qwen3-Next's `config.json`.
+        tensors: tensors of the whole model or of this layer.
+        layer: index of the layer, from 0.
+
+    Returns:
+        The options of `layers.build("gated_deltanet", **options)`, and the layer's state dict.
 
     Raises:
-        ValueError: a layer of another kind, a setting that halflife cannot represent, or tensors that do not fit.
+        ValueError: the layer is of another kind, halflife cannot represent a setting, or the tensors do not fit.
     """
-    s, found = settings(config, DEFAULTS, FIXED), mixers(tensors)
-    if layer not in found:
-        raise ValueError(f"layer {layer} is no Gated DeltaNet; those are {', '.join(map(str, sorted(found)))}")
+    s, prefixes = settings(config, DEFAULTS, FIXED), mixers(tensors)
+    if layer not in prefixes:
+        choices = ", ".join(map(str, sorted(prefixes)))
+        raise ValueError(f"layer {layer} is no Gated DeltaNet; the Gated DeltaNets are {choices}")
     keys, values = s.linear_num_key_heads, s.linear_num_value_heads
     key, value, hidden = s.linear_key_head_dim, s.linear_value_head_dim, s.hidden_size
     group = divide(values, keys, "linear_num_value_heads / linear_num_key_heads")
@@ -62,9 +75,9 @@ def qwen3_next_mixer(config: Config, tensors: Tensors, layer: int) -> tuple[dict
     }  # fmt: skip
     with torch.device("meta"):
         built = layers.build("gated_deltanet", **options)
-    own = {name: tensors[name] for name in tensors if name.startswith(found[layer])}
-    moved = Translation(built, own, found[layer])
-    # Rows of one key head after the other: its query, its key, and the values and gates of its group.
+    of_layer = {name: tensors[name] for name in tensors if name.startswith(prefixes[layer])}
+    moved = Translation(built, of_layer, prefixes[layer])
+    # The rows are grouped by key head: its query, its key, the values of its group, and the gates of its group.
     qkvz = moved.take("in_proj_qkvz.weight", 2 * keys * key + 2 * values * value, hidden).unflatten(0, (keys, -1))
     q, k, v, z = qkvz.split([key, key, group * value, group * value], 1)
     ba = moved.take("in_proj_ba.weight", 2 * values, hidden).unflatten(0, (keys, -1))
@@ -72,8 +85,8 @@ def qwen3_next_mixer(config: Config, tensors: Tensors, layer: int) -> tuple[dict
     widths = [keys * key, keys * key, values * value]
     taps = moved.take("conv1d.weight", sum(widths), 1, s.linear_conv_kernel_dim).squeeze(1)
     q_taps, k_taps, v_taps = (part.unflatten(0, (keys, -1)) for part in taps.split(widths))
-    moved.put("qkv_proj.weight", torch.cat([spread(q, group), spread(k, group), v.flatten(0, 1)]))
-    moved.put("conv.weight", torch.cat([spread(q_taps, group), spread(k_taps, group), v_taps.flatten(0, 1)]))
+    for name, *qk, value_rows in (("qkv_proj", q, k, v), ("conv", q_taps, k_taps, v_taps)):
+        moved.put(f"{name}.weight", torch.cat([*(repeat_heads(x, group) for x in qk), value_rows.flatten(0, 1)]))
     moved.put("gate.proj.weight", z.flatten(0, 1))
     moved.put("beta_proj.weight", beta.flatten(0, 1))
     moved.put("decay_proj.up.weight", decay.flatten(0, 1))

@@ -1,4 +1,4 @@
-"""What every converter shares: the settings it reads, and tensors on their way from one naming to another."""
+"""Helpers of all converters: `settings` checks a config.json, and `Translation` renames and checks tensors."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ Converted = tuple[ModelConfig, dict[str, Tensor]]
 SOURCES: Registry[Callable[[Config, Tensors], Converted]] = Registry("model_type")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SHOWN = 5  # of the problems of a checkpoint, in one line
+SHOWN = 5  # problems of a checkpoint that one message lists
 
 
 def settings(
     config: Config, defaults: Config, fixed: Mapping[str, tuple[Any, ...]], nullable: tuple[str, ...] = ()
 ) -> SimpleNamespace:
-    """What a converter reads of a `config.json`, where that is silent the defaults of its own class.
+    """Return the settings that a converter reads from a `config.json`; missing ones get their defaults.
 
     Args:
         config: the JSON object.
-        defaults: all that is read, booleans and positive numbers, whole ones if the default is; None means that the
-            source works the number out for itself.
-        fixed: settings with the values that halflife can represent, the default first.
-        nullable: those of `defaults` that may be null as well.
+        defaults: the settings that are read and their defaults: booleans and positive numbers, which must be integers
+            if the default is one. The default None means that the source library computes the number.
+        fixed: settings of which halflife can represent some values only; the first value is the default.
+        nullable: names in `defaults` that may also be null.
 
     Raises:
-        ValueError: a setting of `fixed` with another value, or what is no such number; the message names it.
+        ValueError: a setting of `fixed` has another value, or a setting of `defaults` another type or sign. The
+            message names the setting.
     """
     for name, choices in {**fixed, "quantization_config": (None,)}.items():
         value = _plain(config.get(name, choices[0]))
@@ -59,35 +60,35 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples; infinity as transformers writes it, `{"__float__": "Infinity"}`, as a float."""
+    """Turn lists into tuples, and transformers' `{"__float__": "Infinity"}` into a float."""
     if isinstance(value, list):
         return tuple(map(_plain, value))
     return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
 def divide(whole: float, parts: int, name: str) -> int:
-    """`whole / parts`; an error, calling it `name`, if that is no integer."""
+    """Return `whole / parts`; raise ValueError, with `name` in the message, if it is no integer."""
     if whole % parts:
         raise ValueError(f"{name} is no whole number: {whole:g} / {parts}")
     return int(whole // parts)
 
 
-def spread(x: Tensor, times: int) -> Tensor:
-    """Heads `[H, K, …]` → rows `[H · times · K, …]`: each head so many times in a row."""
+def repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Repeat each head `times` times: heads `[H, K, …]` → rows `[H · times · K, …]`."""
     return x.repeat_interleave(times, 0).flatten(0, 1)
 
 
 class Translation:
-    """Tensors of another naming, each taken once by name and shape, on their way into a module of halflife.
+    """A state dict of a halflife module that is built from the tensors of another library, checked by name and shape.
 
     Args:
-        module: tells names, shapes and dtypes of halflife; may be on the meta device.
-        tensors: those of the source.
-        prefix: of their names.
+        module: the halflife module, which gives names, shapes and dtypes. It may be on the meta device.
+        tensors: tensors of the other library.
+        prefix: prefix of their names.
 
     Attributes:
-        new: the state dict so far. Parameters of a `Float32Module` are float32 or wider there, all others in the
-            source's dtype.
+        new: the state dict so far. Parameters of a `Float32Module` are float32 or wider; all others have the source's
+            dtype.
     """
 
     def __init__(self, module: nn.Module, tensors: Tensors, prefix: str = "") -> None:
@@ -105,7 +106,7 @@ class Translation:
         return self.prefix + name in self.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The source's tensor `name`, which must have this shape; if not, zeros, and `finish` tells."""
+        """Return the source's tensor `name`. If it is missing or misfits, return zeros; `finish` will raise."""
         name = self.prefix + name
         self.taken.add(name)
         if name not in self.tensors:
@@ -119,16 +120,16 @@ class Translation:
         return torch.zeros(()).expand(shape)
 
     def put(self, ours: str, x: Tensor) -> None:
-        """Gives the module's `ours` its values."""
+        """Set the module's parameter `ours` to `x`."""
         wide = torch.promote_types(x.dtype, torch.float32) if ours in self.wide else x.dtype
         self.new[ours] = x.to(wide).reshape(self.shapes[ours])
 
     def rename(self, theirs: str, ours: str, *shape: int) -> None:
-        """One tensor as it is; `shape` where the source's is not ours."""
+        """Copy the tensor `theirs` to `ours`; give `shape` if the source's shape differs."""
         self.put(ours, self.take(theirs, *(shape or self.shapes[ours])))
 
     def head(self, theirs: str, embedding: str) -> None:
-        """The output head: a tensor of its own or, tied, none, or a copy of the embedding, which is left out."""
+        """Copy an untied output head. A tied one may be absent, or equal to the embedding; then it is ignored."""
         if "head.weight" in self.shapes:
             return self.rename(theirs, "head.weight")
         if theirs in self and not torch.equal(self.tensors[theirs], self.tensors[embedding]):
@@ -136,10 +137,10 @@ class Translation:
         self.taken.add(theirs)
 
     def finish(self) -> dict[str, Tensor]:
-        """The state dict.
+        """Return the state dict.
 
         Raises:
-            ValueError: tensors that are missing, of another shape or dtype, or that nobody took; it names them.
+            ValueError: tensors are missing, unknown, or of another shape or dtype. The message names them.
         """
         unknown = [f"{name} is unknown" for name in self.tensors if name not in self.taken]
         if problems := self.problems + unknown:
@@ -150,13 +151,13 @@ class Translation:
 
 
 def on_meta(config: ModelConfig) -> LanguageModel:
-    """The model without memory for its weights."""
+    """Return the model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         return LanguageModel(config)
 
 
 def assemble(config: ModelConfig, tensors: Tensors) -> LanguageModel:
-    """The model with these weights, in their dtypes."""
+    """Return the model with these weights and their dtypes."""
     model = on_meta(config)
     model.load_state_dict(tensors, assign=True)
     return model

@@ -1,4 +1,4 @@
-"""Model configurations by name: `base[+modifier…]`."""
+"""Model configurations by name, `base[+modifier…]`: `sizes`, then `modifiers`, then `presets`."""
 
 from halflife.models.presets.modifiers import MODIFIERS
 from halflife.models.presets.presets import PRESETS, preset

@@ -1,4 +1,4 @@
-"""Presets by name: `base[+modifier…]`, for example `mamba2+post` or `simple+vector+rope`; modifiers: `modifiers.py`."""
+"""Presets: the bases by name, and `preset`, which applies modifiers to a base (`mamba2+post`, `simple+vector+rope`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,113 @@ import torch
 
 from halflife import layers
 from halflife.models.config import ModelConfig
-from halflife.models.presets.modifiers import MODIFIERS, Options, Sizes, check_modifiers, heads, hybrid
+from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers, hybrid_layers
+from halflife.models.presets.sizes import PresetSizes
 from halflife.registry import Registry
 
-# A base gives fields of `ModelConfig`.
-PRESETS: Registry[Callable[[Sizes], Options]] = Registry("preset")
+# A base takes the sizes and returns fields of `ModelConfig`.
+PRESETS: Registry[Callable[[PresetSizes], Options]] = Registry("preset")
+
+
+def _base(mixer: str, num_heads: int, fields: Options | None = None, **options: Any) -> Options:
+    return {"mixer": mixer, "mixer_options": {"num_heads": num_heads, **options}, **(fields or {})}
+
+
+def _design_space(sizes: PresetSizes, decay: str, granularity: str = "vector", share_keys: bool = False) -> Options:
+    options = {"decay": decay, "granularity": granularity, "share_keys": share_keys}
+    return _base("linear", sizes.heads(), **options)
+
+
+@PRESETS.add("mamba2")
+def mamba2(sizes: PresetSizes) -> Options:
+    """Mamba-2: scalar data-dependent decay, B and C shared by the heads, short convolution."""
+    return _base("mamba2", sizes.heads(expand=2))
+
+
+@PRESETS.add("mamba3")
+def mamba3(sizes: PresetSizes) -> Options:
+    """Mamba-3 (SISO): trapezoidal steps, rotation by a data-dependent angle, no convolution."""
+    return _base("mamba3", sizes.heads(expand=2))
+
+
+@PRESETS.add("rwkv7")
+def rwkv7(sizes: PresetSizes) -> Options:
+    """RWKV-7: vector decay and a rank-one correction of the state (DPLR), token shift, value residual."""
+    fields = {"mlp": "rwkv7", "norm": "layer", "embedding_norm": True, "tie_embeddings": False}
+    return _base("rwkv7", sizes.heads(), fields)
+
+
+@PRESETS.add("gated_deltanet")
+def gated_deltanet(sizes: PresetSizes) -> Options:
+    """Gated DeltaNet: the delta rule under Mamba-2's decay."""
+    return _base("gated_deltanet", sizes.heads())
+
+
+@PRESETS.add("deltanet")
+def deltanet(sizes: PresetSizes) -> Options:
+    """DeltaNet: the delta rule without decay."""
+    return _base("deltanet", sizes.heads())
+
+
+@PRESETS.add("gla")
+def gla(sizes: PresetSizes) -> Options:
+    """Gated Linear Attention: vector decay σ(f)^(1/16)."""
+    return _base("gla", sizes.num_heads or 4)
+
+
+@PRESETS.add("retnet")
+def retnet(sizes: PresetSizes) -> Options:
+    """RetNet: one fixed decay a head, RoPE."""
+    return _base("retnet", sizes.heads(head_dim=128))
+
+
+@PRESETS.add("hgrn2")
+def hgrn2(sizes: PresetSizes) -> Options:
+    """HGRN2's decay in the design-space block: its lower bound grows with depth, and k = 1 − λ."""
+    return _design_space(sizes, "hgrn2", share_keys=True)
+
+
+@PRESETS.add("lightnet")
+def lightnet(sizes: PresetSizes) -> Options:
+    """LightNet's decay in the design-space block: a running softmax over the past, and k = 1 − λ."""
+    return _design_space(sizes, "lightnet", share_keys=True)
+
+
+@PRESETS.add("tnl")
+def tnl(sizes: PresetSizes) -> Options:
+    """TransNormerLLM's fixed decays in the design-space block, slower in deeper layers."""
+    return _design_space(sizes, "tnl", granularity="scalar")
+
+
+@PRESETS.add("tnl_l")
+def tnl_l(sizes: PresetSizes) -> Options:
+    """TransNormerLLM's decays in the design-space block, made learnable."""
+    return _design_space(sizes, "tnl_l", granularity="scalar")
+
+
+@PRESETS.add("simple")
+def simple(sizes: PresetSizes) -> Options:
+    """Simple Decay in the design-space block: σ(f + logit 0.99)."""
+    return _design_space(sizes, "simple")
+
+
+@PRESETS.add("llama")
+def llama(sizes: PresetSizes) -> Options:
+    """Softmax attention with RoPE: the baseline whose memory grows with the context."""
+    return _base("attention", sizes.heads())
+
+
+@PRESETS.add("echo")
+def echo(sizes: PresetSizes) -> Options:
+    """Echo: Mamba-2 with a few layers of spectral Koopman attention, and Koopman MLPs (Echo, §3.4).
+
+    Counted from 0, the SKA layers are {8, 16} of 24 in the 180M model and {3, 7, 11, 15} of 16 in the 50M model. The
+    last layer of the 50M model contradicts the paper's "first and last layers are always Mamba-2". That rule holds here
+    at every other size, except that the second of two layers is SKA. d_state is 64, the paper's value for the 50M
+    model; the paper gives none for the 180M model.
+    """
+    model = _base("mamba2", sizes.heads(expand=2), state_size=64)
+    return {**model, "mlp": "koopman", "hybrid": hybrid_layers(sizes, "ska")}
 
 
 def preset(
@@ -27,22 +129,24 @@ def preset(
     mixer_options: Options | None = None,
     **config: Any,
 ) -> ModelConfig:
-    """The configuration called `name`.
+    """Return the configuration called `name`.
 
     Args:
-        name: a base and modifiers, joined by "+" (`PRESETS.names()`, `MODIFIERS.names()`).
-        hidden_size, num_layers, vocab_size: sizes.
-        num_heads: heads of every mixer, a hybrid's other one included; None means the architecture's own choice.
-        train_length: tokens of a training sequence, which PoST spreads its spectrum over.
-        mixer_options: options of the mixer that override the preset's.
+        name: a base and its modifiers, joined by "+" (see `PRESETS.names()` and `MODIFIERS.names()`).
+        hidden_size: width of the model.
+        num_layers: number of blocks.
+        vocab_size: number of token ids.
+        num_heads: heads of every mixer, also of a hybrid's second mixer; None means that the architecture chooses.
+        train_length: tokens of a training sequence; PoST spreads its spectrum over this length.
+        mixer_options: options of the mixer, which override those of the preset.
         **config: other fields of `ModelConfig` (`mlp`, `tie_embeddings`, …).
 
     Raises:
-        ValueError: an unknown name, or a combination that has no meaning; the message says why.
+        ValueError: the name is unknown, or the combination has no meaning; the message says why.
     """
     base, *modifiers = name.split("+")
     check_modifiers(name, modifiers)
-    sizes = Sizes(hidden_size, num_layers, num_heads, train_length)
+    sizes = PresetSizes(hidden_size, num_layers, num_heads, train_length)
     model = PRESETS[base](sizes)
     for modifier in modifiers:
         model = MODIFIERS[modifier](base, model, sizes)
@@ -57,106 +161,3 @@ def preset(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name!r} has no meaning: {error}") from error
     return resolved
-
-
-# ------------------------------------------------------------------------------------------------ bases
-
-
-def _base(mixer: str, num_heads: int, fields: Options | None = None, **options: Any) -> Options:
-    return {"mixer": mixer, "mixer_options": {"num_heads": num_heads, **options}, **(fields or {})}
-
-
-@PRESETS.add("mamba2")
-def mamba2(sizes: Sizes) -> Options:
-    """Mamba-2: scalar data-dependent decay, shared B and C, short convolution."""
-    return _base("mamba2", sizes.num_heads or heads(2 * sizes.hidden_size))
-
-
-@PRESETS.add("mamba3")
-def mamba3(sizes: Sizes) -> Options:
-    """Mamba-3 (SISO): trapezoidal steps, rotation by a data-dependent angle, no convolution."""
-    return _base("mamba3", sizes.num_heads or heads(2 * sizes.hidden_size))
-
-
-@PRESETS.add("rwkv7")
-def rwkv7(sizes: Sizes) -> Options:
-    """RWKV-7: vector decay and a rank-one correction of the state (DPLR), token shift, value residual."""
-    fields = {"mlp": "rwkv7", "norm": "layer", "embedding_norm": True, "tie_embeddings": False}
-    return _base("rwkv7", sizes.num_heads or heads(sizes.hidden_size), fields)
-
-
-@PRESETS.add("gated_deltanet")
-def gated_deltanet(sizes: Sizes) -> Options:
-    """Gated DeltaNet: the delta rule under Mamba-2's decay."""
-    return _base("gated_deltanet", sizes.num_heads or heads(sizes.hidden_size))
-
-
-@PRESETS.add("deltanet")
-def deltanet(sizes: Sizes) -> Options:
-    """DeltaNet: the delta rule without decay."""
-    return _base("deltanet", sizes.num_heads or heads(sizes.hidden_size))
-
-
-@PRESETS.add("gla")
-def gla(sizes: Sizes) -> Options:
-    """Gated Linear Attention: vector decay σ(f)^(1/16)."""
-    return _base("gla", sizes.num_heads or 4)
-
-
-@PRESETS.add("retnet")
-def retnet(sizes: Sizes) -> Options:
-    """RetNet: fixed decays a head, RoPE."""
-    return _base("retnet", sizes.num_heads or heads(sizes.hidden_size, 128))
-
-
-@PRESETS.add("hgrn2")
-def hgrn2(sizes: Sizes) -> Options:
-    """HGRN2's decay in the design-space block: a lower bound that grows with depth, k = 1 − λ."""
-    return _design_space(sizes, "hgrn2", share_keys=True)
-
-
-@PRESETS.add("lightnet")
-def lightnet(sizes: Sizes) -> Options:
-    """LightNet's decay in the design-space block: a running softmax over the past, k = 1 − λ."""
-    return _design_space(sizes, "lightnet", share_keys=True)
-
-
-@PRESETS.add("tnl")
-def tnl(sizes: Sizes) -> Options:
-    """TransNormerLLM's fixed decays in the design-space block, slower in deeper layers."""
-    return _design_space(sizes, "tnl", granularity="scalar")
-
-
-@PRESETS.add("tnl_l")
-def tnl_l(sizes: Sizes) -> Options:
-    """TransNormerLLM's decays, learnable."""
-    return _design_space(sizes, "tnl_l", granularity="scalar")
-
-
-@PRESETS.add("simple")
-def simple(sizes: Sizes) -> Options:
-    """Simple Decay in the design-space block: σ(f + logit 0.99)."""
-    return _design_space(sizes, "simple")
-
-
-@PRESETS.add("llama")
-def llama(sizes: Sizes) -> Options:
-    """Softmax attention with RoPE: the baseline whose memory grows with the context."""
-    return _base("attention", sizes.num_heads or heads(sizes.hidden_size))
-
-
-@PRESETS.add("echo")
-def echo(sizes: Sizes) -> Options:
-    """Echo: Mamba-2 with a few layers of spectral Koopman attention, and Koopman MLPs (Echo, §3.4).
-
-    Counted from 0, the 180M model has SKA at {8, 16} of 24 layers and the 50M one at {3, 7, 11, 15} of 16: its last
-    layer, against the paper's "first and last layers are always Mamba-2", which holds at every other size (of two
-    layers, the second is SKA). d_state is 64 as in the 50M model; for the other one the paper gives none.
-    """
-    model = _base("mamba2", sizes.num_heads or heads(2 * sizes.hidden_size), state_size=64)
-    return {**model, "mlp": "koopman", "hybrid": hybrid(sizes, "ska")}
-
-
-def _design_space(sizes: Sizes, decay: str, granularity: str = "vector", share_keys: bool = False) -> Options:
-    options = {"decay": decay, "granularity": granularity, "share_keys": share_keys}
-    return _base("linear", sizes.num_heads or heads(sizes.hidden_size), **options)

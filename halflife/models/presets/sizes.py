@@ -1,8 +1,28 @@
-"""Sizes of the papers' models, for `preset(name, **SIZES["decay-160m"])`."""
+"""Sizes that a preset is built with, and the sizes of the papers' models."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+
+class PresetSizes(NamedTuple):
+    """The sizes that a base or a modifier may read.
+
+    Attributes:
+        hidden_size: width of the model.
+        num_layers: number of blocks.
+        num_heads: heads of every mixer; None means that the architecture chooses.
+        train_length: tokens of a training sequence.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int | None
+    train_length: int
+
+    def heads(self, *, expand: int = 1, head_dim: int = 64) -> int:
+        """Return `num_heads`, or else as many heads of `head_dim` channels as `expand · hidden_size` holds (≥ 1)."""
+        return self.num_heads or max(1, expand * self.hidden_size // head_dim)
 
 
 def _decay(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, Any]:
@@ -24,34 +44,27 @@ def _gate_rank(layers: int, **options: Any) -> dict[str, Any]:
     return {"num_layers": layers, "hidden_size": 1536, "vocab_size": 32_000, "tie_embeddings": False, **options}
 
 
-class Layout(NamedTuple):
-    """Where a model has SKA, counted from 0, and of what rank."""
-
-    layers: tuple[int, ...]
-    rank: int
-
-
-# Decay, Table 5, with GPT-2's tokenizer. The table gives neither the width of the GLU nor whether the head is tied; its
-# parameter counts say: untied, and 8/3 of the hidden size rounded up to a multiple of 256.
+# Arguments of `preset(name, **SIZES["decay-160m"])`.
 SIZES: dict[str, dict[str, Any]] = {
+    # Source: Decay, Table 5, with GPT-2's tokenizer. The table does not give the width of the GLU, and does not say
+    # whether the head is tied. The parameter counts fit an untied head and a GLU of width 8/3 · hidden_size, rounded up
+    # to a multiple of 256.
     "decay-160m": _decay(12, 768, 12, 2048),
     "decay-410m": _decay(24, 1024, 16, 2816),
     "decay-1.45b": _decay(24, 2048, 32, 5632),
-    # Echo, §3.4, which names no tokenizer: of the common ones only LLaMA-2's of 32,000 tokens, with a tied head, gives
-    # both its "50M" and its "180M" (50.1M and 184.9M). docs/design-space.md has the other readings.
+    # Source: Echo, §3.4, which names no tokenizer. Of the common tokenizers only LLaMA-2's (32,000 tokens), with a tied
+    # head, fits both "50M" and "180M": it gives 50.1M and 184.9M. docs/design-space.md lists the other readings.
     "echo-50m": _echo(16, 448),
     "echo-180m": _echo(24, 768),
-    # PoST, Table 5, for Mamba-2, which gives every size: 188.9M and 448.2M, the paper's "~180M" and "~440M". Of its
-    # RWKV-7 and Gated DeltaNet the paper says "~180M" alone: with their MLPs, 12 layers give 188.9M and 190.9M.
+    # Source: PoST, Table 5, which gives every size of Mamba-2: 188.9M and 448.2M, the paper's "~180M" and "~440M". For
+    # RWKV-7 and Gated DeltaNet the paper says "~180M" alone. With MLPs, 12 layers give 188.9M and 190.9M.
     "post-180m": _post(24, 768, mlp="none"),
     "post-440m": _post(48, 1024, mlp="none"),
     "post-180m-mlp": _post(12, 768),
-    # GateRank, §4.1: width, layers (Mamba-2 20, Gated DeltaNet 18) and MLPs, "approximately 760M". The rest is as in
-    # flash-linear-attention, whose trainer it used: 32,000 tokens, an untied head, under the delta rule values twice as
-    # wide as keys. That gives 770M and 779M. The heads, open too, change 0.2 %: with 12 both have states of one size.
+    # Source: GateRank, §4.1, which gives the width, the number of layers (Mamba-2 20, Gated DeltaNet 18) and
+    # "approximately 760M" with MLPs. The rest follows flash-linear-attention, whose trainer the paper used: 32,000
+    # tokens, an untied head, and values twice as wide as keys under the delta rule. This gives 770M and 779M. The paper
+    # does not give the heads, which change the count by 0.2 %; with 12 heads both models have states of one size.
     "gate-rank-760m": _gate_rank(20),
     "gate-rank-760m-delta": _gate_rank(18, num_heads=12, mixer_options={"value_dim": 256}),
 }
-
-# Echo, §3.4, by hidden size and layers.
-ECHO = {(448, 16): Layout((3, 7, 11, 15), 56), (768, 24): Layout((8, 16), 48)}

@@ -1,9 +1,16 @@
-"""Which implementation of an op runs.
+"""The choice of the implementation that runs an op.
 
-`reference` is the token loop, the definition; `chunked` is plain PyTorch on any device; `triton` is our own kernels and
-`fla` an adapter to fla-core's, both for CUDA devices; `mask` is quadratic in T. `auto` takes the fastest one that can
-run these inputs and is known to be right where they are; for a single token that is the token loop. Nothing is swapped
-silently: a name that cannot run is an error that says why. The choice never looks at `.training`.
+| backend | implementation |
+|---|---|
+| `reference` | the token loop, which defines the op |
+| `mask` | weights of all pairs of tokens, T × T memory |
+| `chunked` | plain PyTorch, on any device |
+| `fla` | an adapter to the kernels of fla-core, on CUDA devices |
+| `triton` | our kernels, on CUDA devices |
+
+`auto` takes the fastest implementation that can run these inputs and is known to be right on their device. For a single
+token it takes the token loop. A backend asked for by name either runs or raises an error with the reason; no other one
+takes its place. The choice never depends on `.training`.
 """
 
 from __future__ import annotations
@@ -18,12 +25,13 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends import fla, triton
+from halflife.ops.call import OpCall
 from halflife.registry import Registry, unknown
 
 Implementation = Callable[..., Any]
-# (device, the op's inputs or None) → why it cannot run there, in one sentence, or None. Without inputs only the device
-# and the installed packages are judged.
-Limits = Callable[[torch.device, tuple[Any, ...] | None], str | None]
+# (device, call or None) → the reason why the backend cannot run there, in one sentence, or None if it can. Without a
+# call only the device and the installed packages are judged.
+Limits = Callable[[torch.device, OpCall | None], str | None]
 
 ORDER = ("triton", "fla", "chunked", "mask", "reference")  # best first
 
@@ -32,11 +40,14 @@ _LIMITS: dict[tuple[str, str], Limits] = {}
 
 
 class CannotRun(ValueError):
-    """A backend asked for by name that cannot run these inputs where they are."""
+    """A backend asked for by name cannot run these inputs on their device."""
 
 
 def implements(op: str, backend: str, limits: Limits | None = None) -> Callable[[Implementation], Implementation]:
-    """Decorator: the function below is `backend`'s implementation of `op`, which runs where `limits` allow it."""
+    """Register the decorated function as the `backend` of `op`, which runs where `limits` gives no reason against it.
+
+    Implementations of an op on a state take an `OpCall` and return `(o [B, T, H, V], final state)`.
+    """
 
     def register(function: Implementation) -> Implementation:
         if op not in _OPS:
@@ -50,25 +61,25 @@ def implements(op: str, backend: str, limits: Limits | None = None) -> Callable[
 
 
 def ops() -> list[str]:
-    """The names of all ops."""
+    """Return the names of all ops."""
     return _OPS.names()
 
 
 def registered(op: str) -> list[str]:
-    """The backends that `op` has anywhere, best first."""
+    """Return all backends of `op`, the fastest first, whether or not they can run here."""
     return sorted(_OPS[op], key=ORDER.index)
 
 
-def why(op: str, backend: str, device: torch.device | str = "cpu", inputs: tuple[Any, ...] | None = None) -> str | None:
-    """Why `backend` cannot run `op` on `device` (and on these inputs, if given), in one sentence; None if it can."""
+def why(op: str, backend: str, device: torch.device | str = "cpu", call: OpCall | None = None) -> str | None:
+    """Return the reason why `backend` cannot run `op` on `device` (and this call, if given), or None if it can."""
     limits = _LIMITS.get((op, backend))
-    return None if limits is None else limits(torch.device(device), inputs)
+    return None if limits is None else limits(torch.device(device), call)
 
 
 def available_backends(op: str, device: torch.device | str = "cpu") -> list[str]:
-    """The backends that can run `op` on `device`, the one that `auto` takes first.
+    """Return the backends that can run `op` on `device`; the first one is the choice of `auto`.
 
-    Triton's interpreter (TRITON_INTERPRET=1 on a CPU) is not among them: it serves tests, by name.
+    Triton's interpreter (TRITON_INTERPRET=1 on a CPU) is for tests, which ask for it by name. It is not listed.
     """
     device = torch.device(device)
     return [name for name in registered(op) if why(op, name, device) is None and not _interpreted(name, device)]
@@ -78,73 +89,69 @@ def _interpreted(backend: str, device: torch.device) -> bool:
     return backend == "triton" and device.type != "cuda"
 
 
-def choose(op: str, backend: str, device: torch.device, inputs: tuple[Any, ...] | None = None) -> Implementation:
-    """The implementation of `op` that runs on `device`, and on these inputs if given.
+def choose(op: str, backend: str, device: torch.device, call: OpCall | None = None) -> Implementation:
+    """Return the implementation of `op` that runs on `device` (and this call, if given).
 
     Raises:
-        ValueError: `backend` is no backend of this op, or cannot run here; the message says why, and which can.
+        ValueError: `backend` is no backend of this op, or cannot run here; the message gives the reason and the
+            backends that can.
     """
     if backend == "auto":
-        # The mask costs T² memory, the interpreter minutes: both only for those who ask.
-        asked = (name for name in registered(op) if name != "mask" and not _interpreted(name, device))
-        return _OPS[op][next(name for name in asked if why(op, name, device, inputs) is None)]
-    fit = [name for name in registered(op) if why(op, name, device, inputs) is None]
+        # The mask takes T² memory and the interpreter minutes, so both run only when asked for by name.
+        candidates = (name for name in registered(op) if name != "mask" and not _interpreted(name, device))
+        return _OPS[op][next(name for name in candidates if why(op, name, device, call) is None)]
+    reason = why(op, backend, device, call) if backend in _OPS[op] else "unknown"
+    if reason is None:
+        return _OPS[op][backend]
+    able = ["auto", *(name for name in registered(op) if why(op, name, device, call) is None)]
     if backend not in _OPS[op]:
-        raise unknown(f"backend of {op} on {device.type}", backend, ["auto", *fit])
-    if backend not in fit:
-        reason = why(op, backend, device, inputs)
-        raise CannotRun(f"backend {backend!r} cannot run this {op}: {reason}. Those that can: auto, {', '.join(fit)}")
-    return _OPS[op][backend]
+        raise unknown(f"backend of {op} on {device.type}", backend, able)
+    raise CannotRun(f"backend {backend!r} cannot run this {op}: {reason}. Those that can: {', '.join(able)}")
 
 
-def dispatch(
-    op: str,
-    backend: str,
-    inputs: tuple[Any, ...],
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Runs an op on a state whose arguments have been checked: `(o, final state or None)`.
+def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments of an op, choose its implementation and run it.
 
     Args:
-        op, backend: see `choose`. With "auto", a single token goes through the token loop, which is its definition
-            and, while decoding, the fastest.
-        inputs: `q, k, v, …, g`, each `[B, T, H, …]`; g may be None.
-        scale, initial_state, output_final_state, cu_seqlens, chunk_size: as in the op's signature.
+        call: the arguments.
+        backend: see `choose`. With "auto", a single token goes through the token loop, which is the fastest form while
+            decoding.
+        output_final_state: whether to return the final state.
+
+    Returns:
+        The outputs `[B, T, H, V]`, and the final state or None.
+
+    Raises:
+        ValueError: a shape does not fit, or the backend cannot run.
     """
-    q = inputs[0]
-    if backend == "auto" and q.shape[1] == 1 and cu_seqlens is None:
+    call.check()
+    if backend == "auto" and call.q.shape[1] == 1 and call.cu_seqlens is None:
         backend = "reference"
-    run = choose(op, backend, q.device, inputs)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        o, state = run(*inputs, scale, initial_state, cu_seqlens, chunk_size)
+    implementation = choose(call.op, backend, call.device, call)
+    with torch.autocast(call.device.type, enabled=False):
+        o, state = implementation(call)
     return o, state if output_final_state else None
 
 
-# --------------------------------------------------------- backends that are imported when they are asked for
+# ------------------------------------------------------------------- backends that are imported on their first use
 
 
-def _no_kernel(op: str, device: torch.device, inputs: tuple[Any, ...] | None) -> str | None:
+def _triton_limits(op: str, device: torch.device, call: OpCall | None) -> str | None:
     """The limits of our Triton kernels."""
-    if inputs is not None:
-        return triton.unsupported(op, *inputs)
+    if call is not None:
+        return triton.unsupported(call)
     if device.type != "cuda" and not triton.interpreted():
         return f"our Triton kernels run on CUDA devices (or with TRITON_INTERPRET=1), not on {device.type}"
     return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
 
 
-def _kernel(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Our Triton kernel of `op`; GateRank has one under each update."""
-    delta = op == "delta_rule" or (op == "gate_rank" and arguments[3] is not None)
-    module = importlib.import_module(f"halflife.ops.backends.triton.{'delta' if delta else 'linear'}")
-    return getattr(module, op)(*arguments)
+def _triton_kernel(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run our Triton kernels of the delta rule if the call has a writing strength, else those of linear attention."""
+    module = "linear" if call.beta is None else "delta"
+    return importlib.import_module(f"halflife.ops.backends.triton.{module}").run(call)
 
 
 for _op in ("linear_attention", "delta_rule", "gate_rank"):
-    implements(_op, "triton", partial(_no_kernel, _op))(partial(_kernel, _op))
+    implements(_op, "triton", partial(_triton_limits, _op))(_triton_kernel)
 for _op, _function in fla.OPS.items():
     implements(_op, "fla", partial(fla.unsupported, _op))(_function)

@@ -1,16 +1,16 @@
-"""Adapter to fla-core's kernels (flash-linear-attention): what it can run, and its conventions turned into ours.
+"""Adapter to fla-core's kernels (flash-linear-attention): the inputs that they can run, and their conventions.
 
-Theirs and ours are both `[B, T, H, D]`, natural logarithms (fla turns them into base 2 itself), float32 states
-`[N, H, K, V]`, and `a` of DPLR reads the state before the decay. What differs:
+Both sides take `[B, T, H, D]`, natural logarithms (fla converts them to base 2 itself) and float32 states
+`[N, H, K, V]`. In DPLR `a` reads the state before the decay on both sides. These points differ:
 
-- `scale` goes over as a float: as the integer 1, Triton compiles it in, and NVIDIA's assembler then writes outside of
-  shared memory on Hopper.
-- −inf − (−inf) is NaN there, so log-decays are floored where e^g is 0 in float32.
-- A decay is one a head or one a channel as each kernel has it: DPLR has none but vectors.
-- `cu_seqlens` are int64, the initial state is float32.
-- Keys and queries are never normalised there.
+- `scale` is passed as a float. Triton compiles the integer 1 into the kernel, and NVIDIA's assembler then writes
+  outside of shared memory on Hopper.
+- fla computes −inf − (−inf) = NaN, so log-decays are clamped where e^g is 0 in float32.
+- Each kernel takes either scalar or vector decays. DPLR takes vector decays only.
+- `cu_seqlens` are int64, and the initial state is float32.
+- The kernels are called without their option to normalise queries and keys.
 
-Only imported when one of its kernels is asked for, or might be: on a CUDA device.
+fla is imported only when one of its kernels is asked for, or when `auto` considers it on a CUDA device.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import importlib
 import importlib.util
 import re
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from halflife.ops.call import OpCall
 from halflife.ops.chunked.decays import FLOOR
 
-# Earlier ones are wrong in the delta rule's gradients on Hopper and past 2³¹ elements; later ones are not read yet.
+# Earlier versions give wrong gradients of the delta rule on Hopper and past 2³¹ elements. Later ones are not tested.
 VERSIONS = ((0, 6), (0, 7))
 
 # -------------------------------------------------------------------------------------------------- limits
 
 
-def unsupported(op: str, device: torch.device, inputs: tuple[Any, ...] | None = None) -> str | None:
-    """Why fla cannot run `op` there, or would be wrong; None if it can.
+def unsupported(op: str, device: torch.device, call: OpCall | None = None) -> str | None:
+    """Return the reason why fla cannot run `op` on `device`, or would give wrong results; None if it can.
 
     Args:
         op: "linear_attention", "delta_rule" or "dplr".
-        device: where the tensors are.
-        inputs: `q, k, v, …, g` of the op; None judges the device and what is installed.
+        device: the device of the tensors.
+        call: the arguments of the op. None judges only the device and the installed packages.
     """
     if device.type != "cuda":
         return f"fla's kernels run on CUDA devices, not on {device.type}"
@@ -48,16 +48,16 @@ def unsupported(op: str, device: torch.device, inputs: tuple[Any, ...] | None = 
     if not VERSIONS[0] <= versions[0] < VERSIONS[1]:
         least, below = (".".join(map(str, version)) for version in VERSIONS)
         return f"the adapter is for fla-core ≥ {least}, < {below}; {'.'.join(map(str, versions[0]))} is installed"
-    return None if inputs is None else _shapes(op, *inputs) or _known_wrong(op, device, versions[1], inputs)
+    return None if call is None else _refused(call) or _known_wrong(call, device, versions[1])
 
 
-def _shapes(op: str, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> str | None:
-    """Why fla's kernels refuse (or misread) tensors of these shapes and dtypes."""
-    key, value = q.shape[-1], v.shape[-1]
+def _refused(call: OpCall) -> str | None:
+    """The reason why fla's kernels refuse (or misread) tensors of these shapes and dtypes, or None."""
+    op, q, key, value = call.op, call.q, call.k.shape[-1], call.v.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"fla multiplies in bfloat16 or float16 (float32 in TF32, three digits); the inputs are {q.dtype}"
-    if len({x.dtype for x in (q, k, v, *rest[: 2 if op == "dplr" else 0]) if x is not None}) > 1:
-        return "fla wants its matrices in one dtype"
+    if len({x.dtype for x in (q, call.k, call.v, call.a, call.b) if x is not None}) > 1:
+        return "fla takes all of its matrices in one dtype"
     if q.shape[1] == 0:
         return "fla cannot launch on no tokens"
     if min(key, value) < 16 or key % 2 or value % 2:
@@ -69,16 +69,15 @@ def _shapes(op: str, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> s
     return None
 
 
-def _known_wrong(op: str, device: torch.device, triton: tuple[int, ...], inputs: tuple[Any, ...]) -> str | None:
-    """Why the results would be wrong on this device with this Triton."""
-    major, vector = _capability(device), inputs[-1] is not None and inputs[-1].ndim == 4
-    release = ".".join(map(str, triton))
-    if op == "dplr" or vector:  # kernels of their own
+def _known_wrong(call: OpCall, device: torch.device, triton: tuple[int, ...]) -> str | None:
+    """The reason why the results would be wrong on this device with this version of Triton, or None."""
+    if call.op == "dplr" or (call.g is not None and call.g.ndim == 4):  # other kernels, without these faults
         return None
-    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if major == 9 and (3, 4) <= triton < (3, 7, 1) and inputs[-1] is not None and differentiated:
+    major, release = _capability(device), ".".join(map(str, triton))
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
+    if major == 9 and (3, 4) <= triton < (3, 7, 1) and call.g is not None and differentiated:
         return f"fla's gated gradients are wrong on Hopper with Triton 3.4.0 to 3.7.0; {release} is installed"
-    if op == "delta_rule" and major >= 10 and triton < (3, 8):
+    if call.op == "delta_rule" and major >= 10 and triton < (3, 8):
         return f"fla's delta rule races and gives NaN on Blackwell with Triton below 3.8; {release} is installed"
     return None
 
@@ -90,13 +89,13 @@ def _capability(device: torch.device) -> int:
 
 @cache
 def _versions() -> tuple[tuple[int, ...], tuple[int, ...]] | str:
-    """The versions of fla-core and Triton, or why they cannot be used."""
+    """The versions of fla-core and Triton, or the reason why they cannot be used."""
     if importlib.util.find_spec("fla") is None:
         return "fla-core is not installed (pip install fla-core)"
     try:
         fla, triton = (importlib.import_module(name) for name in ("fla", "triton"))
         importlib.import_module("fla.ops.simple_gla")
-    except Exception as error:  # whatever a foreign import raises
+    except Exception as error:  # a foreign import may raise anything
         return f"fla-core cannot be imported: {type(error).__name__}: {error}"
     return _release(fla.__version__), _release(triton.__version__)
 
@@ -109,60 +108,48 @@ def _release(version: str) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------------- kernels
 
 
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`chunk_gla` for vector decays, else `chunk_simple_gla`."""
-    name = "gla" if g is not None and g.ndim == 4 else "simple_gla"
-    return _run(f"{name}.chunk_{name}", (q, k, v), {"g": g}, scale, initial_state, cu_seqlens)
+def linear_attention(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run `chunk_gla` for vector decays, else `chunk_simple_gla`."""
+    name = "gla" if call.g is not None and call.g.ndim == 4 else "simple_gla"
+    return _run(f"{name}.chunk_{name}", call, g=_clamped(call.g))
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`chunk_delta_rule`, `chunk_gated_delta_rule` (scalar decays) or `chunk_kda` (vector decays)."""
-    if g is None:
-        return _run("delta_rule.chunk_delta_rule", (q, k, v), {"beta": beta}, scale, initial_state, cu_seqlens)
-    name = "kda" if g.ndim == 4 else "gated_delta_rule"
-    return _run(f"{name}.chunk_{name}", (q, k, v), {"g": g, "beta": beta}, scale, initial_state, cu_seqlens)
+def delta_rule(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run `chunk_delta_rule`, `chunk_gated_delta_rule` (scalar decays) or `chunk_kda` (vector decays)."""
+    if call.g is None:
+        return _run("delta_rule.chunk_delta_rule", call, beta=call.beta)
+    name = "kda" if call.g.ndim == 4 else "gated_delta_rule"
+    return _run(f"{name}.chunk_{name}", call, g=_clamped(call.g), beta=call.beta)
 
 
-def dplr(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`chunk_dplr_delta_rule`, which has vector decays alone."""
-    if g is None:
-        g = q.new_zeros(q.shape, dtype=torch.float32)
-    elif g.ndim == 3:
-        g = g.unsqueeze(-1).expand(q.shape)
-    name = "generalized_delta_rule.chunk_dplr_delta_rule"
-    return _run(name, (q, k, v), {"a": a, "b": b, "gk": g}, scale, initial_state, cu_seqlens)
+def dplr(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run `chunk_dplr_delta_rule`, which takes vector decays only."""
+    if call.g is None:
+        g = call.q.new_zeros(call.q.shape, dtype=torch.float32)
+    else:
+        g = call.g.unsqueeze(-1).expand(call.q.shape) if call.g.ndim == 3 else call.g
+    return _run("generalized_delta_rule.chunk_dplr_delta_rule", call, a=call.a, b=call.b, gk=_clamped(g))
 
 
 OPS = {"linear_attention": linear_attention, "delta_rule": delta_rule, "dplr": dplr}
 
 
-def _run(
-    name: str, matrices: tuple[Tensor, Tensor, Tensor], gates: dict[str, Tensor | None], scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`fla.ops.<name>` on q, k, v and its gates: `(o, final state [N, H, K, V])`."""
+def _run(name: str, call: OpCall, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Call `fla.ops.<name>` on q, k, v and these gates; return `(o, final state [N, H, K, V])`."""
     module, _, function = name.rpartition(".")
-    gates = {n: _floored(x) if n in ("g", "gk") and x is not None else x for n, x in gates.items()}
     o, state = getattr(importlib.import_module(f"fla.ops.{module}"), function)(
-        *matrices,
+        call.q,
+        call.k,
+        call.v,
         **gates,
-        scale=float(scale),
-        initial_state=None if initial_state is None else initial_state.float(),
+        scale=float(call.output_scale),
+        initial_state=None if call.initial_state is None else call.initial_state.float(),
         output_final_state=True,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(matrices[0].device, torch.int64),
+        cu_seqlens=None if call.cu_seqlens is None else call.cu_seqlens.to(call.device, torch.int64),
     )
-    return o.to(matrices[2].dtype), state
+    return o.to(call.v.dtype), state
 
 
-def _floored(g: Tensor) -> Tensor:
-    """Log-decays in float32, not below what e^g can tell from 0 (and with gradient 0 there)."""
-    return g.float().clamp(min=FLOOR[torch.float32])
+def _clamped(g: Tensor | None) -> Tensor | None:
+    """Log-decays in float32, clamped (with gradient 0) where e^g is 0 in float32; None stays None."""
+    return None if g is None else g.float().clamp(min=FLOOR[torch.float32])

@@ -1,1 +1,1 @@
-"""What the chunked forms in plain torch share: layout, decays, and the walk over chunks."""
+"""The chunk-parallel forms in plain PyTorch: how tokens are cut into chunks, and how decays weigh their products."""

@@ -1,17 +1,18 @@
-"""Decays inside the chunks of a block: every weight that a chunk's products need, from its log-decays.
+"""Decays inside the chunks of a block: the weights that the log-decays give to each product of a chunk.
 
-Tensors are `[B, H, n, C, D]` (see `chunking`). The classes here and `gate_decay.GateDecay` have the same members, so
-that an op is written once for no, scalar and vector decay and for GateRank's two states:
+Tensors are `[B, H, n, C, D]` (see `layout`). The classes here and `gate_decay.GateDecay` have the same members, so that
+one block serves an op without decay, with scalar or vector decay, and with the two states of GateRank:
 
-| member | what |
+| member | meaning |
 |---|---|
-| `parts` | states a key has: their rows stand one below the other, `K' = parts · K` |
-| `scores(x, y)` | `Σ_K x_i y_j` with the decay from j to i, j ≤ i |
-| `reading(x)`, `leaving(k)` | `[C, K']`: rows weighted to read the entering state, to be left in the outgoing one |
-| `read(x, state)` | `reading(x) @ state` |
-| `carry(c, state, update)` | the state decayed by chunk c, plus what the chunk leaves; `carry_back` is its adjoint |
-| `scores_grad`, `reading_grad`, `leaving_grad` | the gradients of what they weigh |
-| `fold(d)` | of a gradient `[C, K']`: that of the `[C, K]` rows |
+| `num_states` | states a head; their rows stand one below the other, `K' = num_states · K` |
+| `scores(x, y)` | `Σ_K x_i y_j`, decayed from token j to token i, for j ≤ i |
+| `weight_queries(x)` | `[C, K']`, rows x weighted by what is left of the entering state when they read it |
+| `weight_keys(k)` | `[C, K']`, keys weighted by what is left of them when the chunk ends |
+| `read_state(x, state)` | `weight_queries(x) @ state` |
+| `carry(c, state, update)` | the state decayed over chunk c, plus the update; `carry_back` is its adjoint |
+| `scores_grad`, `weight_queries_grad`, `weight_keys_grad` | the gradients of the functions above |
+| `sum_over_states(d)` | adds a gradient `[C, K']` over the states, `[C, K]` |
 | `log_grad(…)` | the gradient of the log-decays from all of these |
 """
 
@@ -22,124 +23,127 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# exp(-110) is 0 in float32 and exp(-750) in float64: clamping the log-decay here changes nothing,
-# and makes -inf a number whose differences are numbers.
+# exp(-110) is 0 in float32 and exp(-750) is 0 in float64. Clamping log-decays here changes no result, and it makes
+# differences of -inf finite.
 FLOOR = {torch.float32: -110.0, torch.float64: -750.0}
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in float64, in which cumulative sums lose nothing (float32 on Apple's MPS, which has no float64)."""
+    """Return `x` in float64 for exact cumulative sums (in float32 on Apple's MPS, which has no float64)."""
     return x.float() if x.device.type == "mps" else x.double()
 
 
-Rows = tuple[Tensor, Tensor]  # rows `[…, C, K]` and a gradient of theirs
+RowGrads = tuple[Tensor, Tensor]  # rows `[…, C, K]` and a gradient of them
 
 
-class Grads(NamedTuple):
-    """What a log-decay's gradient is made of.
+class DecayGrads(NamedTuple):
+    """What the gradient of the log-decays is made of.
 
     Attributes:
-        rows: rows that read, with the whole gradient of theirs: of pairs and of the entering state.
-        cols: keys, with their gradient from pairs.
-        reads, left: rows with the gradient `[…, C, K']` of what they read of the entering state, of what they leave.
-        pairs: the third of `scores_grad`.
+        queries: query rows and their total gradient, within-chunk attention plus the entering state.
+        keys: key rows and their gradient from within-chunk attention.
+        reads: query rows and the gradient `[…, C, K']` of what they read from the entering state.
+        writes: key rows and the gradient `[…, C, K']` of what they write into the outgoing state.
+        log_scores: the third result of `scores_grad`.
     """
 
-    rows: list[Rows]
-    cols: list[Rows]
-    reads: list[Rows]
-    left: list[Rows]
-    pairs: Any = None
+    queries: list[RowGrads]
+    keys: list[RowGrads]
+    reads: list[RowGrads]
+    writes: list[RowGrads]
+    log_scores: Any = None
 
 
 class _OneState:
-    """What scalar and vector decays share: one state, each row of which decays on its own."""
+    """The members that scalar and vector decays share: one state, each row of which has its own decay."""
 
-    parts = 1
-    rows: Tensor
-    cols: Tensor
-    total: Tensor
+    num_states = 1
+    query_weights: Tensor  # e^{b_t}
+    key_weights: Tensor  # e^{b_C − b_t}
+    chunk_decay: Tensor  # e^{b_C}
 
-    def reading(self, x: Tensor) -> Tensor:
-        return x * self.rows
+    def weight_queries(self, x: Tensor) -> Tensor:
+        return x * self.query_weights
 
-    def leaving(self, k: Tensor) -> Tensor:
-        return k * self.cols
+    def weight_keys(self, k: Tensor) -> Tensor:
+        return k * self.key_weights
 
     def carry(self, c: int, state: Tensor, update: Tensor) -> Tensor:
-        return torch.addcmul(update, self.total[:, :, c], state)
+        return torch.addcmul(update, self.chunk_decay[:, :, c], state)
 
     carry_back = carry
 
-    def reading_grad(self, d: Tensor) -> Tensor:
-        """The gradient of `reading`'s x from that of its result (overwrites it); `leaving_grad` alike."""
-        return d.mul_(self.rows)
+    def weight_queries_grad(self, d: Tensor) -> Tensor:
+        """Return the gradient of `weight_queries`'s x from that of its result, which is overwritten."""
+        return d.mul_(self.query_weights)
 
-    def leaving_grad(self, d: Tensor) -> Tensor:
-        return d.mul_(self.cols)
+    def weight_keys_grad(self, d: Tensor) -> Tensor:
+        """Return the gradient of `weight_keys`'s k from that of its result, which is overwritten."""
+        return d.mul_(self.key_weights)
 
-    def fold(self, d: Tensor) -> Tensor:
+    def sum_over_states(self, d: Tensor) -> Tensor:
         return d
 
 
 class ScalarDecay(_OneState):
     """Decays inside the chunks of a block, one rate a head; `g=None` is no decay.
 
-    With the inclusive cumulative log-decay `b_t` of a chunk: `rows = e^{b_t}` (what a query still sees of
-    the entering state), `cols = e^{b_C − b_t}` (what of a key is left when the chunk ends), `total = e^{b_C}`
-    and the causal matrix `e^{b_i − b_j}`. Differences are formed before `exp`, and are all ≤ 0.
+    With the inclusive cumulative log-decay `b_t` of a chunk, queries read the entering state with weight `e^{b_t}`,
+    `e^{b_C − b_t}` is left of a key when the chunk ends, the state decays by `e^{b_C}`, and key j reaches query i with
+    weight `e^{b_i − b_j}`. Differences are formed before `exp`, and all are ≤ 0.
     """
 
     def __init__(self, g: Tensor | None, chunk: int, chunks: int, dtype: torch.dtype, device: torch.device) -> None:
         lower = torch.ones(chunk, chunk, dtype=dtype, device=device).tril_()
         if g is None:
-            self.rows = self.cols = torch.ones(chunk, 1, dtype=dtype, device=device)
-            self.total = torch.ones(1, 1, 1, 1, 1, dtype=dtype, device=device).expand(-1, -1, chunks, -1, -1)
+            self.query_weights = self.key_weights = torch.ones(chunk, 1, dtype=dtype, device=device)
+            one = torch.ones(1, 1, 1, 1, 1, dtype=dtype, device=device)
+            self.chunk_decay = one.expand(-1, -1, chunks, -1, -1)
             self.matrix = lower
             return
         b = wide(g.clamp(min=FLOOR[dtype])).cumsum(-1)
-        self.rows = b.to(dtype).exp().unsqueeze(-1)
-        self.cols = (b[..., -1:] - b).to(dtype).exp().unsqueeze(-1)
-        self.total = self.rows[..., -1:, :]
+        self.query_weights = b.to(dtype).exp().unsqueeze(-1)
+        self.key_weights = (b[..., -1:] - b).to(dtype).exp().unsqueeze(-1)
+        self.chunk_decay = self.query_weights[..., -1:, :]
         bound = torch.where(lower > 0, 0.0, -torch.inf)
         self.matrix = torch.minimum((b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype), bound).exp_()
 
     def scores(self, x: Tensor, y: Tensor) -> Tensor:
-        """`Σ_K x_i y_j e^{b_i − b_j}` for j ≤ i, else 0: `[…, C, C]`."""
+        """Compute `Σ_K x_i y_j e^{b_i − b_j}` for j ≤ i, else 0: `[…, C, C]`."""
         return (x @ y.transpose(-1, -2)).mul_(self.matrix)
 
-    def read(self, x: Tensor, state: Tensor) -> Tensor:
-        """`(e^b x) S`: what rows x read from the entering state: `[…, C, V]`."""
-        return (x @ state).mul_(self.rows)
+    def read_state(self, x: Tensor, state: Tensor) -> Tensor:
+        """Compute `(e^b x) S`, what rows x read from the entering state: `[…, C, V]`."""
+        return (x @ state).mul_(self.query_weights)
 
     def scores_grad(self, grad: Tensor, x: Tensor, y: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        """Gradients of `scores` for x and y, from a `grad` whose diagonal is zero (overwrites `grad`).
+        """Return the gradients of `scores` in x and y, from a `grad` whose diagonal is zero (it is overwritten).
 
-        The third is what `log_grad` must know of the pairs besides: nothing here.
+        The third result is the gradient of the log-weights of the scores where `log_grad` needs it, here None.
         """
         grad = grad.mul_(self.matrix)
         return grad @ y, grad.transpose(-1, -2) @ x, None
 
-    def log_grad(self, grads: Grads, entering: Tensor, leaving: Tensor) -> Tensor:
-        """See `_log_grad`; products are summed over K first."""
-        carried = (self.total * entering * leaving).sum((-1, -2)).unsqueeze(-1)
-        return _log_grad(_reads(grads).sum(-1), _products(grads.left).sum(-1), carried, -1)
+    def log_grad(self, grads: DecayGrads, entering: Tensor, leaving: Tensor) -> Tensor:
+        """See `_log_grad`; the products are summed over K first."""
+        carried = (self.chunk_decay * entering * leaving).sum((-1, -2)).unsqueeze(-1)
+        return _log_grad(_read_products(grads).sum(-1), _products(grads.writes).sum(-1), carried, -1)
 
 
 class VectorDecay(_OneState):
-    """Decays inside the chunks of a block, one rate a key channel; the same members as `ScalarDecay`.
+    """Decays inside the chunks of a block, one rate a key channel.
 
-    The causal matrix depends on the channel, so `scores` splits the chunk in halves, again and again: a
-    tile below the diagonal (rows in a second half, columns in the first) factors at the last token of the
-    first half into `e^{b_i − b_a} · e^{b_a − b_j}`, two exponents ≤ 0, whatever g is. The anchor lies at or
-    before every row of the tile, so no output depends on later tokens.
+    Here the weights `e^{b_i − b_j}` depend on the channel, so that no single C×C matrix holds them. `scores` therefore
+    halves the chunk recursively. A tile below the diagonal has its rows i in the second half and its columns j in the
+    first half. Its weights factor at the last token a of the first half into `e^{b_i − b_a} · e^{b_a − b_j}`, and both
+    exponents are ≤ 0. Token a comes before every row of the tile, so no output depends on later tokens.
     """
 
     def __init__(self, g: Tensor, chunk: int, chunks: int, dtype: torch.dtype, device: torch.device) -> None:
         b = wide(g.clamp(min=FLOOR[dtype])).cumsum(-2)
-        self.rows = b.to(dtype).exp()
-        self.cols = (b[..., -1:, :] - b).to(dtype).exp()
-        self.total = self.rows[..., -1, :].unsqueeze(-1)
+        self.query_weights = b.to(dtype).exp()
+        self.key_weights = (b[..., -1:, :] - b).to(dtype).exp()
+        self.chunk_decay = self.query_weights[..., -1, :].unsqueeze(-1)
         self.tiles: list[tuple[int, Tensor, Tensor]] = []
         size = chunk // 2
         while size:
@@ -158,8 +162,8 @@ class VectorDecay(_OneState):
         out.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
         return out
 
-    def read(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.reading(x) @ state
+    def read_state(self, x: Tensor, state: Tensor) -> Tensor:
+        return self.weight_queries(x) @ state
 
     def scores_grad(self, grad: Tensor, x: Tensor, y: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, None]:
         dx, dy = torch.zeros_like(x), torch.zeros_like(y)
@@ -170,23 +174,24 @@ class VectorDecay(_OneState):
             _half(dy, size, 0).addcmul_(tile.transpose(-1, -2) @ second, col)
         return dx, dy, None
 
-    def log_grad(self, grads: Grads, entering: Tensor, leaving: Tensor) -> Tensor:
-        carried = (self.total * entering * leaving).sum(-1).unsqueeze(-2)
-        return _log_grad(_reads(grads), _products(grads.left), carried, -2)
+    def log_grad(self, grads: DecayGrads, entering: Tensor, leaving: Tensor) -> Tensor:
+        carried = (self.chunk_decay * entering * leaving).sum(-1).unsqueeze(-2)
+        return _log_grad(_read_products(grads), _products(grads.writes), carried, -2)
 
 
 def _half(x: Tensor, size: int, which: int) -> Tensor:
-    """Every first (0) or second (1) half of the pairs of `size` tokens: `[…, C, D]` → `[…, m, size, D]`."""
+    """The first (0) or second (1) halves of all pairs of `size` tokens: `[…, C, D]` → `[…, m, size, D]`."""
     return x.unflatten(-2, (-1, 2, size))[..., which, :, :]
 
 
 def _tile(x: Tensor, size: int) -> Tensor:
-    """The tiles (second half, first half) of a `[…, C, C]` matrix: a view `[…, m, size, size]`."""
+    """The tiles (second half, first half) of a `[…, C, C]` matrix, a view `[…, m, size, size]`."""
     pairs = x.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
     return pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _products(pairs: list[Rows]) -> Tensor:
+def _products(pairs: list[RowGrads]) -> Tensor:
+    """The sum over all pairs of rows times their gradient."""
     (x, d), *rest = pairs
     out = x * d
     for x, d in rest:
@@ -194,20 +199,21 @@ def _products(pairs: list[Rows]) -> Tensor:
     return out
 
 
-def _reads(grads: Grads) -> Tensor:
-    out = _products(grads.rows)
-    for x, d in grads.cols:
+def _read_products(grads: DecayGrads) -> Tensor:
+    """The products of the queries less those of the keys."""
+    out = _products(grads.queries)
+    for x, d in grads.keys:
         out.addcmul_(x, d, value=-1)
     return out
 
 
 def _log_grad(reads: Tensor, writes: Tensor, carried: Tensor, dim: int) -> Tensor:
-    """The gradient of the log-decays of a chunk from those of everything they weigh.
+    """The gradient of the log-decays of a chunk, from the gradients of everything that they weigh.
 
-    A log-decay g_t weighs what tokens i ≥ t read from tokens j < t and from the entering state (`reads`:
-    x ⊙ dx of the reads minus that of the keys read, summed from t on), what tokens j < t leave in the
-    outgoing state (`writes`: k ⊙ dk of that, summed before t) and the entering state itself (`carried`).
-    Splitting it so keeps strong decays exact: no large terms cancel.
+    A log-decay g_t weighs what tokens i ≥ t read from tokens j < t and from the entering state (`reads`, x ⊙ dx of the
+    queries minus that of the keys, summed from t on), what tokens j < t write into the outgoing state (`writes`,
+    k ⊙ dk of that, summed before t), and the entering state itself (`carried`). With these three sums apart, no large
+    terms cancel, and the gradient of a strong decay is exact.
     """
     after = reads.flip(dim).cumsum(dim).flip(dim)
     after.narrow(dim, 1, writes.shape[dim] - 1).add_(writes.narrow(dim, 0, writes.shape[dim] - 1).cumsum(dim))

@@ -1,5 +1,10 @@
-"""Spectral Koopman attention: the op, its state, its layout in segments, and the token loop that defines it."""
+"""Spectral Koopman attention.
 
-from halflife.ops.koopman.op import check_settings, koopman_attention
+`op` holds the op, `call` its arguments, `state` the sums that it remembers, `layout` the chunks, `solve` the linear
+algebra, `readout` the power filter with its gradient, and `reference` the token loop that defines the op.
+"""
 
-__all__ = ["check_settings", "koopman_attention"]
+from halflife.ops.koopman.call import KoopmanCall, check_settings
+from halflife.ops.koopman.op import KoopmanResult, attend, koopman_attention
+
+__all__ = ["KoopmanCall", "KoopmanResult", "attend", "check_settings", "koopman_attention"]

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import implements
-from halflife.ops.koopman import state as koopman_state
-from halflife.ops.koopman.state import KoopmanState, Sums, blank
+from halflife.ops.call import pieces
+from halflife.ops.koopman.call import KoopmanCall
+from halflife.ops.koopman.readout import KoopmanReadout
+from halflife.ops.koopman.state import KoopmanMemory, Sums, previous_keys, sum_tokens, with_pending
 
 
 @implements("koopman_attention", "reference")
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState, filter_, chunk_size: int,
-    normalization: str, cu_seqlens: Tensor | None,
-) -> tuple[Tensor, KoopmanState]:  # fmt: skip
-    """The definition: a loop over sequences and tokens, each with its operator summed up and solved anew."""
-    bounds = [0, k.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, states = [], []
-    for i, (start, stop) in enumerate(pairwise(bounds)):
-        own = state if cu_seqlens is None else {name: x[i : i + 1] for name, x in state.items()}
-        visible = None if mask is None else mask[:, start:stop]
-        y, last = _loop(
-            q[:, start:stop], k[:, start:stop], v[:, start:stop], visible, own, filter_, chunk_size, normalization
-        )
+def reference(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+    """The definition: for every token an operator is summed up from its tokens and solved."""
+    outputs, states, retries = [], [], 0
+    for rows, tokens in pieces(call.k.shape[1], call.cu_seqlens):
+        part = KoopmanMemory.from_state({name: x[rows] for name, x in memory._replace(inverse=None).to_state().items()})
+        y, last, failed = _loop(call, tokens, part, readout)
         outputs.append(y)
-        states.append(last)
-    whole = {name: torch.cat([s[name] for s in states]) for name in blank(k, v, 0, chunk_size)}
-    return (torch.cat(outputs, 1) if outputs else torch.zeros_like(v)), whole
+        states.append(last.to_state())
+        retries += failed
+    whole = {name: torch.cat([state[name] for state in states]) for name in states[0]} if states else memory.to_state()
+    y = torch.cat(outputs, 1) if outputs else torch.zeros_like(call.v)
+    return y, KoopmanMemory.from_state(whole), retries
 
 
-def _loop(q, k, v, mask, state, filter_, chunk_size: int, normalization: str):
-    """One row of sequences of equal length whose states hold equally many pending tokens."""
-    pending = int(state["pending"].max()) if len(state["pending"]) else 0
-    k = torch.cat([state["pending_keys"][:, :pending], koopman_state.masked(k, mask)], 1)
-    v = torch.cat([state["pending_values"][:, :pending], v], 1)
-    before = koopman_state.previous(k, state["last"])
-    limit = torch.cat([state["norm"].unsqueeze(1), k.square().sum(-1)], 1).amax(1)
+def _loop(
+    call: KoopmanCall, tokens: slice, memory: KoopmanMemory, readout: KoopmanReadout
+) -> tuple[Tensor, KoopmanMemory, int]:
+    """Sequences of equal length whose memories have the same number of pending tokens."""
+    chunk_size, length = call.tokens_per_operator, tokens.stop - tokens.start
+    k, v = with_pending(call.k[:, tokens], call.v[:, tokens], memory)
+    pending, previous = k.shape[1] - length, previous_keys(k, memory.last)
+    norm = None
+    if call.normalization == "sequence":
+        norm = torch.cat([memory.sums.norm.unsqueeze(1), k.square().sum(-1)], 1).amax(1)
 
-    def upto(stop: int) -> Sums:
-        return koopman_state.sums(k[:, :stop], v[:, :stop], before[:, :stop]).after(state)
+    def sums_before(stop: int) -> Sums:
+        return sum_tokens(k[:, :stop], v[:, :stop], previous[:, :stop]).after(memory.sums)
 
-    rows = []
-    for t in range(q.shape[1]):
-        sums = upto((pending + t) // chunk_size * chunk_size)
-        rows.append(filter_.read(sums, q[:, t].unsqueeze(-2), None if normalization == "causal" else limit).squeeze(-2))
+    rows, retries = [], 0
+    for t in range(length):
+        sums = sums_before((pending + t) // chunk_size * chunk_size)
+        y, failed = readout.read(sums, call.q[:, tokens.start + t].unsqueeze(-2), norm)
+        rows.append(y.squeeze(-2))
+        retries += failed
     whole = k.shape[1] // chunk_size * chunk_size
-    last = k[:, whole - 1] if whole else state["last"]
-    final = upto(whole).state(last, state)
     left = k.shape[1] - whole
-    for name, x in (("pending_keys", k), ("pending_values", v)):
-        final[name] = torch.cat([x[:, whole:], torch.zeros_like(state[name][:, left:])], 1)
-    final["pending"] = torch.full_like(state["pending"], left)
-    return (torch.stack(rows, 1) if rows else torch.zeros_like(v[:, :0])), final
+    final = memory.full_chunks(sums_before(whole), k[:, whole - 1] if whole else memory.last)._replace(
+        pending_keys=torch.cat([k[:, whole:], torch.zeros_like(memory.pending_keys[:, left:])], 1),
+        pending_values=torch.cat([v[:, whole:], torch.zeros_like(memory.pending_values[:, left:])], 1),
+        pending=torch.full_like(memory.pending, left),
+    )
+    return torch.stack(rows, 1) if rows else torch.zeros_like(v[:, :0]), final, retries

@@ -1,20 +1,25 @@
-"""What spectral Koopman attention remembers: its sums, and the chunk that is not full yet.
+"""The state of spectral Koopman attention: the sums of all full chunks, and the tokens of the chunk that is not full.
 
-A state is a dict of tensors, one row a sequence: `gram [N, H, R, R]`, `transition [N, H, R, R]`,
-`values [N, H, P, R]`, `last [N, H, R]` (the last key) and `norm [N, H]` (the largest squared norm of a key): the
-2r² + Pr + r + 1 numbers a head that are committed; and the tokens since the last full chunk, `pending_keys
-[N, S − 1, H, R]`, `pending_values [N, S − 1, H, P]`, of which `pending [N]` are set. After a single token of
-its own operator a state also has `inverse [N, H, R, R]`, which the next token would have to compute again from these.
+Users, sessions and checkpoints see a state as a dict of tensors with one row a sequence:
+
+| name | shape | meaning |
+|---|---|---|
+| `gram`, `transition`, `values` | `[N, H, R, R]`, `[N, H, R, R]`, `[N, H, P, R]` | the sums G, M and C |
+| `norm` | `[N, H]` | the largest squared norm of a key, m² |
+| `last` | `[N, H, R]` | the last key of the full chunks |
+| `pending_keys`, `pending_values` | `[N, S − 1, H, R]`, `[N, S − 1, H, P]` | tokens since the last full chunk of S |
+| `pending` | `[N]` | how many of these there are |
+| `inverse` | `[N, H, R, R]` | L⁻ᵀ of the operator, after single tokens under `refresh="token"` only |
+
+The first five hold 2r² + Pr + r + 1 numbers a head. `inverse` follows from them; it saves the next token that work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from halflife.precision import compute_dtype
 
@@ -22,39 +27,73 @@ KoopmanState = dict[str, Tensor]
 
 
 class Sums(NamedTuple):
-    """The statistics of some tokens: G, M, C and the largest squared norm, `[n, H, …]`."""
+    """The sums over some tokens.
+
+    Attributes:
+        gram: `G = Σ z zᵀ`, `[n, H, R, R]`.
+        transition: `M = Σ z_t z_{t−1}ᵀ`, `[n, H, R, R]`.
+        values: `C = Σ v zᵀ`, `[n, H, P, R]`.
+        norm: the largest squared norm of a key, `[n, H]`.
+    """
 
     gram: Tensor
     transition: Tensor
     values: Tensor
     norm: Tensor
 
-    def after(self, state: KoopmanState) -> Sums:
-        """These tokens and those that the state has committed."""
-        own = (state[name] for name in self._fields)
+    def after(self, earlier: Sums) -> Sums:
+        """The sums over these tokens and earlier ones."""
         return Sums(
-            *(
-                torch.maximum(a, b) if name == "norm" else b + a
-                for name, a, b in zip(self._fields, self, own, strict=True)
-            )
+            earlier.gram + self.gram,
+            earlier.transition + self.transition,
+            earlier.values + self.values,
+            torch.maximum(self.norm, earlier.norm),
         )
 
-    def state(self, last: Tensor, before: KoopmanState, commit: bool = False) -> KoopmanState:
-        """A state that has committed these; the pending tokens are those of `before`, or none if they are in."""
-        new = {**dict(zip(self._fields, self, strict=True)), "last": last}
-        kept = {name: before[name] for name in ("pending_keys", "pending_values", "pending")}
-        return {**new, **({name: torch.zeros_like(x) for name, x in kept.items()} if commit else kept)}
+
+class KoopmanMemory(NamedTuple):
+    """A state with typed fields; the table of the module describes them."""
+
+    sums: Sums
+    last: Tensor
+    pending_keys: Tensor
+    pending_values: Tensor
+    pending: Tensor
+    inverse: Tensor | None = None
+
+    def to_state(self) -> KoopmanState:
+        """The state as users see it."""
+        sums, *_, inverse = self
+        state = {**sums._asdict(), **{name: getattr(self, name) for name in self._fields[1:-1]}}
+        return state if inverse is None else {**state, "inverse": inverse}
+
+    @classmethod
+    def from_state(cls, state: KoopmanState) -> KoopmanMemory:
+        """The inverse of `to_state`."""
+        return cls(
+            Sums(*(state[name] for name in Sums._fields)),
+            *(state[name] for name in cls._fields[1:-1]),
+            inverse=state.get("inverse"),
+        )
+
+    def full_chunks(self, sums: Sums, last: Tensor) -> KoopmanMemory:
+        """This memory with other sums and another last key; the pending tokens stay."""
+        return KoopmanMemory(sums, last, *self[2:-1])
+
+    def without_pending(self) -> KoopmanMemory:
+        """This memory without pending tokens."""
+        return KoopmanMemory(*self[:2], *(torch.zeros_like(x) for x in self[2:-1]))
 
 
-COMMITTED = (*Sums._fields, "last")  # of a state: what an operator is made of, besides the tokens that wait
+COMMITTED = (*Sums._fields, "last")  # the entries of a state that describe its full chunks
 
 
-def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> KoopmanState:
-    """The state before the first token."""
+def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> KoopmanMemory:
+    """The memory before the first token."""
     shapes, dtype = _shapes(k, v, sequences, chunk_size), compute_dtype(k)
-    return {
-        name: k.new_zeros(shape, dtype=torch.long if name == "pending" else dtype) for name, shape in shapes.items()
-    }
+    return KoopmanMemory.from_state(
+        {name: k.new_zeros(shape, dtype=torch.long if name == "pending" else dtype) for name, shape in shapes.items()}
+    )
 
 
 def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> dict[str, tuple[int, ...]]:
@@ -67,146 +106,82 @@ def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> dict[str, 
     return {name: (sequences, *shape) for name, shape in shapes.items()}
 
 
-def checked(
-    state: KoopmanState | None, tokens: tuple[Tensor, ...], cu_seqlens: Tensor | None, chunk_size: int
-) -> KoopmanState:
-    """The state in the compute dtype, a blank one for None.
+def initial_memory(state: KoopmanState | None, k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> KoopmanMemory:
+    """A user's state as a memory in the compute dtype; None means a blank one.
 
     Raises:
-        ValueError: a state of another op, number of sequences, head size or chunk size.
+        ValueError: the state is of another op, number of sequences, head size or chunk size.
     """
-    _, k, v = tokens
-    sequences = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is None:
         return blank(k, v, sequences, chunk_size)
     for name, shape in _shapes(k, v, sequences, chunk_size).items():
         if name not in state or state[name].shape != shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            raise ValueError(f"initial_state[{name!r}] must be {shape}; got {found}")
+            got = tuple(state[name].shape) if name in state else "nothing"
+            raise ValueError(f"initial_state[{name!r}] must be {shape}; got {got}")
     dtype = compute_dtype(k)
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
+    return KoopmanMemory.from_state({name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()})
 
 
-def sums(k: Tensor, v: Tensor, before: Tensor) -> Sums:
-    """Statistics along axis 1 of `k, before [n, S, H, R]`, `v [n, S, H, P]`."""
+# ---------------------------------------------------------------------------------------------- many tokens
+
+
+def sum_tokens(k: Tensor, v: Tensor, previous: Tensor) -> Sums:
+    """Sum along axis 1 of keys and the keys before them `[n, S, H, R]`, and of values `[n, S, H, P]`."""
     keys = k.permute(0, 2, 3, 1)
     rows = k.transpose(1, 2)
     norm = k.square().sum(-1)
     return Sums(
-        keys @ rows, keys @ before.transpose(1, 2), v.permute(0, 2, 3, 1) @ rows,
+        keys @ rows, keys @ previous.transpose(1, 2), v.permute(0, 2, 3, 1) @ rows,
         norm.amax(1) if k.shape[1] else norm.new_zeros(k.shape[0], k.shape[2]),
     )  # fmt: skip
 
 
-def previous(k: Tensor, last: Tensor) -> Tensor:
-    """The key before each of `k [N, T, H, R]`."""
+def previous_keys(k: Tensor, last: Tensor) -> Tensor:
+    """The key before each of `k [N, T, H, R]`; before the first one stands `last [N, H, R]`."""
     return torch.cat([last.unsqueeze(1), k], 1)[:, :-1]
 
 
-def masked(k: Tensor, mask: Tensor | None) -> Tensor:
-    """Keys `[B, T, H, R]` with zeros where `mask [B, T]` is not set: such tokens leave every sum as it is."""
+def mask_keys(k: Tensor, mask: Tensor | None) -> Tensor:
+    """Set keys `[B, T, H, R]` to 0 where `mask [B, T]` is 0; a zero key changes no sum."""
     return k if mask is None else torch.where(mask.bool()[..., None, None], k, 0.0)
 
 
-def with_pending(k: Tensor, v: Tensor, mask: Tensor | None, state: KoopmanState) -> tuple[Tensor, Tensor]:
-    """All tokens that are not committed, those pending first; rows must have equally many pending."""
-    k, counts = masked(k, mask), state["pending"]
+def with_pending(k: Tensor, v: Tensor, memory: KoopmanMemory) -> tuple[Tensor, Tensor]:
+    """Put the pending keys and values before `k [N, T, H, R]` and `v [N, T, H, P]`.
+
+    Raises:
+        ValueError: the sequences have different numbers of pending tokens.
+    """
+    counts = memory.pending
     pending = int(counts.max()) if len(counts) else 0
     if (counts != pending).any():
         raise ValueError("this mode takes states whose sequences have equally many tokens since their last chunk")
-    return torch.cat([state["pending_keys"][:, :pending], k], 1), torch.cat(
-        [state["pending_values"][:, :pending], v], 1
+    keys, values = memory.pending_keys[:, :pending], memory.pending_values[:, :pending]
+    return torch.cat([keys, k], 1), torch.cat([values, v], 1)
+
+
+# ------------------------------------------------------------------------------------------- a single token
+
+
+def add_pending(k: Tensor, v: Tensor, memory: KoopmanMemory) -> KoopmanMemory:
+    """Add one pending token, `k [N, H, R]` and `v [N, H, P]`. There must be room for it."""
+    at = torch.arange(len(k), device=k.device), memory.pending
+    return memory._replace(
+        pending_keys=memory.pending_keys.index_put(at, k),
+        pending_values=memory.pending_values.index_put(at, v),
+        pending=memory.pending + 1,
     )
 
 
-# -------------------------------------------------------------------------------------- one more token
-
-
-def unit_of(norm: Tensor) -> Tensor:
-    """m² `[n, H]`: in this unit everything is of order one; no keys at all read as 0."""
-    return torch.where(norm > 0, norm, 1.0)
-
-
-def invert(state: KoopmanState, ridge: float, cholesky: Callable[[Tensor], Tensor]) -> Tensor:
-    """`L⁻ᵀ [N, H, R, R]` for the Cholesky factor L of `G / m² + ε I`.
-
-    m² as a unit drops out of what is read, so that its gradient is that of the ridge ε m² alone; as derivatives of
-    divisions by it, which cancel, it would overflow.
-    """
-    gram, norm = state["gram"], unit_of(state["norm"])[..., None, None]
-    unit = norm.detach()
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = cholesky(gram / unit + ridge * (norm / unit) * eye)
-    return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT
-
-
-_INVERSES = WeakIdKeyDictionary()  # the G of a state → (its m, its version, ε, L⁻ᵀ)
-
-
-def inverse_of(state: KoopmanState, ridge: float, cholesky: Callable[[Tensor], Tensor]) -> Tensor:
-    """`invert`, once for all the tokens that read the same sums: kept as long as G is, but not where gradients flow.
-
-    It is no part of the state, which would grow by half of what it holds for something that follows from it.
-    """
-    gram, norm = state["gram"], state["norm"]
-    if gram.requires_grad or norm.requires_grad:
-        return invert(state, ridge, cholesky)
-    inference = torch.is_inference_mode_enabled()  # tensors made in it do not count their versions
-    version = 0 if gram.is_inference() else gram._version
-    kept = _INVERSES.get(gram)
-    if kept and kept[0] is norm and kept[1:3] == (version, ridge) and kept[3].is_inference() == inference:
-        return kept[3]
-    inverse = invert(state, ridge, cholesky)
-    _INVERSES[gram] = norm, version, ridge, inverse
-    return inverse
-
-
-def wait(k: Tensor, v: Tensor, state: KoopmanState) -> KoopmanState:
-    """The state with one more pending token `k [N, H, R]`, `v [N, H, P]`, for which there must be room."""
-    at = torch.arange(len(k), device=k.device), state["pending"]
-    keys, values = state["pending_keys"].index_put(at, k), state["pending_values"].index_put(at, v)
-    return {**state, "pending_keys": keys, "pending_values": values, "pending": state["pending"] + 1}
-
-
-def commit(k: Tensor, v: Tensor, state: KoopmanState) -> KoopmanState:
-    """The state whose sums hold one more token, `k [N, H, R]`, `v [N, H, P]`."""
-    key, row = k.unsqueeze(-1), k.unsqueeze(-2)
-    return {
-        **state,
-        "gram": torch.addcmul(state["gram"], key, row),
-        "transition": torch.addcmul(state["transition"], key, state["last"].unsqueeze(-2)),
-        "values": torch.addcmul(state["values"], v.unsqueeze(-1), row),
-        "last": k,
-        "norm": torch.maximum(k.square().sum(-1), state["norm"]),
-    }
-
-
-def add_token(
-    k: Tensor, v: Tensor, state: KoopmanState, inverse: Tensor, ridge: float, cholesky: Callable[[Tensor], Tensor]
-) -> KoopmanState:
-    """`commit`, with the inverse factor after it.
-
-    That follows by a rank-one update; where the largest norm grows, the unit changes and it is made anew.
-    """
-    new = commit(k, v, state)
-    grown = new["norm"] > state["norm"]
-    if grown.all():
-        return {**new, "inverse": invert(new, ridge, cholesky)}
-    updated = rank_one(inverse, k / unit_of(new["norm"]).detach().sqrt().unsqueeze(-1))
-    if grown.any():
-        updated = torch.where(grown[..., None, None], invert(new, ridge, cholesky), updated)
-    return {**new, "inverse": updated}
-
-
-def rank_one(inverse: Tensor, z: Tensor) -> Tensor:
-    """`L'⁻ᵀ` with `L' L'ᵀ = L Lᵀ + z zᵀ`, from `inverse = L⁻ᵀ [..., R, R]` and `z [..., R]`, in O(r²).
-
-    With `w = L⁻¹ z`, `L Lᵀ + z zᵀ = L (I + w wᵀ) Lᵀ`, and the factor of `I + w wᵀ` has the inverse with diagonal
-    `√(s_{i−1} / s_i)` and entries `−w_i w_j / √(s_i s_{i−1})` below, `s_i = 1 + Σ_{j ≤ i} w_j²`: column i of the
-    product is L⁻ᵀ's times `√(s_i / s_{i−1})` less a multiple of `Σ_{j ≤ i} w_j (L⁻ᵀ)_j`, a running sum over columns.
-    """
-    w = z.unsqueeze(-2) @ inverse
-    after = 1 + w.square().cumsum(-1)
-    before = after - w.square()
-    earlier = (inverse * w).cumsum(-1)
-    return torch.addcmul(inverse * (after / before).sqrt(), earlier, w / (after * before).sqrt(), value=-1)
+def add_to_sums(k: Tensor, v: Tensor, memory: KoopmanMemory) -> KoopmanMemory:
+    """Add one token to the sums, `k [N, H, R]` and `v [N, H, P]`."""
+    sums, key, row = memory.sums, k.unsqueeze(-1), k.unsqueeze(-2)
+    return memory._replace(
+        sums=Sums(
+            torch.addcmul(sums.gram, key, row),
+            torch.addcmul(sums.transition, key, memory.last.unsqueeze(-2)),
+            torch.addcmul(sums.values, v.unsqueeze(-1), row),
+            torch.maximum(k.square().sum(-1), sums.norm),
+        ),
+        last=k,
+    )

@@ -137,8 +137,8 @@ def _cuts(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
         values = cut_values(entries)[:, k].clamp(min=SMALLEST)
         lines.extend(axes.step(range(len(values)), values, where="mid", label=label, linewidth=1.2, **look))
 
-    folder_lock = heads[0].gates._replace(g_slow=None)
-    draw(heads[0]._replace(gates=folder_lock).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
+    alone = heads[0].gates._replace(g_slow=None)
+    draw(heads[0]._replace(gates=alone).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
     for one, look in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
         for k, linestyle in ((1, "-"), (2, (0, (1, 1)))):
             label = f"{plain(one.label)}, σ{'₁₂₃'[k]}"

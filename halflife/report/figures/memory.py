@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from halflife.evaluation.memory import Size, readable
+from halflife.evaluation.memory import LinearSize, format_bytes
 from halflife.report.style import INK, WIDTH, model_styles, plain, styled
 
 CACHE: dict[str, Any] = {"color": INK, "linewidth": 4, "alpha": 0.35, "solid_capstyle": "butt"}
@@ -29,11 +29,11 @@ def memory(result: dict[str, Any]) -> Figure:
     cache, if the lengths include it.
 
     Args:
-        result: as `evaluation.memory.survey` returns it.
+        result: as `evaluation.memory.measure_memory` returns it.
     """
     models = result["models"]
-    sizes = {model["model"]: Size(model["constant"], model["per_token"]) for model in models}
-    cache = Size(per_token=result["cache"]["per_token"])
+    sizes = {model["model"]: LinearSize(model["constant"], model["per_token"]) for model in models}
+    cache = LinearSize(per_token=result["cache"]["per_token"])
     first, last = result["lengths"][0], result["lengths"][-1]
     span = (first, last) if first < last else (first / 2, 2 * last)
     figure = Figure(figsize=(WIDTH, max(3.6, 0.24 * (len(models) + 3))), layout="constrained")
@@ -67,13 +67,13 @@ def _scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_locator(LogLocator(base=4, numticks=MAX_TICKS))  # 4⁵ is 1 KiB, 4¹⁰ 1 MiB
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: readable(size)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
     axes.set_xlim(span[0] / 1.15, span[1])  # the lines to the names begin where the curves end
     low, high = axes.dataLim.intervaly
     axes.set_ylim(low / 2, high * 2)
 
 
-def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, Size], end: float) -> None:
+def _names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end: float) -> None:
     """Write each line's name at its right end. Names of lines that end close together move apart.
 
     Args:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from halflife.evaluation.memory import readable
+from halflife.evaluation.memory import format_bytes
 from halflife.files import write_json, write_text
 from halflife.report.tables.terminal import print_wide
 
@@ -24,12 +24,12 @@ def print_memory(result: dict[str, Any]) -> None:
     """Print the sizes at the lengths, how they grow, and the layers of SKA if a model has any.
 
     Args:
-        result: as `evaluation.memory.survey` returns it.
+        result: as `evaluation.memory.measure_memory` returns it.
     """
     cache, models = result["cache"], result["models"]
-    sizes = [(row["model"], *map(readable, row["bytes"])) for row in models]
+    sizes = [(row["model"], *map(format_bytes, row["bytes"])) for row in models]
     growth = [
-        (row["model"], f"{row['parameters']:,}", readable(row["constant"]), readable(row["per_token"]),
+        (row["model"], f"{row['parameters']:,}", format_bytes(row["constant"]), format_bytes(row["per_token"]),
          _count(row["smaller_from"]))
         for row in models
     ]  # fmt: skip
@@ -37,11 +37,11 @@ def print_memory(result: dict[str, Any]) -> None:
     print_wide(
         _table(
             "state of one sequence", ("model", *(f"{length:,}" for length in result["lengths"])),
-            [*sizes, (CACHE, *map(readable, cache["bytes"]))],
+            [*sizes, (CACHE, *map(format_bytes, cache["bytes"]))],
         ),
         _table(
             "growth of the state", ("model", "parameters", "constant", "a token", "smaller from"),
-            [*growth, (CACHE, "", "", readable(cache["per_token"]), "")],
+            [*growth, (CACHE, "", "", format_bytes(cache["per_token"]), "")],
         ),
         *([_ska_table(layers)] if layers else []),
     )  # fmt: skip

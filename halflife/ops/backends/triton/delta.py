@@ -1,8 +1,8 @@
-"""The delta rule with no or a scalar decay, and GateRank on it, as Triton kernels.
+"""The delta rule with no decay or a scalar one, and GateRank on it, as Triton kernels.
 
-Three steps, as in `halflife.ops.delta_rule`: every chunk's triangular system is inverted, a walk over the chunks of a
-sequence forms the states entering them and the values that they write, and the outputs are those of linear attention
-that writes these values.
+The three steps are those of `halflife.ops.delta_rule`. First, the triangular systems of all chunks are inverted. Then a
+walk over the chunks of each sequence computes the states entering them and the values that they write. Last, the
+outputs are those of linear attention which writes these values.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends.triton.delta_backward import backward
-from halflife.ops.backends.triton.gates import Gates, first_state, make_chunks
+from halflife.ops.backends.triton.gates import make_chunks
 from halflife.ops.backends.triton.states import outputs
 from halflife.ops.backends.triton.systems import solve, walk
+from halflife.ops.call import OpCall
 
 
 class _Delta(torch.autograd.Function):
-    """Saves the inputs and the initial state; the backward pass forms the rest again."""
+    """Saves the inputs and the initial state; the backward pass recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, g_slow, g_fast, initial, scale, chunks):
@@ -29,7 +30,7 @@ class _Delta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):
-        if torch.is_grad_enabled():  # only under create_graph=True, for which the kernels are no graph
+        if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
             raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         q, k, v, beta, g_slow, g_fast, initial = ctx.saved_tensors
         (scale, chunks), gates = ctx.settings, (g_slow, g_fast)
@@ -38,30 +39,14 @@ class _Delta(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(o [B, T, H, V], final state [N, H, K, V])`; g `[B, T, H]` or None. See `halflife.ops.delta_rule`."""
-    return _run(q, k, v, beta, (None, g), scale, initial_state, cu_seqlens, chunk_size)
+def run(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run the kernels of the delta rule, or of GateRank on it, on a call with scalar decays.
 
-
-@torch.compiler.disable
-def gate_rank(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g_slow: Tensor, g_fast: Tensor, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """GateRank on the delta rule: `(o [B, T, H, V], final state [N, H, 2K, V])`, the fast state above the slow one.
-    See `halflife.ops.gate_rank`."""
-    return _run(q, k, v, beta, (g_slow, g_fast), scale, initial_state, cu_seqlens, chunk_size)
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gates: Gates, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    chunks = make_chunks(q, chunk_size, cu_seqlens)
-    initial = first_state(q, v, gates, initial_state, cu_seqlens)
-    given = (None if x is None else x.contiguous() for x in (q, k, v, beta, *gates, initial))
-    with torch.cuda.device_of(q):
-        return _Delta.apply(*given, float(scale), chunks)
+    Returns:
+        The outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`.
+    """
+    chunks, gates = make_chunks(call.q, call.chunk_size, call.cu_seqlens), (call.g_slow, call.g)
+    inputs = (call.q, call.k, call.v, call.beta, *gates, call.first_state(torch.float32))
+    given = (None if x is None else x.contiguous() for x in inputs)
+    with torch.cuda.device_of(call.q):
+        return _Delta.apply(*given, float(call.output_scale), chunks)

@@ -99,15 +99,6 @@ def mode_of(g_slow: Tensor | None, g_fast: Tensor | None) -> int:
     return NONE if g_fast is None else SCALAR if g_slow is None else GATE_RANK
 
 
-def first_state(q: Tensor, v: Tensor, gates: Gates, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The states before the first tokens, float32 `[N, H, K', V]` (K' = 2K with two states)."""
-    if initial_state is not None:
-        return initial_state.float()
-    rows = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    keys = q.shape[-1] * (2 if mode_of(*gates) == GATE_RANK else 1)
-    return q.new_zeros(rows, q.shape[2], keys, v.shape[-1], dtype=torch.float32)
-
-
 def precision_of(x: Tensor) -> str:
     """How products with a float32 operand are formed: exactly for float32 inputs; for bfloat16 and float16 inputs in
     TF32, whose 11 bits are no fewer than theirs, with the range of float32."""

@@ -1,7 +1,7 @@
-"""Linear attention with no or a scalar decay, and GateRank on it, as Triton kernels.
+"""Linear attention with no decay or a scalar one, and GateRank on it, as Triton kernels.
 
-Three steps, as in `halflife.ops.linear_attention`: what each chunk writes, a scan over the chunks of a sequence that
-turns it into the states entering them, and the outputs.
+The three steps are those of `halflife.ops.linear_attention`. First, each chunk's update of the state is computed. Then
+a scan over the chunks of each sequence turns these updates into the states entering the chunks. Last come the outputs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.triton.gates import Gates, first_state, make_chunks, mode_of
+from halflife.ops.backends.triton.gates import make_chunks, mode_of
 from halflife.ops.backends.triton.linear_backward import backward
 from halflife.ops.backends.triton.states import outputs, products, scan
+from halflife.ops.call import OpCall
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the inputs and the initial state; the backward pass forms the states again."""
+    """Saves the inputs and the initial state; the backward pass recomputes the states."""
 
     @staticmethod
     def forward(ctx, q, k, v, g_slow, g_fast, initial, scale, chunks):
@@ -28,7 +29,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal):
-        if torch.is_grad_enabled():  # only under create_graph=True, for which the kernels are no graph
+        if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
             raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         q, k, v, g_slow, g_fast, initial = ctx.saved_tensors
         scale, chunks = ctx.settings
@@ -37,30 +38,14 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(o [B, T, H, V], final state [N, H, K, V])`; g `[B, T, H]` or None. See `halflife.ops.linear_attention`."""
-    return _run(q, k, v, (None, g), scale, initial_state, cu_seqlens, chunk_size)
+def run(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run the kernels of linear attention, or of GateRank on it, on a call with scalar decays.
 
-
-@torch.compiler.disable
-def gate_rank(
-    q: Tensor, k: Tensor, v: Tensor, beta: None, g_slow: Tensor, g_fast: Tensor, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """GateRank on linear attention (no beta): `(o [B, T, H, V], final state [N, H, 2K, V])`, the fast state above the
-    slow one. See `halflife.ops.gate_rank`."""
-    return _run(q, k, v, (g_slow, g_fast), scale, initial_state, cu_seqlens, chunk_size)
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, scale: float,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    chunks = make_chunks(q, chunk_size, cu_seqlens)
-    initial = first_state(q, v, gates, initial_state, cu_seqlens)
-    given = (None if x is None else x.contiguous() for x in (q, k, v, *gates, initial))
-    with torch.cuda.device_of(q):
-        return _Linear.apply(*given, float(scale), chunks)
+    Returns:
+        The outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`.
+    """
+    chunks, gates = make_chunks(call.q, call.chunk_size, call.cu_seqlens), (call.g_slow, call.g)
+    inputs = (call.q, call.k, call.v, *gates, call.first_state(torch.float32))
+    given = (None if x is None else x.contiguous() for x in inputs)
+    with torch.cuda.device_of(call.q):
+        return _Linear.apply(*given, float(call.output_scale), chunks)

@@ -1,0 +1,144 @@
+"""One call of an op: its tensors and settings, checked once and passed to the implementation as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from halflife.precision import compute_dtype
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """The arguments of an op that reads and writes a state `[N, H, K, V]`, the same for every implementation.
+
+    An op leaves the tensors that it does not have at None.
+
+    Attributes:
+        op: name of the op.
+        q, k: queries and keys `[B, T, H, K]`.
+        v: values `[B, T, H, V]`.
+        g: log-decay ≤ 0, `[B, T, H]` or `[B, T, H, K]`, or None for no decay. In GateRank it is the log-decay of the
+            fast state.
+        beta: writing strength of the delta rule `[B, T, H]`.
+        a, b: vectors of DPLR's rank-one correction `[B, T, H, K]`.
+        g_slow: log-decay of GateRank's slow state `[B, T, H]`.
+        scale: factor of the output as the user gave it; see `output_scale`.
+        initial_state: `[N, H, num_states · K, V]`, or None for zeros.
+        cu_seqlens: boundaries `[N + 1]` of packed sequences (then B = 1), or None for a batch of equal lengths.
+        chunk_size: tokens a chunk, which implementations may round.
+    """
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    g_slow: Tensor | None = None
+    scale: float | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    chunk_size: int = 64
+
+    @property
+    def gates(self) -> list[Tensor]:
+        """The tensors beside q, k, v, a and b: writing strengths and log-decays."""
+        return [x for x in (self.beta, self.g_slow, self.g) if x is not None]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that have one row a token."""
+        return [x for x in (self.q, self.k, self.v, self.a, self.b, *self.gates) if x is not None]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.q.device
+
+    @property
+    def output_scale(self) -> float:
+        """The factor of the output: `scale`, or `K ** -0.5` where it is None."""
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    @property
+    def num_states(self) -> int:
+        """States a head: 2 in GateRank (the fast one above the slow one), else 1."""
+        return 1 if self.g_slow is None else 2
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences N: B, or the number of packed sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def first_state(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The state before the first token `[N, H, num_states · K, V]`, in `dtype` (None: the compute dtype)."""
+        dtype = compute_dtype(self.q) if dtype is None else dtype
+        if self.initial_state is not None:
+            return self.initial_state.to(dtype)
+        heads, key = self.q.shape[2:]
+        return self.q.new_zeros(self.num_sequences, heads, self.num_states * key, self.v.shape[-1], dtype=dtype)
+
+    def check(self) -> None:
+        """Checks the shapes of all tensors.
+
+        Raises:
+            ValueError: a shape does not fit; the message gives the expected one.
+        """
+        q, k, v, g = self.q, self.k, self.v, self.g
+        if q.ndim != 4 or k.shape != q.shape:
+            raise ValueError(f"q and k must both be [B, T, H, K]; got {tuple(q.shape)} and {tuple(k.shape)}")
+        vector = tuple(q.shape)
+        scalar = vector[:3]
+        if v.ndim != 4 or v.shape[:3] != scalar:
+            raise ValueError(f"v must be [B, T, H, V] with B, T, H = {scalar}; got {tuple(v.shape)}")
+        if g is not None and self.g_slow is None and g.shape not in (scalar, vector):
+            raise ValueError(
+                f"g must be None, [B, T, H] = {scalar} (scalar) or [B, T, H, K] = {vector} (vector); "
+                f"got {tuple(g.shape)}"
+            )
+        g_fast = None if self.g_slow is None else g
+        for name, x in (("beta", self.beta), ("g_slow", self.g_slow), ("g_fast", g_fast)):
+            if x is not None and x.shape != scalar:
+                raise ValueError(f"{name} must be [B, T, H] = {scalar}; got {tuple(x.shape)}")
+        for name, x in (("a", self.a), ("b", self.b)):
+            if x is not None and x.shape != vector:
+                raise ValueError(f"{name} must be [B, T, H, K] = {vector}; got {tuple(x.shape)}")
+        sequences = check_cu_seqlens(self.cu_seqlens, *scalar[:2])
+        if self.initial_state is not None:
+            expected = (sequences, scalar[2], self.num_states * vector[3], v.shape[-1])
+            if self.initial_state.shape != expected:
+                expected, got = (
+                    (*shape[:2], shape[2] // self.num_states, *shape[3:]) if len(shape) > 2 else shape
+                    for shape in (expected, tuple(self.initial_state.shape))
+                )
+                raise ValueError(f"initial_state must be [sequences, H, K, V] = {expected}; got {got}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> int:
+    """Return the number of sequences; raise a ValueError unless the boundaries rise from 0 to T and B is 1."""
+    if cu_seqlens is None:
+        return batch
+    if batch != 1:
+        raise ValueError(f"packed input (cu_seqlens) has batch size 1, one row of all tokens; got {batch}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
+    bounds: Sequence[int] = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {list(bounds)}")
+    return len(bounds) - 1
+
+
+def pieces(length: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
+    """Yield `(rows of the state, tokens)` of what runs on its own: the whole batch, or each packed sequence."""
+    if cu_seqlens is None:
+        yield slice(None), slice(0, length)
+        return
+    for row, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        yield slice(row, row + 1), slice(start, stop)

@@ -1,0 +1,76 @@
+"""One call of spectral Koopman attention: its tensors and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halflife.ops.call import check_cu_seqlens
+from halflife.ops.koopman.state import KoopmanState
+from halflife.registry import unknown
+
+MODES = ("chunk", "prefix", "masked")
+REFRESHES = ("chunk", "token")
+NORMALIZATIONS = ("causal", "sequence")
+
+
+@dataclass(frozen=True)
+class KoopmanCall:
+    """The arguments of `koopman_attention`, which describes them, except for the choice of a backend."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gamma: float | Tensor = 1.0
+    mix: float | Tensor = 1.0
+    ridge: float = 1e-3
+    power: int = 2
+    mode: str = "chunk"
+    mask: Tensor | None = None
+    chunk_size: int = 64
+    refresh: str = "chunk"
+    normalization: str = "causal"
+    initial_state: KoopmanState | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def tokens_per_operator(self) -> int:
+        """Tokens that share one operator: `chunk_size`, or 1 under `refresh="token"`."""
+        return 1 if self.refresh == "token" else self.chunk_size
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences N: B, or the number of packed sequences."""
+        return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def check(self) -> None:
+        """Raises a ValueError for a shape, name or number that does not fit."""
+        q, k, v, mode, mask = self.q, self.k, self.v, self.mode, self.mask
+        if q.ndim != 4 or k.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+            raise ValueError(f"q and k must be [B, T, H, R]; got {tuple(q.shape)} and {tuple(k.shape)}")
+        if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"v must be [B, T, H, P] with B, T, H = {tuple(k.shape[:3])}; got {tuple(v.shape)}")
+        if mode == "chunk" and q.shape[1] != k.shape[1]:
+            raise ValueError(f"in mode 'chunk' queries and keys have one length; got {q.shape[1]} and {k.shape[1]}")
+        if mask is not None and mask.shape != k.shape[:2]:
+            raise ValueError(f"mask must be [B, T] = {tuple(k.shape[:2])}; got {tuple(mask.shape)}")
+        if mode == "masked" and mask is None:
+            raise ValueError("mode 'masked' needs a mask")
+        if mode != "chunk" and self.cu_seqlens is not None:
+            raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
+        check_cu_seqlens(self.cu_seqlens, *k.shape[:2])
+        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode)
+
+
+def check_settings(
+    ridge: float, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk"
+) -> None:
+    """Raises a ValueError for a name or a number that `koopman_attention` does not take."""
+    for kind, name, choices in (
+        ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
+    ):  # fmt: skip
+        if name not in choices:
+            raise unknown(kind, name, list(choices))
+    if chunk_size < 1 or power < 0 or ridge <= 0:
+        raise ValueError(f"need chunk_size ≥ 1, power ≥ 0 and ridge > 0; got {chunk_size}, {power}, {ridge}")

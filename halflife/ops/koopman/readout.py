@@ -1,0 +1,105 @@
+"""How queries read an operator of spectral Koopman attention: the power filter, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from halflife.ops.koopman.solve import cholesky, unit_of
+from halflife.ops.koopman.state import Sums
+from halflife.precision import compute_dtype
+
+
+class KoopmanReadout:
+    """The power filter `y = C ((1 − μ) x + μ x_K)` with the op's γ, μ, ε and K (see `koopman.op`)."""
+
+    def __init__(self, gamma: float | Tensor, mix: float | Tensor, ridge: float, power: int, like: Tensor) -> None:
+        dtype, heads = compute_dtype(like), like.shape[2]
+        self.gamma, self.mix = (
+            torch.as_tensor(x, dtype=dtype, device=like.device).expand(heads)[:, None, None] for x in (gamma, mix)
+        )
+        # With μ = 0 as a number the powers would be multiplied by 0, so they are not computed.
+        self.ridge, self.power = ridge, 0 if isinstance(mix, (int, float)) and mix == 0 else power
+
+    def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, int]:
+        """Read operators with `q [n, H, S, R]` through Cholesky factors.
+
+        Args:
+            sums: the sums of the operators, `[n, H, …]`.
+            q: the queries.
+            norm: m² `[n, H]` in the place of the largest norm in `sums`.
+
+        Returns:
+            The outputs `[n, H, S, P]`, and how many factorisations were repeated.
+        """
+        unit = unit_of(sums.norm if norm is None else norm)[..., None, None]
+        with torch.no_grad():  # `_Read` has the gradient
+            scaled = sums.gram / unit
+            scaled.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
+            factor, retries = cholesky(scaled)
+        settings = self.gamma, self.mix, self.ridge, self.power
+        return _Read.apply(factor, sums.gram, sums.transition, sums.values, unit, q, *settings), retries
+
+    def read_by_inverse(self, inverse: Tensor, sums: Sums, q: Tensor) -> Tensor:
+        """Read operators with `q [N, H, S, R]` through their inverse factors, which autograd differentiates."""
+        unit = unit_of(sums.norm)[..., None, None].detach()  # a constant, see `inverse_factor`
+        xs = _powers(lambda b: b @ inverse @ inverse.mT, sums.transition, unit, q, self.gamma, self.power)
+        return torch.lerp(xs[0], xs[-1], self.mix) @ sums.values.mT
+
+
+def _powers(
+    solve: Callable[[Tensor], Tensor], transition: Tensor, unit: Tensor, q: Tensor, gamma: Tensor, power: int
+) -> list[Tensor]:
+    """`[x_0, …, x_K]` with `x_0 = G̃⁻¹ q` and `x_i = γ G̃⁻¹ M x_{i−1}`; `solve` applies the inverse of `G̃ / m²`.
+
+    Vectors are rows here and below. For one vector a matrix, torch's batched products are up to ten times faster so.
+    """
+    xs, step = [solve(q / unit)], gamma / unit
+    for _ in range(power):
+        xs.append(solve(step * (xs[-1] @ transition.mT)))
+    return xs
+
+
+class _Read(torch.autograd.Function):
+    """`y = C ((1 − μ) x_0 + μ x_K)` with one factor for all solves of both passes.
+
+    The gradient does not pass through the factorisation. Let `b_i` be the gradient of the right-hand side of solve i,
+    in raw units `b_i = G̃⁻¹ dx_i`. Then `dG̃ = −Σ b_i x_iᵀ`, `dM = γ Σ b_i x_{i−1}ᵀ` and `dC = dy xᵀ`. As m² occurs in
+    `G̃ = G + ε m² I` alone, `dm² = ε tr dG̃`.
+    """
+
+    @staticmethod
+    def forward(ctx, factor, gram, transition, values, unit, q, gamma, mix, ridge: float, power: int) -> Tensor:  # type: ignore[override]
+        xs = _powers(lambda b: _solve(factor, b), transition, unit, q, gamma, power)
+        ctx.save_for_backward(factor, transition, values, unit, gamma, mix, *xs)
+        ctx.ridge = ridge
+        return torch.lerp(xs[0], xs[-1], mix) @ values.mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):  # type: ignore[override]
+        factor, transition, values, unit, gamma, mix, *xs = ctx.saved_tensors
+        mixed = dy @ values
+        dmix = (mixed * (xs[-1] - xs[0])).sum((0, -2, -1))
+        dx, dgamma = mix * mixed, torch.zeros_like(dmix)
+        bs = []
+        for x in reversed(xs[:-1]):
+            bs.append(_solve(factor, dx) / unit)
+            dx = bs[-1] @ transition
+            dgamma = dgamma + (dx * x).sum((0, -2, -1))
+            dx = gamma * dx
+        bs.append(_solve(factor, dx + (1 - mix) * mixed) / unit)
+        dgram = -torch.cat(bs, -2).mT @ torch.cat(xs[::-1], -2)
+        dtransition = gamma * (torch.cat(bs[:-1], -2).mT @ torch.cat(xs[-2::-1], -2)) if len(xs) > 1 else None
+        dvalues = dy.mT @ torch.lerp(xs[0], xs[-1], mix)
+        dunit = ctx.ridge * dgram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        dsettings = dgamma[:, None, None], dmix[:, None, None], None, None
+        return None, dgram, dtransition, dvalues, dunit, bs[-1], *dsettings
+
+
+def _solve(factor: Tensor, b: Tensor) -> Tensor:
+    """Apply `(L Lᵀ)⁻¹` to the rows `b [..., S, R]`, which LAPACK takes as columns without a copy."""
+    return torch.cholesky_solve(b.mT, factor).mT

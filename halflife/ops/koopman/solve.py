@@ -1,0 +1,123 @@
+"""Linear algebra of spectral Koopman attention: Cholesky factors of Gram matrices and their inverses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halflife.ops.koopman.state import KoopmanMemory, Sums, add_to_sums
+
+JITTER = 1e-4  # the first addition to a diagonal whose factorisation failed, in units of m²
+
+
+class Factor(NamedTuple):
+    """The result of a factorisation.
+
+    Attributes:
+        matrix: L or, from `inverse_factor`, L⁻ᵀ, `[…, R, R]`.
+        retries: how many factorisations failed and were repeated with a larger ridge.
+    """
+
+    matrix: Tensor
+    retries: int
+
+
+def cholesky(gram: Tensor) -> Factor:
+    """Factorise `gram [..., R, R]`, which is in units of m², into L Lᵀ.
+
+    Rounding errors of a long sum can exceed the ridge. A matrix whose factorisation fails is factorised again with
+    `JITTER` added to its diagonal, and each time it fails with ten times as much.
+
+    Raises:
+        ValueError: the matrix is not finite.
+    """
+    factor, info = torch.linalg.cholesky_ex(gram)
+    jitter, retries, eye = JITTER, 0, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    while info.any():
+        failed = info > 0
+        retries += int(failed.sum())
+        if jitter > 1 or not gram.isfinite().all():
+            raise ValueError("keys of koopman_attention are not finite: their Gram matrix cannot be factorised")
+        again, still = torch.linalg.cholesky_ex(gram[failed] + jitter * eye)
+        factor, info = factor.clone(), info.clone()
+        factor[failed], info[failed] = again, still
+        jitter *= 10
+    return Factor(factor, retries)
+
+
+def unit_of(norm: Tensor) -> Tensor:
+    """The unit m² `[n, H]`, in which all entries of G have order one; it is 1 before the first key."""
+    return torch.where(norm > 0, norm, 1.0)
+
+
+def inverse_factor(sums: Sums, ridge: float) -> Factor:
+    """Compute `L⁻ᵀ [N, H, R, R]` for the Cholesky factor L of `G / m² + ε I`.
+
+    The unit m² cancels in the output, so its only gradient is that of the ridge ε m². Gradients through the divisions
+    by m² would cancel too, but they could overflow; the unit is therefore a constant here.
+    """
+    norm = unit_of(sums.norm)[..., None, None]
+    unit = norm.detach()
+    eye = torch.eye(sums.gram.shape[-1], dtype=sums.gram.dtype, device=sums.gram.device)
+    factor, retries = cholesky(sums.gram / unit + ridge * (norm / unit) * eye)
+    return Factor(torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT, retries)
+
+
+_INVERSES = WeakIdKeyDictionary()  # the G of some sums → (their m², the version of G, ε, L⁻ᵀ)
+
+
+def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
+    """As `inverse_factor`, computed once for all tokens that read the same sums, except where gradients flow.
+
+    The result is remembered as long as G exists. It is not part of the state, because it would enlarge the state by
+    half.
+    """
+    if sums.gram.requires_grad or sums.norm.requires_grad:
+        return inverse_factor(sums, ridge)
+    inference = torch.is_inference_mode_enabled()  # tensors made in this mode do not count their versions
+    version = 0 if sums.gram.is_inference() else sums.gram._version
+    cached = _INVERSES.get(sums.gram)
+    if cached and cached[0] is sums.norm and cached[1:3] == (version, ridge) and cached[3].is_inference() == inference:
+        return Factor(cached[3], 0)
+    factor = inverse_factor(sums, ridge)
+    _INVERSES[sums.gram] = sums.norm, version, ridge, factor.matrix
+    return factor
+
+
+def add_token(k: Tensor, v: Tensor, memory: KoopmanMemory, inverse: Tensor, ridge: float) -> tuple[KoopmanMemory, int]:
+    """Add one token to the sums, and update the inverse factor with them.
+
+    A rank-one update gives the new inverse factor. Where the largest norm grows, the unit changes, and the factor is
+    computed from the sums instead.
+
+    Returns:
+        The new memory, and the retries of its factorisations.
+    """
+    new = add_to_sums(k, v, memory)
+    grown = new.sums.norm > memory.sums.norm
+    if grown.all():
+        factor = inverse_factor(new.sums, ridge)
+        return new._replace(inverse=factor.matrix), factor.retries
+    updated, retries = rank_one(inverse, k / unit_of(new.sums.norm).detach().sqrt().unsqueeze(-1)), 0
+    if grown.any():
+        factor, retries = inverse_factor(new.sums, ridge)
+        updated = torch.where(grown[..., None, None], factor, updated)
+    return new._replace(inverse=updated), retries
+
+
+def rank_one(inverse: Tensor, z: Tensor) -> Tensor:
+    """Compute `L'⁻ᵀ` with `L' L'ᵀ = L Lᵀ + z zᵀ` from `inverse = L⁻ᵀ [..., R, R]` and `z [..., R]`, in O(r²).
+
+    With `w = L⁻¹ z`, `L Lᵀ + z zᵀ = L (I + w wᵀ) Lᵀ`. The Cholesky factor of `I + w wᵀ` has an inverse with diagonal
+    `√(s_{i−1} / s_i)` and entries `−w_i w_j / √(s_i s_{i−1})` below it, where `s_i = 1 + Σ_{j ≤ i} w_j²`. Column i of
+    L'⁻ᵀ is therefore that of L⁻ᵀ times `√(s_i / s_{i−1})`, less a multiple of `Σ_{j ≤ i} w_j (L⁻ᵀ)_j`, which is a
+    running sum over columns.
+    """
+    w = z.unsqueeze(-2) @ inverse
+    after = 1 + w.square().cumsum(-1)
+    before = after - w.square()
+    earlier = (inverse * w).cumsum(-1)
+    return torch.addcmul(inverse * (after / before).sqrt(), earlier, w / (after * before).sqrt(), value=-1)
