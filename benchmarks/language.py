@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from halflife.data.corpus import Corpus
+from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
-from halflife.experiments.train import opened, saved
+from halflife.experiments.train import load_config
 from halflife.files import read_json, write_text
 from halflife.models import checkpoint
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, save_as
 from halflife.runs.folder import read_language
-from halflife.runs.language_run import LanguageConfig, MicroBatches, documents, of_rows
+from halflife.runs.language_run import LanguageConfig, MicroBatches, documents, loss_in_rows
 
 EXCERPT = 700  # characters of a sample
 
@@ -32,7 +32,7 @@ EXCERPT = 700  # characters of a sample
 def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
     """Return the bytes that training read, each once, as pieces of documents; neighbouring rows are joined."""
     split = corpus.split("train")
-    batches = MicroBatches(split, config, 1).parts[0]
+    batches = MicroBatches(split, config, 1).slices[0]
     mask = np.zeros(split.tokens + 1, dtype=bool)
     for step in range(config.steps):
         for start in batches.starts(step).tolist():
@@ -45,15 +45,15 @@ def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
 
 def measure(folder: Path) -> dict[str, Any]:
     """Return the result of a run with `bits`, the bits per byte of the model and of its baselines."""
-    config, result = saved(folder), read_json(folder / "result.json")
-    corpus = opened(config.data, show=False)
+    config, result = load_config(folder), read_json(folder / "result.json")
+    corpus = Corpus.open(CorpusConfig.from_dict(config.data), show=False)
     split = corpus.split("validation")
     texts = [ids.numpy().astype(np.uint8).tobytes() for ids in documents(split, config.test_tokens)]
     size, found = sum(map(len, texts)), result["documents"]
     train, first = seen(config, corpus), 8 * found["documents"] / size
     followed = found["tokens"] / size
     bits = {
-        "rows": of_rows(checkpoint.load(folder).eval(), corpus, config) / np.log(2) * followed + first,
+        "rows": loss_in_rows(checkpoint.load(folder).eval(), split, config) / np.log(2) * followed + first,
         "documents": found["nats"] / np.log(2) / size + first,
         "gzip -9, one stream": gzip_bits_per_byte(texts),
         "gzip -9, each document": gzip_bits_per_byte(texts, separately=True),

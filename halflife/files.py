@@ -11,6 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Files in the folders of models and runs that several parts of the package name; `runs.folder` says what they hold.
+CONFIG_JSON = "config.json"
+RUN_JSON = "run.json"
+METRICS_JSONL = "metrics.jsonl"
+RESULT_JSON = "result.json"
+CHECKPOINTS = "checkpoints"  # a folder
+COMPLETE_JSON = "complete.json"  # in a folder of `checkpoints` that was written to its end
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:

@@ -23,6 +23,7 @@ MODULES = {
     "training.data": "data.task_stream", "training.documents": "data.documents", "training.hub": "data.hub",
     "training.language": "runs.language_run", "training.pool": "runs.pool", "training.run": "runs.task_run",
     "training.splits": "data.splits", "training.store": "data.store", "training.sweep": "runs.sweep",
+    "training.text": "runs.language_run",
     "training.tokens": "data.tokenizers",
 }  # fmt: skip
 # Old name → new name, both below `halflife`. A name that stood in a module above is told with the module.
@@ -30,6 +31,13 @@ NAMES = {
     "decay.base.inverse_softplus": "precision.inverse_softplus",
     "decay.power_law.best_ends": "decay.minimax.best_endpoints",
     "models.io.load_any": "models.load.load_any",
+    "models.lm.LanguageModel.state_floats": "models.lm.LanguageModel.state_size",
+    "tasks.base.Task.guess": "tasks.base.Task.shortcut_accuracy",
+    "training.language.run": "runs.one.run_one",
+    "training.pool.executor": "runs.pool.make_runner",
+    "training.run.run": "runs.one.run_one",
+    "training.sweep.sweep": "runs.sweep.run_sweep",
+    "training.text.TextConfig": "runs.language_run.LanguageConfig",
 }
 
 

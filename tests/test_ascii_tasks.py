@@ -144,10 +144,10 @@ def test_levels_are_those_of_real_guessers(name, config):
         common = Counter(answers[:1000]).most_common(1)[0][0]  # estimated on some examples, tested on others
         rest = answers[1000:]
         # Two counts may be nearly equally common.
-        assert close(rest.count(common) / len(rest), task.guess, len(rest) / 2)
+        assert close(rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2)
     else:
         guessed = sum(globals()[f"guess_{name}"](text) == answer for text, answer in found)
-        assert close(guessed / count, task.guess, count)
+        assert close(guessed / count, task.shortcut_accuracy, count)
     size = len(answers[0])
     assert task.chance == 10**-size
     uniform = torch.randint(10**size, (count,)).tolist()
@@ -157,7 +157,7 @@ def test_levels_are_those_of_real_guessers(name, config):
 
 def test_guess_levels():
     def level(name, tier):
-        return tasks.build(name, **TASKS[name].tiers[tier]).guess
+        return tasks.build(name, **TASKS[name].tiers[tier]).shortcut_accuracy
 
     assert level("toolcalling", "easy") == pytest.approx(sum(1 / n for n in range(10, 31)) / 21)
     assert level("toolcalling", "hard") == pytest.approx(
@@ -167,7 +167,7 @@ def test_guess_levels():
     assert level("economy", "hard") == pytest.approx(0.118, abs=0.004)
     assert level("amnesia", "cot_hard") == 1 / 4
     assert level("amnesia", "recall_hard") == 1 / 6
-    assert tasks.build("economy", num_agents=2, min_steps=0, max_steps=0).guess == 1
+    assert tasks.build("economy", num_agents=2, min_steps=0, max_steps=0).shortcut_accuracy == 1
 
 
 @pytest.mark.parametrize(("name", "tier"), TIERS)

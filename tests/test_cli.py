@@ -72,7 +72,7 @@ def test_compare_end_to_end(tmp_path, capsys):
         (["compare", "--resume", "nowhere"], "no comparison"),
         (["compare", "mamba2", "--train-length", "6"], "pairs"),
         (["compare", "--task", "echo-mqar"], "use --experiment echo-mqar"),
-        (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: echo-transfer, echo-mqar"),
+        (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: decay-design, echo-transfer"),
         (["compare", "mamba2", "--experiment", "mqar"], "use --task mqar"),
         (["compare", "--task", "niah", "--experiment", "echo-mqar"], "not both"),
         (["compare", "mamba2", "--set", "training.seed=1"], "--seeds"),
@@ -180,6 +180,34 @@ def test_a_saved_run_is_a_file_of_options(text):
         (text / "run.json").write_text(json.dumps(run.to_dict()))
         again = configured(read_command(["train", "--config", "run.json"]))
         assert json.dumps(again.to_dict()) == json.dumps(run.to_dict())
+
+
+def test_a_saved_comparison_is_a_file_of_options(text):
+    tiny = ["--hidden-size", "16", "--num-layers", "2", "--num-heads", "2"]
+    for i, arguments in enumerate((
+        ["mamba2", "mamba2+post", *tiny, "--pairs", "2", "--lr", "1e-3", "1e-2", "--seeds", "2", "--set",
+         "post.reference_length=8", "training.weight_decay=0.05", "training.learning_rate=[0.1, 0.2]"],
+        ["mamba2+ska", *tiny, "--task", "sysprompt", "niah:hard", "--set", "ska.power=2", "training.betas=[0.9, 0.99]"],
+        [*tiny, "--experiment", "gate-rank-s5", "--group", "s3", "--words", "swaps"],
+        ["mamba2+ska:K1", "--experiment", "echo-mqar", "--scale", "smoke"],
+        ["simple/0.99", "--experiment", "decay-design", "--text", "text", *tiny, "--steps", "6"],
+    )):  # fmt: skip
+        folder = read_command(["compare", *arguments, "--output", f"first{i}"])._create()
+        config = json.loads((folder / "config.json").read_text())
+        again = read_command(["compare", "--config", str(folder / "config.json"), "--output", f"again{i}"])._create()
+        assert {**json.loads((again / "config.json").read_text()), "command": config["command"]} == config
+    assert json.loads(Path("first0/config.json").read_text())["settings"]["weight_decay"] == 0.05
+
+
+def test_files_of_version_0_1_are_files_of_options():
+    folder = Path(__file__).parent / "fixtures" / "version_0_1"
+    saved = json.loads((folder / "comparison" / "config.json").read_text())
+    command = read_command(["compare", "--config", str(folder / "comparison" / "config.json"), "--seeds", "3"])
+    assert (list(command.models), command.seeds) == (saved["models"], 3)
+    assert command.steps == saved["settings"]["steps"]
+    run = json.loads((folder / "language" / "run.json").read_text())
+    command = read_command(["train", "--config", str(folder / "language" / "run.json")])
+    assert (command.model, command.lr) == (run["model"]["name"], run["learning_rate"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from halflife.report.markdown import in_distribution, percent
 
 def row(model="mamba2", seed=0, test="niah", length=64, pairs=1, accuracy=0.5, **other):
     return {
-        "model": model, "learning_rate": 0.01, "seed": seed, "selected": True, "parameters": 1000, "state_floats": 64,
+        "model": model, "learning_rate": 0.01, "seed": seed, "selected": True, "parameters": 1000, "state_size": 64,
         "tokens_per_second": 10.0, "test": test, "length": length, "num_pairs": pairs, "accuracy": accuracy, **other,
     }  # fmt: skip
 

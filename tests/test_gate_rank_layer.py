@@ -97,7 +97,7 @@ def test_two_states_are_counted():
     one, two = built("gated_deltanet"), built("gated_deltanet+gate_rank")
     heads, size = 4, 8
     # A second state and the convolution's three inputs a head, in each of two layers.
-    assert two.state_floats() - one.state_floats() == 2 * (heads * size * size + heads * 3)
+    assert two.state_size() - one.state_size() == 2 * (heads * size * size + heads * 3)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,13 @@ def test_experiments_resolve_at_every_scale(name):
     experiment = EXPERIMENTS[name]()
     assert set(PAIRS) <= set(experiment.models)
     for scale in experiment.scales:
-        settings = experiment.resolve(scale, {})
+        settings = experiment.settings_at(scale, {})
         sizes = {}
         for model in experiment.models:
             config = experiment.configure(settings, Cell(model, 1e-2, 0))
             assert config.model.name in (model, model.partition(":")[0])
             if scale == "smoke":
-                sizes[model] = halflife.LanguageModel(config.model).state_floats()
+                sizes[model] = halflife.LanguageModel(config.model).state_size()
         if name == "gate-rank-mqar" and scale == "smoke":
             for base in ("mamba2", "gated_deltanet"):
                 assert sizes[f"{base}:double"] == pytest.approx(sizes[f"{base}+gate_rank"], rel=0.15)
@@ -243,14 +243,16 @@ def test_experiments_resolve_at_every_scale(name):
 def test_variants_are_checked(name, message):
     experiment = EXPERIMENTS["gate-rank-s5"]()
     with pytest.raises(ValueError, match=message):
-        experiment.configure(experiment.resolve("smoke", {}), Cell(name, 1e-2, 0))
+        experiment.configure(experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))
 
 
 def test_a_comparison_is_measured_by_position(tmp_path):
     sizes = {"hidden_size": 16, "steps": 40, "batch_size": 4, "test_examples": 8, "lengths": (16, 32)}
     names = ("gated_deltanet", "gated_deltanet+gate_rank:reset50")
-    folder = compare.new(names, tasks=("gate-rank-s5",), overrides=sizes, output=tmp_path / "s5", seeds=2)
-    compare.execute(folder, show=False)
+    folder = compare.create_comparison(
+        names, experiment="gate-rank-s5", settings=sizes, output=tmp_path / "s5", seeds=2
+    )
+    compare.run_comparison(folder, show=False)
     result = read_json(next(folder.glob("*/*/result.json")))
     assert [len(p["accuracy"]) for p in result["positions"]] == [16, 32]
     assert all(math.isfinite(x) for p in result["positions"] for x in p["loss"])
@@ -264,8 +266,10 @@ def test_a_comparison_is_measured_by_position(tmp_path):
 
 def test_recall_is_measured_with_its_gates(tmp_path):
     sizes = {"hidden_size": 16, "steps": 20, "batch_size": 4, "test_examples": 8, "lengths": (32,), "test_pairs": (1,)}
-    folder = compare.new(("mamba2+gate_rank",), tasks=("gate-rank-niah",), overrides=sizes, output=tmp_path / "niah")
-    compare.execute(folder, show=False)
+    folder = compare.create_comparison(
+        ("mamba2+gate_rank",), experiment="gate-rank-niah", settings=sizes, output=tmp_path / "niah"
+    )
+    compare.run_comparison(folder, show=False)
     summary = (folder / "summary.md").read_text()
     assert "niah:hard 32" in summary
     assert "share of resets" in summary

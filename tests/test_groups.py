@@ -161,7 +161,7 @@ def test_levels_are_those_of_real_guessers(group, length):
     assert named[:, 0].all()
     assert all(close(n, task.chance, count) for n in named[:, 1:].float().mean(0).tolist())
     # At the first position the guess is always right.
-    assert abs(named.float().mean().item() - task.guess) <= 4 * (task.chance / (count * length)) ** 0.5
+    assert abs(named.float().mean().item() - task.shortcut_accuracy) <= 4 * (task.chance / (count * length)) ** 0.5
 
 
 def test_swaps_are_the_transpositions_and_reach_the_whole_group():
@@ -183,8 +183,8 @@ def test_swaps_are_the_transpositions_and_reach_the_whole_group():
 
 def test_the_guess_at_swaps_is_that_of_a_real_guesser():
     """After one swap the product is one of ten swaps; after two it is the identity with probability 1/10."""
-    assert tasks.build("s5", words="swaps", length=2).guess == pytest.approx((1 + 1 / 10) / 2)
-    assert tasks.build("s5", words="swaps", length=3).guess == pytest.approx((1 + 1 / 10 + 1 / 10) / 3)
+    assert tasks.build("s5", words="swaps", length=2).shortcut_accuracy == pytest.approx((1 + 1 / 10) / 2)
+    assert tasks.build("s5", words="swaps", length=3).shortcut_accuracy == pytest.approx((1 + 1 / 10 + 1 / 10) / 3)
     task = tasks.build("s5", words="swaps", length=12)
     batch = task.generate(20000, seed=2)
     named = batch.inputs == batch.labels
@@ -194,9 +194,9 @@ def test_the_guess_at_swaps_is_that_of_a_real_guesser():
 
 
 def test_guess_by_hand():
-    assert tasks.build("s5").guess == pytest.approx((1 + 15 / 120) / 16)
-    assert tasks.build("s5", length=1).guess == 1
-    assert tasks.build("s5", group="z2", length=2).guess == 3 / 4
+    assert tasks.build("s5").shortcut_accuracy == pytest.approx((1 + 15 / 120) / 16)
+    assert tasks.build("s5", length=1).shortcut_accuracy == 1
+    assert tasks.build("s5", group="z2", length=2).shortcut_accuracy == 3 / 4
 
 
 def test_slices_tell_positions():

@@ -16,8 +16,8 @@ from halflife.analysis.operators import measure_operators
 from halflife.analysis.survey import measure_models
 from halflife.cli import main
 from halflife.models import LanguageModel, checkpoint, preset
-from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.decays import decays
+from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.operators import operators
 from halflife.report.tables import operators as koopman_report
 from halflife.theory import koopman

@@ -24,7 +24,8 @@ from halflife.experiments import train as language
 from halflife.experiments.values import parse_count
 from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
-from halflife.runs.language_run import MicroBatches, run
+from halflife.runs.language_run import CorpusRun, MicroBatches
+from halflife.runs.one import run_one
 from halflife.training.checkpoints import last_checkpoint
 from halflife.training.config import ExecutionConfig
 from halflife.training.fit import Objective
@@ -58,6 +59,10 @@ def tiny(corpus, model="mamba2+post", tokens=12 * 4 * 32, **options):
     return language.configure(model, corpus, tokens=tokens, **{**defaults, **options})
 
 
+def run(config, corpus, folder, *, execution):
+    return run_one(CorpusRun(config, corpus), folder, name="x", execution=execution)
+
+
 def quiet(**options):
     return ExecutionConfig(show=False, **options)
 
@@ -75,7 +80,7 @@ def numbers(folder):
 def whole(corpus, tmp_path_factory):
     """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
-    run(tiny(corpus), corpus, folder, name="whole", execution=quiet())
+    run(tiny(corpus), corpus, folder, execution=quiet())
     return folder
 
 
@@ -207,7 +212,7 @@ def test_a_run_writes_what_it_promises(corpus, whole):
     "execution", [{"micro_batch_size": 1}, {"micro_batch_size": 2, "gradient_checkpointing": True}]
 )
 def test_memory_can_be_saved_without_changing_the_numbers(corpus, whole, tmp_path, execution):
-    run(tiny(corpus), corpus, tmp_path, name="x", execution=quiet(**execution))
+    run(tiny(corpus), corpus, tmp_path, execution=quiet(**execution))
     same_numbers(tmp_path, whole)
 
 
@@ -236,19 +241,19 @@ def floats(x):
 def test_rows_that_cannot_be_shared_are_an_error(world, micro, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match="shared equally"):
-        quiet(micro_batch_size=micro).parts(4)
+        quiet(micro_batch_size=micro).num_micro_batches(4)
 
 
 def test_parts_do_not_depend_on_the_processes(monkeypatch):
     for world in (1, 2, 4):
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        assert quiet(micro_batch_size=2).parts(8) == 4
-        assert quiet().parts(8) == world
+        assert quiet(micro_batch_size=2).num_micro_batches(8) == 4
+        assert quiet().num_micro_batches(8) == world
 
 
 def test_another_text_is_refused(corpus, tmp_path):
     with pytest.raises(ValueError, match="not the text"):
-        run(dataclasses.replace(tiny(corpus), digest="0" * 64), corpus, tmp_path, name="x", execution=quiet())
+        run(dataclasses.replace(tiny(corpus), digest="0" * 64), corpus, tmp_path, execution=quiet())
     assert not any(tmp_path.iterdir())
 
 
@@ -355,7 +360,7 @@ LONG = ("--tokens", "25600")  # 200 steps
 def long(corpus, tmp_path_factory):
     """An uninterrupted run of 200 steps."""
     folder = tmp_path_factory.mktemp("long")
-    run(tiny(corpus, tokens=25600), corpus, folder, name="long", execution=quiet())
+    run(tiny(corpus, tokens=25600), corpus, folder, execution=quiet())
     return folder
 
 
@@ -398,8 +403,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, 
 def trial(data, folder):
     """A run in a process of its own, on one thread as the others."""
     torch.set_num_threads(1)
-    corpus = language.opened(data, show=False)
-    run(tiny(corpus, tokens=25600), corpus, folder, name="trial", execution=quiet())
+    corpus = Corpus.open(CorpusConfig.from_dict(data), show=False)
+    run(tiny(corpus, tokens=25600), corpus, folder, execution=quiet())
 
 
 @pytest.mark.slow
@@ -409,7 +414,7 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, 
     processes.set_forkserver_preload(["halflife.experiments.train", "halflife.training.trainer"])
     draw, kept, kills = random.Random(seed), 0, 0
     while not (tmp_path / "result.json").exists():
-        process = processes.Process(target=trial, args=(language.plain(corpus.config), tmp_path))
+        process = processes.Process(target=trial, args=(corpus.config.to_dict(), tmp_path))
         process.start()
         process.join(draw.uniform(0, 6) if kills < 3 else None)
         kills += process.is_alive()

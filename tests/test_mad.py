@@ -94,7 +94,7 @@ def test_levels_are_those_of_real_guessers(name, config):
     scored = batch.labels != IGNORED
     right = (batch.labels == torch.tensor(guesses).unsqueeze(1))[scored].float().mean().item()
     # The results of one guess depend on each other within an example, so an example counts as one draw.
-    assert close(right, task.guess, count)
+    assert close(right, task.shortcut_accuracy, count)
     assert task.chance == 1 / answers
     draw = torch.Generator().manual_seed(0)
     low = 0 if name == "selective_copy" else task.ranges[1][0]

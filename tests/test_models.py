@@ -50,9 +50,9 @@ def test_state_is_of_constant_size(name):
     model = build(name)
     _, state = model(torch.randint(SIZES["vocab_size"], (1, 5)))
     if name == "llama":
-        assert model.state_floats(8) == 2 * model.state_floats(4)
+        assert model.state_size(8) == 2 * model.state_size(4)
         return
-    assert model.state_floats(1) == model.state_floats(40) == sum(
+    assert model.state_size(1) == model.state_size(40) == sum(
         x.numel() for layer in state for x in layer.values() if x.is_floating_point()
     )  # fmt: skip
 

@@ -139,6 +139,7 @@ def test_baselines_of_a_comparison_may_lack_a_part():
     plain, post = (apply_overrides(run, overrides, skip_absent_parts=True).model.mixer_options for run in models)
     assert plain == {"num_heads": 2, "state_size": 16}
     assert post["post"]["reference_length"] == 8
+    check_parts([run_of("deltanet")], {"mixer.decay": "simple", "decay.p": 0.9})
     with pytest.raises(ValueError, match=r"ska.power has no meaning here: mamba2 has no layer of spectral"):
         check_parts(models, {"ska.power": 1})
     with pytest.raises(ValueError, match="unknown post option of PoST 'referrence'"):

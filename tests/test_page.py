@@ -32,14 +32,14 @@ PATIENCE = 120_000  # milliseconds: machines may be busy
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    folder = compare.new(
+    folder = compare.create_comparison(
         MODELS, tasks=("mqar",), seeds=2, output=tmp_path_factory.mktemp("runs") / "one", command="halflife compare",
-        overrides={
+        settings={
             "steps": 20, "batch_size": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 128,
             "train_length": LENGTH, "pairs": (2,), "test_examples": 8, "validation_examples": 8, "validate_every": 10,
         },
     )  # fmt: skip
-    compare.execute(folder, show=False)
+    compare.run_comparison(folder, show=False)
     return folder
 
 
@@ -58,7 +58,9 @@ def trained(tmp_path_factory):
         sizes={"hidden_size": 160, "num_layers": 1, "num_heads": 2}, warmup=0.0,
     )  # fmt: skip
     output = tmp_path_factory.mktemp("run")
-    language.execute(config, output, execution=ExecutionConfig(show=False), samples=("slow",), command="halflife train")
+    language.run_language(
+        config, output, execution=ExecutionConfig(show=False), samples=("slow",), command="halflife train"
+    )
     return output
 
 

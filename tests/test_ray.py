@@ -16,7 +16,7 @@ from filelock import FileLock
 from halflife.cli import main
 from halflife.experiments import compare as comparison
 from halflife.runs import pool
-from halflife.runs.sweep import Cell, Job, perform
+from halflife.runs.sweep import Cell, Job, run_job
 from halflife.runs.task_run import RunConfig
 from halflife.training import callbacks
 
@@ -47,12 +47,12 @@ def cluster():
 def whole(tmp_path_factory):
     """The comparison that was done one after the other, in this process."""
     folder = new(tmp_path_factory.mktemp("whole") / "x")
-    comparison.execute(folder, show=False)
+    comparison.run_comparison(folder, show=False)
     return folder
 
 
 def new(folder, models=MODELS, seeds=2):
-    return comparison.new(models, seeds=seeds, learning_rates=[1e-2], overrides=SMALL, output=folder)
+    return comparison.create_comparison(models, seeds=seeds, learning_rates=[1e-2], settings=SMALL, output=folder)
 
 
 def without_speed(rows):
@@ -76,7 +76,7 @@ def result(folder):
 def test_a_sweep_on_ray_is_that_of_one_process(cluster, whole, tmp_path, monkeypatch):
     folder = new(tmp_path / "ray")
     monkeypatch.chdir(tmp_path)  # workers are elsewhere: paths must not depend on it
-    rows = comparison.execute(folder.relative_to(tmp_path), show=False, on=pool.executor("ray"))
+    rows = comparison.run_comparison(folder.relative_to(tmp_path), show=False, runner=pool.make_runner("ray"))
     assert [row["model"] for row in rows] == ["mamba2"] * 18 + ["llama"] * 18
     assert table(folder) == table(whole)
     assert (folder / "report.html").exists()
@@ -85,7 +85,7 @@ def test_a_sweep_on_ray_is_that_of_one_process(cluster, whole, tmp_path, monkeyp
 
 
 def dies_once(job, threads, how):
-    """`work` whose process is sent a signal after step 3 of 6, the first time; it notes where each attempt begins."""
+    """`run_job_in_worker` whose process gets a signal after step 3 of 6 the first time; attempts note their starts."""
     starts = job.folder / "starts"
 
     class Dying(callbacks.Metrics):
@@ -100,7 +100,7 @@ def dies_once(job, threads, how):
                 os.kill(os.getpid(), how)
 
     with mock.patch.object(callbacks, "Metrics", Dying):
-        return pool.work(job, threads)
+        return pool.run_job_in_worker(job, threads)
 
 
 def killed(job, threads):
@@ -114,9 +114,9 @@ def told_to_end(job, threads):
 # A run saves every 2 steps, and when it is told to end.
 @pytest.mark.parametrize(("worker", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"])])
 def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, worker, starts):
-    monkeypatch.setattr(pool, "work", worker)
+    monkeypatch.setattr(pool, "run_job_in_worker", worker)
     folder = new(tmp_path / "x", ["mamba2"], seeds=1)
-    comparison.execute(folder, show=False, on=pool.executor("ray"))
+    comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray"))
     cell = Cell("mamba2", 1e-2, 0).folder
     assert (folder / cell / "starts").read_text().split() == starts
     assert result(folder / cell) == result(whole / cell)
@@ -127,11 +127,11 @@ def fails_for_seed_0(job, threads):
         with (job.folder / "attempts").open("a") as file:
             file.write("x")
         raise ValueError("the moon is full")
-    return pool.work(job, threads)
+    return pool.run_job_in_worker(job, threads)
 
 
 def test_an_error_of_one_run_names_it_and_leaves_the_others_alone(cluster, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pool, "work", fails_for_seed_0)
+    monkeypatch.setattr(pool, "run_job_in_worker", fails_for_seed_0)
     folder = new(tmp_path / "x", ["mamba2"])
     with pytest.raises(SystemExit) as stop:
         main(["compare", "--resume", str(folder), "--on", "ray"])
@@ -151,7 +151,7 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool.Board, "done", interrupt)  # while at most one more is running, and two are queued
+        patch.setattr(pool.ProgressBoard, "finish", interrupt)  # while at most one more is running, and two are queued
         with pytest.raises(SystemExit) as stop:
             main(["compare", "--resume", str(folder), "--on", "ray", "--cpus-per-run", "1"])
     assert stop.value.code == 130
@@ -160,14 +160,14 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
     assert left >= 2
     time.sleep(3)
     assert 4 - len(list(folder.glob("*/*/result.json"))) == left  # nothing goes on by itself
-    comparison.execute(folder, show=False, on=pool.executor("ray"))
+    comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray"))
     assert table(folder) == table(whole)
 
 
 def test_a_run_is_too_large_for_this_machine(cluster, tmp_path):
     folder = new(tmp_path / "x", ["mamba2"])
-    with pytest.raises(ValueError, match="2 processors and 0 GPUs here; a run is to have 3"):
-        comparison.execute(folder, show=False, on=pool.executor("ray", cpus_per_run=3))
+    with pytest.raises(ValueError, match="2 processors and 0 GPUs; a run needs 3"):
+        comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", cpus_per_run=3))
 
 
 # ------------------------------------------------------------------------------------------------ without Ray
@@ -175,7 +175,7 @@ def test_a_run_is_too_large_for_this_machine(cluster, tmp_path):
 
 def job(folder, seed=0):
     experiment = comparison.EXPERIMENTS["mqar"]()
-    config = experiment.configure(experiment.resolve("smoke", SMALL), Cell("mamba2", 1e-2, seed))
+    config = experiment.configure(experiment.settings_at("smoke", SMALL), Cell("mamba2", 1e-2, seed))
     assert isinstance(config, RunConfig)
     return Job(config, folder, f"seed {seed}")
 
@@ -186,13 +186,13 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
         FileLock(tmp_path / "x" / ".lock"),
         pytest.raises(ValueError, match=f"another process is at work in {tmp_path}"),
     ):
-        perform(job(tmp_path / "x"))
-    assert perform(job(tmp_path / "x"))["parameters"] > 0
+        run_job(job(tmp_path / "x"))
+    assert run_job(job(tmp_path / "x"))["parameters"] > 0
 
 
 def test_workers_must_see_the_folder(tmp_path):
     with pytest.raises(ValueError, match="share"):
-        pool.work(job(tmp_path / "nowhere"), 1)
+        pool.run_job_in_worker(job(tmp_path / "nowhere"), 1)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_bad_place_is_one_line_soon_and_nothing_is_written(arguments, message,
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install 'halflife\[sweep\]'"):
-        pool.executor("ray")
+        pool.make_runner("ray")
 
 
 def test_the_board_reads_the_folders(tmp_path):
@@ -233,7 +233,7 @@ def test_the_board_reads_the_folders(tmp_path):
         each.folder.mkdir()
     (jobs[2].folder / "run.json").write_text("{}")  # of a run that was interrupted after step 4, and waits
     (jobs[2].folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"step": 4, "loss": 1.0}\n')
-    board = pool.Board(jobs, show=False)
+    board = pool.ProgressBoard(jobs, show=False)
 
     def together():
         board.update()
@@ -245,7 +245,7 @@ def test_the_board_reads_the_folders(tmp_path):
     (jobs[0].folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"st')  # a line is being written
     assert together() == (6, 18, "1 running, 2 queued, 0 done")
     assert [task.description for task in board.progress.tasks] == ["all runs", "seed 0"]
-    board.done(jobs[0], "validation 50%")
+    board.finish(jobs[0], "validation 50%")
     os.utime(jobs[2].folder / "run.json", ns=(1, 1))  # it is written again
     assert together() == (10, 18, "1 running, 1 queued, 1 done")
     assert [task.description for task in board.progress.tasks] == ["all runs", "seed 2"]

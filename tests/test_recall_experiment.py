@@ -46,7 +46,7 @@ def test_tasks_without_pairs_have_the_lengths_that_are_asked_for():
     ]  # fmt: skip
     assert {c["group"] for c in cells[:2]} == {"a5"}
     config = EXPERIMENTS["recall"]().configure(
-        EXPERIMENTS["recall"]().resolve("smoke", {"tasks": ("s5",), "test_tasks": ("s5",)}), Cell("mamba2", 1e-3, 0)
+        EXPERIMENTS["recall"]().settings_at("smoke", {"tasks": ("s5",), "test_tasks": ("s5",)}), Cell("mamba2", 1e-3, 0)
     )
     assert config.stages == (({"name": "s5", "length": 32},),)
     assert [test.task["length"] for test in config.tests if test.name == "s5"] == [32, 64, 128]
@@ -108,7 +108,7 @@ def test_the_baseline_of_equal_state_has_no_smaller_state():
     experiment = EXPERIMENTS["echo-mqar"]()
     settings = experiment.scales["smoke"]
     floats = {
-        name: LanguageModel(experiment.model(name, settings)).state_floats()
+        name: LanguageModel(experiment.model(name, settings)).state_size()
         for name in ("mamba2", "mamba2:equal-state", "mamba2+ska")
     }
     assert floats["mamba2"] < floats["mamba2+ska"] <= floats["mamba2:equal-state"] < 1.1 * floats["mamba2+ska"]
@@ -116,13 +116,13 @@ def test_the_baseline_of_equal_state_has_no_smaller_state():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = compare.new(
-        ("mamba2", "mamba2+ska"), tasks=("sysprompt", "tooltrace"), overrides=TINY, seeds=2,
+    folder = compare.create_comparison(
+        ("mamba2", "mamba2+ska"), tasks=("sysprompt", "tooltrace"), settings=TINY, seeds=2,
         output=tmp_path_factory.mktemp("runs") / "mixture",
     )  # fmt: skip
-    partly = compare.execute(folder, only_seeds=(1,), show=False)
+    partly = compare.run_comparison(folder, only_seeds=(1,), show=False)
     assert {row["seed"] for row in partly} == {1}
-    return folder, compare.execute(folder, show=False)
+    return folder, compare.run_comparison(folder, show=False)
 
 
 def test_a_mixture_is_compared_on_a_grid(finished):
@@ -140,8 +140,8 @@ def test_a_mixture_is_compared_on_a_grid(finished):
 def test_a_task_of_text_needs_no_tier(tmp_path):
     """Its length is its own, written nowhere in the settings."""
     sizes = {**TINY, "steps": 1, "test_tasks": ("toolcalling",), "test_examples": 2, "validation_examples": 2}
-    folder = compare.new(("mamba2",), tasks=("toolcalling",), overrides=sizes, output=tmp_path / "text")
-    rows = compare.execute(folder, show=False)
+    folder = compare.create_comparison(("mamba2",), tasks=("toolcalling",), settings=sizes, output=tmp_path / "text")
+    rows = compare.run_comparison(folder, show=False)
     assert {(row["test"], row["length"]) for row in rows} == {("in_distribution", 400), ("toolcalling", 400)}
 
 

@@ -128,7 +128,7 @@ def test_levels_are_those_of_real_guessers(name, config):
     task, count = tasks.build(name, **config), 4000
     batch = task.generate(count, seed=1)
     guessed = sum(globals()[f"guess_{name}"](tokens) == answer for tokens, answer in rows(batch)) / count
-    assert close(guessed, task.guess, count)
+    assert close(guessed, task.shortcut_accuracy, count)
     assert task.chance == (1 / (config["num_pairs"] + 1) if name == "commonword" else 1 / 32)
     uniform = torch.randint(*VALUES, (count,)).tolist()
     if name == "commonword":  # among the words of the context
@@ -141,7 +141,7 @@ def test_levels_are_those_of_real_guessers(name, config):
 
 @pytest.mark.parametrize("pairs", range(1, 9))
 def test_guesses_by_number_of_pairs(pairs):
-    levels = {name: tasks.build(name, length=256, num_pairs=pairs).guess for name in NAMES}
+    levels = {name: tasks.build(name, length=256, num_pairs=pairs).shortcut_accuracy for name in NAMES}
     assert levels.pop("commonword") == 2 / (pairs + 2)
     assert levels.pop("tooltrace") == (1 / 4 if pairs == 5 else 1 / pairs)
     assert set(levels.values()) == {1 / pairs}

@@ -74,14 +74,14 @@ def scales(i: int, layer: int, factor: float = 1.0, heads: int = 8) -> dict:
 
 def score_rows(i: int, model: str, seed: int) -> list[dict]:
     common = {"model": model, "learning_rate": 0.01, "seed": seed, "selected": True, "parameters": 123456 + i}
-    common |= {"state_floats": 8192 * (i + 1), "tokens_per_second": 10000.4 + i}
+    common |= {"state_size": 8192 * (i + 1), "tokens_per_second": 10000.4 + i}
     rows = []
     for test in ("in_distribution", "capacity", "persist"):
         for times in (1,) if test == "in_distribution" else (1, 2, 4, 8):
             pairs = 16 * times if test == "capacity" else 16
             accuracy = (0.9 - 0.2 * i + 0.01 * seed) * times ** (-0.5 if test == "capacity" else -0.2)
             rows.append({**common, "test": test, "length": LENGTH * times, "num_pairs": pairs, "accuracy": accuracy,
-                         "chance": 2 / 256, "guess": 1 / pairs})  # fmt: skip
+                         "chance": 2 / 256, "shortcut_accuracy": 1 / pairs})  # fmt: skip
     return rows
 
 

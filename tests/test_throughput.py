@@ -116,7 +116,7 @@ def test_a_decoder_goes_on_as_a_session(name):
     for got, expected in zip(decoder.state, session.state, strict=True):
         for part in expected:
             assert torch.equal(got[part], expected[part])
-    assert state_bytes(decoder.state) == 4 * model.state_floats(13)
+    assert state_bytes(decoder.state) == 4 * model.state_size(13)
 
 
 def test_a_decoder_reads_first():

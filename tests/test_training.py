@@ -24,11 +24,13 @@ from halflife.experiments.mqar import mqar_model
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.report.tables.comparison import summarise
+from halflife.runs.one import run_one
 from halflife.runs.sweep import Cell
-from halflife.runs.task_run import RunConfig, TestSpec, run
+from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
 from halflife.training import checkpoints
+from halflife.training.config import ExecutionConfig
 from halflife.training.fit import Objective
 
 TASK = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 2}
@@ -46,6 +48,10 @@ def tiny(model="mamba2+post", **options):
         "validation_examples": 32, "test_examples": 32,
     }  # fmt: skip
     return RunConfig(**{**defaults, **options})
+
+
+def run(config, folder):
+    return run_one(config.open(), folder, name="x", execution=ExecutionConfig(show=False))
 
 
 def comparable(folder):
@@ -68,7 +74,7 @@ class Interrupt(TrainerCallback):
 
 
 def test_a_run_writes_what_it_did(tmp_path):
-    result = run(tiny(), tmp_path, name="x", show=False)
+    result = run(tiny(), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {
         "config.json", "model.safetensors", "run.json", "metrics.jsonl", "spectrum.json", "result.json",
     }  # fmt: skip
@@ -86,20 +92,20 @@ def test_a_run_writes_what_it_did(tmp_path):
     # The saved model is the one that was tested.
     again = accuracy(checkpoint.load(tmp_path), tasks.build(**TASK), split="test", seed=0, num_examples=32)
     assert again == result["tests"][0]["accuracy"]
-    assert run(tiny(), tmp_path, name="x", show=False) == result
+    assert run(tiny(), tmp_path) == result
 
 
 def test_same_seed_same_numbers_other_seed_others(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(len(name) + seed)  # what was drawn before must not matter
-        run(tiny(seed=seed), tmp_path / name, name=name, show=False)
+        run(tiny(seed=seed), tmp_path / name)
     assert comparable(tmp_path / "a") == comparable(tmp_path / "b")
     assert comparable(tmp_path / "a")[1] != comparable(tmp_path / "c")[1]
 
 
 @pytest.mark.parametrize("step", [2, 6, 8, 11])
 def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step):
-    run(tiny(), tmp_path / "whole", name="whole", show=False)
+    run(tiny(), tmp_path / "whole")
     marked = checkpoints.MarkComplete
     monkeypatch.setattr(checkpoints, "MarkComplete", lambda: [marked(), Interrupt(step)])
     original = __import__("transformers").Trainer.__init__
@@ -109,12 +115,12 @@ def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step
 
     monkeypatch.setattr("transformers.Trainer.__init__", flat)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny(), tmp_path / "cut", name="cut", show=False)
+        run(tiny(), tmp_path / "cut")
     assert not (tmp_path / "cut" / "result.json").exists()
     monkeypatch.undo()
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')  # what a killed process can leave
-    run(tiny(), tmp_path / "cut", name="cut", show=False)
+    run(tiny(), tmp_path / "cut")
     assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
     assert not (tmp_path / "cut" / "checkpoints").exists()
 
@@ -144,9 +150,9 @@ def test_a_damaged_checkpoint_is_warned_of_and_passed_over(tmp_path, damage):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    run(tiny(), tmp_path, name="x", show=False)
+    run(tiny(), tmp_path)
     with pytest.raises(ValueError, match="another configuration"):
-        run(tiny(learning_rate=1e-3), tmp_path, name="x", show=False)
+        run(tiny(learning_rate=1e-3), tmp_path)
 
 
 def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
@@ -156,7 +162,7 @@ def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
         return {"loss": forward(self, input_ids, labels)["loss"] * math.nan}
 
     monkeypatch.setattr(Objective, "forward", broken)
-    result = run(tiny(), tmp_path, name="x", show=False)
+    result = run(tiny(), tmp_path)
     assert "nan at step 4" in result["diverged"]
     assert all(math.isnan(test["accuracy"]) for test in result["tests"])
 
@@ -237,10 +243,10 @@ def rows_of(folder):
 
 
 def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
-    folder = comparison.new(
-        ["mamba2", "llama"], seeds=2, learning_rates=[1e-3, 1e-2], overrides=SMALL, output=tmp_path / "a"
+    folder = comparison.create_comparison(
+        ["mamba2", "llama"], seeds=2, learning_rates=[1e-3, 1e-2], settings=SMALL, output=tmp_path / "a"
     )
-    rows = comparison.execute(folder, show=False)
+    rows = comparison.run_comparison(folder, show=False)
     assert len(rows) == 2 * 2 * 2 * (1 + 4 + 4)
     for model in ("mamba2", "llama"):
         rates = {row["learning_rate"] for row in rows if row["model"] == model and row["selected"]}
@@ -259,16 +265,16 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
     table = summarise(rows)
     assert [row["seed"] for row in table] == [0, 1, 0, 1, "mean"] * 2
     with pytest.raises(FileExistsError, match="--resume"):
-        comparison.new(["mamba2"], overrides=SMALL, output=folder)
+        comparison.create_comparison(["mamba2"], settings=SMALL, output=folder)
 
 
 def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
-    whole = comparison.new(["mamba2", "gated_deltanet"], overrides=SMALL, output=tmp_path / "whole")
-    comparison.execute(whole, show=False)
-    killed = comparison.new(["mamba2", "gated_deltanet"], overrides=SMALL, output=tmp_path / "killed")
+    whole = comparison.create_comparison(["mamba2", "gated_deltanet"], settings=SMALL, output=tmp_path / "whole")
+    comparison.run_comparison(whole, show=False)
+    killed = comparison.create_comparison(["mamba2", "gated_deltanet"], settings=SMALL, output=tmp_path / "killed")
     code = (
         "from pathlib import Path; from halflife.experiments import compare;"
-        f"compare.execute(Path({str(killed)!r}), show=False)"
+        f"compare.run_comparison(Path({str(killed)!r}), show=False)"
     )
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stderr=subprocess.DEVNULL)
     # Killed as soon as the first checkpoint stands, or later, as the machine has it.
@@ -279,7 +285,7 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    comparison.execute(killed, show=False)
+    comparison.run_comparison(killed, show=False)
     assert rows_of(killed) == rows_of(whole)
 
 
@@ -287,31 +293,31 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     ("arguments", "message"),
     [
         ({"models": []}, "at least one model"),
-        ({"models": ["mamba2", "mamba2"]}, "each once"),
+        ({"models": ["mamba2", "mamba2"]}, "each model once"),
         ({"models": ["mamba7"]}, "unknown preset"),
         ({"models": ["llama+post"]}, "llama has none"),
         ({"models": ["mamba2"], "scale": "huge"}, "smoke, small, paper"),
         ({"models": ["mamba2"], "tasks": ["mqr"]}, "mqar"),
         ({"models": ["mamba2"], "tasks": ["niah:harder"]}, "hard"),
         ({"models": ["mamba2"], "tasks": ["mqar:hard"]}, "no tiers"),
-        ({"models": ["mamba2"], "tasks": ["niah"], "overrides": {"vocab_size": 64}}, "setting"),
-        ({"models": ["mamba2:K0"], "tasks": ["echo-transfer"]}, "no SKA layers"),
-        ({"models": ["mamba2+ska:K9"], "tasks": ["echo-transfer"]}, "K4-full"),
-        ({"models": ["mamba2"], "tasks": ["tooltrace"], "overrides": {"lengths": (4,)}}, "length of at least"),
+        ({"models": ["mamba2"], "tasks": ["niah"], "settings": {"vocab_size": 64}}, "setting"),
+        ({"models": ["mamba2:K0"], "experiment": "echo-transfer"}, "no SKA layers"),
+        ({"models": ["mamba2+ska:K9"], "experiment": "echo-transfer"}, "K4-full"),
+        ({"models": ["mamba2"], "tasks": ["tooltrace"], "settings": {"lengths": (4,)}}, "length of at least"),
         ({"models": ["mamba2"], "seeds": 0}, "at least 1"),
         ({"models": ["mamba2"], "learning_rates": [-1.0]}, "learning_rate"),
-        ({"models": ["mamba2"], "overrides": {"num_heads": 7}}, "divide"),
+        ({"models": ["mamba2"], "settings": {"num_heads": 7}}, "divide"),
     ],
 )
 def test_bad_comparisons_fail_before_anything_is_written(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
-        comparison.new(**arguments, output=tmp_path / "x")
+        comparison.create_comparison(**arguments, output=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_resuming_nothing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no comparison"):
-        comparison.execute(tmp_path)
+        comparison.run_comparison(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ scales
@@ -322,21 +328,16 @@ def test_resuming_nothing_is_an_error(tmp_path):
 def test_every_scale_configures_every_model(task, scale):
     experiment = EXPERIMENTS[task]()
     settings = experiment.scales[scale]
-    for model in (
-        *experiment.models,
-        "mamba2",
-        "mamba2+post",
-        "gated_deltanet",
-        "retnet",
-        "gla",
-        "gla+post",
-        "simple",
-        "llama",
-    ):
+    presets = ("mamba2", "mamba2+post", "gated_deltanet", "retnet", "gla", "gla+post", "simple", "llama")
+    on_text = experiment.measure == "loss"  # its models are variants, not presets
+    for model in (*experiment.models, *(() if on_text else presets)):
         for rate in experiment.learning_rates(model, scale):
             config = experiment.configure(settings, Cell(model, rate, 0))
-            for test in config.tests:
+            for test in () if on_text else config.tests:
                 tasks.build(**test.task)
+    if on_text:
+        assert config.context == settings.train_length
+        return
     capacity = [test.task["length"] for test in config.tests if test.name == "capacity"]
     assert not capacity or capacity == [settings.train_length * factor for factor in settings.length_factors]
 

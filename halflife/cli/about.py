@@ -14,10 +14,10 @@ class List:
     """
 
     def run(self) -> None:
-        from halflife.experiments import EXPERIMENTS
+        from halflife.experiments import EXPERIMENTS, paper_experiments
         from halflife.report.tables.about import print_names
 
-        print_names({name: EXPERIMENTS.summary(name) for name in EXPERIMENTS})
+        print_names({name: EXPERIMENTS.summary(name) for name in paper_experiments()})
 
 
 @dataclass(frozen=True)

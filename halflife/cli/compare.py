@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from tyro.conf import Positional
 
@@ -17,8 +17,9 @@ from halflife.cli.options import reject_other_options, resumable, take_overrides
 # Options of the experiment: a setting that is given replaces that of the scale.
 SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
+    "test_examples", "save_every", "group", "words", "text", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
+RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 PLACE = ("on", "cpus_per_run", "gpus_per_run")
 # Names for --set that are options of the command.
 OPTIONS = {
@@ -73,8 +74,8 @@ class Compare:
     """The folder to write. Default: runs/<time>-<name>."""
     name: str | None = None
     """Name of that folder, after the time. Default: <task or experiment>-<scale>."""
-    text: tuple[str, ...] = ()
-    """Files, folders or globs to train on, for decay-design. Default: Python's standard library, 11 MB."""
+    text: tuple[str, ...] | None = None
+    """Files, folders or globs to train on (decay-design). Default: the source of Python's standard library, 11 MB."""
     steps: int | None = None
     """Training steps. Default of this and of all options below: the setting of the scale."""
     batch_size: int | None = None
@@ -128,9 +129,10 @@ class Compare:
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.report.tables.comparison import print_comparison
-        from halflife.runs.pool import executor
+        from halflife.runs.folder import SUMMARY_MD
+        from halflife.runs.pool import make_runner
 
-        on = executor(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
+        runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:
             reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
             folder = self.resume
@@ -138,31 +140,40 @@ class Compare:
             folder = self._create()
         print(f"writing to {folder}")
         with resumable(shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])):
-            rows = compare.execute(folder, only_seeds=self.only_seeds or None, show=not self.quiet, on=on)
-        print_comparison(rows)
-        print(f"report: {folder / 'report.html'}")
+            rows = compare.run_comparison(
+                folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner
+            )
+        if compare.load_experiment(folder)[0].measure == "loss":
+            print((folder / SUMMARY_MD).read_text(encoding="utf-8"))
+        else:
+            print_comparison(rows)
+            print(f"report: {folder / 'report.html'}")
 
     def _create(self) -> Path:
-        from halflife.experiments import compare
+        from halflife.experiments import ExperimentSettings, compare
+        from halflife.experiments.values import convert
 
         self._check_task()
         command, overrides = take_overrides(self, OPTIONS)
         if "training.seed" in overrides:
             raise ValueError("training.seed cannot be set: a comparison runs the seeds of --seeds")
         settings = {name: value for name in SETTINGS if (value := getattr(command, name)) is not None}
-        return compare.new(
-            self.models, tasks=(self.experiment,) if self.experiment else self.task or ("mqar",), scale=self.scale,
-            seeds=self.seeds, learning_rates=command.lr or None,
-            overrides=settings | ({"overrides": overrides} if overrides else {}), output=self.output, name=self.name,
-            command=shlex.join(["halflife", *sys.argv[1:]]),
+        types = get_type_hints(ExperimentSettings)
+        for name in RECIPE:  # settings of every experiment, which config.json then shows
+            if (key := f"training.{name}") in overrides:
+                settings[name] = convert(key, overrides.pop(key), types[name])
+        return compare.create_comparison(
+            self.models, tasks=self.task or ("mqar",), experiment=self.experiment, scale=self.scale, seeds=self.seeds,
+            learning_rates=command.lr or None, settings=settings, overrides=overrides, output=self.output,
+            name=self.name, command=shlex.join(["halflife", *sys.argv[1:]]),
         )  # fmt: skip
 
     def _check_task(self) -> None:
-        from halflife.experiments import EXPERIMENTS
+        from halflife.experiments import paper_experiments
         from halflife.registry import unknown
         from halflife.tasks import TASKS
 
-        papers = [name for name in EXPERIMENTS if name not in (*TASKS, "recall")]
+        papers = paper_experiments()
         for name in self.task:
             if name in papers:
                 raise ValueError(f"{name} is a paper's experiment, not a task: use --experiment {name}")

@@ -91,11 +91,11 @@ def resumable(command: str) -> Iterator[None]:
 
     An interruption is Ctrl-C, or SIGTERM for a job that saves on it.
     """
-    from halflife.training.fit import Stopped
+    from halflife.training.fit import StoppedBySignal
 
     try:
         yield
-    except Stopped as stopped:
+    except StoppedBySignal as stopped:
         print(f"\n{stopped}; resume with: {command}", file=sys.stderr)
         raise SystemExit(143) from None
     except KeyboardInterrupt:

@@ -139,7 +139,7 @@ class Train:
         )  # fmt: skip
         if self.resume is not None:
             reject_other_options(self, *EXECUTION)
-            folder, config = self.resume, language.saved(self.resume)
+            folder, config = self.resume, language.load_config(self.resume)
         else:
             folder = self._folder()
             command, overrides = take_overrides(self, OPTIONS)
@@ -147,7 +147,7 @@ class Train:
         if rank() == 0:
             print(f"writing to {folder}")
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}"):
-            result = language.execute(
+            result = language.run_language(
                 config, folder, execution=execution, samples=self.prompts,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from halflife.data import splits, store
 from halflife.data.batches import MODES, Batches, TokenFiles
 from halflife.data.cache import cache_folder
-from halflife.data.documents import find
+from halflife.data.documents import find, is_name
 from halflife.data.splits import Advance, Settings
 from halflife.data.tokenizers import Tokenizer, load_tokenizer
 from halflife.registry import unknown
@@ -63,6 +63,19 @@ class CorpusConfig:
             raise unknown("mode", self.mode, list(MODES))
         if not (all(fraction >= 0 for fraction in self.fractions) and sum(self.fractions) < 1):
             raise ValueError(f"fractions must be 0 or more and leave some for training; got {self.fractions}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON can hold them. Paths of files are absolute, so that they are valid in every folder."""
+        sources = [str(s) if is_name(s) else str(Path(s).absolute()) for s in self.sources]
+        cache = None if self.cache_dir is None else str(Path(self.cache_dir).absolute())
+        return {**asdict(self), "sources": sources, "fractions": list(self.fractions), "cache_dir": cache}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CorpusConfig:
+        """The inverse of `to_dict`."""
+        cache = None if data["cache_dir"] is None else Path(data["cache_dir"])
+        sources, fractions = tuple(data["sources"]), tuple(data["fractions"])
+        return cls(**{**data, "sources": sources, "fractions": fractions, "cache_dir": cache})
 
 
 class Split:

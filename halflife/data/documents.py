@@ -6,6 +6,7 @@
 | `.parquet`         | one a row: the string in column `field` (needs pyarrow)                         |
 | anything else      | the file (a folder gives its `.txt`, `.md`, `.jsonl` and `.parquet` files only) |
 | `hf:owner/name`    | one a row of a data set of the hub (needs datasets; see `halflife.data.hub`)|
+| `python:`          | one a source file of Python's standard library, a text that every machine has   |
 
 Any of the files may be packed: `.txt.gz`, `.jsonl.gz`. A long document is read in pieces, so that memory does not grow
 with it; of `.jsonl` and `.parquet` one line or row must fit.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from typing import IO, NamedTuple
 
 PIECE = 1 << 20  # bytes; tokenisers see longer documents in pieces
 LINE = 1 << 30  # bytes; a longer line is no record but the wrong format
+PYTHON = "python:"  # the source that names Python's standard library
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")  # what a folder is searched for
 
 
@@ -70,7 +73,22 @@ def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None 
     return list(found.values())
 
 
+def is_name(source: str | Path) -> bool:
+    """Whether a source is a name (`hf:…`, `python:`) and not a path."""
+    return str(source).startswith(("hf:", PYTHON))
+
+
+def standard_library() -> list[Path]:
+    """The source files of Python's standard library without its tests (11 MB in Python 3.11)."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = (path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
+    return sorted(path for path in files if path.stat().st_size)
+
+
 def _files(source: str | Path, field: str, cache: Path | None) -> list[Path]:
+    if str(source) == PYTHON:
+        return standard_library()
     if str(source).startswith("hf:"):
         from halflife.data.hub import fetch
 

@@ -1,4 +1,4 @@
-"""What an experiment is: a task at three scales, and what each preset becomes for it."""
+"""The contract of an experiment: models, data and tests at three scales, and the report of the results."""
 
 from __future__ import annotations
 
@@ -6,79 +6,134 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from halflife.experiments.overrides import apply_overrides
+from halflife.files import write_text
 from halflife.registry import Registry, unknown
+from halflife.runs.folder import SUMMARY_MD
+from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
-from halflife.runs.task_run import RunConfig
 
 SCALES = ("smoke", "small", "paper")
+Config = TypeVar("Config", bound=CellConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The sizes of an experiment; `halflife compare` can override each by its name. An experiment may add its own.
+class ExperimentSettings:
+    """The sizes of an experiment and its training recipe. Subclasses add settings of their experiment.
 
     Attributes:
         hidden_size, num_layers, num_heads: of every model.
-        train_length: T of training.
-        pairs: numbers of pairs K to train on: one a stage of the curriculum, or all at once.
+        train_length: T, tokens of a training sequence.
         steps, batch_size: of training.
-        weight_decay, warmup, schedule, bf16: see `RunConfig`.
-        validation_examples, test_examples: examples of each.
-        validate_every, save_every: steps.
-        chunk_size: tokens a chunk of the chunked ops.
+        weight_decay, warmup, schedule, bf16: see `TrainConfig`.
+        validate_every: steps between validations.
+        save_every: steps between checkpoints.
+        chunk_size: tokens of a chunk in the chunked ops.
+        overrides: options of every run's configuration by their dotted names; see `resolve`.
     """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     train_length: int
-    pairs: tuple[int, ...]
     steps: int
     batch_size: int
     weight_decay: float = 0.1
     warmup: float = 0.1
     schedule: str = "linear"
     bf16: bool = False
-    validation_examples: int = 256
-    test_examples: int = 256
     validate_every: int = 100
     save_every: int = 200
     chunk_size: int = 64
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def training(self) -> dict[str, Any]:
-        """What of it a `RunConfig` takes as it is."""
-        names = {field.name for field in dataclasses.fields(RunConfig)}
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Any:
+        """An instance of the class, from settings as `config.json` holds them, with lists for tuples."""
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+        return cls(**values)
+
+    def shared_with(self, config: type[CellConfig]) -> dict[str, Any]:
+        """The settings that are also fields of a run's configuration, for its constructor."""
+        names = {field.name for field in dataclasses.fields(config)}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings(ExperimentSettings):
+    """The settings of an experiment on tasks.
+
+    Attributes:
+        pairs: numbers of key-value pairs K to train on, one per stage of the curriculum or all at once.
+        validation_examples: examples of each validation.
+        test_examples: examples of each test.
+    """
+
+    pairs: tuple[int, ...] = ()
+    validation_examples: int = 256
+    test_examples: int = 256
+
+
+def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a run with the user's options applied. The configuration of every cell passes through here.
+
+    Args:
+        config: as the experiment builds it.
+        overrides: dotted name → value, such as `{"mixer.power": 2, "training.weight_decay": 0.0}`.
+
+    Raises:
+        ValueError: an unknown name, or a value without meaning.
+    """
+    return apply_overrides(config, overrides, skip_absent_parts=True)
+
+
 class Experiment:
-    """What is trained and tested, at its scales; a subclass names its paper in the docstring.
+    """What is trained and tested, at its scales. The docstring of a subclass names the paper or the question.
 
     Attributes:
         scales: scale → settings.
         settings: the class of the settings.
-        models: what is compared when the user names no models.
+        models: the models that are compared when the user names none.
+        groups: names that stand for several models.
+        measure: the tested quantity, "accuracy" or "loss". With "loss", `summary.md` is the table for the terminal.
+        is_paper: whether it is an experiment of a paper (`--experiment NAME`); else it trains on tasks that the user
+            names (`--task NAMES`).
     """
 
     scales: ClassVar[dict[str, Any]]
-    settings: ClassVar[type[Settings]] = Settings
+    settings: ClassVar[type[ExperimentSettings]] = TaskSettings
     models: ClassVar[tuple[str, ...]] = ()
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {}
+    measure: ClassVar[str] = "accuracy"
+    is_paper: ClassVar[bool] = False
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        """The learning rates tried for a model when the user names none."""
+        """The learning rates that are tried for a model when the user names none."""
         raise NotImplementedError
 
-    def configure(self, settings: Any, cell: Cell) -> RunConfig:
-        """The run of one model, learning rate and seed; `settings` is an instance of the class's `settings`."""
+    def build_cell(self, settings: Any, cell: Cell) -> CellConfig:
+        """The configuration of one cell before the user's overrides; `settings` is an instance of `self.settings`."""
         raise NotImplementedError
+
+    def configure(self, settings: Any, cell: Cell) -> CellConfig:
+        """The configuration of one model, learning rate and seed."""
+        return resolve(self.build_cell(settings, cell), settings.overrides)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-        """What a paper's experiment says of its folder and the rows of `results.csv`, in Markdown; else nothing."""
+        """Tables and verdicts in Markdown, from the folder and the rows of `results.csv`; "" for none."""
         return ""
 
-    def resolve(self, scale: str, overrides: Mapping[str, Any]) -> Settings:
+    def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the figures, `report.html` and `summary.md` of a comparison."""
+        from halflife.report.redraw import write_report
+
+        write_report(folder)
+        if summary := self.summary(folder, rows):
+            write_text(folder / SUMMARY_MD, summary)
+
+    def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:
         """The settings of a scale with some of them replaced.
 
         Raises:
@@ -87,10 +142,15 @@ class Experiment:
         if scale not in self.scales:
             raise unknown("scale", scale, list(self.scales))
         known = [field.name for field in dataclasses.fields(self.settings)]
-        for name in overrides:
+        for name in changes:
             if name not in known:
                 raise unknown("setting of this experiment", name, known)
-        return dataclasses.replace(self.scales[scale], **overrides)
+        return dataclasses.replace(self.scales[scale], **changes)
 
 
 EXPERIMENTS: Registry[type[Experiment]] = Registry("experiment")
+
+
+def paper_experiments() -> list[str]:
+    """The names of the experiments of papers, for `--experiment`."""
+    return [name for name in EXPERIMENTS if EXPERIMENTS[name].is_paper]

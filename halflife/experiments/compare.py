@@ -1,4 +1,4 @@
-"""The main job: train several models on a task, test them, and write tables, figures and a report."""
+"""The main job: train several models, test them, and write tables, figures and a report."""
 
 from __future__ import annotations
 
@@ -9,94 +9,124 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halflife.experiments.base import EXPERIMENTS
-from halflife.files import read_json, write_text
-from halflife.runs.sweep import Cell, Runner, create, one_by_one, sweep
+from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
+from halflife.experiments.overrides import check_parts
+from halflife.files import CONFIG_JSON, read_json
+from halflife.registry import unknown
+from halflife.runs.sweep import Cell, Runner, create_sweep, one_by_one, run_sweep
+
+MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
 
-def new(
+def create_comparison(
     models: Sequence[str],
     *,
     tasks: Sequence[str] = ("mqar",),
+    experiment: str | None = None,
     scale: str = "smoke",
     seeds: int = 1,
     learning_rates: Sequence[float] | None = None,
+    settings: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     output: Path | None = None,
     name: str | None = None,
     command: str = "",
 ) -> Path:
-    """Sets up a comparison: checks every choice at once and writes the resolved configuration.
+    """Create the folder of a comparison: check every choice and write the resolved configuration.
 
     Args:
-        models: preset names; none means the experiment's own.
-        tasks: one name of `EXPERIMENTS`, or the mixture of tasks, `name` or `name:tier`, that "recall" trains on.
+        models: preset names, or names that the experiment defines; none for the models of the experiment.
+        tasks: the tasks to train on when no experiment is given: `mqar` alone, or a mixture of `name` or `name:tier`.
+        experiment: the name of a paper's experiment; None for an experiment on `tasks`.
         scale: smoke, small or paper.
-        seeds: how many, from 0.
-        learning_rates: tried for every model; None means the experiment's own.
-        overrides: settings of the experiment that replace the scale's.
-        output: the folder; None means `runs/<time>-<name>`.
-        name: of that folder; None means the task and scale.
-        command: what the user typed, for the report.
+        seeds: the number of seeds, counted from 0.
+        learning_rates: tried for every model; None for those of the experiment.
+        settings: settings of the experiment that replace those of the scale.
+        overrides: options of every run by their dotted names (see `experiments.base.resolve`).
+        output: the folder; None for `runs/<time>-<name>`.
+        name: of that folder; None for the task or experiment and the scale.
+        command: the command line that the report shows.
 
     Returns:
-        The folder; give it to `execute`.
+        The folder, for `run_comparison`.
 
     Raises:
-        ValueError: an unknown name, a combination without meaning, sizes that do not fit.
+        ValueError: an unknown name, a combination without meaning, or sizes that do not fit.
         FileExistsError: `output` holds a comparison already.
     """
-    kind = tasks[0] if len(tasks) == 1 and tasks[0] in set(EXPERIMENTS) - {"recall"} else "recall"
+    kind, tested = _experiment_name(tasks, experiment)
     chosen = EXPERIMENTS[kind]()
-    own = {"tasks": tuple(tasks)} if kind == "recall" else {}
-    settings = chosen.resolve(scale, {**own, **(overrides or {})})
-    models = tuple(models) or chosen.models
+    changes = {**({"tasks": tuple(tasks)} if kind == MIXTURE else {}), **(settings or {})}
+    if overrides:
+        changes["overrides"] = dict(overrides)
+    resolved = chosen.settings_at(scale, changes)
+    models = [each for given in models or chosen.models for each in chosen.groups.get(given, (given,))]
     if not models or len(set(models)) != len(models):
-        raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
+        raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if seeds < 1:
-        raise ValueError(f"seeds is how many to run, at least 1; got {seeds}")
+        raise ValueError(f"seeds is the number of seeds, at least 1; got {seeds}")
     rates = {model: list(learning_rates or chosen.learning_rates(model, scale)) for model in models}
-    task = "+".join(tasks)
+    cells = [Cell(model, rate, 0) for model in models for rate in rates[model]]
+    check_parts([chosen.build_cell(resolved, cell) for cell in cells], resolved.overrides)
+    for cell in cells:
+        chosen.configure(resolved, cell)
     config = {
-        "command": command, "models": list(models), "experiment": kind, "task": task, "scale": scale,
-        "seeds": list(range(seeds)),
-        "learning_rates": rates, "settings": dataclasses.asdict(settings),
+        "command": command, "models": models, "experiment": kind, "task": tested, "scale": scale,
+        "seeds": list(range(seeds)), "learning_rates": rates, "settings": dataclasses.asdict(resolved),
     }  # fmt: skip
-    for model in models:
-        for rate in rates[model]:
-            chosen.configure(settings, Cell(model, rate, 0))
-    label = re.sub(r"[^\w.+-]", "-", name or f"{task}-{scale}")
-    return create(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
+    label = re.sub(r"[^\w.+-]", "-", name or f"{tested}-{scale}")
+    return create_sweep(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
 
 
-def execute(
-    folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True, on: Runner = one_by_one
+def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str, str]:
+    """The experiment that trains on these tasks or has this name, and its label."""
+    papers = paper_experiments()
+    if experiment is not None:
+        if experiment not in papers:
+            raise unknown("experiment", experiment, papers)
+        return experiment, experiment
+    if named := [task for task in tasks if task in papers]:
+        raise ValueError(f"{named[0]} is not a task but a paper's experiment; choose it with --experiment {named[0]}")
+    return ("mqar" if list(tasks) == ["mqar"] else MIXTURE), "+".join(tasks)
+
+
+def run_comparison(
+    folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True, runner: Runner = one_by_one
 ) -> list[dict[str, Any]]:
-    """Runs, or goes on with, the comparison in `folder`; then writes its table, figures and report.
+    """Run, or continue, the comparison in `folder`; then write its table, figures and report.
 
     Args:
-        only_seeds: run only these now, so that several processes can share the work; the table has what is finished.
+        only_seeds: the seeds to run now, so that several processes can share the work; None for all. The table
+            contains every finished run.
         show: whether to draw progress bars.
-        on: where the runs are done: `training.pool.executor` of a name.
+        runner: runs the cells (`runs.pool.make_runner`).
 
     Returns:
         The rows of `results.csv`.
 
     Raises:
-        FileNotFoundError: there is no comparison in the folder.
+        FileNotFoundError: the folder holds no comparison.
+        ValueError: the comparison was made by a version that this version cannot continue.
     """
-    from halflife.report.redraw import write_report
-
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no comparison (no config.json)")
-    config = read_json(folder / "config.json")
-    if "experiment" not in config:
-        raise ValueError(f"{folder} was written by a version whose comparisons this one does not continue")
-    experiment = EXPERIMENTS[config["experiment"]]()
-    saved: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config["settings"].items()}
-    settings = experiment.settings(**saved)
-    rows = sweep(folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, execute=on)
-    write_report(folder)
-    if summary := experiment.summary(folder, rows):
-        write_text(folder / "summary.md", summary)
+    experiment, settings = load_experiment(folder)
+    rows = run_sweep(
+        folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner
+    )
+    experiment.write_report(folder, rows)
     return rows
+
+
+def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
+    """The experiment of a comparison's folder and its saved settings; raises as `run_comparison`."""
+    if not (folder / CONFIG_JSON).exists():
+        raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
+    config = read_json(folder / CONFIG_JSON)
+    if config.get("experiment") == "decay_design":
+        raise ValueError(
+            f"{folder} was made by `halflife reproduce` of version 0.1.0, which read text in another way; "
+            "start a new grid with `halflife compare --experiment decay-design`"
+        )
+    if "settings" not in config or "experiment" not in config:
+        raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+    experiment = EXPERIMENTS[config["experiment"]]()
+    return experiment, experiment.settings.from_dict(config["settings"])

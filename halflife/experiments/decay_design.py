@@ -1,26 +1,35 @@
-"""The Decay paper's grid (Tables 2–4): one block, one budget, every way to decay."""
+"""The Decay paper's grid (Tables 2–4): one block, one budget, every way to decay, on text."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from halflife.experiments.decay_findings import report
-from halflife.files import read_json, write_json, write_text
+from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.data.documents import PYTHON
+from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings
+from halflife.experiments.decay_findings import losses_and_findings
+from halflife.files import CONFIG_JSON, read_json, write_json, write_text
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.report.figures.decays import against_paper
-from halflife.report.figures.matplotlib_renderer import save
-from halflife.runs.sweep import create
-from halflife.training.text import Text, TextConfig, run, standard_library
+from halflife.runs.folder import RESULTS_JSON, SUMMARY_MD
+from halflife.runs.language_run import LanguageConfig
+from halflife.runs.sweep import Cell
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the paper's tables: how the block decays, and the paper's loss with 160M parameters."""
+    """One row of the paper's tables.
+
+    Attributes:
+        paper: the paper's loss with 160M parameters, nats per token; None where it gives none.
+        options: of the mixer, which set how the block decays.
+        preset: the block.
+    """
 
     paper: float | None
     options: dict[str, Any]
@@ -81,7 +90,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-# Enough for every finding; the rest of the grid adds more of the same.
+# The variants that the findings compare. The rest of the grid repeats the comparisons with other decays.
 CORE = (
     "vector/mamba2", "scalar/mamba2", "simple/0.99", "dplr/vector-0.99", "vector/gla", "scalar/gla", "share/gla",
     "ablation/mamba2-no-Δ", "vector/lightnet", "share/lightnet", "rope/mamba2", "tpe/mamba2", "dplr/scalar-0.99",
@@ -90,166 +99,137 @@ CORE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """One budget for every variant."""
+class DecayDesignSettings(ExperimentSettings):
+    """The budget that all variants share, and their text. Tokens are bytes.
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    length: int
-    batch_size: int
-    steps: int
-    learning_rate: float
-    save_every: int = 100
-    bf16: bool = False
-    test_windows: int = 256
+    Attributes:
+        text: sources of a `CorpusConfig`; "python:" is the source of Python's standard library.
+        held_out: shares of the documents for validation and for the test.
+        validation_tokens: tokens of each validation.
+        test_tokens: tokens of the test.
+        digest, text_bytes: SHA-256 and size of the corpus, filled in by `settings_at`.
+    """
 
+    text: tuple[str, ...] = (PYTHON,)
+    held_out: tuple[float, float] = (0.05, 0.05)
+    validation_tokens: int
+    test_tokens: int
+    digest: str = ""
+    text_bytes: int = 0
 
-SCALES = {
-    "smoke": Sizes(
-        hidden_size=64, num_layers=2, num_heads=2, length=128, batch_size=8, steps=60, learning_rate=3e-3,
-        test_windows=32,
-    ),
-    "small": Sizes(
-        hidden_size=256, num_layers=4, num_heads=4, length=256, batch_size=4, steps=800, learning_rate=2e-3, bf16=True
-    ),
-    # The 160M row of Table 5 on bytes; its tokens a step and its steps.
-    "paper": Sizes(
-        hidden_size=768, num_layers=12, num_heads=12, length=2048, batch_size=256, steps=20_000, learning_rate=3e-4,
-        save_every=1000, bf16=True, test_windows=1024,
-    ),
-}  # fmt: skip
+    def corpus(self) -> CorpusConfig:
+        """The text: bytes of documents that follow each other, as in the paper."""
+        return CorpusConfig(
+            sources=self.text, tokenizer="bytes", context=self.train_length, mode="concatenated",
+            fractions=self.held_out,
+        )  # fmt: skip
 
 
-def model(name: str, sizes: Sizes) -> ModelConfig:
-    """The Decay Linear Transformer of a variant, on bytes."""
+SMOKE = DecayDesignSettings(
+    hidden_size=64, num_layers=2, num_heads=2, train_length=128, batch_size=8, steps=60,
+    validate_every=15, save_every=100, validation_tokens=1 << 13, test_tokens=1 << 12,
+)  # fmt: skip
+SMALL = DecayDesignSettings(
+    hidden_size=256, num_layers=4, num_heads=4, train_length=256, batch_size=4, steps=800, bf16=True,
+    validate_every=200, save_every=100, validation_tokens=1 << 14, test_tokens=1 << 16,
+)  # fmt: skip
+# The 160M row of Table 5 on bytes, with its tokens per step and its steps.
+PAPER = DecayDesignSettings(
+    hidden_size=768, num_layers=12, num_heads=12, train_length=2048, batch_size=256, steps=20_000, bf16=True,
+    validate_every=5000, save_every=1000, validation_tokens=1 << 17, test_tokens=1 << 21,
+)  # fmt: skip
+
+
+@EXPERIMENTS.add("decay-design")
+class DecayDesign(Experiment):
+    """The Decay paper's grid (Tables 2–4): losses on text beside the paper's, and whether its findings hold."""
+
+    is_paper: ClassVar = True
+    measure: ClassVar = "loss"
+    scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
+    settings = DecayDesignSettings
+    models: ClassVar = CORE
+    groups: ClassVar = {"core": CORE, "all": tuple(VARIANTS)}
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return {"smoke": (3e-3,), "small": (2e-3,), "paper": (3e-4,)}[scale]
+
+    def settings_at(self, scale: str, changes: Mapping[str, Any]) -> DecayDesignSettings:
+        """As the base class; opens the text, whose digest every run checks."""
+        settings = super().settings_at(scale, changes)
+        assert isinstance(settings, DecayDesignSettings)
+        corpus = Corpus.open(settings.corpus(), show=False)
+        text = tuple(corpus.config.to_dict()["sources"])
+        return dataclasses.replace(settings, text=text, digest=corpus.digest, text_bytes=corpus.bytes)
+
+    def build_cell(self, settings: DecayDesignSettings, cell: Cell) -> LanguageConfig:
+        """One variant and seed, with AdamW and the paper's schedule: warm-up, stable, linear decay (§5)."""
+        return LanguageConfig(
+            **{
+                **settings.shared_with(LanguageConfig),
+                "schedule": "warmup_stable_decay",
+                "schedule_options": {"num_decay_steps": settings.steps // 3},
+            },
+            model=variant_model(cell.model, settings),
+            data=settings.corpus().to_dict(),
+            context=settings.train_length,
+            mode="concatenated",
+            test_split="test",
+            learning_rate=cell.learning_rate,
+            betas=(0.9, 0.999),
+            seed=cell.seed,
+        )
+
+    def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+        settings = DecayDesignSettings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
+        papers = {name: variant.paper for name, variant in VARIANTS.items()}
+        return losses_and_findings(results_by_seed(rows), papers, describe(settings))
+
+    def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write `summary.md`, and `results.json` with the figure that is drawn from it."""
+        from halflife.report.figures.decays import against_paper
+        from halflife.report.figures.matplotlib_renderer import save
+
+        results = results_by_seed(rows)
+        data = {"results": results, "paper": {name: VARIANTS[name].paper for name in results}}
+        write_json(folder / RESULTS_JSON, data)
+        write_text(folder / SUMMARY_MD, self.summary(folder, rows))
+        save(against_paper(data), folder, "results")
+
+
+def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
+    """The Decay Linear Transformer of a variant, on bytes.
+
+    Raises:
+        ValueError: an unknown variant; the message lists them.
+    """
+    if name not in VARIANTS:
+        raise unknown("variant", name, [*DecayDesign.groups, *VARIANTS])
     variant = VARIANTS[name]
     config = preset(
-        variant.preset, hidden_size=sizes.hidden_size, num_layers=sizes.num_layers, num_heads=sizes.num_heads,
-        vocab_size=256, train_length=sizes.length, mixer_options=variant.options,
+        variant.preset, hidden_size=settings.hidden_size, num_layers=settings.num_layers,
+        num_heads=settings.num_heads, vocab_size=256, train_length=settings.train_length,
+        mixer_options=variant.options,
     )  # fmt: skip
     return dataclasses.replace(config, name=name)
 
 
-def configure(name: str, seed: int, sizes: Sizes, digest: str) -> TextConfig:
-    """The run of one variant and seed: AdamW and a warm-up, stable, decay schedule, as in the paper (§5)."""
-    return TextConfig(
-        model=model(name, sizes),
-        digest=digest,
-        length=sizes.length,
-        steps=sizes.steps,
-        batch_size=sizes.batch_size,
-        learning_rate=sizes.learning_rate,
-        betas=(0.9, 0.999),
-        schedule="warmup_stable_decay",
-        schedule_options={"num_decay_steps": sizes.steps // 3},
-        bf16=sizes.bf16,
-        seed=seed,
-        validate_every=max(1, sizes.steps // 4),
-        save_every=sizes.save_every,
-        test_windows=sizes.test_windows,
-    )
+def results_by_seed(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Variant → seed → sizes and "test", the loss at the selected learning rate; diverged runs are left out."""
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["selected"] and not math.isnan(row["loss"]):
+            sizes = {name: row[name] for name in ("parameters", "state_size", "tokens_per_second")}
+            results.setdefault(row["model"], {})[str(row["seed"])] = {**sizes, "test": row["loss"]}
+    return results
 
 
-def new(
-    *,
-    variants: Sequence[str] = ("core",),
-    scale: str = "small",
-    seeds: int = 2,
-    text: Sequence[Path] = (),
-    overrides: Mapping[str, Any] | None = None,
-    output: Path,
-    command: str = "",
-) -> Path:
-    """Sets up the experiment in `output`; give the folder to `execute`.
-
-    Args:
-        variants: names of `VARIANTS`; "core" and "all" stand for several.
-        scale: a name of `SCALES`.
-        seeds: how many, from 0.
-        text: files to train on; none means Python's own library.
-        overrides: fields of `Sizes` that replace the scale's.
-
-    Raises:
-        ValueError: an unknown name, too little text. FileExistsError: `output` holds a run already.
-    """
-    if scale not in SCALES:
-        raise unknown("scale", scale, list(SCALES))
-    variants = [name for given in variants for name in {"core": CORE, "all": VARIANTS}.get(given, (given,))]
-    for name in variants:
-        if name not in VARIANTS:
-            raise unknown("variant", name, ["core", "all", *VARIANTS])
-    if seeds < 1 or not variants or len(set(variants)) != len(variants):
-        raise ValueError(f"need at least one seed and one variant, each once; got {seeds} and {len(variants)}")
-    sizes = dataclasses.replace(SCALES[scale], **(overrides or {}))
-    files = [str(Path(file).resolve()) for file in text or standard_library()]
-    digest = Text.of_files(map(Path, files)).digest
-    for name in variants:
-        configure(name, 0, sizes, digest)
-    config = {
-        "command": command, "experiment": "decay_design", "variants": list(variants), "scale": scale,
-        "seeds": list(range(seeds)), "sizes": dataclasses.asdict(sizes), "text": files, "digest": digest,
-    }  # fmt: skip
-    return create(output, config)
-
-
-def execute(folder: Path, *, seeds: Sequence[int] | None = None, show: bool = True) -> None:
-    """Runs, or goes on with, the experiment in `folder`, seed by seed, and tabulates after each.
-
-    Args:
-        seeds: only these, so that several processes can share the work; None means all.
-        show: whether to draw progress bars.
-
-    Raises:
-        FileNotFoundError, ValueError: no experiment in the folder, or the text is not what it was.
-    """
-    config, sizes, text = _read(folder)
-    for seed in config["seeds"] if seeds is None else seeds:
-        for name in config["variants"]:
-            settings = configure(name, seed, sizes, text.digest)
-            run(settings, text, _place(folder, name, seed), name=f"{name} seed {seed}", show=show)
-        tabulate(folder)
-
-
-def tabulate(folder: Path) -> Path:
-    """Writes `results.md`, `.json`, `.png` and `.svg` of the runs that are finished; returns the first."""
-    config, sizes, text = _read(folder)
-    results = {
-        name: {
-            str(seed): read_json(found) for seed in config["seeds"]
-            if (found := _place(folder, name, seed) / "result.json").exists()
-        }
-        for name in config["variants"]
-    }  # fmt: skip
-    papers = {name: VARIANTS[name].paper for name in results}
-    write_json(folder / "results.json", {"results": results, "paper": papers})
-    write_text(folder / "results.md", report(results, papers, setting(sizes, text)))
-    save(against_paper(read_json(folder / "results.json")), folder, "results")
-    return folder / "results.md"
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], Sizes, Text]:
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no experiment (no config.json)")
-    config = read_json(folder / "config.json")
-    if config.get("experiment") != "decay_design":
-        raise ValueError(f"{folder} holds another kind of run")
-    text = Text.of_files(map(Path, config["text"]))
-    if text.digest != config["digest"]:
-        raise ValueError(f"the text in {folder}/config.json has changed since the experiment began")
-    return config, Sizes(**config["sizes"]), text
-
-
-def _place(folder: Path, name: str, seed: int) -> Path:
-    return folder / name.replace("/", "-") / f"seed{seed}"
-
-
-def setting(sizes: Sizes, text: Text) -> str:
+def describe(settings: DecayDesignSettings) -> str:
     """The text and the budget in words."""
-    tokens = sizes.steps * sizes.batch_size * sizes.length
+    tokens = settings.steps * settings.batch_size * settings.train_length
     return (
-        f"Text: {text.size:,} bytes (SHA-256 {text.digest[:12]}…). Model: {sizes.num_layers} layers, hidden size "
-        f"{sizes.hidden_size}, {sizes.num_heads} heads. Training: {sizes.steps} steps of {sizes.batch_size} × "
-        f"{sizes.length} bytes ({tokens / 1e6:.2f} M), learning rate {sizes.learning_rate:g}"
-        f"{', bfloat16 autocast' if sizes.bf16 else ''}."
+        f"Text: {settings.text_bytes:,} bytes (SHA-256 {settings.digest[:12]}…). Model: {settings.num_layers} layers, "
+        f"hidden size {settings.hidden_size}, {settings.num_heads} heads. Training: {settings.steps} steps of "
+        f"{settings.batch_size} × {settings.train_length} bytes ({tokens / 1e6:.2f} M)"
+        f"{', bfloat16 autocast' if settings.bf16 else ''}."
     )

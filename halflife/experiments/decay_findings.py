@@ -1,4 +1,4 @@
-"""What the Decay paper found, as comparisons of losses, and whether they hold."""
+"""The findings of the Decay paper as comparisons of losses, and whether they hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-EQUAL = 0.01  # nats: two losses closer than this count as equal
+EQUAL = 0.01  # nats; two losses closer than this count as equal
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # variant → seed → result
 Papers = Mapping[str, float | None]  # variant → loss in the paper
@@ -15,7 +15,13 @@ Papers = Mapping[str, float | None]  # variant → loss in the paper
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement of the paper as comparisons: in each pair the first has the lower loss, or the two are equal."""
+    """A statement of the paper as comparisons of losses.
+
+    Attributes:
+        statement: in words.
+        pairs: pairs of variants; the first of each has the lower loss.
+        equal: whether the finding is instead that the losses of each pair are equal.
+    """
 
     statement: str
     pairs: tuple[tuple[str, str], ...]
@@ -53,8 +59,8 @@ FINDINGS = (
 )  # fmt: skip
 
 
-def report(results: Results, papers: Papers, setting: str) -> str:
-    """The loss table beside the paper's, and what became of each finding, as Markdown below `setting`."""
+def losses_and_findings(results: Results, papers: Papers, setting: str) -> str:
+    """A table of losses beside the paper's and a table of findings with verdicts, in Markdown after `setting`."""
     lines = [
         setting,
         "",
@@ -75,8 +81,8 @@ def report(results: Results, papers: Papers, setting: str) -> str:
             )
     lines += [
         "", "## Findings", "",
-        f"Difference: loss of the second minus loss of the first, by seed. Order: the sign is right on every seed; "
-        f"equality: the mean is within ±{EQUAL} nats.", "",
+        "The difference is the loss of the second variant minus the loss of the first, by seed. An order holds if "
+        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL} nats.", "",
         "| finding | first, second | difference here | paper | holds here | in the paper |",
         "|---|---|---|--:|---|---|",
     ]  # fmt: skip
@@ -86,7 +92,7 @@ def report(results: Results, papers: Papers, setting: str) -> str:
 
 
 def _compared(finding: Finding, pair: tuple[str, str], results: Results, papers: Papers) -> str:
-    """A row of the findings' table; nothing if one of the two was not run."""
+    """A row of the table of findings; "" if a variant of the pair has no result."""
     first, second = (results.get(name, {}) for name in pair)
     differences = [second[seed]["test"] - first[seed]["test"] for seed in first if seed in second]
     if not differences:
@@ -102,7 +108,11 @@ def _compared(finding: Finding, pair: tuple[str, str], results: Results, papers:
 
 
 def verdict(differences: Sequence[float], equal: bool) -> str:
-    """Whether losses of several seeds are ordered, or equal, as a finding says: "yes", "no" or "seeds differ"."""
+    """Whether the differences of several seeds have the order, or the equality, of a finding.
+
+    Returns:
+        "yes", "no" or "seeds differ".
+    """
     if equal:
         return "yes" if abs(fmean(differences)) <= EQUAL else "no"
     right = [x > 0 for x in differences]

@@ -79,6 +79,7 @@ PAPER = dataclasses.replace(
 class EchoTransfer(RecallExperiment):
     """Echo's Tables 2 and 3: trained on two tasks at T 64, tested on six to 64 T."""
 
+    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(RECALL_SMOKE, num_layers=4, tasks=("sysprompt", "tooltrace")),
         "small": SMALL,
@@ -115,6 +116,7 @@ MQAR = EchoMQARSettings(
 class EchoMQAR(MQARExperiment):
     """MQAR: Mamba-2 then SKA, against two layers of Mamba-2 whose state is as large (`mamba2:equal-state`)."""
 
+    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(MQAR, train_length=32, pairs=(2, 4, 8, 8), steps=400),
         "small": MQAR,
@@ -138,23 +140,24 @@ class EchoMQAR(MQARExperiment):
 
     def _equal(self, settings: EchoMQARSettings) -> ModelConfig:
         """Mamba-2 with the least d_state at which its state is no smaller than that of the model with SKA."""
-        goal = _state_floats(self.model("mamba2+ska", settings))
+        goal = _state_size(self.model("mamba2+ska", settings))
         plain = self.model("mamba2", settings)
         row = settings.num_layers * 2 * settings.hidden_size  # numbers that one more row of all states takes
-        size = plain.mixer_options["state_size"] + math.ceil((goal - _state_floats(plain)) / row)
+        size = plain.mixer_options["state_size"] + math.ceil((goal - _state_size(plain)) / row)
         return dataclasses.replace(
             plain, name="mamba2:equal-state", mixer_options={**plain.mixer_options, "state_size": size}
         )
 
 
-def _state_floats(config: ModelConfig) -> int:
-    return LanguageModel(config).state_floats()
+def _state_size(config: ModelConfig) -> int:
+    return LanguageModel(config).state_size()
 
 
 @EXPERIMENTS.add("echo-ablations")
 class EchoAblations(EchoMQAR):
     """What each part of SKA is worth, on MQAR: powers K, the mixture μ, where queries start, normalisation, chunk."""
 
+    is_paper: ClassVar = True
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
 
     def summary(self, folder: Path, rows: Rows) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from halflife.experiments import gate_rank_tables
-from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
+from halflife.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.experiments.mqar import SMALL as MQAR_SMALL
 from halflife.experiments.mqar import SMOKE as MQAR_SMOKE
 from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
@@ -49,14 +49,14 @@ def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfi
     return dataclasses.replace(config, name=name, mixer_options={**config.mixer_options, **options})
 
 
-def _sizes(settings: Settings, vocab_size: int) -> MQARSettings:
+def _sizes(settings: TaskSettings, vocab_size: int) -> MQARSettings:
     """What `mqar_model` builds a model from."""
-    common = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Settings)}
+    common = {field.name: getattr(settings, field.name) for field in dataclasses.fields(TaskSettings)}
     return MQARSettings(**common, vocab_size=vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class S5Settings(Settings):
+class S5Settings(TaskSettings):
     """What state tracking has besides: `group` and `words`, of task s5; `lengths` of the tests."""
 
     group: str = "s5"
@@ -78,6 +78,7 @@ SMALL = dataclasses.replace(PAPER, hidden_size=64, bf16=False, test_examples=512
 class GateRankS5(Experiment):
     """Words in S5 (GateRank, §4.4 and Figure 4): trained at T 16, tested to 16 T, by position."""
 
+    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(SMALL, group="s3", steps=400, lengths=(16, 64), save_every=200),
         "small": SMALL,
@@ -89,7 +90,7 @@ class GateRankS5(Experiment):
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return (1e-2,)
 
-    def configure(self, settings: S5Settings, cell: Cell) -> RunConfig:
+    def build_cell(self, settings: S5Settings, cell: Cell) -> RunConfig:
         def task(length: int) -> dict[str, Any]:
             return {"name": "s5", "group": settings.group, "words": settings.words, "length": length}
 
@@ -101,7 +102,7 @@ class GateRankS5(Experiment):
             tests=tuple(TestSpec(name=settings.group, task=task(length)) for length in settings.lengths),
             learning_rate=cell.learning_rate,
             seed=cell.seed,
-            **settings.training(),
+            **settings.shared_with(RunConfig),
         )
 
     def model(self, name: str, settings: S5Settings) -> ModelConfig:
@@ -117,6 +118,7 @@ class GateRankS5(Experiment):
 class GateRankMQAR(MQARExperiment):
     """MQAR: each base, its GateRank, and the base with twice the rows, a state as large as GateRank's two."""
 
+    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(MQAR_SMOKE, length_factors=(1, 2, 4)),
         "small": dataclasses.replace(MQAR_SMALL, length_factors=(1, 2, 4)),
@@ -149,6 +151,7 @@ NIAH = RecallSettings(
 class GateRankNIAH(RecallExperiment):
     """Needles among decoys (niah:hard), in the place of the paper's RULER tests: trained at T 32, tested to 8 T."""
 
+    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(NIAH, steps=200, lengths=(32, 64), test_pairs=(1, 4)),
         "small": NIAH,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
+from halflife.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.models import ModelConfig, preset
 from halflife.report.markdown import Rows, in_distribution
 from halflife.runs.sweep import Cell
@@ -14,7 +14,7 @@ from halflife.runs.task_run import RunConfig, TestSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class MQARSettings(Settings):
+class MQARSettings(TaskSettings):
     """What MQAR has besides: `vocab_size`, V of the task; `length_factors`: tests are at T times these."""
 
     vocab_size: int
@@ -55,7 +55,7 @@ class MQARExperiment(Experiment):
     def summary(self, folder: Path, rows: Rows) -> str:
         return in_distribution(rows)
 
-    def configure(self, settings: MQARSettings, cell: Cell) -> RunConfig:
+    def build_cell(self, settings: MQARSettings, cell: Cell) -> RunConfig:
         length, largest = settings.train_length, settings.train_length // 4
 
         def task(length: int, pairs: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class MQARExperiment(Experiment):
             ),
             learning_rate=cell.learning_rate,
             seed=cell.seed,
-            **settings.training(),
+            **settings.shared_with(RunConfig),
         )
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:

@@ -107,6 +107,8 @@ def apply_overrides(config: Config, overrides: Mapping[str, Any], *, skip_absent
 
 def check_parts(configs: Sequence[TrainConfig], overrides: Mapping[str, Any]) -> None:
     """Raise a ValueError if `overrides` set options of a part that no model of a comparison has."""
+    first = {name: value for name, value in overrides.items() if name.startswith(("model.", "mixer."))}
+    configs = [apply_overrides(config, first) for config in configs]
     for name in overrides:
         group = name.partition(".")[0]
         reasons = [_missing(config, group) for config in configs] if group in PARTS else []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from halflife.experiments.base import EXPERIMENTS, Experiment, Settings
+from halflife.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
 from halflife.runs.sweep import Cell
@@ -16,7 +16,7 @@ from halflife.tasks import TASKS, build
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallSettings(Settings):
+class RecallSettings(TaskSettings):
     """What an experiment on mixtures has besides.
 
     Attributes:
@@ -65,7 +65,7 @@ class RecallExperiment(Experiment):
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return (3e-4,) if scale == "paper" else (1e-3,)
 
-    def configure(self, settings: RecallSettings, cell: Cell) -> RunConfig:
+    def build_cell(self, settings: RecallSettings, cell: Cell) -> RunConfig:
         mixture = tuple(grid(settings.tasks, (settings.train_length,), settings.pairs))
         return RunConfig(
             model=self.model(cell.model, settings),
@@ -81,7 +81,7 @@ class RecallExperiment(Experiment):
             ),
             learning_rate=cell.learning_rate,
             seed=cell.seed,
-            **settings.training(),
+            **settings.shared_with(RunConfig),
         )
 
     def _warm(self, settings: RecallSettings) -> Iterator[tuple[dict[str, Any], ...]]:

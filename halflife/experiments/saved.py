@@ -19,8 +19,10 @@ BYTES = {"bytes": 256, "bytes+eos": 257}
 # Options of `halflife compare` that a comparison saves among its settings.
 SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "test_examples", "save_every", "group", "words", "test_tasks", "lengths", "test_pairs",
+    "test_examples", "save_every", "group", "words", "text", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
+# Settings of a comparison that `--set training.…` sets.
+RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 
 
 def train_options(run: Mapping[str, Any]) -> Options:
@@ -68,9 +70,11 @@ def compare_options(comparison: Mapping[str, Any]) -> Options:
         chosen = {"task": [experiment]}
     elif "tasks" in settings and comparison["task"] != experiment:
         chosen = {"task": settings["tasks"]}
+    recipe = {f"training.{name}": settings[name] for name in RECIPE}
     options = {
         "models": comparison["models"], **chosen, "scale": comparison["scale"], "seeds": len(comparison["seeds"]),
-        **{name: settings[name] for name in SETTINGS if name in settings}, "set": settings.get("overrides", {}),
+        **{name: settings[name] for name in SETTINGS if name in settings},
+        "set": recipe | settings.get("overrides", {}),
     }  # fmt: skip
     # Rates that differ between models are those of the experiment, which are the default.
     return {**options, "lr": rates[0]} if all(rate == rates[0] for rate in rates) else options

@@ -191,7 +191,7 @@ class LanguageModel(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
-    def state_floats(self, length: int = 1) -> int:
+    def state_size(self, length: int = 1) -> int:
         """Numbers that the state of one sequence holds after `length` tokens, counters of tokens not counted.
 
         It is the same for every length, but for softmax attention, whose cache grows.

@@ -17,7 +17,7 @@ def in_distribution(rows: Rows) -> str:
     table = []
     for model in models(rows):
         of_model = [r for r in rows if r["model"] == model]
-        sizes = [f"{of_model[0]['parameters']:,}", f"{of_model[0]['state_floats']:,}"]
+        sizes = [f"{of_model[0]['parameters']:,}", f"{of_model[0]['state_size']:,}"]
         cells = [percent([r for r in of_model if (r["test"], r["length"]) == key]) for key in tests]
         table.append([model, *sizes, *cells])
     return markdown(heading, table)

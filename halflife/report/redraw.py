@@ -13,7 +13,7 @@ from halflife.files import read_json
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum
-from halflife.report.figures.decays import decays
+from halflife.report.figures.decays import against_paper, decays
 from halflife.report.figures.forecast import forecasts
 from halflife.report.figures.language import language_figures
 from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, save
@@ -21,7 +21,7 @@ from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
-from halflife.runs.folder import Comparison, LanguageRun, read_any
+from halflife.runs.folder import RESULTS_JSON, Comparison, LanguageRun, read_any
 
 # The files that `halflife spectrum` writes about a text that trained models read, and the figures of each.
 SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
@@ -88,6 +88,8 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder."""
     files = []
+    if (folder / RESULTS_JSON).exists():
+        files += save(against_paper(read_json(folder / RESULTS_JSON)), folder, "results", formats)
     if (folder / "theory.json").exists():
         files += theory.draw_all(from_finite(read_json(folder / "theory.json")), folder, formats)
     if (folder / "forecast.json").exists():

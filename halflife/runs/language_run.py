@@ -1,44 +1,46 @@
-"""A language model on a corpus: trained, evaluated by length, and written down."""
+"""A run on text: a language model trained on a corpus and evaluated by length."""
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from halflife.data.corpus import Corpus, Split, bits_per_byte
+from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
 from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
-from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
+from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
-from halflife.training.config import ExecutionConfig, TrainConfig, rank, world_size
-from halflife.training.fit import Objective, claim_run_folder, fit
+from halflife.training.config import ExecutionConfig, rank, world_size
+from halflife.training.fit import Objective
 from halflife.training.speed import Speed, gemm_rate, operations
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageConfig(TrainConfig):
-    """Everything that determines a run's numbers.
+class LanguageConfig(CellConfig):
+    """Everything that determines the numbers of a run on text.
 
     Attributes:
-        digest: of the corpus (SHA-256 of text, tokenizer and splits).
-        data: how the corpus was made, to find it again: the fields of a `CorpusConfig`.
+        digest: SHA-256 of the corpus: its text, tokenizer and splits.
+        data: the fields of the `CorpusConfig` that opens the corpus (`CorpusConfig.to_dict`).
         context: tokens of a row.
         mode: "packed" or "concatenated", see `halflife.data.batches`.
-        validation_tokens: read for each validation while training.
-        test_tokens: of the validation split read for the numbers after training, for each of them.
+        validation_tokens: tokens of the validation split that each validation during training reads.
+        test_tokens: tokens that each measurement after training reads.
+        test_split: the split that the measurements after training read.
     """
+
+    measure: ClassVar[str] = "loss"
 
     digest: str
     data: dict[str, Any]
@@ -46,6 +48,7 @@ class LanguageConfig(TrainConfig):
     mode: str = "packed"
     validation_tokens: int = 1 << 16
     test_tokens: int = 1 << 20
+    test_split: str = "validation"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,177 +56,187 @@ class LanguageConfig(TrainConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
 
+    def open(self, show: bool = False) -> CorpusRun:
+        return CorpusRun(self, Corpus.open(CorpusConfig.from_dict(self.data), show))
+
 
 class MicroBatches(Dataset[dict[str, Tensor]]):
-    """The batches of a split, each cut into `parts` micro-batches; item i belongs to step i // parts.
+    """The batches of a split, each cut into `num_micro_batches`; item i belongs to step i // num_micro_batches.
 
-    However many processes take the micro-batches of a step between them, in whatever number of turns, together they
-    see the same rows.
+    The rows of a step do not depend on how many processes share its micro-batches.
     """
 
-    def __init__(self, split: Split, config: LanguageConfig, parts: int) -> None:
-        self.parts = [
-            split.batches(config.batch_size, config.context, config.seed, config.mode, i, parts, config.steps)
-            for i in range(parts)
+    def __init__(self, split: Split, config: LanguageConfig, num_micro_batches: int) -> None:
+        self.slices = [
+            split.batches(
+                config.batch_size, config.context, config.seed, config.mode, i, num_micro_batches, config.steps
+            )
+            for i in range(num_micro_batches)
         ]
 
     def __len__(self) -> int:
-        return len(self.parts) * len(self.parts[0])
+        return len(self.slices) * len(self.slices[0])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        step, part = divmod(index, len(self.parts))
-        return self.parts[part][step]
+        step, i = divmod(index, len(self.slices))
+        return self.slices[i][step]
 
 
-def run(
-    config: LanguageConfig, corpus: Corpus, folder: Path, *, name: str, execution: ExecutionConfig | None = None
-) -> dict[str, Any]:
-    """Trains on `corpus`, evaluates and writes into `folder`; continues from its last checkpoint if it holds one.
+class CorpusRun(ModelRun):
+    """A run of a `LanguageConfig`.
 
-    Writes `config.json` and `model.safetensors` (see `models.io`), the tokenizer, `run.json`, `metrics.jsonl` and
-    `result.json`. A folder that has a result is not run again: its result is returned. Started by torchrun, all
-    processes train one model and the first one writes.
+    Its result adds, with losses in nats per token and the tests on `test_split`:
 
-    Returns:
-        `{"parameters", "state_floats", "tokens", "tokens_per_second", "mfu", "validation", "bits_per_byte",
-        "bits_per_byte_of_documents", "lengths": [{"length", "perplexity", "last_perplexity"}], "positions": [{"first",
-        "last", "loss"}]}`; losses in nats a token. `bits_per_byte` is of the validation split in rows as in training,
-        `bits_per_byte_of_documents` of whole documents, the state carried to their ends; `lengths` are multiples of the
-        context, as far as the validation split reaches; `last_perplexity` is of the last context's worth of tokens
-        alone. After a divergence there are the first ones only, and "diverged" says why.
+    - "tokens": of training; "mfu": the share of the machine's matrix-product rate that training reached.
+    - "bits_per_byte": on rows cut as in training; "bits_per_byte_of_documents" and "documents": on whole documents,
+      with the state carried from their first token to their last.
+    - "lengths": `[{"length", "perplexity", "last_perplexity"}]` at multiples of the context, as far as the split
+      reaches; `last_perplexity` is that of the last `context` tokens alone; "rows": the number of rows read.
+    - "positions": `[{"first", "last", "loss"}]`, the mean loss in ranges of positions that double.
+
+    - "tests": `[{"test": "text", "length", "loss"}]`, the loss behind "bits_per_byte" (for `results.csv`).
+
+    After a divergence only "tokens", "mfu" and "tests" are there, the last with NaN. The tokenizer is saved beside the
+    model.
 
     Raises:
-        ValueError: the folder belongs to a run with another configuration, or the text is another one.
-        Stopped: the process was asked to end (SIGTERM), and has saved.
+        ValueError: the corpus is not the one of the configuration, or the model's vocabulary is too small for it.
     """
-    execution = execution or ExecutionConfig()
-    if corpus.digest != config.digest:
-        raise ValueError(f"this is not the text of the run: {corpus.digest[:12]}…, not {config.digest[:12]}…")
-    check_vocabulary(corpus.tokenizer, config.model.vocab_size)
-    parts = execution.parts(config.batch_size)
-    data, validate = MicroBatches(corpus.split("train"), config, parts), _validation(corpus, config)
-    if (finished := claim_run_folder(config, folder)) is not None:
-        return finished
-    torch.manual_seed(config.seed)
-    model = LanguageModel(config.model)
-    speed = _speed(model, config)
-    diverged, metrics = fit(
-        model, config, data, folder, validate=validate, measure="loss", name=name,
-        execution=execution, speed=speed,
-    )  # fmt: skip
-    result: dict[str, Any] = {
-        "parameters": model.num_parameters(),
-        "tokens": config.steps * config.batch_size * config.context,
-        **speed.of(metrics.seconds_per_step()),
-        "validation": math.nan if diverged else metrics.validation,
-        **({"diverged": diverged} if diverged else {}),
-    }
-    if execution.fsdp:
-        model = _whole(model, config)
-    if rank() == 0:
-        checkpoint.save(model, folder, corpus.tokenizer.name if isinstance(corpus.tokenizer, ByteTokenizer) else None)
-        if isinstance(corpus.tokenizer, HuggingFaceTokenizer):
-            corpus.tokenizer.tokenizer.save_pretrained(folder)
-        if not diverged:
-            model.to(_device()).eval()
-            result |= {"state_floats": model.state_floats(config.context), **evaluate(model, corpus, config)}
-        write_json(folder / "result.json", result)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return result
 
+    config: LanguageConfig
 
-def _whole(model: LanguageModel, config: LanguageConfig) -> LanguageModel:
-    """A model of its own with the parameters that lie in shards; without values but on the first process."""
-    from halflife.training.sharding import gather
+    def __init__(self, config: LanguageConfig, corpus: Corpus) -> None:
+        super().__init__(config)
+        if corpus.digest != config.digest:
+            raise ValueError(
+                f"this is not the text of the run: its digest is {corpus.digest[:12]}…, the run's {config.digest[:12]}…"
+            )
+        check_vocabulary(corpus.tokenizer, config.model.vocab_size)
+        self.corpus = corpus
 
-    with torch.device("meta"):
-        whole = LanguageModel(config.model)
-    if parameters := gather(model):
-        whole.load_state_dict(parameters, assign=True)
-    return whole
+    @property
+    def length(self) -> int:
+        return self.config.context
 
+    def data(self, execution: ExecutionConfig) -> MicroBatches:
+        count = execution.num_micro_batches(self.config.batch_size)
+        return MicroBatches(self.corpus.split("train"), self.config, count)
 
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    def validation(self) -> Callable[[nn.Module], float]:
+        return _validation(self.corpus.split("validation"), self.config)
 
+    def before_training(self, model: LanguageModel) -> Speed:
+        """Measure the rate of matrix products before training, while the machine is idle."""
+        config = self.config
+        rate = gemm_rate(training_device(), torch.bfloat16 if config.bf16 else torch.float32)
+        tokens = config.batch_size * config.context
+        self._speed = Speed(tokens, operations(model, config.context), rate * world_size())
+        return self._speed
 
-def _speed(model: LanguageModel, config: LanguageConfig) -> Speed:
-    """Before training, so that the rate is that of a machine which does nothing else."""
-    rate = gemm_rate(_device(), torch.bfloat16 if config.bf16 else torch.float32)
-    return Speed(config.batch_size * config.context, operations(model, config.context), rate * world_size())
+    def throughput(self, seconds: float) -> dict[str, float]:
+        return {"tokens": self.config.steps * self._speed.tokens, **self._speed.of(seconds)}
 
+    def save(self, model: LanguageModel, folder: Path) -> None:
+        tokenizer = self.corpus.tokenizer
+        checkpoint.save(model, folder, tokenizer.name if isinstance(tokenizer, ByteTokenizer) else None)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer.tokenizer.save_pretrained(folder)
 
-def _validation(corpus: Corpus, config: LanguageConfig, folder_lock: bool = False) -> Callable[[nn.Module], float]:
-    """The mean loss on the same rows of the validation split every time.
-
-    Each process reads its share of them, or, `alone`, the one that calls it all.
-    """
-    processes, own = (1, 0) if folder_lock else (world_size(), rank())
-    split = corpus.split("validation")
-    rows = min(config.validation_tokens, split.tokens) // config.context
-    if not rows:
-        raise ValueError(
-            f"the validation split has {split.tokens} tokens, fewer than a context of {config.context}: hold out more"
-        )
-    batches = split.batches(1, config.context, config.seed, config.mode, steps=rows)
-
-    @torch.no_grad()
-    def validate(objective: nn.Module) -> float:
-        device = next(objective.parameters()).device
-        nats = torch.zeros(2, dtype=torch.float64)
-        for turn in range(0, rows, processes):  # all take part in every turn: a shard alone can do nothing
-            row = turn + own
-            batch = {name: x.to(device) for name, x in batches[min(row, rows - 1)].items()}
-            tokens = int((batch["labels"] != IGNORED).sum())
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
-                loss = objective(**batch)["loss"].item()
-            if row < rows and tokens:
-                nats += torch.tensor([loss * tokens, tokens], dtype=torch.float64)
-        if processes > 1:
-            shared = nats.to(device)
-            torch.distributed.all_reduce(shared)
-            nats = shared.cpu()
-        return (nats[0] / nats[1]).item()
-
-    return validate
-
-
-def of_rows(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> float:
-    """The mean loss on the validation split in rows as in training, nats a token."""
-    limit = min(config.test_tokens, corpus.split("validation").tokens)
-    return _validation(corpus, replace(config, validation_tokens=limit), folder_lock=True)(Objective(model))
+    def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
+        if diverged:
+            return {"tests": [_test(self.config, math.nan)]}
+        return evaluate(model, self.corpus, self.config)
 
 
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:
-    """What `run` measures after training, on the validation split (see there)."""
-    split = corpus.split("validation")
-    reach = max((m for m in MULTIPLES if m * config.context <= split.tokens), default=0)
-    if not reach:
-        raise ValueError(f"the validation split has {split.tokens} tokens, fewer than a context of {config.context}")
-    length = reach * config.context
+    """The measurements of a `CorpusRun` after training."""
+    split = corpus.split(config.test_split)
+    largest = max((m for m in MULTIPLES if m * config.context <= split.tokens), default=0)
+    if not largest:
+        raise ValueError(_too_short(split, config))
+    length = largest * config.context
     rows = split.batches(1, length, config.seed, "concatenated")
     count = min(len(rows), max(1, config.test_tokens // length))
-    with torch.autocast(_device().type, torch.bfloat16, enabled=config.bf16):
+    with torch.autocast(training_device().type, torch.bfloat16, enabled=config.bf16):
         losses = by_position(model, ((rows[i]["input_ids"], rows[i]["labels"]) for i in range(count)))
         whole = document_loss(model, documents(split, config.test_tokens))
-    per_token = whole.nats / whole.tokens
-    lengths = [
-        {"length": size, "perplexity": perplexity(losses, size),
-         "last_perplexity": math.exp(losses[size - config.context : size].mean().item())}
-        for m in MULTIPLES if (size := m * config.context) <= length
-    ]  # fmt: skip
+    in_rows = loss_in_rows(model, split, config)
     return {
-        "bits_per_byte": bits_per_byte(of_rows(model, corpus, config), split.tokens, split.bytes),
-        "bits_per_byte_of_documents": bits_per_byte(per_token, split.tokens, split.bytes),
+        "tests": [_test(config, in_rows)],
+        "bits_per_byte": bits_per_byte(in_rows, split.tokens, split.bytes),
+        "bits_per_byte_of_documents": bits_per_byte(whole.nats / whole.tokens, split.tokens, split.bytes),
         "documents": whole._asdict(),
-        "lengths": lengths,
+        "lengths": _by_length(losses, config.context),
         "rows": count,
         "positions": [{"first": a, "last": b, "loss": loss} for a, b, loss in octave_means(losses)],
     }
 
 
+def _test(config: LanguageConfig, loss: float) -> dict[str, Any]:
+    return {"test": "text", "length": config.context, "loss": loss}
+
+
+def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
+    """Perplexities at multiples of the context, from the losses by position `[T]`."""
+    lengths = [m * context for m in MULTIPLES if m * context <= len(losses)]
+    return [
+        {
+            "length": length,
+            "perplexity": perplexity(losses, length),
+            "last_perplexity": math.exp(losses[length - context : length].mean().item()),
+        }
+        for length in lengths
+    ]
+
+
+def loss_in_rows(model: LanguageModel, split: Split, config: LanguageConfig) -> float:
+    """The mean loss on a split in rows as in training, nats per token, computed by the calling process alone."""
+    limit = min(config.test_tokens, split.tokens)
+    return _validation(split, replace(config, validation_tokens=limit), shared=False)(Objective(model))
+
+
+def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Callable[[nn.Module], float]:
+    """A function that returns the mean loss of an `Objective` on the same rows of a split at every call.
+
+    The processes share the rows, unless `shared` is false: then the calling process reads all of them.
+    """
+    processes, process = (world_size(), rank()) if shared else (1, 0)
+    rows = min(config.validation_tokens, split.tokens) // config.context
+    if not rows:
+        raise ValueError(_too_short(split, config))
+    batches = split.batches(1, config.context, config.seed, config.mode, steps=rows)
+
+    @torch.no_grad()
+    def validate(objective: nn.Module) -> float:
+        device = next(objective.parameters()).device
+        nats_and_tokens = torch.zeros(2, dtype=torch.float64)
+        # Every process takes part in every turn: with FSDP, a forward pass needs the shards of all processes.
+        for turn in range(0, rows, processes):
+            row = turn + process
+            batch = {name: x.to(device) for name, x in batches[min(row, rows - 1)].items()}
+            tokens = int((batch["labels"] != IGNORED).sum())
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+                loss = objective(**batch)["loss"].item()
+            if row < rows and tokens:
+                nats_and_tokens += torch.tensor([loss * tokens, tokens], dtype=torch.float64)
+        if processes > 1:
+            total = nats_and_tokens.to(device)
+            torch.distributed.all_reduce(total)
+            nats_and_tokens = total.cpu()
+        return (nats_and_tokens[0] / nats_and_tokens[1]).item()
+
+    return validate
+
+
+def _too_short(split: Split, config: LanguageConfig) -> str:
+    return (
+        f"the {split.files.split} split has {split.tokens} tokens, fewer than a context of {config.context}; "
+        "hold out a larger share of the text"
+    )
+
+
 def documents(split: Split, limit: int) -> Iterator[Tensor]:
-    """The documents of a split, in their order, until they have `limit` tokens in all."""
+    """The documents of a split in their order, until `limit` tokens in all."""
     starts = split.files.offsets
     for first, last in pairwise(starts.tolist()):
         if first >= limit:

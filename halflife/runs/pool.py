@@ -1,7 +1,7 @@
-"""Many runs of a sweep at once, each a task of Ray: on this machine, or on a cluster.
+"""Many runs of a sweep at once, each as a task of Ray, on this machine or on a cluster.
 
-A run keeps its state in its folder alone. One whose worker is killed, or told to end, goes on from its last checkpoint
-wherever Ray starts it again.
+The state of a run is in its folder alone. If the worker of a run is killed or asked to end, Ray starts the run again on
+any worker, and the run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -21,38 +21,41 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from halflife.runs.sweep import Job, Runner, one_by_one, perform
-from halflife.training.fit import Stopped
+from halflife.files import METRICS_JSONL, RUN_JSON
+from halflife.runs.sweep import Job, Runner, one_by_one, run_job
+from halflife.training.fit import StoppedBySignal
 
-RETRIES = 5  # of a run whose worker is gone; each costs at most the steps since its last checkpoint
-PATIENCE = 60.0  # seconds; a file server may hold the lock of a machine that is gone about so long
+RETRIES = 5  # of a run whose worker died; each repeats at most the steps since the last checkpoint
+PATIENCE = 60.0  # seconds; a file server can hold the lock of a dead machine for about this long
 
 
-def executor(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_run: float | None = None) -> Runner:
-    """What does the runs of a sweep.
+def make_runner(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_run: float | None = None) -> Runner:
+    """The function that runs the jobs of a sweep.
 
     Args:
-        on: "local": one after the other, in this process; "ray": as many at once as this machine has room for;
-            "ray://host:port": on that cluster (the port is its client server's, 10001 unless it was told otherwise),
-            all of whose machines have this version of halflife, and the sweep's folder under the same path.
-        cpus_per_run: processors of a run on Ray, which are its threads; None for 1.
-        gpus_per_run: GPUs of a run on Ray, 0 to 1 (0.5: two share one); None for 1 where the cluster has any, else 0.
+        on: "local" runs one job after the other in this process. "ray" runs as many jobs at once as this machine has
+            room for. "ray://host:port" runs them on that cluster (the port is that of its client server, 10001 by
+            default); all of its machines need this version of halflife, and the folder of the sweep under the same
+            path.
+        cpus_per_run: processors, and threads, of a run on Ray; None for 1.
+        gpus_per_run: GPUs of a run on Ray, from 0 to 1 (with 0.5, two runs share one); None for 1 if the cluster has
+            GPUs, otherwise 0.
 
     Raises:
-        ValueError: another name or number, no Ray here, or nothing that answers at the address.
+        ValueError: an unknown name or an impossible number, Ray is not installed, or nothing answers at the address.
     """
     if on == "local":
         if cpus_per_run is not None or gpus_per_run is not None:
-            raise ValueError("processors and GPUs per run are for --on ray; --on local has all of this machine's")
+            raise ValueError("--cpus-per-run and --gpus-per-run need --on ray; --on local uses the whole machine")
         return one_by_one
     return Pool(on, 1 if cpus_per_run is None else cpus_per_run, gpus_per_run)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Does the jobs of a sweep as tasks of Ray; see `executor`.
+    """Runs the jobs of a sweep as tasks of Ray; see `make_runner` for the fields.
 
-    An error of one run ends neither the others nor the queue: it is shown at once, and raised in the end.
+    If one run fails, the others still run. The error is printed at once, and raised after the last run.
     """
 
     address: str
@@ -62,23 +65,23 @@ class Pool:
     def __post_init__(self) -> None:
         place = re.fullmatch(r"ray(://(?P<host>[^/:]+):(?P<port>\d+))?", self.address)
         if place is None:
-            raise ValueError(f"runs are done on local, ray or ray://host:port; got {self.address!r}")
+            raise ValueError(f"runs can be done on local, ray or ray://host:port; got {self.address!r}")
         if self.cpus < 1 or not 0 <= (self.gpus or 0) <= 1:
-            raise ValueError(f"a run has at least 1 processor and 0 to 1 GPUs; got {self.cpus} and {self.gpus}")
+            raise ValueError(f"a run needs at least 1 processor and 0 to 1 GPUs; got {self.cpus} and {self.gpus}")
         if importlib.util.find_spec("ray") is None:
             raise ValueError(f"{self.address} needs Ray: pip install 'halflife[sweep]'")
         if place["host"]:
-            try:  # Ray itself would try for half a minute
+            try:  # Ray itself retries for half a minute
                 socket.create_connection((place["host"], int(place["port"])), timeout=5).close()
             except (OSError, OverflowError) as error:
                 raise ValueError(f"nothing answers at {self.address}: {error}") from None
 
     def __call__(self, jobs: Sequence[Job], show: bool) -> None:
-        """Does them.
+        """Run the jobs.
 
         Raises:
-            ValueError: a run raised one, or this machine is too small for a run.
-            RuntimeError: a run ended with another error, or its worker died `RETRIES` + 1 times.
+            ValueError: a run raised a ValueError, or this machine is too small for a run.
+            RuntimeError: a run raised another error, or its worker died `RETRIES` + 1 times.
         """
         if not jobs:
             return
@@ -86,30 +89,30 @@ class Pool:
         for job in jobs:
             job.folder.mkdir(parents=True, exist_ok=True)
         with _cluster(self.address):
-            failed = _finish(jobs, self._resources(), show)
+            failed = _run_all(jobs, self._resources(), show)
         if failed:
             error = next(iter(failed.values()))
             kind = ValueError if all(isinstance(e, ValueError) for e in failed.values()) else RuntimeError
             raise kind("; ".join(f"{name}: {_reason(e)}" for name, e in failed.items())) from error
 
     def _resources(self) -> dict[str, float]:
-        """What Ray is to give to each run."""
+        """The processors and GPUs that each run asks Ray for."""
         import ray
 
-        found = ray.cluster_resources()
-        cpus, gpus = found.get("CPU", 0), found.get("GPU", 0)
+        available = ray.cluster_resources()
+        cpus, gpus = available.get("CPU", 0), available.get("GPU", 0)
         wanted = min(gpus, 1) if self.gpus is None else self.gpus
-        # A cluster may grow when it is asked to; this machine does not, and Ray would wait for ever.
+        # A cluster may grow on demand. This machine does not, and Ray would wait for ever.
         if self.address == "ray" and (cpus < self.cpus or gpus < wanted):
             raise ValueError(
-                f"there are {cpus:g} processors and {gpus:g} GPUs here; a run is to have {self.cpus} and {wanted:g}"
+                f"this machine has {cpus:g} processors and {gpus:g} GPUs; a run needs {self.cpus} and {wanted:g}"
             )
         return {"num_cpus": self.cpus, "num_gpus": wanted}
 
 
 @contextmanager
 def _cluster(address: str) -> Iterator[None]:
-    """A connection to Ray that ends with the context; a local one that is there already is used, and stays."""
+    """Connect to Ray, and disconnect at the end. A local Ray that runs already is used, and keeps running."""
     import ray
 
     if address == "ray" and ray.is_initialized():
@@ -123,7 +126,7 @@ def _cluster(address: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # a bare one where it does not start in time
+    except Exception as error:  # Ray raises a bare Exception if it does not start in time
         hint = "" if address == "ray" else " (a cluster with a token needs RAY_AUTH_MODE=token here)"
         raise ValueError(f"no Ray at {address}: {_first_line(error)}{hint}") from error
     try:
@@ -132,38 +135,39 @@ def _cluster(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def work(job: Job, threads: int) -> dict[str, Any]:
-    """The task, in a worker process; returns the run's result.
+def run_job_in_worker(job: Job, threads: int) -> dict[str, Any]:
+    """Run one job in a worker process; returns its result.
 
     Raises:
-        ValueError: the machine does not see the folder; or see `perform`.
+        ValueError: the machine does not see the folder, or as `run_job`.
     """
     if not job.folder.is_dir():
-        raise ValueError(f"{socket.gethostname()} has no {job.folder}; all machines must share the sweep's file system")
+        raise ValueError(
+            f"{socket.gethostname()} has no {job.folder}; all machines must share the file system of the sweep"
+        )
     torch.set_num_threads(threads)
-    return perform(job, patience=PATIENCE)
+    return run_job(job, patience=PATIENCE)
 
 
-def _finish(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> dict[str, Exception]:
-    """Does all of the jobs; those that failed, with their errors. An interrupt ends what is running."""
+def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> dict[str, Exception]:
+    """Run all jobs, and return the errors of those that failed, by label. An interrupt cancels the running jobs."""
     import ray
     from ray.exceptions import RayError
 
-    task = ray.remote(work).options(**resources, max_retries=RETRIES, retry_exceptions=[Stopped])
+    task = ray.remote(run_job_in_worker).options(**resources, max_retries=RETRIES, retry_exceptions=[StoppedBySignal])
     tasks = {task.remote(job, int(resources["num_cpus"])): job for job in jobs}
     failed: dict[str, Exception] = {}
-    board = Board(jobs, show)
+    board = ProgressBoard(jobs, show)
     try:
         with board.progress:
             while tasks:
                 for ref in ray.wait(list(tasks), timeout=1.0)[0]:
                     job = tasks.pop(ref)
                     try:
-                        result = ray.get(ref)
-                        board.done(job, result.get("diverged") or f"validation {result['validation']:.1%}")
+                        board.finish(job, _outcome(job, ray.get(ref)))
                     except RayError as error:
                         failed[job.name] = error
-                        board.done(job, f"failed: {_reason(error)}")
+                        board.finish(job, f"failed: {_reason(error)}")
                 board.update()
     finally:
         for ref in tasks:
@@ -171,8 +175,14 @@ def _finish(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> 
     return failed
 
 
+def _outcome(job: Job, result: dict[str, Any]) -> str:
+    """The line that a finished run leaves."""
+    form = {"accuracy": ".1%", "loss": ".3f"}[job.config.measure]
+    return result.get("diverged") or f"validation {result['validation']:{form}}"
+
+
 def _reason(error: BaseException) -> str:
-    """A line: the run's own error, or Ray's."""
+    """One line: the error that the run raised, or the error of Ray."""
     cause = getattr(error, "cause", None) or error
     return _first_line(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {_first_line(cause)}"
 
@@ -181,10 +191,10 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-class Board:
-    """Bars for all runs together and for each that is running; one that is done leaves a line.
+class ProgressBoard:
+    """One progress bar for all runs together, and one for each running run. A finished run leaves a line.
 
-    It reads the folders: a run writes `run.json` when it begins, and the steps of `metrics.jsonl`.
+    The board reads the folders of the runs: a run writes `run.json` when it starts, and its steps to `metrics.jsonl`.
 
     Args:
         jobs: all of them.
@@ -197,61 +207,61 @@ class Board:
             TextColumn("{task.fields[info]}"), TimeRemainingColumn(compact=True), TextColumn("left"),
             refresh_per_second=2, speed_estimate_period=3600, disable=not show,
         )  # fmt: skip
-        self.jobs = list(jobs)
-        self.steps = {job.name: _step(job.folder) for job in jobs}
-        self.began = {job.name: _began(job.folder) for job in jobs}
+        self.unfinished = list(jobs)
+        self.steps = {job.name: _last_step(job.folder) for job in jobs}
+        self.started = {job.name: _start_time(job.folder) for job in jobs}
         self.bars: dict[str, TaskID] = {}
         total = sum(job.config.steps for job in jobs)
         self.all = self.progress.add_task("all runs", total=total, completed=sum(self.steps.values()), info="")
 
     def update(self) -> None:
-        """Draws what the folders say now."""
-        for job in self.jobs:
-            if (began := _began(job.folder)) != self.began[job.name]:
-                self._begin(job)
-                self.began[job.name] = began
+        """Read the folders and redraw the bars."""
+        for job in self.unfinished:
+            if (started := _start_time(job.folder)) != self.started[job.name]:
+                self._add_bar(job)
+                self.started[job.name] = started
             if job.name in self.bars:
-                self.steps[job.name] = _step(job.folder)
+                self.steps[job.name] = _last_step(job.folder)
                 self.progress.update(self.bars[job.name], completed=self.steps[job.name])
-        running, done = len(self.bars), len(self.steps) - len(self.jobs)
-        info = f"{running} running, {len(self.jobs) - running} queued, {done} done"
+        running, done = len(self.bars), len(self.steps) - len(self.unfinished)
+        info = f"{running} running, {len(self.unfinished) - running} queued, {done} done"
         self.progress.update(self.all, completed=sum(self.steps.values()), info=info)
 
-    def done(self, job: Job, what: str) -> None:
-        """Takes a run off the board."""
-        self.jobs.remove(job)
+    def finish(self, job: Job, outcome: str) -> None:
+        """Remove the bar of a run that ended, and print its outcome."""
+        self.unfinished.remove(job)
         self.steps[job.name] = job.config.steps
         if job.name in self.bars:
             self.progress.remove_task(self.bars.pop(job.name))
-        self._say(job, what)
+        self._print(job, outcome)
 
-    def _begin(self, job: Job) -> None:
+    def _add_bar(self, job: Job) -> None:
         if job.name in self.bars:
-            self._say(job, "its worker was lost; going on from its last checkpoint")
+            self._print(job, "its worker died; the run continues from its last checkpoint")
             self.progress.remove_task(self.bars.pop(job.name))
         self.bars[job.name] = self.progress.add_task(
-            job.name, total=job.config.steps, completed=_step(job.folder), info=""
+            job.name, total=job.config.steps, completed=_last_step(job.folder), info=""
         )
 
-    def _say(self, job: Job, what: str) -> None:
+    def _print(self, job: Job, message: str) -> None:
         if not self.progress.disable:
-            self.progress.console.print(f"{job.name}: {what}", markup=False, highlight=False, soft_wrap=True)
+            self.progress.console.print(f"{job.name}: {message}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _began(folder: Path) -> int:
-    """When the run in `folder` began last; 0 if it has not."""
+def _start_time(folder: Path) -> int:
+    """The time at which the run in `folder` last started, in nanoseconds; 0 if it has not started."""
     try:
-        return (folder / "run.json").stat().st_mtime_ns
+        return (folder / RUN_JSON).stat().st_mtime_ns
     except FileNotFoundError:
         return 0
 
 
-def _step(folder: Path) -> int:
-    """The last step that a run has logged."""
+def _last_step(folder: Path) -> int:
+    """The last step that the run in `folder` has logged; 0 if there is none. Only the end of the file is read."""
     try:
-        with (folder / "metrics.jsonl").open("rb") as file:
+        with (folder / METRICS_JSONL).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-            found = re.findall(rb'"step": (\d+)', file.read())
+            steps = re.findall(rb'"step": (\d+)', file.read())
     except FileNotFoundError:
         return 0
-    return int(found[-1]) if found else 0
+    return int(steps[-1]) if steps else 0

@@ -1,31 +1,38 @@
-"""One run: a model trained on a task, evaluated, and written down."""
+"""A run on tasks: a model trained on a curriculum of tasks and tested on others."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from halflife.analysis.spectrum import granularity, timescales
+from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy, by_position
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
+from halflife.runs.folder import SPECTRUM_JSON
+from halflife.runs.one import CellConfig, ModelRun
 from halflife.tasks import build as build_task
-from halflife.training.config import ExecutionConfig, TrainConfig
-from halflife.training.fit import claim_run_folder, fit
+from halflife.training.config import ExecutionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class TestSpec:
-    """One test: a name, its task (see `RunConfig`) and how many examples it has (None: the run's `test_examples`)."""
+    """One test of a trained model.
 
-    __test__ = False  # no test case, whatever pytest makes of the name
+    Attributes:
+        name: of the test, in `results.csv`.
+        task: as in `RunConfig`.
+        examples: their number; None for the run's `test_examples`.
+    """
+
+    __test__ = False  # pytest must not collect this class
 
     name: str
     task: dict[str, Any]
@@ -33,17 +40,20 @@ class TestSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainConfig):
-    """Everything that determines a run's numbers.
+class RunConfig(CellConfig):
+    """Everything that determines the numbers of a run on tasks.
 
-    A task is written as what `tasks.build` takes: its name and its settings, `{"name": "mqar", "length": 64, …}`.
+    A task is a dict of the arguments of `tasks.build`: its name and its settings, `{"name": "mqar", "length": 64, …}`.
 
     Attributes:
-        stages: the curriculum: a mixture of tasks a stage; steps are shared equally.
-        validation: the mixture on which the learning rate is chosen, by the mean of its tasks' accuracies.
-        tests: what is measured after training.
-        validation_examples, test_examples: examples of each task of the validation, and of a test.
+        stages: the curriculum, one mixture of tasks per stage; all stages have equally many steps.
+        validation: the mixture that selects the learning rate, by the mean accuracy of its tasks.
+        tests: measured after training.
+        validation_examples: examples of each task in the validation.
+        test_examples: examples of each test.
     """
+
+    measure: ClassVar[str] = "accuracy"
 
     stages: tuple[tuple[dict[str, Any], ...], ...]
     validation: tuple[dict[str, Any], ...]
@@ -57,89 +67,81 @@ class RunConfig(TrainConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if not self.stages or not self.validation or not all(self.stages):
-            raise ValueError("a run needs a task in every stage of its training, and one to validate on")
+            raise ValueError("a run needs at least one task in every stage, and at least one task to validate on")
         for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
-            build_task(**task)  # sizes that do not fit are errors now, not after training
+            build_task(**task)  # impossible sizes raise here, before training
+
+    def open(self, show: bool = False) -> TaskRun:
+        return TaskRun(self)
 
 
-def run(config: RunConfig, folder: Path, *, name: str, show: bool = True) -> dict[str, Any]:
-    """Trains, tests and writes into `folder`; continues from its last checkpoint if it holds one.
+class TaskRun(ModelRun):
+    """A run of a `RunConfig`.
 
-    Writes `config.json` and `model.safetensors` (see `models.io`), `run.json`, `metrics.jsonl`, `spectrum.json` and
-    `result.json`. A folder that has a result is not run again: its result is returned.
-
-    Args:
-        config: what to run.
-        folder: its own folder.
-        name: for the progress bar.
-        show: whether to draw one.
-
-    Returns:
-        `{"parameters", "state_floats", "tokens_per_second", "validation", "tests": [{"test", "length", "num_pairs",
-        "accuracy", "chance", "guess"}], "positions": [{"test", "length", "accuracy", "loss"}]}`, the last one lists by
-        position for the tests whose tasks score every position; after a divergence the accuracies are NaN and
-        "diverged" says why.
-
-    Raises:
-        ValueError: the folder belongs to a run with another configuration.
+    Its result adds "tests" (`[{"test", "length", "num_pairs", "accuracy", "chance", "shortcut_accuracy"}]`) and
+    "positions" (`[{"test", "length", "accuracy", "loss"}]`, lists by position, for tasks that score every position).
+    After a divergence the accuracies are NaN. `spectrum.json` holds the decay time-scales before and after training.
     """
-    from halflife.data.task_stream import TaskStream
 
-    if (finished := claim_run_folder(config, folder)) is not None:
-        return finished
-    torch.manual_seed(config.seed)
-    model = LanguageModel(config.model)
-    positions = sorted({1, *(build_task(**test.task).length for test in config.tests)})
-    before = timescales(model, positions)
-    stages = [[build_task(**task) for task in stage] for stage in config.stages]
-    validation = [build_task(**task) for task in config.validation]
+    config: RunConfig
 
-    def validate(_: nn.Module) -> float:
-        settings = {"seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16}
-        return fmean(accuracy(model, task, split="validation", **settings) for task in validation)
+    @property
+    def length(self) -> int:
+        return max(build_task(**task).length for task in self.config.validation)
 
-    diverged, metrics = fit(
-        model, config, TaskStream(stages, config.steps, config.batch_size, config.seed), folder,
-        validate=validate, measure="accuracy", name=name, execution=ExecutionConfig(show=show),
-    )  # fmt: skip
-    model.eval()
-    after = timescales(model, positions)
-    spectrum = [
-        {"layer": b.layer, "init": b.to_dict(), "trained": a.to_dict()} for b, a in zip(before, after, strict=True)
-    ]
-    write_json(folder / "spectrum.json", {"channels": granularity(model), "layers": spectrum})
-    length = max(task.length for task in validation)
-    result = {
-        "parameters": model.num_parameters(),
-        "state_floats": model.state_floats(length),
-        "tokens_per_second": config.batch_size * length / metrics.seconds_per_step(),
-        "validation": float("nan") if diverged else metrics.validation,
-        "tests": [_test(model, config, test, diverged is not None) for test in config.tests],
-        "positions": [] if diverged else _positions(model, config),
-        **({"diverged": diverged} if diverged else {}),
-    }
-    checkpoint.save(model, folder)
-    write_json(folder / "result.json", result)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return result
+    def data(self, execution: ExecutionConfig) -> TaskStream:
+        config = self.config
+        stages = [[build_task(**task) for task in stage] for stage in config.stages]
+        return TaskStream(stages, config.steps, config.batch_size, config.seed)
 
+    def validation(self) -> Callable[[nn.Module], float]:
+        config = self.config
+        tasks = [build_task(**task) for task in config.validation]
+        settings: dict[str, Any] = {
+            "seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16
+        }  # fmt: skip
 
-def _positions(model: LanguageModel, config: RunConfig) -> list[dict[str, Any]]:
-    found = []
-    for test in config.tests:
+        def validate(objective: Any) -> float:
+            return fmean(accuracy(objective.model, task, split="validation", **settings) for task in tasks)
+
+        return validate
+
+    def before_training(self, model: LanguageModel) -> None:
+        self._initial_timescales = timescales(model, self._timescale_positions())
+
+    def throughput(self, seconds: float) -> dict[str, float]:
+        return {"tokens_per_second": self.config.batch_size * self.length / seconds}
+
+    def save(self, model: LanguageModel, folder: Path) -> None:
+        trained = timescales(model.eval(), self._timescale_positions())
+        pairs = zip(self._initial_timescales, trained, strict=True)
+        layers = [{"layer": a.layer, "init": a.to_dict(), "trained": b.to_dict()} for a, b in pairs]
+        write_json(folder / SPECTRUM_JSON, {"channels": granularity(model), "layers": layers})
+        checkpoint.save(model, folder)
+
+    def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
+        tests = self.config.tests
+        return {
+            "tests": [self._score(model, test, diverged) for test in tests],
+            "positions": [] if diverged else [self._by_position(model, t) for t in tests if build_task(**t.task).dense],
+        }
+
+    def _timescale_positions(self) -> list[int]:
+        """The positions at which time-scales are computed: 1 and the lengths of the tests."""
+        return sorted({1, *(build_task(**test.task).length for test in self.config.tests)})
+
+    def _score(self, model: LanguageModel, test: TestSpec, diverged: bool) -> dict[str, Any]:
         task = build_task(**test.task)
-        if task.dense:
-            settings = {"seed": config.seed, "num_examples": test.examples or config.test_examples, "bf16": config.bf16}
-            measured = by_position(model, task, split="test", **settings)
-            found.append({"test": test.name, "length": task.length, **measured})
-    return found
+        return {
+            "test": test.name, "length": task.length, "num_pairs": test.task.get("num_pairs"),
+            "accuracy": float("nan") if diverged else accuracy(model, task, **self._test_settings(test)),
+            "chance": task.chance, "shortcut_accuracy": task.shortcut_accuracy,
+        }  # fmt: skip
 
+    def _by_position(self, model: LanguageModel, test: TestSpec) -> dict[str, Any]:
+        task = build_task(**test.task)
+        return {"test": test.name, "length": task.length, **by_position(model, task, **self._test_settings(test))}
 
-def _test(model: LanguageModel, config: RunConfig, test: TestSpec, diverged: bool) -> dict[str, Any]:
-    task = build_task(**test.task)
-    measured = float("nan") if diverged else accuracy(
-        model, task, split="test", seed=config.seed, num_examples=test.examples or config.test_examples,
-        bf16=config.bf16,
-    )  # fmt: skip
-    settings = {"length": task.length, "num_pairs": test.task.get("num_pairs")}
-    return {"test": test.name, **settings, "accuracy": measured, "chance": task.chance, "guess": task.guess}
+    def _test_settings(self, test: TestSpec) -> dict[str, Any]:
+        examples = test.examples or self.config.test_examples
+        return {"split": "test", "seed": self.config.seed, "num_examples": examples, "bf16": self.config.bf16}

@@ -67,7 +67,7 @@ class ToolCalling(TextTask):
         return 1 / 100
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         numbers = range(self.min_calls, self.max_calls + 1)
         return sum(math.ceil(n / 100) / n for n in numbers) / len(numbers)
 
@@ -141,7 +141,7 @@ class Amnesia(TextTask):
         return 1 / len(digits)
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return 1 / self.num_variables
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:

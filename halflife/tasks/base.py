@@ -41,8 +41,8 @@ class TaskBatch:
 class Task:
     """A generator of examples. It is a frozen dataclass of settings, which the constructor checks.
 
-    Subclasses define `sample`, `chance` (the accuracy of a uniform guess among the possible answers) and `guess` (the
-    accuracy of the best answer that ignores the key).
+    Subclasses define `sample`, `chance` (the accuracy of a uniform guess among the possible answers) and
+    `shortcut_accuracy` (the accuracy of the best answer that ignores the key).
 
     Attributes:
         vocab_size: number of token ids.
@@ -81,7 +81,7 @@ class Task:
         raise NotImplementedError
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         """Accuracy of the best answer that ignores the key."""
         raise NotImplementedError
 

@@ -41,9 +41,9 @@ class GroupWords(Task):
             with β = 2, while an element of S5 takes up to four steps (Grazzi et al. 2025, who test both).
 
     Chance is 1/|G| at every position. For swaps it is 2/|G|, because their number determines whether the product is
-    even. `guess` is the accuracy of an answer that knows the last token and the likeliest product before it; for all
-    words it is (1 + (T − 1)/|G|)/T. Slices: `length`; `position`, `[N, T]`, from 0. Source: GateRank, Section 4.4, and
-    Merrill et al. 2024, which leave the order of composition open; layout in docs/tasks.md.
+    even. `shortcut_accuracy` is the accuracy of an answer that knows the last token and the likeliest product before
+    it; for all words it is (1 + (T − 1)/|G|)/T. Slices: `length`; `position`, `[N, T]`, from 0. Source: GateRank,
+    Section 4.4, and Merrill et al. 2024, which leave the order of composition open; layout in docs/tasks.md.
     """
 
     vocab_size: int = 0
@@ -74,7 +74,7 @@ class GroupWords(Task):
         return (1 if self.words == "all" else 2) / self.vocab_size
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return _guess(self.group, self.words, self.length)
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:

@@ -50,7 +50,7 @@ class RecallTask(Task):
         return 1 / (VALUES[1] - VALUES[0])
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return 1 / self.num_pairs
 
     def with_query(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:

@@ -57,7 +57,7 @@ class SelectiveCopy(Task):
         return 1 / (self.vocab_size - 2)
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return expected_mode(self.num_tokens, self.vocab_size - 2) / self.num_tokens
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
@@ -146,7 +146,7 @@ class NoisyRecall(Task):
         return 1 / (high - low)
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         k = self.num_pairs
         seen = [1.0, *[0.0] * (k - 1)]  # after the first pair: probabilities that 1, 2, …, K keys have occurred
         right = scored = 0.0

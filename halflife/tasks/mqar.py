@@ -88,7 +88,7 @@ class MQAR(Task):
         return 1 / (high - low)
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return 1 / self.num_pairs
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:

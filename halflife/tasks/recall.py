@@ -75,7 +75,7 @@ class ToolTrace(RecallTask):
         return 5 * self.num_pairs + 3
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return 1 / len(self._cells()[1])
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
@@ -227,7 +227,7 @@ class CommonWord(RecallTask):
         return 1 / (self.num_pairs + 1)
 
     @property
-    def guess(self) -> float:
+    def shortcut_accuracy(self) -> float:
         return 2 / (self.num_pairs + 2)
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:

@@ -72,7 +72,7 @@ class ExecutionConfig:
     tensorboard: bool = False
     show: bool = True
 
-    def parts(self, batch_size: int) -> int:
+    def num_micro_batches(self, batch_size: int) -> int:
         """Into how many micro-batches a batch is cut, over all processes.
 
         Raises:

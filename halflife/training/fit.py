@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from halflife.files import read_json, write_json
+from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json, write_json
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
@@ -53,24 +53,24 @@ class Objective(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 
-def claim_run_folder(config: TrainConfig, folder: Path) -> dict[str, Any] | None:
-    """Claims `folder` for a run of this configuration; the result, if the run is finished already.
+def claim_run_folder(config: TrainConfig, folder: Path) -> bool:
+    """Claim `folder` for a run of this configuration: write `run.json`. Returns whether the run is finished already.
 
     Raises:
         ValueError: the folder belongs to a run with another configuration.
     """
-    plain = as_json(config.to_dict())
-    if (folder / "run.json").exists() and _completed(read_json(folder / "run.json"), config) != plain:
+    settings = as_json(config.to_dict())
+    if (folder / RUN_JSON).exists() and _with_defaults(read_json(folder / RUN_JSON), config) != settings:
         raise ValueError(f"{folder} belongs to a run with another configuration; choose another folder")
-    if (folder / "result.json").exists():
-        return read_json(folder / "result.json")
+    if (folder / RESULT_JSON).exists():
+        return True
     if rank() == 0:
-        write_json(folder / "run.json", plain)
-    return None
+        write_json(folder / RUN_JSON, settings)
+    return False
 
 
-def _completed(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """What a run wrote, with the defaults of the fields that have come to the configuration since."""
+def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """A saved configuration, completed with the defaults of fields that newer versions have added."""
     model = {**defaults(config.model), **saved.get("model", {})}
     return as_json({**defaults(config), **saved, "model": model})
 
@@ -102,7 +102,7 @@ def fit(
         Why it diverged (None: it did not), and the metrics callback.
 
     Raises:
-        Stopped: the process was asked to end (SIGTERM), and has saved.
+        StoppedBySignal: the process was asked to end (SIGTERM), and has saved.
     """
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -125,7 +125,7 @@ def fit(
     )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    resumed = last_checkpoint(folder / "checkpoints")
+    resumed = last_checkpoint(folder / CHECKPOINTS)
     try:
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
     except Diverged as error:
@@ -134,11 +134,11 @@ def fit(
         bar.close()
         stop.restore()
     if trainer.state.global_step < config.steps:
-        raise Stopped(f"stopped after step {trainer.state.global_step} of {config.steps}")
+        raise StoppedBySignal(f"stopped after step {trainer.state.global_step} of {config.steps}")
     return None, metrics
 
 
-class Stopped(Exception):
+class StoppedBySignal(Exception):
     """The run was asked to end, has saved a checkpoint, and can go on."""
 
 
@@ -147,10 +147,10 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
 
     log_every = math.gcd(config.save_every, 20)  # a resumed run must log the same averages
     return TrainingArguments(
-        output_dir=str(folder / "checkpoints"),
+        output_dir=str(folder / CHECKPOINTS),
         max_steps=config.steps,
         per_device_train_batch_size=1,  # an item is a whole micro-batch
-        gradient_accumulation_steps=execution.parts(config.batch_size) // world_size(),
+        gradient_accumulation_steps=execution.num_micro_batches(config.batch_size) // world_size(),
         train_sampling_strategy="sequential",
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.schedule,

@@ -80,7 +80,7 @@ def _accuracy_panel(run: Comparison, test: str) -> Panel:
         }
         series += seed_series(model, style, curves)
     scores = {n: [score for score in run.scores if (score.test, score.length) == (test, n)] for n in lengths}
-    shortcut = [mean(score.guess for score in scores[n]) for n in lengths]
+    shortcut = [mean(score.shortcut_accuracy for score in scores[n]) for n in lengths]
     chance = [mean(score.chance for score in scores[n]) for n in lengths]
     series += [
         Series("shortcut", "best answer that ignores the key", SHORTCUT, lengths, shortcut, "level"),

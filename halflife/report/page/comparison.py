@@ -74,7 +74,7 @@ def _finding(run: Comparison, test: str) -> str:
     task = f"In the test {test} at length {_in_lengths(run, length)}"
     if not ranked:
         return f"{task}, there are no numbers yet."
-    shortcut = mean(score.guess for score in run.scores if (score.test, score.length) == (test, length))
+    shortcut = mean(score.shortcut_accuracy for score in run.scores if (score.test, score.length) == (test, length))
     best, *others = ranked
     if any(mean(seeds[model]) > shortcut for model in ranked):
         text = f"{task}, {best} is best with {_spread(seeds[best])}"
@@ -111,7 +111,7 @@ def _complete(values: list[float]) -> bool:
 def _columns(run: Comparison) -> list[Column]:
     plain = [
         Column("parameters", "parameters", {}, count, False),
-        Column("state size", "state_floats", {}, count, False),
+        Column("state size", "state_size", {}, count, False),
         Column("tokens/s", "tokens_per_second", {}, count, True),
         Column("learning rate", "learning_rate", {}, lambda value: f"{value:.3g}", False),
         Column("in distribution", "accuracy", {"test": IN_DISTRIBUTION}, percent, True),
@@ -174,7 +174,7 @@ def _levels(run: Comparison) -> list[str]:
     for test in dict.fromkeys(score.test for score in run.scores):
         scores = sorted((score for score in run.scores if score.test == test), key=lambda score: score.length)
         chance = _range(scores, lambda score: score.chance)
-        shortcut = _range(scores, lambda score: score.guess)
+        shortcut = _range(scores, lambda score: score.shortcut_accuracy)
         levels.append(f"{test.replace('_', ' ')}: chance {chance}, best answer that ignores the key {shortcut}")
     return levels
 

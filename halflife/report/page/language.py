@@ -83,7 +83,7 @@ def _numbers(result: dict[str, Any]) -> dict[str, str]:
     """The other results of the run. A run that diverged lacks some of them."""
     shown = {
         "parameters": ("parameters", count), "tokens": ("tokens read", count),
-        "state_floats": ("state size of one sequence", count), "tokens_per_second": ("tokens/s", count),
+        "state_size": ("state size of one sequence", count), "tokens_per_second": ("tokens/s", count),
         "mfu": ("model FLOPs utilisation (MFU)", percent),
         "validation": ("validation loss (nats a token)", lambda value: f"{value:.4f}"),
         "bits_per_byte": ("bits per byte", lambda value: f"{value:.4f}"),

@@ -29,7 +29,7 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in summary:
         mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
         rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
-        sizes = (f"{row['parameters']:,}", f"{row['state_floats']:,}", f"{row['tokens_per_second']:,.0f}")
+        sizes = (f"{row['parameters']:,}", f"{row['state_size']:,}", f"{row['tokens_per_second']:,.0f}")
         runs.add_row(row["model"], rate, seed, *sizes, style=style)
         label = row["model"] if row["selected"] else f"{row['model']} {rate}"
         tests.add_row(label, seed, *(_percent(row["accuracy"][key]) for key in keys), style=style)
@@ -102,7 +102,8 @@ def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[flo
     for row in rows:
         cells.setdefault((row["test"], row["length"]), []).append(row)
     return {
-        key: (fmean(row["chance"] for row in own), fmean(row["guess"] for row in own)) for key, own in cells.items()
+        key: (fmean(row["chance"] for row in own), fmean(row["shortcut_accuracy"] for row in own))
+        for key, own in cells.items()
     }
 
 

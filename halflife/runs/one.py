@@ -1,0 +1,142 @@
+"""One run: claim a folder, fit a model, measure it, and write the result. Every kind of run shares this skeleton."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
+from halflife.models import LanguageModel, checkpoint
+from halflife.runs.folder import read_result
+from halflife.training.config import ExecutionConfig, TrainConfig, rank
+from halflife.training.fit import claim_run_folder, fit
+from halflife.training.speed import Speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellConfig(TrainConfig):
+    """A `TrainConfig` together with the data: everything that determines the numbers of one run.
+
+    Attributes:
+        measure: the validated quantity, "accuracy" (higher is better) or "loss" (lower is better).
+    """
+
+    measure: ClassVar[str]
+
+    def open(self, show: bool = False) -> ModelRun:
+        """The run of this configuration, with its data opened; `show` allows progress bars."""
+        raise NotImplementedError
+
+
+class ModelRun(ABC):
+    """The parts in which kinds of runs differ: their data and their measurements. `run_one` calls the methods in order.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: CellConfig) -> None:
+        self.config: Any = config
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens of a sequence, for the size of the state."""
+
+    @abstractmethod
+    def data(self, execution: ExecutionConfig) -> Dataset[dict[str, Tensor]]:
+        """The micro-batches of training; see `training.fit.fit`."""
+
+    @abstractmethod
+    def validation(self) -> Callable[[nn.Module], float]:
+        """A function that takes the `Objective` in training and returns the validated quantity."""
+
+    def before_training(self, model: LanguageModel) -> Speed | None:
+        """Measure the model before its first step. The result, if any, counts tokens per second during training."""
+        return None
+
+    @abstractmethod
+    def throughput(self, seconds: float) -> dict[str, float]:
+        """Tokens per second, and related rates, when a step takes `seconds`."""
+
+    def save(self, model: LanguageModel, folder: Path) -> None:
+        """Write the trained model, and whatever belongs beside it, into `folder`."""
+        checkpoint.save(model, folder)
+
+    @abstractmethod
+    def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
+        """The measurements after training. `model` is on its device and in evaluation mode."""
+
+
+def run_one(run: ModelRun, folder: Path, *, name: str, execution: ExecutionConfig | None = None) -> dict[str, Any]:
+    """Train, measure and write one model into `folder`. A folder with checkpoints continues from the last whole one.
+
+    A folder that has a result is not trained again; its result is returned. Under torchrun, all processes train one
+    model, and the first process writes. `runs.folder` documents the files.
+
+    Args:
+        run: the configuration and its data.
+        folder: the folder of this run alone.
+        name: label of the progress bar.
+        execution: memory, processes and display; None for the defaults.
+
+    Returns:
+        `{"parameters", "state_size", "tokens_per_second", "validation", …}` and the entries of `run.evaluate`. After a
+        divergence "validation" is NaN and "diverged" gives the reason. Processes other than the first return `{}`.
+
+    Raises:
+        ValueError: the folder belongs to a run with another configuration.
+        StoppedBySignal: the process received SIGTERM and has saved a checkpoint.
+    """
+    execution, config = execution or ExecutionConfig(), run.config
+    data, validate = run.data(execution), run.validation()
+    if claim_run_folder(config, folder):
+        return read_result(folder)
+    torch.manual_seed(config.seed)
+    model = LanguageModel(config.model)
+    diverged, metrics = fit(
+        model, config, data, folder, validate=validate, measure=config.measure, name=name, execution=execution,
+        speed=run.before_training(model),
+    )  # fmt: skip
+    if execution.fsdp:
+        model = _gather_shards(model, config)
+    if rank() != 0:
+        return {}
+    run.save(model, folder)
+    model.to(training_device()).eval()
+    result = {
+        "parameters": model.num_parameters(),
+        "state_size": model.state_size(run.length),
+        **run.throughput(metrics.seconds_per_step()),
+        "validation": math.nan if diverged else metrics.validation,
+        **run.evaluate(model, diverged is not None),
+        **({"diverged": diverged} if diverged else {}),
+    }
+    write_json(folder / RESULT_JSON, result)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    return result
+
+
+def training_device() -> torch.device:
+    """The accelerator of this process, or the CPU if there is none."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _gather_shards(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    """An unsharded copy of a model whose parameters are shards. Only the first process gets values."""
+    from halflife.training.sharding import gather
+
+    with torch.device("meta"):
+        whole = LanguageModel(config.model)
+    if parameters := gather(model):
+        whole.load_state_dict(parameters, assign=True)
+    return whole

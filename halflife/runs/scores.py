@@ -1,0 +1,120 @@
+"""The table `results.csv` of a sweep: its one schema, written and read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from halflife.files import write_text
+
+IN_DISTRIBUTION = "in_distribution"
+# Columns of `results.csv` and keys of `result.json` that version 0.1.0 named otherwise.
+FORMER_NAMES = {"state_floats": "state_size", "guess": "shortcut_accuracy"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One row of `results.csv`: a trained model on one test at one length. The fields are the columns.
+
+    `accuracy`, `chance` and `shortcut_accuracy` (see `tasks.Task`) are fractions in [0, 1]. `loss` is in nats per
+    token. A number that does not apply, or that a diverged run does not have, is NaN in memory and an empty cell.
+    """
+
+    model: str
+    learning_rate: float
+    seed: int
+    selected: bool
+    parameters: float
+    state_size: float
+    tokens_per_second: float
+    test: str
+    length: int
+    num_pairs: float = math.nan
+    accuracy: float = math.nan
+    chance: float = math.nan
+    shortcut_accuracy: float = math.nan
+    loss: float = math.nan
+
+
+COLUMNS = tuple(field.name for field in fields(Score))
+ADDED = ("loss",)  # columns that version 0.1.0 did not write
+
+
+def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
+    """The rows of one finished run.
+
+    Args:
+        result: its `result.json`, of a run on tasks or on text.
+        **cell: the columns `model`, `learning_rate`, `seed` and `selected`.
+    """
+    shared = {name: result[name] for name in ("parameters", "state_size", "tokens_per_second")}
+    return [Score(**cell, **shared, **test) for test in result["tests"]]
+
+
+def write_scores(path: Path, scores: Iterable[Score]) -> None:
+    """Write the table, whole or not at all."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for score in scores:
+        values = [getattr(score, name) for name in COLUMNS]
+        writer.writerow("" if isinstance(x, float) and math.isnan(x) else x for x in values)
+    write_text(path, table.getvalue())
+
+
+def read_scores(path: Path, text: str) -> Iterator[Score]:
+    """The rows of a table.
+
+    Args:
+        path: of the file, for messages.
+        text: its content.
+
+    Raises:
+        ValueError: the table is truncated or damaged; the message names the file and the line.
+    """
+    rows = csv.DictReader(text.splitlines(), strict=True)
+    rows.fieldnames = [FORMER_NAMES.get(name, name) for name in rows.fieldnames or ()]
+    missing = set(COLUMNS) - set(ADDED) - set(rows.fieldnames)
+    if missing:
+        raise ValueError(f"{path} is truncated or damaged: it has no column {', '.join(sorted(missing))}")
+    columns = [name for name in COLUMNS if name in rows.fieldnames]
+    try:
+        for row in rows:
+            if None in row.values():
+                raise ValueError("cells are missing")
+            yield Score(**{name: _CONVERT.get(name, number)(row[name]) for name in columns})
+    except (ValueError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path} is truncated or damaged: line {rows.line_num}: {error}") from error
+    if not text.endswith("\n"):  # the last number may have lost digits
+        raise ValueError(f"{path} is truncated: its last line has no end")
+
+
+def number(value: Any) -> float:
+    """A number; NaN for an empty cell or a JSON null."""
+    return math.nan if value in ("", None) else float(value)
+
+
+def _text_cell(value: str | None) -> str:
+    if not value:
+        raise ValueError("a cell is empty or missing")
+    return value
+
+
+def _boolean(value: str | None) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError(f"{value!r} is neither True nor False")
+    return value == "True"
+
+
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    "model": _text_cell,
+    "test": _text_cell,
+    "seed": int,
+    "length": int,
+    "selected": _boolean,
+}
