@@ -336,10 +336,10 @@ def test_text_that_is_no_utf8(words, tmp_path, name):
     write_as(name, place, data)
     (place / "b.txt").write_bytes(b"two")
     settings = {"tokenizer": str(words), "fractions": (0.0, 0.0)}
-    with pytest.warns(UserWarning, match="^3 sequences of bytes are no UTF-8"):
+    with pytest.warns(UserWarning, match="^3 sequences of bytes are not UTF-8"):
         corpus = open_corpus(place, tmp_path, **settings)
     assert corpus.split("train").files.tokens.tolist() == [1, 0, 2, 0, 0, 300, 2, 300]
-    with pytest.raises(ValueError, match=rf"{name} has 3 sequences of bytes that are no UTF-8"):
+    with pytest.raises(ValueError, match=rf"{name} has 3 sequences of bytes that are not UTF-8"):
         open_corpus(place, tmp_path, strict=True, **settings)
     for strict in (False, True):
         corpus = open_corpus(place, tmp_path, strict=strict, fractions=(0.0, 0.0))

@@ -33,14 +33,14 @@ def test_another_field(tmp_path):
     [
         ("a.txt", b"", "a.txt is empty"),
         ("a.txt.gz", gzip.compress(b"", mtime=0), "a.txt.gz is empty"),
-        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:25], "a.txt.gz is truncated or no gzip"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:25], "a.txt.gz is truncated or not gzip"),
         (
             "a.txt.gz",
             gzip.compress(b"x" * 9999, mtime=0)[:-8],
-            "a.txt.gz is truncated or no gzip",
+            "a.txt.gz is truncated or not gzip",
         ),  # all but the checksum
-        ("a.txt.gz", b"plain text", "a.txt.gz is truncated or no gzip"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-4], "a.jsonl.gz is truncated or no gzip"),
+        ("a.txt.gz", b"plain text", "a.txt.gz is truncated or not gzip"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-4], "a.jsonl.gz is truncated or not gzip"),
         ("a.txt", b"text\0more", r"a.txt is binary or UTF-16 \(it has NUL bytes\)"),
         ("a.md", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.md is binary"),
         ("a.txt", b"x" * documents.PIECE + b"\0", "a.txt is binary"),
@@ -48,11 +48,11 @@ def test_another_field(tmp_path):
         ("a.jsonl", b"\0", "a.jsonl is binary"),
         ("a.jsonl", b"", "a.jsonl is empty"),
         ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"', "a.jsonl:3 is no JSON"),
-        ("a.jsonl", b"[1]", "a.jsonl:1 is no JSON object but list"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"', "a.jsonl:3 is not JSON"),
+        ("a.jsonl", b"[1]", "a.jsonl:1 is list, not a JSON object"),
         ("a.jsonl", b'{"text": "x"}\n{"id": 1, "body": ""}', "a.jsonl:2 has no field 'text'; its fields are id, body$"),
-        ("a.jsonl", b'{"text": null}', "a.jsonl:1: 'text' is no string but NoneType"),
-        ("a.json", b"[]", "a.json is JSON; a corpus takes JSON lines"),
+        ("a.jsonl", b'{"text": null}', "a.jsonl:1: 'text' is NoneType, not a string"),
+        ("a.json", b"[]", "a.json is JSON; a corpus reads JSON lines"),
     ],
 )
 def test_bad_files_are_clear_errors_before_anything_is_written(tmp_path, name, data, message):
@@ -110,7 +110,7 @@ def test_parquet(tmp_path):
     assert list(documents.documents([tmp_path])) == [row.encode() for row in rows]
     with pytest.raises(ValueError, match="has no column 'body'; its columns are text, id"):
         list(documents.documents([tmp_path], "body"))
-    with pytest.raises(ValueError, match="row 1: 'id' is no string but int"):
+    with pytest.raises(ValueError, match="row 1: 'id' is int, not a string"):
         list(documents.documents([tmp_path], "id"))
 
 
@@ -139,15 +139,15 @@ def test_strings_of_parquet(tmp_path):
 def test_damaged_parquet(tmp_path, damage):
     write_parquet(tmp_path / "a.parquet", [text(i) for i in range(150)])
     (tmp_path / "a.parquet").write_bytes(damage((tmp_path / "a.parquet").read_bytes()))
-    with pytest.raises(ValueError, match=r"a.parquet is truncated or no parquet") as error:
+    with pytest.raises(ValueError, match=r"a.parquet is truncated or not parquet") as error:
         open_corpus(tmp_path / "a.parquet", tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_parquet_without_text(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["", ""])
-    with pytest.raises(ValueError, match=r"a.parquet is empty: no document in it has any text"):
+    with pytest.raises(ValueError, match=r"a.parquet is empty: none of its documents has text"):
         list(documents.documents([tmp_path]))
     write_parquet(tmp_path / "a.parquet", ["x", None])
-    with pytest.raises(ValueError, match=r"a.parquet, row 2: 'text' is no string but NoneType"):
+    with pytest.raises(ValueError, match=r"a.parquet, row 2: 'text' is NoneType, not a string"):
         list(documents.documents([tmp_path]))

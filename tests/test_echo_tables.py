@@ -47,7 +47,7 @@ def test_learning_reads_the_validation_on_the_way(tmp_path):
     folder = tmp_path / "mamba2" / "lr0.01-seed0"
     folder.mkdir(parents=True)
     lines = [{"step": 100, "loss": 2.0}, *({"step": s, "validation_accuracy": s / 1000} for s in (100, 200, 600))]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = echo_tables.learning(tmp_path, [row(test="capacity"), row(test="persist")])
     assert cells(table.splitlines()[0]) == [
         "model", *(f"step {s}" for s in (100, 200, 300, 400, 600)), "capacity 64",

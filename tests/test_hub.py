@@ -31,7 +31,7 @@ def test_names_of_data_sets(source, expected):
 
 @pytest.mark.parametrize("source", ["hf:", "hf:a b", "hf:a/b:c:train[5:]", "hf:a/b:c:train[:0]"])
 def test_names_that_are_none(source):
-    with pytest.raises(ValueError, match=r"is no data set of the hub|asks for no row"):
+    with pytest.raises(ValueError, match=r"is not a data set of the hub|asks for zero rows"):
         hub.HubSource.parse(source)
 
 
@@ -103,9 +103,9 @@ def test_a_data_set_is_read_once(data_set, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("suffix", "field", "message"),
     [
-        ("", "body", "no column 'body'; its columns are text, id"),
-        ("", "id", "row 1: 'id' is no string but int"),
-        (":holes", "text", "row 2: 'text' is no string but NoneType"),
+        ("", "body", "there is no column 'body'; the columns are text, id"),
+        ("", "id", "row 1: 'id' is int, not a string"),
+        (":holes", "text", "row 2: 'text' is NoneType, not a string"),
         (":de", "text", "BuilderConfig 'de' not found. Available: .*'en', 'holes', 'broken'"),
         (":en:valid", "text", "Bad split: valid. Available splits: .*'train', 'test'"),
         (":broken", "text", "JSON parse error"),

@@ -131,7 +131,7 @@ def test_half_a_checkpoint_is_passed_over(tmp_path):
         folder.mkdir()
         (folder / "weights").write_text(str(step))
         if complete:
-            write_json(folder / checkpoints.COMPLETE, checkpoints.sums(folder))
+            write_json(folder / checkpoints.COMPLETE_JSON, checkpoints.checksums(folder))
     assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
     assert checkpoints.last_checkpoint(tmp_path / "none") is None
 
@@ -142,8 +142,8 @@ def test_a_damaged_checkpoint_is_warned_of_and_passed_over(tmp_path, damage):
         folder = tmp_path / f"checkpoint-{step}"
         (folder / "shard").mkdir(parents=True)
         (folder / "shard" / "weights").write_text("12345")
-        write_json(folder / checkpoints.COMPLETE, checkpoints.sums(folder))
-    file = folder / ("shard/weights" if damage != "sums" else checkpoints.COMPLETE)
+        write_json(folder / checkpoints.COMPLETE_JSON, checkpoints.checksums(folder))
+    file = folder / ("shard/weights" if damage != "sums" else checkpoints.COMPLETE_JSON)
     file.unlink() if damage == "missing" else file.write_text("1234")
     with pytest.warns(UserWarning, match="checkpoint-8 is damaged"):
         assert checkpoints.last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"

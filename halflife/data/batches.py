@@ -1,4 +1,4 @@
-"""Batches of a tokenised split, found by their step: nothing is held but the memory map of the tokens."""
+"""Batches of a tokenised split. A batch is a function of its step, so only a memory map of the tokens is held."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from halflife.registry import unknown
 from halflife.tasks import IGNORED, stream_seed
 
 MODES = ("packed", "concatenated")
-ROUNDS = 8  # of the permutation
+ROUNDS = 8  # of the Feistel network in `permuted`
 
 
 class TokenFiles:
-    """The tokens of a split and where its documents start, memory-mapped when they are first read.
+    """The tokens of a split and the offsets of its documents, memory-mapped at the first access.
 
     Args:
-        folder, split, dtype: of a cache (see `halflife.data.store`).
+        folder: of the cache, see `halflife.data.store`.
+        split: name of the split.
+        dtype: of the tokens.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str) -> None:
@@ -35,43 +37,44 @@ class TokenFiles:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """`[documents + 1]`, int64: where each document starts, and the end of the last one."""
+        """`[documents + 1]`, int64: the start of each document, and the end of the last one."""
         return self._map("offsets", "int64")
 
     def _map(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / f"{self.split}.{name}"
-        if not path.stat().st_size:  # of which there is no map
+        if not path.stat().st_size:  # an empty file cannot be mapped
             return np.empty(0, dtype=dtype)
         return np.memmap(path, dtype=dtype, mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps, of which a worker process makes its own."""
+        """The state without the memory maps; a worker process opens its own."""
         return {name: getattr(self, name) for name in ("folder", "split", "dtype")}
 
 
 class Batches(Dataset[dict[str, Tensor]]):
-    """Batches of rows of `context` tokens; item i is the batch of step i, whoever asks and whenever.
+    """Batches of rows of `context` tokens. Item i is the batch of step i, a pure function of the settings and i.
 
-    An epoch cuts the split's tokens into rows and takes each row once, in an order that depends on the seed and the
-    epoch. Tokens that make no whole batch are left out: fewer than a batch, and others in each epoch. A label is the
-    token that follows, also at the end of a row.
+    An epoch cuts the tokens of the split into rows and reads each row once, in an order that depends on the seed and
+    the epoch. Tokens that do not fill a batch are left out; they differ between epochs. The label of a token is the
+    next token, also at the end of a row.
 
-    - "packed": `input_ids` and `labels` `[1, batch_size·context]` and `cu_seqlens` `[N + 1]`, int32: a sequence starts
-      at each row and each document, so that no state, convolution or position reaches from one into the next. The last
+    - "packed": `input_ids` and `labels` `[1, batch_size·context]`, and `cu_seqlens` `[N + 1]`, int32. A sequence starts
+      at each row and at each document, so that no state, convolution or position crosses these boundaries. The last
       token of a document has no label (−100).
-    - "concatenated": `input_ids` and `labels` `[batch_size, context]`; documents follow each other, and the first token
-      of a document is predicted from the one before.
+    - "concatenated": `input_ids` and `labels` `[batch_size, context]`. Documents follow each other without a boundary,
+      and the first token of a document is predicted from the document before.
 
     Args:
         files: of the split.
-        batch_size, context: rows of a batch (of all ranks together) and tokens of a row.
-        seed: of the order.
+        batch_size: rows of a batch, over all ranks.
+        context: tokens of a row.
+        seed: of the order of the rows.
         mode: "packed" or "concatenated".
-        rank, world_size: which part of each batch this process gets; all of them in their order are the batch.
-        steps: batches in all; None for one epoch.
+        rank, world_size: the part of each batch that is returned. The parts of all ranks, in order, form the batch.
+        steps: number of batches; None for one epoch.
 
     Raises:
-        ValueError: settings that make no sense, or a split that is smaller than a batch.
+        ValueError: settings without meaning, or a split that is smaller than a batch.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Batches(Dataset[dict[str, Tensor]]):
         ids, labels = self._rows(starts)
         if self.mode == "concatenated":
             return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        bounds = self._separate(starts, labels)
+        bounds = self._mask_boundaries(starts, labels)
         return {
             "input_ids": torch.from_numpy(ids).view(1, -1),
             "labels": torch.from_numpy(labels).view(1, -1),
@@ -118,12 +121,12 @@ class Batches(Dataset[dict[str, Tensor]]):
         }
 
     def starts(self, step: int) -> np.ndarray:
-        """Where this process's rows start among the tokens: `[batch_size / world_size]`."""
+        """The offsets of this rank's rows among the tokens: `[batch_size / world_size]`."""
         epoch, turn = divmod(step, self.steps_per_epoch)
         key = stream_seed(self.files.split, self.seed, epoch)
         share = self.batch_size // self.world_size
         index = turn * self.batch_size + self.rank * share + np.arange(share)
-        shift = key % (self.total % self.context + 1)  # so that the tokens after the last row have their turn
+        shift = key % (self.total % self.context + 1)  # so that the tokens after the last row are read in other epochs
         return shift + permuted(index, self.rows, key) * self.context
 
     def _rows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,52 +134,53 @@ class Batches(Dataset[dict[str, Tensor]]):
         tokens, context = self.files.tokens, self.context
         ids = np.empty((len(starts), context + 1), dtype=np.int64)
         for row, start in enumerate(starts.tolist()):
-            found = tokens[start : start + context + 1]
-            ids[row, : len(found)] = found
-            ids[row, len(found) :] = IGNORED  # nothing follows the last token of all
-        return ids[:, :-1].copy(), ids[:, 1:].copy()  # of one row, slices would share their memory
+            span = tokens[start : start + context + 1]
+            ids[row, : len(span)] = span
+            ids[row, len(span) :] = IGNORED  # the last token of the split has no next token
+        return ids[:, :-1].copy(), ids[:, 1:].copy()  # without copies, the two would share memory
 
-    def _separate(self, starts: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Removes the labels across documents, in place; returns the boundaries of the sequences, `[N + 1]`."""
+    def _mask_boundaries(self, starts: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Remove the labels that cross documents, in place; return the boundaries of the sequences, `[N + 1]`."""
         offsets, context, bounds = self.files.offsets, self.context, []
         first, last = (np.searchsorted(offsets, starts + n, side="right") for n in (0, context))
         for row, start in enumerate(starts.tolist()):
-            ends = np.asarray(offsets[first[row] : last[row]]) - start  # of documents, in (0, context]
+            ends = np.asarray(offsets[first[row] : last[row]]) - start  # ends of documents, in (0, context]
             labels[row, ends - 1] = IGNORED
             bounds.append(np.concatenate([[0], ends[ends < context]]) + row * context)
         return np.concatenate([*bounds, [labels.size]])
 
 
 def permuted(index: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(count) sends these indices, without holding the permutation.
+    """Apply a pseudo-random permutation of range(count) to indices, without storing the permutation.
 
-    A Feistel network permutes the numbers of 2n bits, the fewest that reach `count`; where it leads out of the range,
-    it is followed on until it comes back (Black & Rogaway 2002: on average less than four times).
+    A Feistel network permutes the numbers of 2n bits, with the smallest n that covers `count`. If its value lies
+    outside the range, the network is applied again until the value is inside, on average fewer than four times (Black &
+    Rogaway 2002).
 
     Args:
         index: `[n]`, in [0, count).
         count: size of the range.
-        key: which permutation.
+        key: selects the permutation.
 
     Returns:
         `[n]`, int64.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    keys = _mixed(np.uint64(key) + np.arange(1, ROUNDS + 1, dtype=np.uint64))
-    found = index.astype(np.uint64)
-    out = np.ones(len(found), dtype=bool)
-    while out.any():
-        left, right = found[out] >> shift, found[out] & mask
+    keys = _splitmix(np.uint64(key) + np.arange(1, ROUNDS + 1, dtype=np.uint64))
+    values = index.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        left, right = values[outside] >> shift, values[outside] & mask
         for round_key in keys:
-            left, right = right, left ^ (_mixed(right + round_key) & mask)
-        found[out] = (left << shift) | right
-        out = found >= count
-    return found.astype(np.int64)
+            left, right = right, left ^ (_splitmix(right + round_key) & mask)
+        values[outside] = (left << shift) | right
+        outside = values >= count
+    return values.astype(np.int64)
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """The mixer of SplitMix64: all bits of `[n]` uint64 depend on all bits (Steele, Lea & Flood 2014)."""
+def _splitmix(x: np.ndarray) -> np.ndarray:
+    """The mixing function of SplitMix64 on `[n]` uint64 (Steele, Lea & Flood 2014)."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The folder of what is made once: downloads, and the tokens of corpora."""
+"""The cache folder, which holds downloads and tokenised corpora."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def cache_folder(cache: Path | None = None) -> Path:
-    """Where it is: `cache`, else `$HALFLIFE_CACHE`, else `~/.cache/halflife`."""
+    """The cache folder: `cache` if given, otherwise `$HALFLIFE_CACHE`, otherwise `~/.cache/halflife`."""
     return (cache or Path(os.environ.get("HALFLIFE_CACHE") or Path.home() / ".cache/halflife")).expanduser()
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time makes `path`; the others wait, and say so."""
+    """Allow one process at a time to make `path`. The others wait, and print that they wait."""
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)

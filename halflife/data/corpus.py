@@ -1,10 +1,10 @@
-"""A corpus: documents, tokenised once and kept, split by document, and cut into batches.
+"""A corpus: documents that are tokenised once, cached, split by document, and cut into batches.
 
     corpus = Corpus.open(CorpusConfig(sources=("notes/", "logs/*.jsonl.gz"), tokenizer="bytes"))
     batches = corpus.split("train").batches(batch_size=8, steps=1000)
     model(batches[0]["input_ids"], cu_seqlens=batches[0]["cu_seqlens"])
 
-A second `open` of the same files (wherever they lie) with the same tokenizer finds the tokens of the first.
+A second `open` of files with the same content and the same tokenizer re-uses the cached tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from halflife.data import splits, store
 from halflife.data.batches import MODES, Batches, TokenFiles
 from halflife.data.cache import cache_folder
 from halflife.data.documents import find, is_name
-from halflife.data.splits import Advance, Settings
+from halflife.data.splits import Advance, SplitSettings
 from halflife.data.tokenizers import Tokenizer, load_tokenizer
 from halflife.registry import unknown
 from halflife.tasks.base import SPLITS
@@ -28,17 +28,18 @@ from halflife.tasks.base import SPLITS
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Which text, and how a model sees it.
+    """The text, its tokenizer, and how it is cut into batches.
 
     Attributes:
         sources: files, folders, globs, or data sets of the Hugging Face Hub (see `halflife.data.documents`).
         tokenizer: "bytes", "bytes+eos", or one of Hugging Face by name or folder.
         context: tokens of a row.
-        mode: "packed" (documents never see each other) or "concatenated".
-        field: of records in `.jsonl`, `.parquet` and data sets of the hub.
-        fractions: of the documents that are held out, for validation and for the test.
-        strict: whether text that is no UTF-8 is an error, for tokenizers of characters (else a warning counts it).
-        cache_dir: where tokens are kept; None for `$HALFLIFE_CACHE`, or `~/.cache/halflife`.
+        mode: "packed" (no state crosses from one document into the next) or "concatenated".
+        field: the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub.
+        fractions: shares of the documents that are held out for validation and for the test.
+        strict: whether bytes that are not UTF-8 are an error for tokenizers of characters; otherwise a warning counts
+            them.
+        cache_dir: folder of the cached tokens; None for `$HALFLIFE_CACHE`, or `~/.cache/halflife`.
         seed: of the order of batches.
     """
 
@@ -54,7 +55,7 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (str, Path)):
-            raise ValueError(f"sources are several: ({str(self.sources)!r},), not {str(self.sources)!r}")
+            raise ValueError(f"sources must be a tuple: ({str(self.sources)!r},), not {str(self.sources)!r}")
         if not self.sources:
             raise ValueError("a corpus needs at least one source")
         if self.context < 1:
@@ -82,8 +83,9 @@ class Split:
     """One split of a corpus.
 
     Attributes:
-        tokens, bytes, documents: how many it has; the bytes are those of the text, before tokenisation.
-        files: its memory maps.
+        tokens, documents: their numbers.
+        bytes: size of the text before tokenisation.
+        files: memory maps of the tokens.
     """
 
     def __init__(self, files: TokenFiles, counts: dict[str, Any], config: CorpusConfig) -> None:
@@ -96,7 +98,7 @@ class Split:
         self, batch_size: int, context: int | None = None, seed: int | None = None, mode: str | None = None,
         rank: int = 0, world_size: int = 1, steps: int | None = None,
     ) -> Batches:  # fmt: skip
-        """The split as a data set whose item i is the batch of step i; see `Batches`. None: as configured."""
+        """The split as a data set whose item i is the batch of step i, see `Batches`; None is the configured value."""
         config = self.config
         return Batches(
             self.files, batch_size, config.context if context is None else context,
@@ -105,12 +107,12 @@ class Split:
 
 
 class Corpus:
-    """Tokens of documents; made by `open`.
+    """A tokenised corpus, returned by `open`.
 
     Attributes:
         digest: SHA-256 of the text, the tokenizer and the splits.
-        tokenizer: that made the tokens.
-        tokens, bytes, documents: of all splits.
+        tokenizer: of the corpus.
+        tokens, bytes, documents: their numbers over all splits.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any], config: CorpusConfig, tokenizer: Tokenizer) -> None:
@@ -126,13 +128,13 @@ class Corpus:
 
     @classmethod
     def open(cls, config: CorpusConfig, show: bool = True) -> Corpus:
-        """The corpus of this configuration, tokenised unless that was done before.
+        """Open the corpus of a configuration, and tokenise it if the cache does not hold it.
 
-        Every error about the text comes before anything is written: it is read twice, first to check it and to share
-        the documents out.
+        The text is read twice. The first pass checks it and assigns the documents to splits, so that every error
+        about the text is raised before anything is written.
 
         Args:
-            config: which text.
+            config: of the corpus.
             show: whether to draw a progress bar.
 
         Raises:
@@ -140,29 +142,29 @@ class Corpus:
                 message names it.
         """
         tokenizer = load_tokenizer(config.tokenizer)
-        settings = Settings(tokenizer, config.field, config.fractions, config.strict)
+        settings = SplitSettings(tokenizer, config.field, config.fractions, config.strict)
         files = find(config.sources, config.field, config.cache_dir)
         with _progress("hashing", sum(path.stat().st_size for path in files), show) as advance:
             digest = store.digest(files, settings, advance)
 
         def make(folder: Path) -> dict[str, Any]:
-            with _progress("reading", None, show) as advance:  # unpacked, the size is not known
+            with _progress("reading", None, show) as advance:  # the unpacked size is unknown
                 plan = splits.scan(files, settings, advance)
             folder.mkdir(parents=True)
             with _progress("tokenising", plan.size, show) as advance:
-                found = store.write(files, settings, plan, folder, advance)
+                counts = store.write(files, settings, plan, folder, advance)
             dtype = str(store.dtype_of(tokenizer.vocab_size))
             return {"format": store.FORMAT, "digest": digest, "tokenizer": tokenizer.name, "dtype": dtype,
-                    "replaced": plan.replaced, "splits": found}  # fmt: skip
+                    "replaced": plan.replaced, "splits": counts}  # fmt: skip
 
         folder = cache_folder(config.cache_dir) / "corpora" / digest
         return cls(folder, store.build(folder, digest, make), config, tokenizer)
 
     def split(self, name: str) -> Split:
-        """ "train", "validation" or "test".
+        """The split of a name: "train", "validation" or "test".
 
         Raises:
-            ValueError: another name.
+            ValueError: an unknown name.
         """
         if name not in SPLITS:
             raise unknown("split", name, list(SPLITS))
@@ -171,7 +173,7 @@ class Corpus:
 
 @contextmanager
 def _progress(name: str, size: int | None, show: bool) -> Iterator[Advance]:
-    """A bar of bytes, with the time left; gives what is told how many were done."""
+    """A progress bar of bytes with the remaining time; yields a function that advances it."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn(), TimeRemainingColumn(compact=True))
@@ -181,14 +183,15 @@ def _progress(name: str, size: int | None, show: bool) -> Iterator[Advance]:
 
 
 def bits_per_byte(loss_nats: float, tokens: int, bytes: int) -> float:
-    """A loss that does not depend on the tokenizer: bits for each byte of the text.
+    """The loss in bits per byte of the text, which can be compared across tokenizers.
 
     Args:
-        loss_nats: mean cross-entropy of a token.
-        tokens, bytes: how many the text has (a split's `tokens` and `bytes`).
+        loss_nats: mean cross-entropy per token, nats.
+        tokens: number of tokens of the text.
+        bytes: size of the text.
 
     Raises:
-        ValueError: no bytes.
+        ValueError: `bytes` is less than 1.
     """
     if bytes < 1:
         raise ValueError(f"bits per byte need at least one byte; got {bytes}")

@@ -1,15 +1,15 @@
-"""Documents of text, one after the other, from files, folders and data sets of the Hugging Face Hub.
+"""Documents of text from files, folders and data sets of the Hugging Face Hub.
 
 | name               | documents                                                                       |
 |--------------------|---------------------------------------------------------------------------------|
-| `.jsonl`           | one a line: the string in `field` of the line's object                          |
-| `.parquet`         | one a row: the string in column `field` (needs pyarrow)                         |
+| `.jsonl`           | one per line: the string in `field` of the JSON object                          |
+| `.parquet`         | one per row: the string in column `field` (needs pyarrow)                       |
 | anything else      | the file (a folder gives its `.txt`, `.md`, `.jsonl` and `.parquet` files only) |
-| `hf:owner/name`    | one a row of a data set of the hub (needs datasets; see `halflife.data.hub`)|
-| `python:`          | one a source file of Python's standard library, a text that every machine has   |
+| `hf:owner/name`    | one per row of a data set of the hub (needs datasets, see `halflife.data.hub`)  |
+| `python:`          | one per source file of Python's standard library, which every machine has       |
 
-Any of the files may be packed: `.txt.gz`, `.jsonl.gz`. A long document is read in pieces, so that memory does not grow
-with it; of `.jsonl` and `.parquet` one line or row must fit.
+Files may be compressed: `.txt.gz`, `.jsonl.gz`. A long document is read in pieces, so that memory does not grow with
+it. One line of a `.jsonl` file and one row of a `.parquet` file must fit into memory.
 """
 
 from __future__ import annotations
@@ -24,53 +24,55 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-PIECE = 1 << 20  # bytes; tokenisers see longer documents in pieces
-LINE = 1 << 30  # bytes; a longer line is no record but the wrong format
+PIECE = 1 << 20  # bytes; longer documents are tokenised in pieces
+LINE = 1 << 30  # bytes; a longer line means that the file is not JSON lines
 PYTHON = "python:"  # the source that names Python's standard library
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")  # what a folder is searched for
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")  # the files that are read from a folder
 
 
 class Piece(NamedTuple):
-    """Bytes of a document; `last` says that it ends with them."""
+    """Some bytes of a document. `last` marks the last piece of the document."""
 
     data: bytes
     last: bool
 
 
 def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[bytes]:
-    """The documents of all sources, whole, in the order of `find`; those without a byte are left out.
+    """The whole documents of all sources, in the order of `find`, without empty ones.
 
     Raises:
-        FileNotFoundError, ValueError: a source that is missing, empty, truncated, binary or has no `field`; the message
-            names the file, and the line where there is one.
+        FileNotFoundError, ValueError: a source is missing, empty, truncated or binary, or has no `field`; the message
+            names the file, and the line if there is one.
         ImportError: a source needs a package that is not installed.
     """
     for path in find(sources, field):
-        held: list[bytes] = []
+        document: list[bytes] = []
         for data, last in pieces(path, field):
-            held.append(data)
+            document.append(data)
             if last:
-                yield b"".join(held)
-                held = []
+                yield b"".join(document)
+                document = []
 
 
 def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None = None) -> list[Path]:
-    """The files of `sources`: in their order, those of a glob or folder sorted, none twice.
+    """The files of `sources` in order, without duplicates. The files of a glob or folder are sorted.
 
     Args:
-        sources: files, folders, globs (`**` reaches into folders), data sets of the hub (`hf:…`, which are downloaded).
-        field: of the hub's data sets that is kept; cache: where to.
+        sources: files, folders, globs (`**` matches nested folders), `python:`, or data sets of the hub (`hf:…`), which
+            are downloaded.
+        field: the column of a data set of the hub that is kept.
+        cache: the folder of downloads.
 
     Raises:
-        FileNotFoundError: a source that is not there, or matches nothing.
+        FileNotFoundError: a source does not exist or matches no file.
     """
     if not sources:
         raise ValueError("a corpus needs at least one source")
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}
     for source in sources:
         for path in _files(source, field, cache):
-            found.setdefault(path.resolve(), path)
-    return list(found.values())
+            files.setdefault(path.resolve(), path)
+    return list(files.values())
 
 
 def is_name(source: str | Path) -> bool:
@@ -115,16 +117,16 @@ def _hidden(path: Path) -> bool:
 
 
 def kind(path: Path) -> str:
-    """The suffix that says how a file is read, in small letters and without `.gz`."""
+    """The suffix that determines the format of a file: lower case, without `.gz`."""
     path = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     return path.suffix.lower()
 
 
 def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterator[Piece]:
-    """The documents of one file, each in pieces of at most `limit` bytes (None: `PIECE`).
+    """The documents of one file, each in pieces of at most `limit` bytes (None for `PIECE`).
 
-    A document is cut before white space where there is some, else between characters of UTF-8; where depends on its
-    bytes and `limit` alone.
+    A document is cut before white space if possible, otherwise between characters of UTF-8. The cuts depend on its
+    bytes and `limit` only.
 
     Raises:
         FileNotFoundError, ValueError, ImportError: as `documents`.
@@ -145,24 +147,24 @@ def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterato
             yield Piece(document[start:], True)
             empty = False
     if empty:
-        raise ValueError(f"{path} is empty: no document in it has any text")
+        raise ValueError(f"{path} is empty: none of its documents has text")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file, unpacked; errors while it is read name it."""
+    """Open a file and decompress it if necessary. Errors while it is read name the file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
             yield file  # pyright: ignore
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or no gzip: {error}") from error
+        raise ValueError(f"{path} is truncated or not gzip: {error}") from error
 
 
 def _refuse_binary(path: Path, data: bytes) -> None:
     if b"\0" in data:
-        raise ValueError(f"{path} is binary or UTF-16 (it has NUL bytes); a corpus is read as UTF-8 text")
+        raise ValueError(f"{path} is binary or UTF-16 (it has NUL bytes); a corpus must be UTF-8 text")
 
 
 def _text(path: Path, limit: int) -> Iterator[Piece]:
@@ -181,7 +183,7 @@ def _text(path: Path, limit: int) -> Iterator[Piece]:
 
 
 def _cut(data: bytes, limit: int) -> int:
-    """Where to cut `data`, which is longer than `limit`: the last white space of its second half, or a character."""
+    """The place to cut `data`, up to `limit`: the last white space in its second half, or the start of a character."""
     space = max(data.rfind(b" ", limit // 2, limit), data.rfind(b"\n", limit // 2, limit))
     if space > 0:
         return space
@@ -196,7 +198,7 @@ def _jsonl(path: Path, field: str) -> Iterator[bytes]:
             number += 1
             _refuse_binary(path, line)
             if len(line) == LINE:
-                raise ValueError(f"{path}:{number} is longer than {LINE:,} bytes: no JSON lines")
+                raise ValueError(f"{path}:{number} is longer than {LINE:,} bytes, so the file is not JSON lines")
             if line.strip():
                 yield _field(line, field, f"{path}:{number}")
     if not number:
@@ -207,32 +209,32 @@ def _field(line: bytes, field: str, place: str) -> bytes:
     try:
         record = json.loads(line.decode("utf-8-sig", "surrogateescape"))
     except ValueError as error:
-        raise ValueError(f"{place} is no JSON: {error}") from error
+        raise ValueError(f"{place} is not JSON: {error}") from error
     except RecursionError:
         raise ValueError(f"{place} is nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{place} is no JSON object but {type(record).__name__}")
+        raise ValueError(f"{place} is {type(record).__name__}, not a JSON object")
     if field not in record:
         raise ValueError(f"{place} has no field {field!r}; its fields are {', '.join(map(str, record)) or 'none'}")
     return encoded(record[field], f"{place}: {field!r}")
 
 
 def encoded(text: object, place: str) -> bytes:
-    """A string of a record as bytes.
+    """The text of a record as bytes.
 
     Raises:
-        ValueError: it is no string; the message begins with `place`.
+        ValueError: `text` is not a string; the message begins with `place`.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{place} is no string but {type(text).__name__}")
+        raise ValueError(f"{place} is {type(text).__name__}, not a string")
     try:
-        return text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 are themselves again
+        return text.encode("utf-8", "surrogateescape")  # restores bytes that were not UTF-8
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")  # half a surrogate pair, which JSON can spell, is no UTF-8
+        return text.encode("utf-8", "surrogatepass")  # JSON can contain half a surrogate pair, which is not UTF-8
 
 
 def _json(path: Path, field: str) -> Iterator[bytes]:
-    raise ValueError(f"{path} is JSON; a corpus takes JSON lines: one object a line, in a file named .jsonl")
+    raise ValueError(f"{path} is JSON; a corpus reads JSON lines, one object per line, in a file named .jsonl")
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
@@ -252,10 +254,10 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
             for batch in table.iter_batches(batch_size=64, columns=[field]):
                 column = batch.column(0)
                 strings = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-                # As bytes: pyarrow reads what is no UTF-8, but cannot make strings of it.
+                # Cast to bytes: pyarrow cannot make strings of bytes that are not UTF-8.
                 for text in (column.cast(pyarrow.large_binary()) if strings else column).to_pylist():
                     row += 1
                     yield text if strings and text is not None else encoded(text, f"{path}, row {row}: {field!r}")
         except (pyarrow.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{path} is truncated or no parquet: {reason}") from error
+            raise ValueError(f"{path} is truncated or not parquet: {reason}") from error

@@ -1,4 +1,4 @@
-"""Text of the Hugging Face Hub: a data set is streamed once, and kept as JSON lines beside the other caches."""
+"""Text of the Hugging Face Hub. A data set is streamed once and cached as JSON lines."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class HubSource:
 
     Attributes:
         name: "owner/name".
-        revision: a commit, branch or tag; a whole commit (40 hexadecimal digits) is looked for nowhere else once it is
-            here, so that it works without a network.
-        configuration: one of the data set's, None for its default.
-        split: of the data set, all of whose documents are taken; rows: only so many, the first (None: all).
+        revision: a commit, branch or tag. A full commit (40 hexadecimal digits) that is cached needs no network.
+        configuration: of the data set; None for its default.
+        split: of the data set.
+        rows: the number of rows to take from the start of the split; None for all.
     """
 
     name: str
@@ -39,28 +39,28 @@ class HubSource:
 
     @classmethod
     def parse(cls, source: str) -> HubSource:
-        """What `hf:…` says.
+        """Parse `hf:…`.
 
         Raises:
-            ValueError: it is not of that form.
+            ValueError: `source` does not have the form of `GRAMMAR`.
         """
         if (match := _SOURCE.fullmatch(source)) is None:
-            raise ValueError(f"{source!r} is no data set of the hub; write {GRAMMAR}")
+            raise ValueError(f"{source!r} is not a data set of the hub; write {GRAMMAR}")
         found = match.groupdict()
         rows = None if found["rows"] is None else int(found["rows"])
         if rows == 0:
-            raise ValueError(f"{source!r} asks for no row")
+            raise ValueError(f"{source!r} asks for zero rows")
         return cls(found["name"], found["revision"], found["configuration"] or None, found["split"] or "train", rows)
 
 
 def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
-    """The JSON lines of a data set, downloaded (streaming: row by row) unless that revision is here already.
+    """The file of JSON lines of a data set. It is downloaded row by row unless the cache holds this revision.
 
     Raises:
-        ValueError: `source` is not of the form above; the data set has no such configuration, split or column, or a
-            row that is no string.
+        ValueError: `source` does not have the form of `GRAMMAR`, the data set has no such configuration, split or
+            column, or a row is not a string.
         ImportError: `datasets` is not installed.
-        ConnectionError: the hub cannot be reached (this is known within seconds), or has no such data set.
+        ConnectionError: the hub cannot be reached (this takes some seconds), or has no such data set.
     """
     wanted = HubSource.parse(source)
     commit = wanted.revision if re.fullmatch("[0-9a-f]{40}", wanted.revision or "") else _commit(wanted)
@@ -76,15 +76,15 @@ def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
 
 
 def _commit(wanted: HubSource) -> str:
-    """The commit that the revision (default: the newest) stands for."""
+    """The commit of the revision; without a revision, the newest commit."""
     from huggingface_hub import HfApi
 
     try:
         return str(HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=TIMEOUT).sha)
-    except Exception as error:  # whatever the client's HTTP library raises
+    except Exception as error:  # the HTTP library of the client may raise anything
         raise ConnectionError(
-            f"cannot ask the hub about {wanted.name} ({_line(error)}); a data set that is here already needs no "
-            "network if its commit is given: hf:owner/name@commit"
+            f"cannot ask the hub about {wanted.name} ({_line(error)}); a cached data set needs no "
+            "network if you give its commit: hf:owner/name@commit"
         ) from error
 
 
@@ -93,7 +93,7 @@ def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
         import datasets  # pyright: ignore
     except ImportError as error:
         raise ImportError(f"hf:{wanted.name} needs the package datasets: pip install datasets") from error
-    _commit(wanted)  # a hub that cannot be reached is an error now; `datasets` would try again for half a minute
+    _commit(wanted)  # raises at once if the hub cannot be reached; `datasets` would retry for half a minute
     try:
         rows = datasets.load_dataset(
             wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
@@ -103,16 +103,16 @@ def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
                 file.write(json.dumps({field: _text(row, field, i + 1)}) + "\n")
     except ValueError as error:
         raise ValueError(f"hf:{wanted.name}: {_line(error)}") from error
-    except Exception as error:  # whatever the library's readers raise
+    except Exception as error:  # the readers of the library may raise anything
         raise ConnectionError(f"cannot download hf:{wanted.name}: {_line(error)}") from error
 
 
 def _text(row: dict[str, object], field: str, number: int) -> str:
     if field not in row:
-        raise ValueError(f"no column {field!r}; its columns are {', '.join(row)}")
+        raise ValueError(f"there is no column {field!r}; the columns are {', '.join(row)}")
     text = row[field]
     if not isinstance(text, str):
-        raise ValueError(f"row {number}: {field!r} is no string but {type(text).__name__}")
+        raise ValueError(f"row {number}: {field!r} is {type(text).__name__}, not a string")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Which document goes to which split: the first reading of a corpus, which decides and checks, and writes nothing."""
+"""The first pass over a corpus. It checks the text and assigns each document to a split, and writes nothing."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from halflife.data.documents import Piece
 from halflife.data.tokenizers import Tokenizer
 from halflife.tasks.base import SPLITS
 
-Advance = Callable[[int], None]  # is told how many bytes were done
+Advance = Callable[[int], None]  # advances a progress bar by a number of bytes
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the tokens depend on besides the files.
+class SplitSettings:
+    """The settings that the tokens of a corpus depend on.
 
     Attributes:
         tokenizer: of the text.
-        field: of records.
-        fractions: of the documents, for validation and test.
-        strict: whether text that is no UTF-8 is an error (for a tokenizer of characters).
+        field: the field of the text in records.
+        fractions: shares of the documents for validation and test.
+        strict: whether bytes that are not UTF-8 are an error, for a tokenizer of characters.
     """
 
     tokenizer: Tokenizer
@@ -38,13 +38,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the first reading found.
+    """The result of the first pass.
 
     Attributes:
-        splits: for each document its split, as a number of `SPLITS`: `[documents]`, uint8.
+        splits: the split of each document as an index of `SPLITS`: `[documents]`, uint8.
         size: bytes of all documents.
-        cuts: where the only document of a corpus is cut: a split starts at each.
-        replaced: sequences of bytes that are no UTF-8, and are lost to a tokenizer of characters.
+        cuts: bytes at which new splits start, if the corpus is a single document.
+        replaced: number of byte sequences that are not UTF-8, which a tokenizer of characters loses.
     """
 
     splits: np.ndarray
@@ -53,8 +53,8 @@ class Plan:
     replaced: int
 
 
-def scan(files: Sequence[Path], settings: Settings, advance: Advance) -> Plan:
-    """Reads every document, and decides its split; nothing is written.
+def scan(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> Plan:
+    """Read every document and assign it to a split.
 
     Raises:
         FileNotFoundError, ValueError, ImportError: a file that cannot be read, or too few documents.
@@ -71,18 +71,18 @@ def scan(files: Sequence[Path], settings: Settings, advance: Advance) -> Plan:
                 keys.append(int.from_bytes(content.digest()[:8], "big"))
                 content = hashlib.sha256()
         if replaced > before and settings.strict:
-            raise ValueError(f"{path} has {replaced - before} sequences of bytes that are no UTF-8")
+            raise ValueError(f"{path} has {replaced - before} sequences of bytes that are not UTF-8")
     if replaced:
-        warnings.warn(f"{replaced} sequences of bytes are no UTF-8; each becomes U+FFFD", stacklevel=2)
+        warnings.warn(f"{replaced} sequences of bytes are not UTF-8; each becomes U+FFFD", stacklevel=2)
     if len(keys) == 1 and any(settings.fractions):
-        warnings.warn("the corpus is one document: its end is held out, not documents of their own", stacklevel=2)
+        warnings.warn("the corpus is one document, so its end is held out instead of whole documents", stacklevel=2)
         splits, cuts = _cuts(total, settings.fractions)
         return Plan(splits, total, cuts, replaced)
     return Plan(assign(np.frombuffer(keys, dtype=np.uint64), settings.fractions), total, (), replaced)
 
 
 def _invalid(data: bytes) -> int:
-    """Sequences of bytes that are no UTF-8."""
+    """The number of byte sequences that are not UTF-8."""
     try:
         data.decode("utf-8")
         return 0
@@ -91,15 +91,16 @@ def _invalid(data: bytes) -> int:
 
 
 def assign(keys: np.ndarray, fractions: tuple[float, float]) -> np.ndarray:
-    """The split of each document, by a hash of its content.
+    """Assign each document to a split by a hash of its content.
 
     Args:
-        keys: hashes, uniform over 64 bits: `[documents]`, uint64.
-        fractions: for validation and test. Those below the first are for validation, then come those for the test; a
-            split that would have none gets the next hash. Documents with one content share their split.
+        keys: hashes, uniform over 64 bits: `[documents]`, uint64. Documents with equal content have equal hashes, and
+            so the same split.
+        fractions: shares for validation and test. The smallest hashes are for validation, the next ones for the test.
+            A split with a positive share has at least one hash.
 
     Returns:
-        `[documents]`, uint8, numbers of `SPLITS`.
+        Indices of `SPLITS`: `[documents]`, uint8.
 
     Raises:
         ValueError: fewer distinct documents than splits.
@@ -121,10 +122,10 @@ def assign(keys: np.ndarray, fractions: tuple[float, float]) -> np.ndarray:
 
 
 def _cuts(size: int, fractions: tuple[float, float]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The splits of one document in their order, and the bytes at which the second and the third start."""
+    """The splits of a single document in order, and the bytes at which the second and the third start."""
     held = [(name, max(1, round(f * size))) for name, f in zip(SPLITS[1:], fractions, strict=True) if f]
     train = size - sum(length for _, length in held)
-    # A cut may move by three bytes, to the next character.
+    # `divided` may move a cut by up to three bytes, to the next character.
     if train < 8 or any(length < 8 for _, length in held):
         raise ValueError(f"the corpus is one document of {size} bytes, too few for {1 + len(held)} splits")
     cuts = (train, train + held[0][1])[: len(held)]
@@ -132,7 +133,7 @@ def _cuts(size: int, fractions: tuple[float, float]) -> tuple[np.ndarray, tuple[
 
 
 def divided(pieces: Iterator[Piece], cuts: Sequence[int]) -> Iterator[Piece]:
-    """One document as several: a new one starts at each of `cuts`, or at the next character."""
+    """Divide one document into several. A new one starts at each of `cuts`, or at the next character."""
     position, left = 0, list(cuts)
     for data, last in pieces:
         while left and left[0] < position + len(data):
@@ -140,7 +141,7 @@ def divided(pieces: Iterator[Piece], cuts: Sequence[int]) -> Iterator[Piece]:
             while cut < len(data) and data[cut] & 0xC0 == 0x80 and cut < left[0] - position + 3:
                 cut += 1
             if cut == len(data):
-                break  # the character ends with the piece: the document is cut before the next
+                break  # the character ends with the piece, so the cut falls before the next piece
             yield Piece(data[:cut], True)
             position, data = position + cut, data[cut:]
             left.pop(0)

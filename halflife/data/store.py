@@ -1,8 +1,9 @@
-"""Tokens of a corpus on the disk: every document goes to its split, is tokenised once, and is memory-mapped after.
+"""Tokens of a corpus on disk: each document is tokenised once, written to its split, and memory-mapped.
 
-A cache is a folder named after a digest of everything that its tokens depend on: `<split>.tokens` (flat, the smallest
-unsigned integers that hold the vocabulary), `<split>.offsets` (int64: where each document starts, and the end), and
-`index.json` (counts and checksums). It is built in a folder beside it, and moved into place when it is whole.
+The cache of a corpus is a folder. Its name is a digest of everything that the tokens depend on. It holds
+`<split>.tokens` (flat, in the smallest unsigned integers that hold the vocabulary), `<split>.offsets` (int64, the start
+of each document and the end), and `index.json` (counts and checksums). It is built in a temporary folder, which is
+renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from halflife.data import documents
 from halflife.data.cache import locked
 from halflife.data.documents import Piece
-from halflife.data.splits import Advance, Plan, Settings, divided
+from halflife.data.splits import Advance, Plan, SplitSettings, divided
 from halflife.files import read_json, write_json
 from halflife.tasks.base import SPLITS
 
@@ -31,13 +32,13 @@ READ = 1 << 20  # bytes hashed at a time
 BATCH = 1 << 20  # bytes tokenised at a time, in parallel where the tokenizer can
 
 
-def digest(files: Sequence[Path], settings: Settings, advance: Advance) -> str:
-    """SHA-256 of the files' bytes in their order, of how they are read, and of the settings; not of their names."""
-    found = hashlib.sha256()
+def digest(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> str:
+    """SHA-256 of the content of the files in order, their formats, and the settings, but not of their names."""
+    digest = hashlib.sha256()
     parts = [
         FORMAT, documents.PIECE, settings.tokenizer.fingerprint(), settings.field, settings.fractions, settings.strict
     ]  # fmt: skip
-    found.update(json.dumps(parts).encode())
+    digest.update(json.dumps(parts).encode())
     for path in files:
         content = hashlib.sha256()
         with path.open("rb") as file:
@@ -45,8 +46,8 @@ def digest(files: Sequence[Path], settings: Settings, advance: Advance) -> str:
                 content.update(chunk)
                 advance(len(chunk))
         packed = path.suffix.lower() == ".gz"
-        found.update(json.dumps([documents.kind(path), packed, content.hexdigest()]).encode())
-    return found.hexdigest()
+        digest.update(json.dumps([documents.kind(path), packed, content.hexdigest()]).encode())
+    return digest.hexdigest()
 
 
 class Writer:
@@ -59,10 +60,10 @@ class Writer:
             self.files = stack.pop_all()
         self.checksum, self.dtype = hashlib.sha256(), dtype
         self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
-        self.started = False  # whether a document is open that has a token
+        self.started = False  # whether the current document has a token
 
     def add(self, ids: np.ndarray, size: int, last: bool, eos: int | None) -> None:
-        """A piece of a document: its token ids `[T]` and how many bytes they stand for."""
+        """Append a piece of a document: its token ids `[T]`, which stand for `size` bytes of text."""
         if last and eos is not None:
             ids = np.append(ids, eos)
         if len(ids) and not self.started:
@@ -85,19 +86,19 @@ class Writer:
         self.files.close()
 
     def finish(self) -> dict[str, Any]:
-        """Writes the last offset, the end; what the index says of the files."""
+        """Write the last offset, which is the end; return the counts and the checksum for the index."""
         self._offset()
-        self.counts["documents"] -= 1  # the end is no document
+        self.counts["documents"] -= 1  # the end is not a document
         return {**self.counts, "offsets": self.checksum.hexdigest()}
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """The smallest unsigned integers that hold the ids."""
+    """The smallest unsigned integer type that holds the ids."""
     return np.dtype("uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32")
 
 
-def write(files: Sequence[Path], settings: Settings, plan: Plan, folder: Path, advance: Advance) -> dict[str, Any]:
-    """Tokenises the files into `folder`: the second reading. Returns what the index says of each split."""
+def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Path, advance: Advance) -> dict[str, Any]:
+    """Tokenise the files into `folder` in the second pass; returns the entry of each split in the index."""
     tokenizer, dtype = settings.tokenizer, dtype_of(settings.tokenizer.vocab_size)
     stream = (piece for path in files for piece in documents.pieces(path, settings.field))
     stream = divided(stream, plan.cuts) if plan.cuts else stream
@@ -111,31 +112,32 @@ def write(files: Sequence[Path], settings: Settings, plan: Plan, folder: Path, a
                 writers[plan.splits[document]].add(ids, len(piece.data), piece.last, tokenizer.eos)
                 document += piece.last
             advance(sum(len(piece.data) for piece in batch))
-        found = {split: writer.finish() for split, writer in zip(SPLITS, writers, strict=True)}
-    if document != len(plan.splits) or sum(counts["bytes"] for counts in found.values()) != plan.size:
+        entries = {split: writer.finish() for split, writer in zip(SPLITS, writers, strict=True)}
+    if document != len(plan.splits) or sum(counts["bytes"] for counts in entries.values()) != plan.size:
         raise ValueError("the files changed while they were read")
-    return found
+    return entries
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    held, size = [], 0
+    """Pieces in batches of at least `BATCH` bytes."""
+    batch, size = [], 0
     for piece in pieces:
-        held.append(piece)
+        batch.append(piece)
         size += len(piece.data)
         if size >= BATCH:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The index of the cache `folder`, which is made if it is not there, or not whole.
+    """The index of the cache `folder`. The cache is made if it is missing or damaged.
 
     Args:
-        folder: where it belongs.
-        key: its digest.
-        make: makes a folder with the files and returns the index, without its checksum.
+        folder: of the cache.
+        key: digest of the corpus.
+        make: writes the files into a new folder and returns the index without its checksum.
     """
     if not folder.exists():
         reason = None
@@ -146,12 +148,12 @@ def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dic
             reason = error
     with locked(folder):
         try:
-            return read_index(folder, key)  # another process made it meanwhile
+            return read_index(folder, key)  # another process may have made it
         except (OSError, ValueError):
             pass
         if reason is not None:
-            warnings.warn(f"the cache {folder} is damaged ({reason}); it is made again", stacklevel=2)
-        for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
+            warnings.warn(f"the cache {folder} is damaged ({reason}) and is made again", stacklevel=2)
+        for left in folder.parent.glob(f".{folder.name}.*"):  # of processes that were killed
             shutil.rmtree(left, ignore_errors=True)
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
@@ -169,10 +171,10 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def read_index(folder: Path, key: str) -> dict[str, Any]:
-    """The index of a cache, after a check of the index, the offsets and the files' sizes.
+    """Read the index of a cache, and check the index, the offsets and the sizes of the files.
 
     Raises:
-        OSError, ValueError: the cache is not whole, or is not the one of this digest.
+        OSError, ValueError: the cache is incomplete, damaged, or of another corpus.
     """
     index = read_json(folder / "index.json")
     if not isinstance(index, dict) or index.pop("checksum", None) != _checksum(index):

@@ -1,4 +1,4 @@
-"""Task examples as a data set whose items are whole batches."""
+"""Examples of tasks as a data set whose items are whole batches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from halflife.tasks import Task, stream_seed
 
 
 class TaskStream(Dataset[dict[str, Tensor]]):
-    """Fresh examples for every step; item i is the batch of step i, whoever asks and whenever.
+    """New examples for every step. Item i is the batch of step i, a pure function of the settings and i.
 
-    A batch is made in one vectorised call a task, and a resumed run finds the batches it has not seen by their index.
-    All examples of a batch have one length: the tasks of a mixture that have it share the batch equally (the examples
-    that are left over go to each in turn), and where a mixture has several lengths, they take turns.
+    A batch takes one vectorised call per task, and a resumed run continues with the index of its next step. All
+    examples of a batch have the same length. If a mixture has tasks of several lengths, the lengths take turns. The
+    tasks of one length share a batch equally, and examples that are left over go to each task in turn.
 
     Args:
-        stages: the curriculum; each mixture of tasks has an equal share of the steps, in this order.
-        steps: batches in all.
-        batch_size: examples a batch.
+        stages: the curriculum, one mixture of tasks per stage; all stages have equally many steps.
+        steps: number of batches.
+        batch_size: examples of a batch.
         seed: of the run.
     """
 
@@ -48,7 +48,7 @@ class TaskStream(Dataset[dict[str, Tensor]]):
         }
 
 
-def only(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Collates a list of one batch: that batch."""
+def unwrap_batch(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the only element of `items`, which is a whole batch; for a `DataLoader` with batch size 1."""
     (batch,) = items
     return batch

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small protocol: the bytes themselves, or any tokenizer of Hugging Face."""
+"""Tokenizers with one small protocol: bytes, or any tokenizer of Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from halflife.files import read_bytes
 from halflife.models import ModelConfig
 
-BYTES = 256  # the vocabulary of a model that reads bytes
-Ids = Iterable[int] | np.ndarray | Tensor  # of one text, `[T]`
+BYTES = 256  # vocabulary size of a model of bytes
+Ids = Iterable[int] | np.ndarray | Tensor  # token ids of one text, `[T]`
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer.
+    """The interface of a tokenizer that a corpus needs.
 
     Attributes:
-        name: by which `load_tokenizer` finds it.
+        name: argument of `load_tokenizer`.
         vocab_size: ids lie in [0, vocab_size).
-        eos: the id that ends a document, None if there is none.
-        reads_text: whether it takes characters, so that bytes which are no UTF-8 are lost.
+        eos: the id that ends a document, or None.
+        reads_text: whether it reads characters, so that bytes that are not UTF-8 are lost.
     """
 
     name: str
@@ -37,24 +37,24 @@ class Tokenizer(Protocol):
     reads_text: bool
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids `[T]` of a text, int64; no special tokens are added, and none is read out of the text."""
+        """Token ids `[T]` of a text, int64. Special tokens are neither added nor recognised in the text."""
         ...
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """`encode` of each."""
+        """`encode` of each text."""
         ...
 
     def decode(self, ids: Ids) -> str:
-        """The text of token ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """The text of token ids, without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash of all that determines its ids."""
+        """A hash of everything that determines the ids."""
         ...
 
 
 class ByteTokenizer:
-    """Ids 0 … 255 are the bytes; with `end_of_document`, id 256 ends a document."""
+    """Ids 0 … 255 are the bytes. With `end_of_document`, id 256 ends a document."""
 
     reads_text = False
 
@@ -74,18 +74,18 @@ class ByteTokenizer:
         return self.to_bytes(ids).decode("utf-8", "replace")
 
     def to_bytes(self, ids: Ids) -> bytes:
-        """The bytes of token ids, without the ends of documents.
+        """The bytes of token ids; ids that end documents are skipped.
 
         Raises:
-            ValueError: an id outside the vocabulary.
+            ValueError: an id lies outside the vocabulary.
         """
-        kept = [i for i in map(int, ids) if i != self.eos]
-        if wrong := [i for i in kept if not 0 <= i < 256]:
+        values = [i for i in map(int, ids) if i != self.eos]
+        if wrong := [i for i in values if not 0 <= i < 256]:
             raise ValueError(f"{wrong[0]} is no id of the tokenizer {self.name!r}, which has {self.vocab_size}")
-        return bytes(kept)
+        return bytes(values)
 
     def stream(self) -> ByteStream:
-        """A decoder for ids that come one by one."""
+        """A decoder for ids that arrive one by one."""
         return ByteStream(self)
 
     def fingerprint(self) -> str:
@@ -93,18 +93,18 @@ class ByteTokenizer:
 
 
 class ByteStream:
-    """Decodes bytes as they come: a character appears when its last byte is here."""
+    """Decodes bytes as they arrive. A character appears with its last byte."""
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         self.tokenizer = tokenizer
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Ids) -> str:
-        """The characters that are whole after these ids."""
+        """The characters that these ids complete."""
         return self.decoder.decode(self.tokenizer.to_bytes(ids))
 
     def finish(self) -> str:
-        """What is left: U+FFFD for half a character."""
+        """The rest: U+FFFD if the last character is incomplete, otherwise nothing."""
         return self.decoder.decode(b"", final=True)
 
 
@@ -112,8 +112,8 @@ class HuggingFaceTokenizer:
     """A tokenizer of transformers.
 
     Args:
-        tokenizer: what `AutoTokenizer.from_pretrained` returned.
-        name: of the hub, or a folder.
+        tokenizer: from `AutoTokenizer.from_pretrained`.
+        name: on the hub, or a folder.
     """
 
     reads_text = True
@@ -121,7 +121,7 @@ class HuggingFaceTokenizer:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.tokenizer, self.name = tokenizer, name
         self.eos: int | None = tokenizer.eos_token_id
-        # Ids may have gaps: their number is then not one more than the largest.
+        # Ids can have gaps, so the vocabulary may have fewer entries than the largest id plus one.
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -131,15 +131,15 @@ class HuggingFaceTokenizer:
         if not texts:
             return []
         strings = [text.decode("utf-8", "replace") if isinstance(text, bytes) else text for text in texts]
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             strings,
             add_special_tokens=False,
-            split_special_tokens=True,  # "<|endoftext|>" in a document is text, and ends nothing
+            split_special_tokens=True,  # "<|endoftext|>" in a document is ordinary text
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # about texts longer than the context of its model
+            verbose=False,  # no warning of texts longer than the context of its model
         )
-        return [np.asarray(ids, dtype=np.int64) for ids in found["input_ids"]]
+        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(list(map(int, ids)), skip_special_tokens=True)
@@ -155,16 +155,16 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of this name.
+    """Load a tokenizer by name.
 
     Args:
-        name_or_path: "bytes", "bytes+eos" (bytes, and id 256 after each document), a folder with a tokenizer's files,
-            or a name on the Hugging Face Hub; code of the hub is not run.
-        model_vocab_size: of the model that will read the ids, None to leave that open.
+        name_or_path: "bytes", "bytes+eos" (bytes, and id 256 after each document), a folder with the files of a
+            tokenizer, or a name on the Hugging Face Hub. Code from the hub is not run.
+        model_vocab_size: vocabulary size of the model that will read the ids; None to skip the check.
 
     Raises:
-        FileNotFoundError: there is no such tokenizer here, nor on the hub if it can be reached.
-        ValueError: it has more ids than the model.
+        FileNotFoundError: there is no such tokenizer, neither here nor on the hub.
+        ValueError: the tokenizer has more ids than the model.
     """
     name = str(name_or_path)
     tokenizer = ByteTokenizer(name == "bytes+eos") if name in ("bytes", "bytes+eos") else _from_pretrained(name)
@@ -184,7 +184,7 @@ def _from_pretrained(name: str) -> HuggingFaceTokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raises a ValueError if the tokenizer has ids that the model has not."""
+    """Raise a ValueError if the tokenizer has more ids than the model."""
     if tokenizer.vocab_size > model_vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, more than the model's vocab_size "
@@ -193,7 +193,11 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
-    """The token ids `[N]` of a text: its bytes (uint8), or what a tokenizer of transformers makes of it (int64).
+    """The token ids `[N]` of the joined text of files.
+
+    Args:
+        files: of the text; `.gz` files are decompressed.
+        tokenizer: name or folder of a tokenizer of transformers, whose ids are int64; None for bytes, uint8.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -218,10 +222,15 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
 
 
 def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
-    """At most `sequences` pieces of `ids [N]`, evenly spread, that do not overlap: `[B, T]`, T = min(length, N).
+    """Evenly spaced pieces of a text that do not overlap: `[B, T]` with B ≤ `sequences` and T = min(length, N).
+
+    Args:
+        ids: of the text, `[N]`.
+        length: tokens of a piece.
+        sequences: the largest number of pieces.
 
     Raises:
-        ValueError: a text or a length below 2 tokens, or fewer than one sequence.
+        ValueError: the text or the length has fewer than 2 tokens, or `sequences` is less than 1.
     """
     if length < 2 or sequences < 1:
         raise ValueError(f"need a length of 2 tokens or more and at least 1 sequence; got {length} and {sequences}")
@@ -234,10 +243,10 @@ def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
 
 
 def check_ids(config: ModelConfig, ids: Tensor, tokenizer: str | None) -> None:
-    """Whether a model can read these ids.
+    """Check that a model can read these ids.
 
     Raises:
-        ValueError: bytes for a model that is not of bytes, or ids beyond its vocabulary.
+        ValueError: the ids are bytes and the model is not of bytes, or an id lies beyond its vocabulary.
     """
     if tokenizer is None and config.vocab_size != BYTES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Echo's experiments: transfer between recall tasks, MQAR, and what spectral Koopman attention is made of."""
+"""Echo's experiments: transfer between recall tasks, MQAR, and ablations of spectral Koopman attention (SKA)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _ska(power: int, mix: str = "learned", **options: Any) -> dict[str, Any]:
     return {"power": power, "mix": mix, "query_init": "key", **options}
 
 
-# Options of the SKA layers, by what stands behind the colon of a model's name. "own": queries start apart from the
-# keys, as the paper's do; "full": μ = 1, the paper's filter; else μ is learned.
+# Variant → options of the SKA layers; `preset:variant` names a model. "own": query and key projections start from
+# different values, as in the paper. "full": μ = 1, the paper's filter; otherwise μ is learned.
 VARIANTS: dict[str, dict[str, Any]] = {
     "K0-own": _ska(0, "ridge", query_init="own"),
     "K1-full-own": _ska(1, "koopman", query_init="own"),
-    "K2-full-own": _ska(2, "koopman", query_init="own"),  # the paper's
+    "K2-full-own": _ska(2, "koopman", query_init="own"),  # the paper
     "K4-full-own": _ska(4, "koopman", query_init="own"),
     "K1-own": _ska(1, query_init="own"),
     "K2-own": _ska(2, query_init="own"),
@@ -46,10 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def variant(name: str) -> tuple[str, dict[str, Any]]:
-    """`preset:variant` → the preset, and the options of its SKA layers.
+    """The preset of a name `preset:variant`, and the options of its SKA layers.
 
     Raises:
-        ValueError: an unknown variant (the message lists them), or one of a preset without SKA.
+        ValueError: an unknown variant (the message lists them), or a variant of a preset without SKA.
     """
     base, _, chosen = name.partition(":")
     if not chosen:
@@ -57,12 +57,12 @@ def variant(name: str) -> tuple[str, dict[str, Any]]:
     if chosen not in VARIANTS:
         raise unknown("variant of SKA", chosen, list(VARIANTS))
     if "ska" not in base.split("+"):
-        raise ValueError(f"{base} has no SKA layers, of which {chosen!r} could be a variant")
+        raise ValueError(f"{base} has no SKA layers, so {chosen!r} cannot be a variant of it")
     return base, VARIANTS[chosen]
 
 
-# The paper: 6,000 steps of 16 at 3e-4, 15 min a model here and three seeds of each two and a half hours. So a third of
-# the steps, of twice as many examples at a higher rate, the first half of them on short sequences (docs/log.md).
+# The paper trains for 6,000 steps of 16 examples at 3e-4, which takes 15 minutes per model here. This scale has a third
+# of the steps, twice the examples, a higher rate, and short sequences in the first half of the steps (docs/log.md).
 SMALL = RecallSettings(
     hidden_size=128, num_layers=4, num_heads=4, train_length=64, pairs=tuple(range(1, 9)), warm_length=24,
     warm_pairs=(1, 2, 3, 4), steps=2000, batch_size=32, weight_decay=0.01, warmup=0.05, schedule="cosine", bf16=True,
@@ -77,7 +77,7 @@ PAPER = dataclasses.replace(
 
 @EXPERIMENTS.add("echo-transfer")
 class EchoTransfer(RecallExperiment):
-    """Echo's Tables 2 and 3: trained on two tasks at T 64, tested on six to 64 T."""
+    """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T."""
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -100,7 +100,12 @@ class EchoTransfer(RecallExperiment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EchoMQARSettings(MQARSettings):
-    """What MQAR with SKA has besides: `rank` and `ska_chunk` of its SKA layers."""
+    """The settings of MQAR with SKA.
+
+    Attributes:
+        rank: of the SKA layers.
+        ska_chunk: tokens of a chunk of the SKA layers.
+    """
 
     rank: int = 24
     ska_chunk: int = 2
@@ -114,7 +119,7 @@ MQAR = EchoMQARSettings(
 
 @EXPERIMENTS.add("echo-mqar")
 class EchoMQAR(MQARExperiment):
-    """MQAR: Mamba-2 then SKA, against two layers of Mamba-2 whose state is as large (`mamba2:equal-state`)."""
+    """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state."""
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -130,7 +135,7 @@ class EchoMQAR(MQARExperiment):
 
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
         if name == "mamba2:equal-state":
-            return self._equal(settings)
+            return self._equal_state(settings)
         base, options = variant(name)
         config = mqar_model(base, settings)
         if config.hybrid.get("mixer") != "ska":
@@ -138,12 +143,12 @@ class EchoMQAR(MQARExperiment):
         own = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk, **options}
         return dataclasses.replace(config, name=name, hybrid={**config.hybrid, "options": own})
 
-    def _equal(self, settings: EchoMQARSettings) -> ModelConfig:
-        """Mamba-2 with the least d_state at which its state is no smaller than that of the model with SKA."""
-        goal = _state_size(self.model("mamba2+ska", settings))
+    def _equal_state(self, settings: EchoMQARSettings) -> ModelConfig:
+        """Mamba-2 with the smallest d_state at which its state is at least as large as that of the model with SKA."""
+        target = _state_size(self.model("mamba2+ska", settings))
         plain = self.model("mamba2", settings)
-        row = settings.num_layers * 2 * settings.hidden_size  # numbers that one more row of all states takes
-        size = plain.mixer_options["state_size"] + math.ceil((goal - _state_size(plain)) / row)
+        row = settings.num_layers * 2 * settings.hidden_size  # numbers that one more row adds to all states
+        size = plain.mixer_options["state_size"] + math.ceil((target - _state_size(plain)) / row)
         return dataclasses.replace(
             plain, name="mamba2:equal-state", mixer_options={**plain.mixer_options, "state_size": size}
         )
@@ -155,7 +160,7 @@ def _state_size(config: ModelConfig) -> int:
 
 @EXPERIMENTS.add("echo-ablations")
 class EchoAblations(EchoMQAR):
-    """What each part of SKA is worth, on MQAR: powers K, the mixture μ, where queries start, normalisation, chunk."""
+    """Ablations of SKA on MQAR: the power K, the mixture μ, the start of the queries, normalisation, chunk."""
 
     is_paper: ClassVar = True
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)

@@ -1,8 +1,7 @@
-"""Echo's tables beside our measurements, in Markdown."""
+"""Tables of the Echo paper beside our measurements, in Markdown."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -10,9 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from halflife.report.markdown import Rows, markdown, models, percent
+from halflife.runs.folder import read_metrics
 from halflife.runs.sweep import Cell
 
-COLUMNS = ("SSM", "SSM+Attn", "SSM+SKA")  # the paper's
+COLUMNS = ("SSM", "SSM+Attn", "SSM+SKA")  # models of the paper
 # Table 3: means over lengths and KV, percent.
 TABLE_3 = {
     "mqar": (55.1, 76.0, 82.2), "sysprompt": (64.2, 81.3, 85.3), "tooltrace": (56.5, 76.2, 80.5),
@@ -26,7 +26,7 @@ TABLE_2 = {
 
 
 def transfer(rows: Rows) -> str:
-    """Tables 3 and 2: the paper's numbers and ours, mean over seeds and, in brackets, every seed."""
+    """Tables 3 and 2 with the paper's numbers and ours: the mean over seeds and, in brackets, every seed."""
     by_task = [
         (name, TABLE_3[name], [r for r in rows if r["test"] == name])
         for name in TABLE_3
@@ -45,7 +45,7 @@ def transfer(rows: Rows) -> str:
 
 
 def learning(folder: Path, rows: Rows) -> str:
-    """A row a model: validation accuracy while it learned, and the tests at the end, percent."""
+    """One row per model: validation accuracy during training, and the tests at the end, in percent."""
     steps = [100, 200, 300, 400, 600]
     tests = [key for key in dict.fromkeys((r["test"], r["length"]) for r in rows) if key[0] != "persist"]
     heading = ["model", *(f"step {step}" for step in steps), *(f"{test} {length}" for test, length in tests)]
@@ -53,16 +53,16 @@ def learning(folder: Path, rows: Rows) -> str:
     for model in models(rows):
         own = [r for r in rows if r["model"] == model and r["selected"]]
         runs = {Cell(model, r["learning_rate"], r["seed"]) for r in own}
-        curves = [_validation(folder / cell.folder / "metrics.jsonl") for cell in runs]
+        curves = [_validation(folder / cell.folder) for cell in runs]
         early = [f"{100 * fmean(curve[step] for curve in curves):.1f}" for step in steps]
         table.append([model, *early, *(percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests)])
     return markdown(heading, table)
 
 
-def _validation(path: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = {line["step"]: line["validation_accuracy"] for line in lines if "validation_accuracy" in line}
-    return defaultdict(lambda: math.nan, found)
+def _validation(folder: Path) -> dict[int, float]:
+    """Step → validation accuracy of a run; NaN at other steps."""
+    lines = [line for line in read_metrics(folder) if "validation_accuracy" in line]
+    return defaultdict(lambda: math.nan, {line["step"]: line["validation_accuracy"] for line in lines})
 
 
 def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], names: list[str]) -> str:

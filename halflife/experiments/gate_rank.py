@@ -1,4 +1,4 @@
-"""GateRank's experiments: state tracking in S5, and recall (MQAR, hard needles), each base against its GateRank."""
+"""GateRank's experiments: state tracking in S5, and recall (MQAR, hard needles), each with and without GateRank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import build
 
-# Options of the mixers, by what stands behind the colon of a model's name.
+# Variant → options of the mixers; `preset:variant` names a model.
 VARIANTS: dict[str, dict[str, Any]] = {
     "neg": {"allow_neg_eigval": True},
     "reset50": {"gate_rank": {"reset_rate": 0.5}},
@@ -30,10 +30,10 @@ PAIRS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_ra
 
 
 def variant(name: str) -> tuple[str, dict[str, Any]]:
-    """`preset:variant` → the preset, and what it changes in the mixers' options.
+    """The preset of a name `preset:variant`, and the options of its mixers that the variant changes.
 
     Raises:
-        ValueError: an unknown variant (the message lists them), or reset rates of a preset without GateRank.
+        ValueError: an unknown variant (the message lists them), or a reset rate for a preset without GateRank.
     """
     base, _, chosen = name.partition(":")
     if not chosen:
@@ -41,7 +41,7 @@ def variant(name: str) -> tuple[str, dict[str, Any]]:
     if chosen not in VARIANTS:
         raise unknown("variant", chosen, list(VARIANTS))
     if chosen.startswith("reset") and "gate_rank" not in base.split("+"):
-        raise ValueError(f"{base} has no slow state, whose reset rate {chosen!r} could set")
+        raise ValueError(f"{base} has no slow state, so {chosen!r} cannot set its reset rate")
     return base, VARIANTS[chosen]
 
 
@@ -50,22 +50,27 @@ def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfi
 
 
 def _sizes(settings: TaskSettings, vocab_size: int) -> MQARSettings:
-    """What `mqar_model` builds a model from."""
+    """Settings for `mqar_model`, with the sizes of other settings."""
     common = {field.name: getattr(settings, field.name) for field in dataclasses.fields(TaskSettings)}
     return MQARSettings(**common, vocab_size=vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class S5Settings(TaskSettings):
-    """What state tracking has besides: `group` and `words`, of task s5; `lengths` of the tests."""
+    """The settings of state tracking.
+
+    Attributes:
+        group, words: of the task s5.
+        lengths: of the tests.
+    """
 
     group: str = "s5"
     words: str = "all"
     lengths: tuple[int, ...] = (16, 64, 256)
 
 
-# The paper: one layer, T 16, 4,000 steps of 128, AdamW 0.01 → 0 linearly, weight decay 0.01, 128 steps of warm-up.
-# It gives no sizes: these are ours.
+# The paper has one layer, T = 16, 4,000 steps of 128 examples, AdamW with 0.01 decaying linearly to 0, weight decay
+# 0.01 and 128 steps of warm-up. It gives no model sizes, so these are ours.
 PAPER = S5Settings(
     hidden_size=256, num_layers=1, num_heads=4, train_length=16, pairs=(), steps=4000, batch_size=128,
     weight_decay=0.01, warmup=0.032, bf16=True, validation_examples=512, test_examples=2048, validate_every=200,
@@ -76,7 +81,7 @@ SMALL = dataclasses.replace(PAPER, hidden_size=64, bf16=False, test_examples=512
 
 @EXPERIMENTS.add("gate-rank-s5")
 class GateRankS5(Experiment):
-    """Words in S5 (GateRank, §4.4 and Figure 4): trained at T 16, tested to 16 T, by position."""
+    """Words in S5 (GateRank, §4.4 and Figure 4): training at T = 16, tests up to 16 T, by position."""
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -106,7 +111,7 @@ class GateRankS5(Experiment):
         )
 
     def model(self, name: str, settings: S5Settings) -> ModelConfig:
-        """One mixer between the embedding and the head, as the paper's "single attention layer", with equal states."""
+        """One mixer between embedding and head, the paper's "single attention layer", with equal state sizes."""
         base, options = variant(name)
         return _with(mqar_model(base, _sizes(settings, build("s5", group=settings.group).vocab_size)), name, options)
 
@@ -116,7 +121,7 @@ class GateRankS5(Experiment):
 
 @EXPERIMENTS.add("gate-rank-mqar")
 class GateRankMQAR(MQARExperiment):
-    """MQAR: each base, its GateRank, and the base with twice the rows, a state as large as GateRank's two."""
+    """MQAR: each base, the base with GateRank, and the base with twice the rows, whose state is as large."""
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -139,7 +144,8 @@ class GateRankMQAR(MQARExperiment):
         return gate_rank_tables.recall(folder, rows)
 
 
-# One answer a sequence teaches recall slowly: half of each batch is MQAR over the same ids, with an answer a key.
+# With one answer per sequence, recall is learned slowly. Half of each batch is therefore MQAR with the same ids, which
+# has one answer per key.
 NIAH = RecallSettings(
     hidden_size=64, num_layers=2, num_heads=4, train_length=32, pairs=(1, 2, 4), tasks=("mqar", "niah:hard"),
     warm_length=16, warm_pairs=(1, 2), steps=800, batch_size=128, schedule="linear", chunk_size=16,
@@ -149,7 +155,7 @@ NIAH = RecallSettings(
 
 @EXPERIMENTS.add("gate-rank-niah")
 class GateRankNIAH(RecallExperiment):
-    """Needles among decoys (niah:hard), in the place of the paper's RULER tests: trained at T 32, tested to 8 T."""
+    """Needles among decoys (niah:hard) instead of the paper's RULER tests: training at T = 32, tests up to 8 T."""
 
     is_paper: ClassVar = True
     scales: ClassVar = {

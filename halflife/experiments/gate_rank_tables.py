@@ -1,4 +1,4 @@
-"""GateRank's results in Markdown: state tracking by position, recall by test, and what the gates did."""
+"""GateRank's results in Markdown: state tracking by position, recall by test, and statistics of the gates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halflife.runs.folder import Comparison, read
 
 
 def tracking(folder: Path, rows: Rows) -> str:
-    """Accuracy and cross-entropy in the positions of training and in those beyond, mean and every seed; the gates."""
+    """Accuracy and cross-entropy at the positions of training and beyond, as means and by seed; then the gates."""
     run = read(folder)
     edges = sorted({found["length"] for one in run.trainings for found in one.positions})
     spans = list(zip([0, *edges[:-1]], edges, strict=True))
@@ -23,17 +23,17 @@ def tracking(folder: Path, rows: Rows) -> str:
         for name, scale in (("accuracy", 100), ("loss", 1)):
             row += [_seeds([scale * fmean(found[name][low:high]) for found in longest]) for low, high in spans]
         table.append(row)
-    said = "Percent, and nats, at the positions of words of the longest test; a mean, and every seed."
-    return "\n\n".join(filter(None, [said, markdown(heading, table), gates(run)]))
+    caption = "Accuracy in percent and loss in nats, by position in the longest test: the mean, and every seed."
+    return "\n\n".join(filter(None, [caption, markdown(heading, table), gates(run)]))
 
 
 def recall(folder: Path, rows: Rows) -> str:
-    """A row a model: sizes and every test; then the gates."""
+    """One row per model with its sizes and all tests; then the gates."""
     return "\n\n".join(filter(None, [in_distribution(rows), gates(read(folder))]))
 
 
 def gates(run: Comparison) -> str:
-    """What the slow gates of each model did in the last steps of training: mean over layers, and every seed."""
+    """Statistics of the slow gates in the last steps of training: the mean over layers, and every seed."""
     names = ("reset_rate", "segment_length", "slow_share")
     table = []
     for model in run.models:

@@ -15,14 +15,19 @@ from halflife.runs.task_run import RunConfig, TestSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MQARSettings(TaskSettings):
-    """What MQAR has besides: `vocab_size`, V of the task; `length_factors`: tests are at T times these."""
+    """The settings of MQAR.
+
+    Attributes:
+        vocab_size: number of token ids of the task.
+        length_factors: the tests have the training length times these factors.
+    """
 
     vocab_size: int
     length_factors: tuple[int, ...] = (1, 2, 4, 8)
 
 
-# Half of the steps on fewer pairs, half on K = T/4: without the easy start the delta rule often never begins to recall,
-# with an even curriculum Mamba-2 has too little time at the end (docs/log.md).
+# Half of the steps have fewer pairs, and half have K = T/4. Without the easy start, the delta rule often never learns
+# to recall. With equal stages, Mamba-2 has too few steps at the end (docs/log.md).
 SMOKE = MQARSettings(
     hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=32, pairs=(2, 4, 8, 8), steps=1400,
     batch_size=128, test_examples=512, chunk_size=16,
@@ -31,7 +36,7 @@ SMALL = MQARSettings(
     hidden_size=128, num_layers=2, num_heads=4, vocab_size=1024, train_length=128, pairs=(8, 16, 32, 32), steps=3000,
     batch_size=64, test_examples=512, chunk_size=32, save_every=500,
 )  # fmt: skip
-# 2^18 tokens a batch, 2^18 examples a stage seen twice: 8 epochs over the four stages.
+# A batch has 2^18 tokens. Each of the four stages reads its 2^18 examples twice, which makes 8 epochs in all.
 PAPER = MQARSettings(
     hidden_size=512, num_layers=2, num_heads=4, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
     batch_size=512, bf16=True, test_examples=3000, validation_examples=1024, save_every=512,
@@ -40,7 +45,7 @@ PAPER = MQARSettings(
 
 @EXPERIMENTS.add("mqar")
 class MQARExperiment(Experiment):
-    """MQAR (PoST, §6.1 and App. C): two layers, no MLP, equal states; tests `capacity` and `persist` at T … 8T."""
+    """MQAR (PoST, §6.1 and App. C): two layers without MLP, equal states; tests `capacity` and `persist` at T to 8T."""
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = MQARSettings
@@ -77,21 +82,21 @@ class MQARExperiment(Experiment):
         )
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
-        """What a model's name stands for."""
+        """The configuration of a model by its name."""
         return mqar_model(name, settings)
 
 
 def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
-    """The preset with a state of d²/h numbers a layer, no MLP and no positional encoding (PoST, App. C)."""
+    """The preset with a state of d²/h numbers per layer, no MLP and no positional encoding (PoST, App. C)."""
     head = settings.hidden_size // settings.num_heads
     base = name.split("+")[0]
-    # The inner width of Mamba-2 and 3 is 2d, so that half the rows give the same state.
+    # The inner width of Mamba-2 and Mamba-3 is 2d, so half the rows give a state of the same size.
     half: dict[str, Any] = {"state_size": max(1, head // 2)}
     equal_state = {"mamba2": half, "mamba3": half, "rwkv7": {"head_dim": head}}.get(
         base, {"head_dim": head, "value_dim": head}
     )
     if base in ("gla", "retnet"):
-        # Both have no local memory of their own, without which two layers cannot bind a key to the value after it.
+        # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4
     if base == "retnet" and "rope" not in name:
         equal_state["position"] = "none"
@@ -104,6 +109,6 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         train_length=settings.train_length,
         mlp="none",
         tie_embeddings=False,
-        initializer_range=1.0,  # small embeddings delay the moment at which recall appears (docs/log.md)
+        initializer_range=1.0,  # with small embeddings, recall appears later (docs/log.md)
         mixer_options={} if base == "llama" else {**equal_state, "chunk_size": settings.chunk_size},
     )

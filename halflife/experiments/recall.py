@@ -1,4 +1,4 @@
-"""Recall from mixtures of tasks over 128 ids: trained on some at one length, tested on grids of others."""
+"""Recall in mixtures of tasks with 128 token ids: training at one length, tests on grids of lengths and tasks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from halflife.tasks import TASKS, build
 
 @dataclass(frozen=True, kw_only=True)
 class RecallSettings(TaskSettings):
-    """What an experiment on mixtures has besides.
+    """The settings of an experiment on mixtures. All `pairs` are trained on at once.
 
     Attributes:
-        pairs: here all numbers of pairs that are trained on, at once.
-        tasks: trained on, `name` or `name:tier`.
-        test_tasks: tested on.
-        lengths, test_pairs: the grid of each test; cells that a task has no room for are left out.
-        warm_length, warm_pairs: the first half of the steps is on sequences this short and this many pairs; 0: none.
-        test_tokens: a test of long sequences has only so many tokens, and 16 examples at least.
-        ska_chunk: tokens a chunk of spectral Koopman attention.
+        tasks: to train on, `name` or `name:tier`.
+        test_tasks: to test on.
+        lengths, test_pairs: the grid of each test. Cells that do not fit a task are left out.
+        warm_length: length of the sequences in the first half of the steps; 0 for no such stage.
+        warm_pairs: numbers of pairs in the first half; empty for `pairs`.
+        test_tokens: the largest number of tokens of a test, which still has at least 16 examples.
+        ska_chunk: tokens of a chunk of spectral Koopman attention.
     """
 
     tasks: tuple[str, ...] = ("sysprompt", "tooltrace")
@@ -57,7 +57,7 @@ PAPER = dataclasses.replace(
 
 @EXPERIMENTS.add("recall")
 class RecallExperiment(Experiment):
-    """Transfer between recall tasks (Echo, §4.1): one training mixture, tests on every task, length and KV."""
+    """Transfer between recall tasks (Echo, §4.1): one training mixture, tests on all tasks, lengths and pairs."""
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = RecallSettings
@@ -89,7 +89,7 @@ class RecallExperiment(Experiment):
             yield tuple(grid(settings.tasks, (settings.warm_length,), settings.warm_pairs or settings.pairs))
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
-        """What a model's name stands for."""
+        """The configuration of a model by its name."""
         return recall_model(name, settings)
 
 
@@ -98,9 +98,14 @@ def _examples(task: dict[str, Any], settings: RecallSettings) -> int:
 
 
 def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The tasks, `name` or `name:tier`, at all of these sizes that they have room for, as `tasks.build` takes them.
+    """The tasks at every length and number of pairs that fits them, as arguments of `tasks.build`.
 
-    A task of text has its own sizes, one set a tier.
+    Tasks in text have fixed sizes, one set per tier, and appear once.
+
+    Args:
+        names: `name` or `name:tier`.
+        lengths: in tokens.
+        pairs: numbers of key-value pairs, for tasks that have pairs.
 
     Raises:
         ValueError: an unknown task or tier, or a task that none of the sizes fit.
@@ -122,7 +127,7 @@ def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> 
             cells = [{**cell, "num_pairs": k} for cell in cells for k in pairs]
         fitting = [cell for cell in cells if _fits(cell)]
         if not fitting:
-            build(**cells[-1])  # says what does not fit
+            build(**cells[-1])  # raises an error that says what does not fit
         yield from fitting
 
 
@@ -135,14 +140,16 @@ def _fits(cell: dict[str, Any]) -> bool:
 
 
 def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelConfig:
-    """The preset at the sizes of Echo, §4.1; the layers of a hybrid are the last half, as in its baselines.
+    """The preset at the sizes of Echo, §4.1. The hybrid layers are the last half of the layers, as in its baselines.
 
-    Mamba-2 has d_state 16 and B, C a head: of all readings of the paper the one whose parameters (1.09 M, 990 K with
-    attention, 973 K with SKA) come nearest to the printed 1.11 M, 998 K and 982 K, which are those of the Mamba-3
-    block of its Appendix G to the last digit.
+    Mamba-2 has d_state 16, and B and C per head. The paper leaves this open, and of all readings this one comes nearest
+    to its parameters: 1.09 M (printed 1.11 M), 990 K with attention (998 K) and 973 K with SKA (982 K). The printed
+    numbers are exactly those of the Mamba-3 block of its Appendix G.
 
     Args:
-        options: of the hybrid's layers, instead of rank 24 and the settings' chunk.
+        name: a preset.
+        settings: sizes.
+        **options: of the hybrid layers; the defaults are rank 24 and the chunk of the settings.
     """
     base = name.split("+")[0]
     state = {"mamba2": {"state_size": 16, "num_groups": settings.num_heads}, "mamba3": {"state_size": 16}}.get(base, {})

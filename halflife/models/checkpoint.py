@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halflife.files import atomic_path, read_json, write_json
+from halflife.files import CONFIG_JSON, atomic_path, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
 
@@ -35,7 +35,7 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
     named = {} if tokenizer is None else {"tokenizer": tokenizer}
-    write_json(folder / "config.json", {"format": FORMAT, **known, **named, "model": model.config.to_dict()})
+    write_json(folder / CONFIG_JSON, {"format": FORMAT, **known, **named, "model": model.config.to_dict()})
     return folder
 
 
@@ -50,7 +50,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
     from safetensors.torch import load_file
 
     folder = Path(folder)
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG_JSON)
     if not isinstance(config, dict) or "format" not in config:
         raise ValueError(f"{folder} holds no checkpoint of halflife: its config.json names no format")
     if config["format"] != FORMAT:

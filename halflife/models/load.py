@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.files import read_json, read_json_object
+from halflife.files import CONFIG_JSON, read_json, read_json_object
 from halflife.models.checkpoint import load
 from halflife.models.config import ModelConfig
 from halflife.models.convert import SOURCES, assemble
@@ -32,7 +32,7 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
         ValueError: the model cannot be converted, a file is damaged, or the weights do not fit the configuration.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG_JSON)
     if not isinstance(config, dict) or "format" in config or "model_type" not in config:
         return load(folder, device)
     kind = str(config["model_type"])
@@ -96,7 +96,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return read_json_object(folder / "config.json", optional=True)
+    return read_json_object(folder / CONFIG_JSON, optional=True)
 
 
 def _model_name(folder: Path) -> str | None:

@@ -1,1 +1,1 @@
-"""Folders of runs: one run, many runs, and what their files hold."""
+"""Runs in folders: one run, many runs, and the files that they write."""

@@ -1,4 +1,4 @@
-"""What a trained model writes."""
+"""Text that a trained model generates."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from halflife.data.corpus import Corpus
 from halflife.files import write_text
 from halflife.models import checkpoint
 from halflife.models.session import Session
+from halflife.runs.folder import SAMPLES_TXT
 
-LENGTH = 400  # tokens
-PROMPT = 200
+LENGTH = 400  # tokens of a continuation
+PROMPT = 200  # tokens of a prompt from a document
 
 
 def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), temperature: float = 0.8) -> Path:
-    """Continues prompts with the model in `folder`, into its `samples.txt`; returns the file.
+    """Continue prompts with the model in `folder`, and write the texts to its `samples.txt`; returns the file.
 
-    Without prompts, the starts of the first three validation documents are continued.
+    Args:
+        folder: of a trained model.
+        corpus: gives the tokenizer.
+        prompts: texts to continue; none for the starts of the first three validation documents.
+        temperature: of sampling.
     """
     model, tokenizer = checkpoint.load(folder).eval(), corpus.tokenizer
-    given = [tokenizer.encode(prompt) for prompt in prompts] or _starts(corpus)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts] or _document_starts(corpus)
     text = []
-    for i, ids in enumerate(given):
+    for i, ids in enumerate(encoded):
         session = Session(model, encode=lambda s: tokenizer.encode(s).tolist(), decode=tokenizer.decode)
         stop = () if tokenizer.eos is None else (tokenizer.eos,)
         generator = torch.Generator().manual_seed(i)
@@ -33,12 +38,13 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), tem
         )
         text.append(f"{tokenizer.decode(ids)}⟨here the model begins⟩{''.join(pieces)}\n")
     rule = "-" * 80
-    path = folder / "samples.txt"
+    path = folder / SAMPLES_TXT
     write_text(path, f"{rule}\n".join(text))
     return path
 
 
-def _starts(corpus: Corpus) -> list:
+def _document_starts(corpus: Corpus) -> list:
+    """The first `PROMPT` tokens of up to three validation documents."""
     files = corpus.split("validation").files
     starts = files.offsets[: min(3, len(files.offsets) - 1)]
     return [files.tokens[start : start + PROMPT].astype("int64") for start in starts.tolist()]

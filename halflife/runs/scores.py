@@ -53,7 +53,9 @@ def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
         **cell: the columns `model`, `learning_rate`, `seed` and `selected`.
     """
     shared = {name: result[name] for name in ("parameters", "state_size", "tokens_per_second")}
-    return [Score(**cell, **shared, **test) for test in result["tests"]]
+    # A null, such as the number of pairs of a task without pairs, becomes NaN.
+    tests = [{name: value for name, value in test.items() if value is not None} for test in result["tests"]]
+    return [Score(**cell, **shared, **test) for test in tests]
 
 
 def write_scores(path: Path, scores: Iterable[Score]) -> None:

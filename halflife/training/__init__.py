@@ -1,1 +1,1 @@
-"""Data, optimiser and callbacks around `transformers.Trainer`; runs, and sweeps of runs."""
+"""Fitting one model: the configuration, `transformers.Trainer` with our optimiser, callbacks and checkpoints."""

@@ -1,4 +1,4 @@
-"""What a run shows and writes while it trains."""
+"""Callbacks of training: metrics, the progress bar, and a stop on SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,66 +25,69 @@ from rich.progress import (
 from torch import nn
 from transformers import TrainerCallback
 
-from halflife.files import write_text
+from halflife.files import METRICS_JSONL, write_text
 from halflife.layers import gate_statistics
 from halflife.training.speed import Speed
 
 
 class Diverged(RuntimeError):
-    """The loss is no longer a number."""
+    """The loss is not finite."""
 
 
 class Metrics(TrainerCallback):
-    """Writes `metrics.jsonl`, one line a log; validates now and then; stops a run that diverged.
+    """Writes a line of `metrics.jsonl` per log, validates at intervals, and stops a run that diverged.
 
-    Of several processes, the first one writes.
+    With several processes, only the first one writes. A resumed run first removes the lines after its checkpoint, so
+    that no step is logged twice.
 
     Args:
-        folder: of the file. A resumed run first drops the lines after its checkpoint, so that none stands twice.
-        validate: takes the model, returns the number that is written as `validation_<measure>`.
+        folder: the folder of the run.
+        validate: takes the model and returns the value of `validation_<measure>`.
         measure: "accuracy" or "loss".
         every: steps between validations.
-        speed: what tokens a second are counted with; None for no such numbers.
-        tensorboard: whether to write the numbers to `tensorboard/` too.
+        speed: computes tokens per second; None to leave them out.
+        tensorboard: whether to write the metrics to `tensorboard/` as well.
     """
 
     def __init__(
         self, folder: Path, validate: Callable[[nn.Module], float], measure: str, every: int,
         speed: Speed | None = None, tensorboard: bool = False,
     ) -> None:  # fmt: skip
-        self.path, self.validate, self.measure, self.every = folder / "metrics.jsonl", validate, measure, every
+        self.path, self.validate, self.measure, self.every = folder / METRICS_JSONL, validate, measure, every
         self.speed, self.tensorboard = speed, tensorboard
         self.step_seconds: list[float] = []
         self.validation: float | None = None
-        self._began = 0.0
-        self._logged = 0  # steps of this process when the line before was written
-        self._board: Any = None
+        self._step_start = 0.0
+        self._logged = 0  # number of `step_seconds` at the previous log
+        self._tensorboard: Any = None
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        kept = [line for line in _whole_lines(self.path) if line["step"] <= state.global_step]
+        lines = [line for line in _whole_lines(self.path) if line["step"] <= state.global_step]
         if state.is_world_process_zero:
-            write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
             if self.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=state.global_step + 1)
-        # A run that was killed after its last step has nothing left to validate.
-        measured = [line[key] for line in kept if (key := f"validation_{self.measure}") in line]
-        self.validation = measured[-1] if measured else None
+                self._tensorboard = SummaryWriter(
+                    str(self.path.parent / "tensorboard"), purge_step=state.global_step + 1
+                )
+        # A run that was killed after its last step validates no more, so its last validation is read from the file.
+        validations = [line[key] for line in lines if (key := f"validation_{self.measure}") in line]
+        self.validation = validations[-1] if validations else None
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.step_seconds.append(time.perf_counter() - self._began)
+        self.step_seconds.append(time.perf_counter() - self._step_start)
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.validation = self.validate(kwargs["model"])
             self._write(state, {f"validation_{self.measure}": self.validation})
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         logs = logs or {}
@@ -92,21 +95,21 @@ class Metrics(TrainerCallback):
             return
         names = ("loss", "learning_rate", "grad_norm")
         line: dict[str, Any] = {name: logs[name] for name in names if name in logs}
-        if self.speed is not None and (fresh := self.step_seconds[self._logged :]):
-            line |= self.speed.of(median(fresh))
+        if self.speed is not None and (recent := self.step_seconds[self._logged :]):
+            line |= self.speed.of(median(recent))
         self._logged = len(self.step_seconds)
         gates = gate_statistics(kwargs["model"])
         self._write(state, {**line, "gates": gates} if gates else line)
-        self._warn(gates, state.global_step)
+        self._warn_of_idle_states(gates, state.global_step)
         if not math.isfinite(logs["loss"]):
             raise Diverged(f"the loss is {logs['loss']} at step {state.global_step}")
 
-    def _warn(self, gates: dict[str, dict[str, float]], step: int) -> None:
-        """Says once of each layer that it never or always resets: then it has one state, not two."""
-        for name, found in gates.items():
-            if found["reset_rate"] in (0.0, 1.0) and name not in self.warned:
+    def _warn_of_idle_states(self, gates: dict[str, dict[str, float]], step: int) -> None:
+        """Warn once per layer if it never or always resets. Such a layer uses one of its two states only."""
+        for name, statistics in gates.items():
+            if statistics["reset_rate"] in (0.0, 1.0) and name not in self.warned:
                 self.warned.add(name)
-                never = found["reset_rate"] == 0
+                never = statistics["reset_rate"] == 0
                 warnings.warn(
                     f"{name} {'never' if never else 'always'} resets (by step {step}): its "
                     f"{'slow state stays empty' if never else 'fast state never lasts'}; start it with a "
@@ -115,7 +118,7 @@ class Metrics(TrainerCallback):
                 )
 
     def seconds_per_step(self) -> float:
-        """The median over the steps of this process; NaN if all were done before it began."""
+        """The median duration of the steps of this process; NaN if it did no step."""
         return median(self.step_seconds) if self.step_seconds else math.nan
 
     def _write(self, state, line: dict[str, Any]) -> None:
@@ -124,12 +127,12 @@ class Metrics(TrainerCallback):
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, **line}) + "\n")
         for name, value in line.items():
-            if self._board is not None and isinstance(value, float):
-                self._board.add_scalar(name, value, state.global_step)
+            if self._tensorboard is not None and isinstance(value, float):
+                self._tensorboard.add_scalar(name, value, state.global_step)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a killed process may have left half of the last one, which is dropped."""
+    """The lines of a metrics file. A half-written last line, which a killed process can leave, is dropped."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -139,12 +142,12 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-class Bar(TrainerCallback):
-    """A progress bar: steps, loss, validation, time spent and left."""
+class ProgressBar(TrainerCallback):
+    """A progress bar with steps, loss, validation, speed and remaining time."""
 
     def __init__(self, name: str, metrics: Metrics) -> None:
         self.name, self.metrics = name, metrics
-        # Within 80 columns, which is also what a pipe has.
+        # The bar fits 80 columns, which is also the width of a pipe.
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(6), MofNCompleteColumn(), TextColumn("{task.fields[info]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True), TextColumn("{task.fields[clock]}"),
@@ -177,34 +180,35 @@ class Bar(TrainerCallback):
         )
 
     def close(self) -> None:
-        """Ends the bar, whatever happened to the run."""
+        """Remove the bar, also after an error."""
         self.progress.stop()
 
 
-class Stop(TrainerCallback):
-    """On SIGTERM, saves after the step and ends the training; a job manager kills the process some seconds later.
+class StopOnSignal(TrainerCallback):
+    """On SIGTERM, saves a checkpoint after the current step and ends the training.
 
-    All processes of a run stop after the same step: whichever was told tells the others.
+    Job managers send SIGTERM some seconds before they kill a process. All processes of a run stop after the same step,
+    even if only one of them received the signal.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self.before = None
-        if threading.current_thread() is threading.main_thread():  # elsewhere, signals are not ours
-            self.before = signal.signal(signal.SIGTERM, self._ask)
+        self.received = False
+        self.previous_handler = None
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
+            self.previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _ask(self, *_: object) -> None:
-        self.asked = True
+    def _on_signal(self, *_: object) -> None:
+        self.received = True
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_initialized():
-            told = torch.tensor(float(self.asked), device=args.device)
-            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-            self.asked = bool(told)
-        if self.asked:
+            received = torch.tensor(float(self.received), device=args.device)
+            torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
+            self.received = bool(received)
+        if self.received:
             control.should_save = control.should_training_stop = True
 
     def restore(self) -> None:
-        """Gives the signal back to whoever had it."""
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
+        """Restore the signal handler that was there before."""
+        if self.previous_handler is not None:
+            signal.signal(signal.SIGTERM, self.previous_handler)

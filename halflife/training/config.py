@@ -1,4 +1,4 @@
-"""The settings of training one model, and of how the run is carried out."""
+"""Settings of training: what determines the numbers, and how a run uses memory and processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from halflife.models import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a model is fitted; what to is a subclass's.
+    """Optimiser and schedule settings. Subclasses add the data.
 
     Attributes:
-        model: what is trained.
-        steps, batch_size: of training.
-        learning_rate, weight_decay, warmup, schedule, clip: of AdamW; `warmup` is a fraction of the steps,
-            `schedule` a name of transformers' schedulers, `schedule_options` its own settings.
-        betas: AdamW's.
-        bf16: mixed precision.
-        seed: of weights and data.
-        validate_every, save_every: steps.
+        model: configuration of the model.
+        steps: number of optimiser steps.
+        batch_size: sequences of a step.
+        learning_rate: the highest one, after the warm-up.
+        weight_decay: of AdamW, on matrices only (see `models.param_groups`).
+        warmup: the share of the steps in which the learning rate rises.
+        schedule: name of a scheduler of transformers.
+        schedule_options: settings of the scheduler.
+        clip: largest norm of the gradient.
+        betas: of AdamW.
+        bf16: whether to train with bfloat16 autocast.
+        seed: of the weights and the data.
+        validate_every: steps between validations.
+        save_every: steps between checkpoints.
     """
 
     model: ModelConfig
@@ -55,15 +61,16 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How a run is carried out: memory, processes and what it shows. Its numbers change by rounding alone.
+    """Memory, processes and display of a run. These settings change the numbers by rounding only.
 
     Attributes:
-        micro_batch_size: rows of a batch that a process holds at once, the gradients of several being added; None for
-            all of its rows.
-        gradient_checkpointing: recompute the activations of a block instead of keeping them.
-        fsdp: shard parameters, gradients and optimiser over the processes (FSDP2), else each has all of them (DDP).
-        tensorboard: write `tensorboard/` as well.
-        show: draw a progress bar.
+        micro_batch_size: rows that a process holds at once; the gradients of several micro-batches are added. None for
+            all rows of the process.
+        gradient_checkpointing: whether to recompute the activations of a block in the backward pass.
+        fsdp: whether to shard parameters, gradients and optimiser over the processes (FSDP2). Otherwise each process
+            holds all of them (DDP).
+        tensorboard: whether to write `tensorboard/` as well.
+        show: whether to draw a progress bar.
     """
 
     micro_batch_size: int | None = None
@@ -73,10 +80,10 @@ class ExecutionConfig:
     show: bool = True
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """Into how many micro-batches a batch is cut, over all processes.
+        """The number of micro-batches of a batch, over all processes.
 
         Raises:
-            ValueError: the rows of a batch cannot be shared out equally.
+            ValueError: the processes and micro-batches cannot share the rows of a batch equally.
         """
         world, micro = world_size(), self.micro_batch_size
         rows = batch_size // world if micro is None else micro
@@ -89,21 +96,22 @@ class ExecutionConfig:
 
 
 def world_size() -> int:
-    """How many processes torchrun started for this run."""
+    """The number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """The number of this process among them."""
+    """The number of this process, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def as_json(data: dict[str, Any]) -> dict[str, Any]:
-    """Data as JSON gives them back: lists for tuples."""
+    """The data as they are after a round trip through JSON, which turns tuples into lists."""
     return json.loads(json.dumps(data))
 
 
 def defaults(config: TrainConfig | ModelConfig) -> dict[str, Any]:
+    """The fields of a configuration that have a default, with that default."""
     missing = dataclasses.MISSING
     given = {f.name: f.default for f in dataclasses.fields(config) if f.default is not missing}
     return given | {f.name: f.default_factory() for f in dataclasses.fields(config) if f.default_factory is not missing}

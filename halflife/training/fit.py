@@ -1,4 +1,4 @@
-"""Fitting one model: `transformers.Trainer` with our optimiser groups, metrics, bar and checkpoints."""
+"""Fitting one model with `transformers.Trainer` and our optimiser groups, metrics, progress bar and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Objective(nn.Module):
-    """What the Trainer trains: the model, and the cross-entropy at the scored positions.
+    """The module that the Trainer trains: a model with the cross-entropy at the scored positions.
 
     Args:
-        model: of which.
+        model: the language model.
         recompute: whether to recompute the activations of each block in the backward pass.
     """
 
-    accepts_loss_kwargs = True  # num_items_in_batch
+    accepts_loss_kwargs = True  # the Trainer then passes num_items_in_batch
 
     def __init__(self, model: LanguageModel, recompute: bool = False) -> None:
         super().__init__()
@@ -42,9 +42,14 @@ class Objective(nn.Module):
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """The mean loss over the labels that are scored (`[B, T]`, not −100).
+        """The mean loss in nats over the scored positions, as `{"loss": …}`.
 
-        Of a micro-batch, `num_items_in_batch` is how many the batch has in all; its losses then add up to the batch's.
+        Args:
+            input_ids: `[B, T]`.
+            labels: `[B, T]`; positions with −100 are not scored.
+            cu_seqlens: boundaries of packed sequences, `[N + 1]`.
+            num_items_in_batch: for a micro-batch, the scored positions of the whole batch. The losses of its
+                micro-batches then add up to the loss of the batch.
         """
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
         hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, call=call)
@@ -87,32 +92,36 @@ def fit(
     execution: ExecutionConfig,
     speed: Speed | None = None,
 ) -> tuple[str | None, Metrics]:
-    """Trains in place, from the last checkpoint in `folder` if there is one.
+    """Train `model` in place, starting from the last complete checkpoint in `folder` if there is one.
 
     With `execution.fsdp` the parameters of `model` are shards afterwards (see `sharding.gather`).
 
     Args:
-        data: item i is the micro-batch i: of step i, or where a batch is cut in `parts`, of step `i // parts`.
-        validate: takes the `Objective`, returns the number called `validation_<measure>` ("accuracy" or "loss").
-        name: of the progress bar.
-        execution: how.
-        speed: what tokens a second are counted with; None for no such numbers.
+        model: freshly initialised.
+        config: optimiser and schedule.
+        data: item i is micro-batch i, which belongs to step `i // execution.num_micro_batches(config.batch_size)`.
+        folder: the folder of the run.
+        validate: takes the `Objective` and returns the validated quantity.
+        measure: the name of that quantity, "accuracy" or "loss".
+        name: label of the progress bar.
+        execution: memory, processes and display.
+        speed: computes tokens per second; None to leave them out.
 
     Returns:
-        Why it diverged (None: it did not), and the metrics callback.
+        The reason of a divergence (None if the run did not diverge), and the metrics callback.
 
     Raises:
-        StoppedBySignal: the process was asked to end (SIGTERM), and has saved.
+        StoppedBySignal: the process received SIGTERM and has saved a checkpoint.
     """
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from halflife.training import sharding
-    from halflife.training.callbacks import Bar, Diverged, Metrics, Stop
+    from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal
     from halflife.training.checkpoints import MarkComplete, last_checkpoint
     from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
     metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
-    bar, stop = Bar(name, metrics), Stop()
+    bar, stop = ProgressBar(name, metrics), StopOnSignal()
     objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
     if execution.fsdp:
         sharding.shard(objective, model, arguments.device)
@@ -139,17 +148,17 @@ def fit(
 
 
 class StoppedBySignal(Exception):
-    """The run was asked to end, has saved a checkpoint, and can go on."""
+    """A run that received SIGTERM has saved a checkpoint and stopped. It can be resumed."""
 
 
 def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
     from transformers import TrainingArguments
 
-    log_every = math.gcd(config.save_every, 20)  # a resumed run must log the same averages
+    log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
     return TrainingArguments(
         output_dir=str(folder / CHECKPOINTS),
         max_steps=config.steps,
-        per_device_train_batch_size=1,  # an item is a whole micro-batch
+        per_device_train_batch_size=1,  # an item of the data set is a whole micro-batch
         gradient_accumulation_steps=execution.num_micro_batches(config.batch_size) // world_size(),
         train_sampling_strategy="sequential",
         learning_rate=config.learning_rate,
@@ -158,7 +167,7 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         warmup_steps=round(config.warmup * config.steps),
         max_grad_norm=config.clip,
         bf16=config.bf16,
-        use_cpu=not torch.accelerator.is_available(),  # else transformers takes bf16 to mean a GPU
+        use_cpu=not torch.accelerator.is_available(),  # otherwise transformers refuses bf16 without a GPU
         seed=config.seed,
         logging_steps=log_every,
         logging_nan_inf_filter=False,

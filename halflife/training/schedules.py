@@ -1,4 +1,4 @@
-"""How the learning rate goes on after its warm-up, as transformers' schedulers and their settings."""
+"""Learning rates after the warm-up, as schedulers of transformers and their settings."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ SCHEDULES = ("cosine", "wsd", "linear", "constant")
 
 
 def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay: float) -> tuple[str, dict[str, Any]]:
-    """The name and settings of transformers' scheduler.
+    """The name of a scheduler of transformers, and its settings.
 
     Args:
-        name: "cosine" (half a wave, down to the floor), "wsd" (stays, then falls in a line to the floor), "linear"
-            (falls from the start) or "constant".
-        steps, learning_rate: of the run.
-        floor: the last learning rate, as a share of the first.
-        decay: share of the steps in which "wsd" falls.
+        name: "cosine" (half a cosine wave down to the floor), "wsd" (warm-up, stable, then linear decay to the floor),
+            "linear" (linear decay from the end of the warm-up) or "constant".
+        steps: of the run.
+        learning_rate: of the run.
+        floor: the last learning rate as a share of the highest.
+        decay: the share of the steps in which "wsd" decays.
 
     Raises:
         ValueError: an unknown name, or a share outside [0, 1].
     """
     for what, share in (("floor", floor), ("decay", decay)):
         if not 0 <= share <= 1:
-            raise ValueError(f"{what} is a share between 0 and 1; got {share}")
+            raise ValueError(f"{what} must be a share between 0 and 1; got {share}")
     if name == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": floor}
     if name == "wsd":

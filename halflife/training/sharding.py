@@ -1,4 +1,4 @@
-"""A model in shards on several processes (FSDP2), saved and loaded by any number of them as safetensors."""
+"""A model sharded over processes with FSDP2. Any number of processes can load what another number has saved."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from torch.distributed.fsdp import fully_shard
 from halflife.models import LanguageModel
 
 SHARDS = "shards"
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # names of parameters, not their numbers
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # keys are parameter names, not indices
 
 
 def shard(objective: nn.Module, model: LanguageModel, device: torch.device) -> None:
-    """Shares out every parameter of `objective`, which holds `model`, over all processes, in place, block by block.
+    """Shard every parameter of `objective`, which holds `model`, over all processes, in place and block by block.
 
-    A block's parameters are gathered when it runs, and dropped after; what stands outside the blocks (embedding, head)
-    is gathered for the whole pass. Scalars stay whole, and the Trainer keeps them equal.
+    The parameters of a block are gathered while the block runs. Parameters outside the blocks (embedding, head) are
+    gathered for the whole pass. Scalars are not sharded, and the Trainer keeps them equal on all processes.
     """
-    # Blocks return parts of their state as views; nothing is written into them in place.
+    # FSDP2 warns of views in outputs: blocks return views of their state, but nothing writes into them in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     scalars = {x for x in objective.parameters() if not x.ndim}
@@ -42,19 +42,19 @@ def shard(objective: nn.Module, model: LanguageModel, device: torch.device) -> N
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Every process writes its part into `folder`."""
+    """Write a checkpoint into `folder`; every process writes its shards."""
     writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
     write(cast(Any, _tensors(model, optimizer)), storage_writer=writer)
 
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """The inverse of `save`, by however many processes.
+    """Load a checkpoint of `save`. The number of processes may differ from that of `save`.
 
     Raises:
-        ValueError: the checkpoint was not written by `save`.
+        ValueError: the checkpoint is not sharded.
     """
     if not (folder / SHARDS).is_dir():
-        raise ValueError(f"{folder} is no checkpoint in shards: go on without --fsdp, as the run began")
+        raise ValueError(f"{folder} is not a sharded checkpoint; resume the run without --fsdp, as it started")
     tensors = _tensors(model, optimizer)
     read(cast(Any, tensors), storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
     settings = {k: v for k, v in _optimizer(model, optimizer).items() if not isinstance(v, torch.Tensor)}
@@ -65,7 +65,7 @@ def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds. An optimiser's settings are no tensors: they are the run's configuration's."""
+    """The tensors of a checkpoint. The settings of the optimiser are not saved; the run's configuration has them."""
     weights: dict[str, Any] = {f"model/{name}": x for name, x in get_model_state_dict(model).items()}
     moments = {f"optimizer/{k}": v for k, v in _optimizer(model, optimizer).items() if isinstance(v, torch.Tensor)}
     return {**weights, **moments}
@@ -76,6 +76,6 @@ def _optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def gather(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """The whole parameters of a model in shards, on the CPU of the first process; nothing on the others."""
+    """The unsharded parameters of a model, on the CPU of the first process; `{}` on the others."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))

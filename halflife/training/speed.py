@@ -1,4 +1,4 @@
-"""How fast a training runs, and how much of what the machine could do."""
+"""The speed of training, in tokens per second and as a share of the rate that the machine can reach."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halflife.models import LanguageModel
 
-GEMM = 2048  # rows of the square matrices that measure the machine
+GEMM = 2048  # rows of the square matrices of `gemm_rate`
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step is measured against.
+    """Converts the duration of a step into rates.
 
     Attributes:
-        tokens: of a step, of all processes.
-        operations: of a token, forward and backward: floating-point operations that the model needs.
-        rate: operations a second that the matrix products of all processes' devices reach together.
+        tokens: of a step, over all processes.
+        operations: floating-point operations of the forward and backward pass, per token.
+        rate: operations per second that matrix products reach on the devices of all processes together.
     """
 
     tokens: int
@@ -30,23 +30,26 @@ class Speed:
     rate: float
 
     def of(self, seconds: float) -> dict[str, float]:
-        """Tokens a second of a step of so many seconds, and the share of the machine's rate (MFU)."""
+        """Tokens per second, and the share of `rate` (MFU), when a step takes `seconds`."""
         per_second = self.tokens / seconds
         return {"tokens_per_second": per_second, "mfu": per_second * self.operations / self.rate}
 
 
 @torch.no_grad()
 def operations(model: LanguageModel, length: int) -> float:
-    """Operations of a token in training on `length` tokens: thrice those of the forward pass, which torch counts.
+    """Floating-point operations per token in training on `length` tokens, three times those of the forward pass.
 
-    They are counted over 128 and 256 tokens and carried on in a line: for each token, a recurrence does the same at
-    every length, and softmax attention more for every token before. What is computed anew in the backward pass is work
-    but no use and is not counted; nor are elementwise operations.
+    torch counts the forward pass on 128 and on 256 tokens, and the count per token is extrapolated linearly: it is
+    constant for a recurrence, and grows linearly with the length for softmax attention. Recomputed activations and
+    elementwise operations are not counted.
     """
 
     def count(tokens: int) -> float:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=model.embedding.weight.device)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it misses the CPU's fused one
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):  # the counter misses the fused CPU kernel
             model(ids)
         return counter.get_total_flops() / tokens
 
@@ -55,13 +58,13 @@ def operations(model: LanguageModel, length: int) -> float:
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype, repetitions: int = 5) -> float:
-    """Operations a second of a large matrix product on this device: what a model could reach at best."""
+    """Operations per second of a large matrix product on this device, an upper bound for a model."""
     a = torch.randn(GEMM, GEMM, device=device, dtype=dtype)
     seconds = []
     for _ in range(repetitions + 1):
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return 2 * GEMM**3 / median(seconds[1:])

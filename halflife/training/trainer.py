@@ -1,4 +1,4 @@
-"""transformers' Trainer with our parameter groups, and with shards (FSDP2) on any device."""
+"""`transformers.Trainer` with our parameter groups, and with FSDP2 on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from halflife.data.task_stream import only
+from halflife.data.task_stream import unwrap_batch
 from halflife.models import param_groups
 from halflife.training import sharding
 from halflife.training.config import TrainConfig
@@ -20,11 +20,11 @@ SCHEDULER = "scheduler.pt"
 
 
 class HalflifeTrainer(Trainer):
-    """A Trainer whose items are whole batches and whose optimiser is AdamW on `param_groups`."""
+    """A Trainer with AdamW on `param_groups`. Each item of its data set is a whole micro-batch."""
 
     def __init__(self, config: TrainConfig, **settings: Any) -> None:
         self.config = config
-        super().__init__(data_collator=only, **settings)
+        super().__init__(data_collator=unwrap_batch, **settings)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -35,24 +35,24 @@ class HalflifeTrainer(Trainer):
 
 
 class FSDPTrainer(HalflifeTrainer):
-    """A `HalflifeTrainer` for a model that lies in shards on all processes (`sharding.shard`).
+    """A `HalflifeTrainer` for a model that `sharding.shard` has sharded.
 
-    accelerate shards on GPUs alone (on CPUs it takes `fsdp` for DDP, without a word), so the model comes in shards and
-    the Trainer is told that it looks after itself; checkpoints are written and read by every process.
+    accelerate shards on GPUs only; on CPUs it silently uses DDP instead. The model is therefore sharded before, and the
+    Trainer is told to leave it alone. Every process writes and reads checkpoints.
     """
 
     def __init__(self, config: TrainConfig, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self.is_distributed_loading_by_transformers = True  # nothing wraps or gathers the model
+        self.is_distributed_loading_by_transformers = True  # the Trainer then neither wraps nor gathers the model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Shards and whole parameters in groups of their own: no kernel takes both."""
+        """As the base class, with sharded and unsharded parameters in separate groups: no kernel accepts both."""
         optimizer = super().create_optimizer(model)
         for group in [*optimizer.param_groups]:
-            whole = [x for x in group["params"] if not isinstance(x, DTensor)]
-            if whole and len(whole) < len(group["params"]):
+            unsharded = [x for x in group["params"] if not isinstance(x, DTensor)]
+            if unsharded and len(unsharded) < len(group["params"]):
                 group["params"] = [x for x in group["params"] if isinstance(x, DTensor)]
-                optimizer.add_param_group({**group, "params": whole})
+                optimizer.add_param_group({**group, "params": unsharded})
         return optimizer
 
     @contextlib.contextmanager
@@ -65,7 +65,7 @@ class FSDPTrainer(HalflifeTrainer):
             model.set_requires_gradient_sync(True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The weights are saved with the optimiser."""
+        """Do nothing; `_save_optimizer_and_scheduler` saves the weights too."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         sharding.save(self.model, self._inner(), Path(output_dir))
@@ -73,18 +73,18 @@ class FSDPTrainer(HalflifeTrainer):
             torch.save(self._schedule().state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The weights are loaded with the optimiser."""
+        """Do nothing; `_load_optimizer_and_scheduler` loads the weights too."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             sharding.load(self.model, self._inner(), Path(checkpoint))
             self._schedule().load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
             for group, rate in zip(self._inner().param_groups, self._schedule().get_last_lr(), strict=True):
-                group["lr"] = rate  # of the next step, which a checkpoint in shards does not hold
+                group["lr"] = rate  # of the next step; a sharded checkpoint does not hold it
 
     def _schedule(self) -> Any:
         return self.lr_scheduler
 
     def _inner(self) -> torch.optim.Optimizer:
-        """The optimiser without accelerate's wrapper."""
+        """The optimiser without the wrapper of accelerate."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
