@@ -13,11 +13,16 @@ from typing import Any
 
 # Files in the folders of models and runs that several parts of the package name; `runs.folder` says what they hold.
 CONFIG_JSON = "config.json"
+WEIGHTS = "model.safetensors"
 RUN_JSON = "run.json"
 METRICS_JSONL = "metrics.jsonl"
 RESULT_JSON = "result.json"
 CHECKPOINTS = "checkpoints"  # a folder
 COMPLETE_JSON = "complete.json"  # in a folder of `checkpoints` that was written to its end
+DECAYS_JSON = "decays.json"  # from `halflife spectrum`, as is the next
+KOOPMAN_JSON = "koopman.json"
+FORECAST_JSON = "forecast.json"  # from `halflife forecast`
+THEORY_JSON = "theory.json"  # from `halflife theory`
 
 
 @contextmanager

@@ -1,14 +1,16 @@
-"""Crosses of many axes: a table with every pair of values is fast, the rest of the cross is slow."""
+"""Crosses of many axes: a small table with every pair (or every single) value is fast, the rest is slow."""
 
 from itertools import combinations, product
 
 import pytest
 
 
-def pairwise_rows(axes):
-    """A subset of the cross of `axes` (lists) in which every pair of values of two axes occurs, as a set of indices."""
+def covering_rows(axes, strength=2):
+    """Rows of the cross of `axes` (lists), as index tuples, with every combination of values of `strength` axes."""
     cases = list(product(*(range(len(axis)) for axis in axes)))
-    pairs = [{(i, case[i], j, case[j]) for i, j in combinations(range(len(axes)), 2)} for case in cases]
+    pairs = [
+        {(which, *(case[i] for i in which)) for which in combinations(range(len(axes)), strength)} for case in cases
+    ]
     missing, chosen = set().union(*pairs), set()
     for wanted in range(len(pairs[0]), 0, -1):  # first the rows that bring many new pairs
         for case, its in zip(cases, pairs, strict=True):
@@ -18,10 +20,10 @@ def pairwise_rows(axes):
     return chosen
 
 
-def crossed(**axes):
-    """Parametrise a test by the cross of the axes, name → values; rows beyond `pairwise_rows` are marked slow."""
+def crossed(strength=2, **axes):
+    """Parametrise a test by the cross of the axes, name → values; rows beyond `covering_rows` are marked slow."""
     values = [list(axis) for axis in axes.values()]
-    fast = pairwise_rows(values)
+    fast = covering_rows(values, strength)
     rows = [
         pytest.param(
             *(axis[i] for axis, i in zip(values, case, strict=True)),
@@ -35,3 +37,8 @@ def crossed(**axes):
 
 def _label(value):
     return "x".join(map(_label, value)) if isinstance(value, tuple) else str(value)
+
+
+def slow_beyond(fast, names):
+    """The names as rows of one parameter, those that are not among `fast` marked slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]

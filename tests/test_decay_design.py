@@ -134,6 +134,7 @@ def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
     assert result["tests"][0]["loss"] == pytest.approx(nats / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_needs_no_more(settings, tmp_path, monkeypatch):
     """Nothing is trained again, and the result is that of the whole run; only its speed is not known."""
     whole = run(settings, tmp_path / "whole")
@@ -232,6 +233,7 @@ def losses(folder):
     return {name: {seed: run["test"] for seed, run in runs.items()} for name, runs in found.items()}
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp_path, capsys):
     variants = ["vector/mamba2", "scalar/mamba2", "tpe/mamba2", "llama", "--seeds", "2"]
     main(arguments(text, tmp_path / "whole", *variants))
@@ -296,6 +298,7 @@ def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
         other.open()
 
 
+@pytest.mark.slow
 def test_a_killed_experiment_goes_on(text, tmp_path):
     """kill −9 in the middle of a run, then --resume: the numbers of an uninterrupted experiment."""
     variants = ["vector/gla", "--seeds", "1"]

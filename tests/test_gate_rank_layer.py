@@ -246,6 +246,7 @@ def test_variants_are_checked(name, message):
         experiment.configure(experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))
 
 
+@pytest.mark.slow
 def test_a_comparison_is_measured_by_position(tmp_path):
     sizes = {"hidden_size": 16, "steps": 40, "batch_size": 4, "test_examples": 8, "lengths": (16, 32)}
     names = ("gated_deltanet", "gated_deltanet+gate_rank:reset50")

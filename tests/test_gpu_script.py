@@ -42,6 +42,7 @@ def timed_rows(text, backend):
     return found
 
 
+@pytest.mark.slow
 def test_ends_well_on_a_cpu(tmp_path):
     done = run(tmp_path / "results", OUT=str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ import matplotlib.colors
 import pytest
 import torch
 from combinations import SIZES, combinations
+from pairwise import slow_beyond
 
 from halflife import LanguageModel, preset
 from halflife.cli import main
@@ -25,6 +26,7 @@ from halflife.evaluation.memory import (
     ska_sizes,
     ska_threshold,
 )
+from halflife.models import PRESETS
 from halflife.report.figures.memory import apart, memory
 from halflife.report.tables.memory import write_memory
 
@@ -53,7 +55,9 @@ def real_bytes(model_config, length, dtype):
 # ---------------------------------------------------------------------------------------- measurements
 
 
-@pytest.mark.parametrize("name", combinations()[0])
+@pytest.mark.parametrize(
+    "name", slow_beyond({*PRESETS, "mamba2+ska", "llama+ska", "gla+attention", "mamba2+gate_rank"}, combinations()[0])
+)
 def test_every_model_has_the_state_that_was_foretold(name):
     """Sizes are right at lengths that were not probed, inside a chunk of SKA and beyond it."""
     model_config = preset(name, **SIZES)

@@ -353,7 +353,7 @@ def damaged(folder):
         (pickled, "a pickle"),
         (damaged, "A_log"),
         (lambda folder: checkpoint.save(tiny("llama"), folder), "there is no decay"),
-        (lambda folder: folder.mkdir(), "holds no checkpoint"),
+        (lambda folder: folder.mkdir(), "hold no checkpoint"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, make, message):

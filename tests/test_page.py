@@ -127,7 +127,7 @@ def number(text):
     return math.nan if text == "–" else float(text.replace(",", "").replace("%", "").strip())
 
 
-@pytest.mark.parametrize("name", ["shown", "text"])
+@pytest.mark.parametrize("name", ["shown", pytest.param("text", marks=pytest.mark.slow)])
 def test_nothing_is_said_and_nothing_leaves_the_file(name, request):
     used = request.getfixturevalue(name)
     draw_everything(used.page)
@@ -273,6 +273,7 @@ def test_buttons_hide_lines_and_zoom_can_be_reset(shown):
     assert page.evaluate("s => document.querySelector(s)._fullLayout.yaxis.range", plot) == before
 
 
+@pytest.mark.slow
 def test_themes(browser, shown, comparison):
     page = shown.page
     drawn(page, "[data-plot=accuracy] .plot")
@@ -293,6 +294,7 @@ def test_themes(browser, shown, comparison):
     assert night.locator("#theme").get_attribute("aria-pressed") == "true"
 
 
+@pytest.mark.slow
 def test_narrow_screens_need_no_sideways_scrolling(browser, comparison, trained):
     for folder in (comparison, trained):
         page = opened(browser, folder).page
@@ -306,6 +308,7 @@ def test_narrow_screens_need_no_sideways_scrolling(browser, comparison, trained)
     assert box.get_attribute("tabindex") == "0"
 
 
+@pytest.mark.slow
 def test_paper_shows_every_plot_in_light_colours(browser, comparison):
     page = opened(browser, comparison, color_scheme="dark").page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -378,6 +381,7 @@ def test_a_run_on_text_shows_its_numbers(text, trained):
     assert "halflife train" in text.page.locator(".command").first.inner_text()
 
 
+@pytest.mark.slow
 def test_commands_are_copied(browser, comparison):
     used = opened(browser, comparison, permissions=["clipboard-read", "clipboard-write"])
     used.page.get_by_role("button", name="Copy").first.click()
@@ -401,6 +405,7 @@ def test_an_unfinished_run_on_text_has_its_curves(trained, tmp_path):
     assert "explorer" not in page[: page.index('id="data"')]
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_anew_from_saved_data(comparison, trained, tmp_path, capsys):
     folder = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(folder / "figures")
@@ -440,6 +445,7 @@ def test_wrong_folders_and_formats_are_named(comparison, where, more, message, c
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_weights_of_another_version_are_told(comparison, tmp_path):
     folder = shutil.copytree(comparison, tmp_path / "run")
     for weights in folder.glob("mamba2/*/model.safetensors"):

@@ -73,6 +73,7 @@ def result(folder):
 # ------------------------------------------------------------------------------------- what becomes of the runs
 
 
+@pytest.mark.slow
 def test_a_sweep_on_ray_is_that_of_one_process(cluster, whole, tmp_path, monkeypatch):
     folder = new(tmp_path / "ray")
     monkeypatch.chdir(tmp_path)  # workers are elsewhere: paths must not depend on it
@@ -112,7 +113,9 @@ def told_to_end(job, threads):
 
 
 # A run saves every 2 steps, and when it is told to end.
-@pytest.mark.parametrize(("worker", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"])])
+@pytest.mark.parametrize(
+    ("worker", "starts"), [(killed, ["0", "2"]), pytest.param(told_to_end, ["0", "3"], marks=pytest.mark.slow)]
+)
 def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, worker, starts):
     monkeypatch.setattr(pool, "run_job_in_worker", worker)
     folder = new(tmp_path / "x", ["mamba2"], seeds=1)
@@ -144,6 +147,7 @@ def test_an_error_of_one_run_names_it_and_leaves_the_others_alone(cluster, tmp_p
     assert (folder / Cell("mamba2", 1e-2, 1).folder / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_path, monkeypatch, capsys):
     folder = new(tmp_path / "x")
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from combinations import SIZES
 from helpers import assert_close, assert_same, slices
+from pairwise import slow_beyond
 from safetensors.torch import load_file
 
 from halflife import LanguageModel, param_groups, preset
@@ -74,11 +75,6 @@ CONFIGURATIONS = configurations()
 HELD = {"attention": (), "ska": ("gram", "transition", "values", "norm", "last")}
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # at random, after maps whose draws depend on their dtype
 each_model = pytest.mark.parametrize("name", CONFIGURATIONS)
-
-
-def slow_beyond(fast, names):
-    """The names, those beyond `fast` marked slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def build(name):

@@ -103,7 +103,7 @@ def test_same_seed_same_numbers_other_seed_others(tmp_path):
     assert comparable(tmp_path / "a")[1] != comparable(tmp_path / "c")[1]
 
 
-@pytest.mark.parametrize("step", [2, 6, 8, 11])
+@pytest.mark.parametrize("step", [6, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 8, 11))])
 def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step):
     run(tiny(), tmp_path / "whole")
     marked = checkpoints.MarkComplete
@@ -222,11 +222,11 @@ def test_an_answer_of_several_characters_counts_as_a_whole():
     task = tasks.build("toolcalling", length=400, min_calls=10, max_calls=30)
     model = LanguageModel(dataclasses.replace(tiny().model, vocab_size=128))
     model.logits = lambda hidden: torch.nn.functional.one_hot(torch.full(hidden.shape[:-1], ord("4")), 128)
-    batch = task.generate(2000, tasks.stream_seed("test", 0))
+    batch = task.generate(600, tasks.stream_seed("test", 0))
     answers = torch.stack([row[row != IGNORED] for row in batch.labels])
     expected = (answers == ord("4")).all(1).double().mean().item()
     assert 0 < expected < 0.05 < (answers == ord("4")).double().mean().item()
-    assert accuracy(model, task, split="test", seed=0, num_examples=2000) == pytest.approx(expected)
+    assert accuracy(model, task, split="test", seed=0, num_examples=600) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------------------ sweeps
@@ -268,6 +268,7 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
         comparison.create_comparison(["mamba2"], settings=SMALL, output=folder)
 
 
+@pytest.mark.slow
 def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     whole = comparison.create_comparison(["mamba2", "gated_deltanet"], settings=SMALL, output=tmp_path / "whole")
     comparison.run_comparison(whole, show=False)

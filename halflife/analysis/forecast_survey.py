@@ -13,7 +13,7 @@ import torch
 from halflife import tasks
 from halflife.analysis.forecast import HeadFading, crossing, forecast, measure_recall, require_linear_memory
 from halflife.analysis.records import Record
-from halflife.files import read_json
+from halflife.files import RUN_JSON, read_json
 from halflife.models.load import checkpoints, load_any
 
 KINDS = ("mqar", "niah")
@@ -107,7 +107,7 @@ def measure_forecasts(
     console = Console(stderr=True)
     hidden = not (show and console.is_terminal)
     for label, folder in track(folder_of.items(), "forecasting", console=console, transient=True, disable=hidden):
-        run = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
+        run = read_json(folder / RUN_JSON) if (folder / RUN_JSON).exists() else {}
         specs = _specs(run)
         if not specs:
             refused[label] = f"no run on {' or '.join(KINDS)} (run.json)"

@@ -33,7 +33,7 @@ from halflife.analysis.decays import half_life
 from halflife.analysis.records import Record
 from halflife.analysis.spectrum import layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
-from halflife.files import read_json
+from halflife.files import RUN_JSON, read_json
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import checkpoints, load_any
 from halflife.ops.gate_rank import masks
@@ -258,7 +258,7 @@ def measure_masks(
 
 def _validation_task(folder: Path) -> dict[str, Any]:
     """Return the arguments of `tasks.build` for the first task that the run in this folder was validated on."""
-    path = folder / "run.json"
+    path = folder / RUN_JSON
     if not path.is_file():
         raise FileNotFoundError(f"{folder} does not say what its model was trained on; give --text FILE or --task NAME")
     run = read_json(path)

@@ -15,7 +15,7 @@ from halflife.analysis.operators import LayerOperators, measure_operators
 from halflife.analysis.records import Record
 from halflife.analysis.spectrum import granularity, layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
-from halflife.files import read_json_object
+from halflife.files import RUN_JSON, read_json_object
 from halflife.models.load import checkpoints, load_any
 
 
@@ -134,7 +134,7 @@ def _measure(
 
 def _train_length(folder: Path) -> int | None:
     """The length of the longest sequence that the run in this folder trained on, if its `run.json` contains one."""
-    run = read_json_object(folder / "run.json", optional=True)
+    run = read_json_object(folder / RUN_JSON, optional=True)
     tasks = [task for stage in run.get("stages", []) for task in stage]
     lengths = [run.get("context"), *(task.get("length") for task in tasks)]
     return max((length for length in lengths if isinstance(length, int)), default=None)

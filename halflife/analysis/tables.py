@@ -11,7 +11,7 @@ from typing import Any
 
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.model_spectrum import training_position
-from halflife.files import write_json, write_text
+from halflife.files import DECAYS_JSON, write_json, write_text
 
 SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "layers")  # fields of a model in decays.json
 COLUMNS = (
@@ -35,7 +35,7 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows({"model": model["model"], **row} for model in models for row in table_rows(model))
-    files = [folder / "decays.json", folder / "decays.csv"]
+    files = [folder / DECAYS_JSON, folder / "decays.csv"]
     write_json(files[0], finite({**result, "models": models}))
     write_text(files[1], table.getvalue())
     return files

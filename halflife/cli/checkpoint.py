@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halflife.files import read_json
+from halflife.files import CONFIG_JSON, read_json
 from halflife.models.load import load_any
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         except Exception as error:  # a damaged file can raise anything
             raise ValueError(f"the tokenizer in {folder} cannot be read: {' '.join(str(error).split())}") from error
     else:
-        config = read_json(folder / "config.json")
+        config = read_json(folder / CONFIG_JSON)
         name = config.get("tokenizer", "bytes" if vocab_size == BYTES else None)
         if name not in ("bytes", "bytes+eos"):
             raise ValueError(f"{folder} holds no tokenizer, and the model's {vocab_size} tokens are not bytes")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from halflife.cli.options import reject_other_options, resumable, take_overrides
+from halflife.files import RUN_JSON
 
 if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
@@ -162,7 +163,7 @@ class Train:
         if self.output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
         folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model}"
-        if (folder / "run.json").exists() and world_size() == 1:
+        if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
         return folder
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halflife.files import CONFIG_JSON, atomic_path, read_json, write_json
+from halflife.files import CONFIG_JSON, WEIGHTS, atomic_path, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
 
@@ -30,7 +30,7 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder / "model.safetensors") as temporary:
+    with atomic_path(folder / WEIGHTS) as temporary:
         save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
@@ -57,7 +57,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         raise ValueError(f"{folder} holds a checkpoint of format {config['format']}; this version reads {FORMAT}")
     if "model" not in config:
         raise ValueError(f"{folder} holds a damaged checkpoint: its config.json describes no model")
-    weights = folder / "model.safetensors"
+    weights = folder / WEIGHTS
     if not weights.exists():
         raise FileNotFoundError(f"{weights} is missing")
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.files import CONFIG_JSON, read_json, read_json_object
+from halflife.files import CONFIG_JSON, WEIGHTS, read_json, read_json_object
 from halflife.models.checkpoint import load
 from halflife.models.config import ModelConfig
 from halflife.models.convert import SOURCES, assemble
@@ -91,7 +91,7 @@ def _folders(root: Path) -> Iterator[Path]:
     """Yield the folders with weights in and below `root`, and `root` itself if its config.json is a model's."""
     if {"format", "model_type"} & _config(root).keys():
         yield root
-    for pattern in ("model.safetensors", "model.safetensors.index.json"):
+    for pattern in (WEIGHTS, "model.safetensors.index.json"):
         yield from (path.parent for path in sorted(root.rglob(pattern)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from halflife.analysis.tables import from_finite
-from halflife.files import read_json
+from halflife.files import FORECAST_JSON, THEORY_JSON, read_json
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum
@@ -21,7 +21,7 @@ from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
-from halflife.runs.folder import RESULTS_JSON, Comparison, LanguageRun, read_any
+from halflife.runs.folder import FIGURES, RESULTS_JSON, Comparison, LanguageRun, read_any
 
 # The files that `halflife spectrum` writes about a text that trained models read, and the figures of each.
 SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
@@ -54,7 +54,7 @@ def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS
     figures = {one.name: draw(one) for one in data}
     if isinstance(run, Comparison):
         figures["spectrum"] = spectrum(run)
-    return [file for name, figure in figures.items() for file in save(figure, run.path / "figures", name, formats)]
+    return [file for name, figure in figures.items() for file in save(figure, run.path / FIGURES, name, formats)]
 
 
 def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -90,8 +90,8 @@ def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     files = []
     if (folder / RESULTS_JSON).exists():
         files += save(against_paper(read_json(folder / RESULTS_JSON)), folder, "results", formats)
-    if (folder / "theory.json").exists():
-        files += theory.draw_all(from_finite(read_json(folder / "theory.json")), folder, formats)
-    if (folder / "forecast.json").exists():
-        files += save(forecasts(read_forecasts(folder / "forecast.json")), folder, "forecast", formats)
+    if (folder / THEORY_JSON).exists():
+        files += theory.draw_all(from_finite(read_json(folder / THEORY_JSON)), folder, formats)
+    if (folder / FORECAST_JSON).exists():
+        files += save(forecasts(read_forecasts(folder / FORECAST_JSON)), folder, "forecast", formats)
     return files

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from halflife.data.tokenizers import BYTES, check_ids, read_ids
-from halflife.files import read_json, write_json
+from halflife.files import RESULT_JSON, THEORY_JSON, read_json, write_json
 from halflife.models.load import checkpoints, load_any
 from halflife.registry import unknown
 from halflife.theory.approximation import (
@@ -151,7 +151,7 @@ def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
         raise ValueError("information needs runs of `halflife train`: --runs DIR")
     by_run = {}
     for label, folder in checkpoints(s.runs).items():
-        result = read_json(folder / "result.json") if (folder / "result.json").is_file() else {}
+        result = read_json(folder / RESULT_JSON) if (folder / RESULT_JSON).is_file() else {}
         if "positions" not in result:
             raise ValueError(f"{folder} has no losses by position: it is no finished run of `halflife train`")
         trained = result["lengths"][0]["length"]
@@ -220,7 +220,7 @@ def compute(
 
 def write(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Write `theory.json` and return its content. Topics that the file already has and `data` lacks are kept."""
-    file = folder / "theory.json"
+    file = folder / THEORY_JSON
     data = {**(read_json(file) if file.exists() else {}), **data}
     data = {name: data[name] for name in TOPICS if name in data}
     write_json(file, data)

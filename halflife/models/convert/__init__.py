@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halflife.files import read_json_object
+from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
 from halflife.models.convert import fla_linear, fla_rwkv7, mamba2, qwen3_next  # noqa: F401 (each registers itself)
 from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
@@ -52,10 +52,10 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     source, target = Path(source), Path(target)
     if to not in FORMATS:
         raise unknown("format", to, list(FORMATS))
-    for name in ("config.json", "model.safetensors", "layer.json", "layer.safetensors"):
+    for name in (CONFIG_JSON, WEIGHTS, "layer.json", "layer.safetensors"):
         if (target / name).exists():
             raise FileExistsError(f"{target} holds {name} already; give another folder")
-    config = read_json_object(source / "config.json")
+    config = read_json_object(source / CONFIG_JSON)
     ours, kind = "format" in config, config.get("model_type")
     if to == "transformers":
         if not ours or layer is not None:

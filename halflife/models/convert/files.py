@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halflife import layers
-from halflife.files import atomic_path, read_json_object, write_json
+from halflife.files import CONFIG_JSON, WEIGHTS, atomic_path, read_json_object, write_json
 from halflife.layers import Mixer
 
 INDEX = "model.safetensors.index.json"
@@ -29,7 +29,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
-        whole, index = folder / "model.safetensors", folder / INDEX
+        whole, index = folder / WEIGHTS, folder / INDEX
         if whole.exists() or not index.exists():
             self.files = _open(whole)
             return
@@ -78,8 +78,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write a Hugging Face folder, `config.json` and `model.safetensors`, and return it."""
-    write_tensors(folder / "model.safetensors", tensors)
-    write_json(folder / "config.json", config)
+    write_tensors(folder / WEIGHTS, tensors)
+    write_json(folder / CONFIG_JSON, config)
     return folder
 
 

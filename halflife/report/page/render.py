@@ -19,7 +19,7 @@ from halflife.report.page.comparison import comparison_page
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.style import HEAT_COLOURS, INK
-from halflife.runs.folder import Comparison, LanguageRun
+from halflife.runs.folder import REPORT_HTML, Comparison, LanguageRun
 
 HERE = Path(__file__).parent
 # Heat maps go from the page's background colour to its opposite, in the dark theme too.
@@ -28,7 +28,7 @@ HEAT_SCALES = {"light": [to_hex(HEAT_COLOURS(x)) for x in (0.0, 0.5, 1.0)], "dar
 
 def write_page(run: Comparison | LanguageRun) -> Path:
     """Write `report.html` into the run's folder and return its path. The file is replaced only when it is complete."""
-    path = run.path / "report.html"
+    path = run.path / REPORT_HTML
     write_text(path, render(comparison_page(run) if isinstance(run, Comparison) else language_page(run)))
     return path
 

@@ -1,0 +1,412 @@
+"""The Triton kernels equal the float64 token loop: outputs, states and all gradients, for both updates and GateRank.
+
+They are compiled where there is a GPU, and run in Triton's interpreter elsewhere. The interpreter is slow, so a table
+with every value once is fast, and the rest of each cross is slow.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, assert_same, generator, leaves, relative_error, slices, with_grads
+from pairwise import crossed
+
+from halflife.ops.backends import triton as kernels
+
+if sys.platform != "linux":
+    pytest.skip("triton has Linux wheels only", allow_module_level=True)
+
+from halflife.ops.backends.triton import delta, linear, systems
+from halflife.ops.backends.triton.gates import make_chunks
+from halflife.ops.call import OpCall
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUN = {"linear": linear.run, "delta": delta.run}
+OP = {"linear": "linear_attention", "delta": "delta_rule"}
+MODES = ("none", "scalar", "gate_rank")
+SCALE = 0.3
+
+# The worst errors measured over this file's cases (interpreted), relative to the largest entry of a tensor; four times
+# that is allowed. The narrow formats round the weighted operands of products once more than their inputs, bfloat16 by
+# truncation in the interpreter. The worst of the delta rule in float32 is the same key again and again.
+WORST = {
+    "linear": {torch.float32: 9.0e-7, torch.bfloat16: 8.8e-3, torch.float16: 5.2e-4},
+    "delta": {torch.float32: 1.9e-6, torch.bfloat16: 7e-3, torch.float16: 3.3e-4},
+}
+
+
+def inputs(update, mode, length, *, batch=1, heads=1, key=16, value=16, sequences=None, slow=None, fast=None):
+    """Arguments of a kernel in float64; `slow` and `fast` change the moderate log-decays in place."""
+    draw = generator(update, mode, length, batch, heads, key, value)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    shape = (batch, length, heads)
+    arguments = {name: randn(*shape, size) for name, size in (("q", key), ("k", key), ("v", value))}
+    if update == "delta":
+        arguments["k"] = F.normalize(arguments["k"], dim=-1)
+        arguments["beta"] = 2 * randn(*shape).sigmoid()  # above 1: negative eigenvalues
+    rows = 2 * key if mode == "gate_rank" else key
+    arguments["initial_state"] = randn(sequences or batch, heads, rows, value)
+    if mode != "none":
+        arguments["g"] = chosen(fast, -randn(*shape).exp() / 8)
+    if mode == "gate_rank":
+        arguments["g_slow"] = chosen(slow, torch.where(randn(*shape) > 1, -randn(*shape).exp() / 4, 0.0))
+    return arguments
+
+
+def chosen(change, moderate):
+    """`moderate` log-decays `[B, T, H]`, after `change` has changed them in place."""
+    if change is not None:
+        change(moderate)
+    return moderate
+
+
+def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, cu_seqlens=None):
+    """The definition in float64, token by token, sequence by sequence."""
+    outputs, states = [], []
+    for row, tokens in enumerate(slices(cu_seqlens or [0, q.shape[1]])):
+        state = initial_state[row : row + 1] if cu_seqlens else initial_state
+        fast, slow = (state, torch.zeros_like(state)) if g_slow is None else state.chunk(2, -2)
+        for t in range(tokens.start, tokens.stop):
+            if g is not None:
+                fast = g[:, t].exp()[..., None, None] * fast
+            if g_slow is not None:
+                reset = (g_slow[:, t] != 0)[..., None, None]
+                slow = torch.where(reset, g_slow[:, t].exp()[..., None, None] * (slow + fast), slow)
+                fast = torch.where(reset, 0.0, fast)
+            written = v[:, t]
+            if beta is not None:
+                written = beta[:, t, :, None] * (written - torch.einsum("bhk,bhkv->bhv", k[:, t], slow + fast))
+            fast = fast + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
+            outputs.append(SCALE * torch.einsum("bhk,bhkv->bhv", q[:, t], slow + fast))
+        states.append(fast if g_slow is None else torch.cat((fast, slow), -2))
+    return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), torch.cat(states)
+
+
+def in_dtype(arguments, dtype):
+    """q, k, v and beta in `dtype`, states and log-decays in float32."""
+    return {name: x.to(dtype if name in ("q", "k", "v", "beta") else torch.float32) for name, x in arguments.items()}
+
+
+def single(update, mode, length, **options):
+    """The arguments in float32."""
+    return in_dtype(inputs(update, mode, length, **options), torch.float32)
+
+
+def run(update, arguments, cu_seqlens=None, chunk_size=64):
+    """The kernels' outputs and gradients of these arguments."""
+    arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
+    op = "gate_rank" if "g_slow" in arguments else OP[update]
+    outputs = RUN[update](OpCall(op, **arguments, scale=SCALE, cu_seqlens=bounds, chunk_size=chunk_size))
+    return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
+
+
+def expected(arguments, cu_seqlens=None):
+    """The token loop's outputs and gradients of these arguments, in float64."""
+    arguments = leaves({name: x.double() for name, x in arguments.items()})
+    return with_grads(token_loop(**arguments, cu_seqlens=cu_seqlens), arguments)
+
+
+def check(update, arguments, dtype=torch.float32, cu_seqlens=None, chunk_size=64):
+    """Compare the kernels with the token loop, and return what they gave."""
+    arguments = in_dtype(arguments, dtype)
+    got = run(update, arguments, cu_seqlens, chunk_size)
+    assert got["state"].dtype == got["dinitial_state"].dtype == torch.float32
+    assert {got[name].dtype for name in ("o", "dq", "dbeta") if name in got} == {dtype}
+    assert_close(got, expected(arguments, cu_seqlens), 4 * WORST[update][dtype])
+    return got
+
+
+def close(update, got, want):
+    assert_close(got, want, 4 * WORST[update][torch.float32])
+
+
+each_update = pytest.mark.parametrize("update", RUN)
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+
+@crossed(strength=1, update=RUN, mode=MODES, length=[0, 1, 7, 32, 65])
+def test_lengths(update, mode, length):
+    check(update, inputs(update, mode, length))
+
+
+@crossed(
+    update=RUN, mode=MODES, form=[(torch.bfloat16, 70), (torch.float16, 64), (torch.bfloat16, 130), (torch.float16, 1)]
+)
+def test_narrow_inputs(update, mode, form):
+    """In chunks of 64, where float32 has 32."""
+    dtype, length = form
+    check(update, inputs(update, mode, length, key=24, value=32), dtype)
+
+
+@each_update
+def test_narrow_log_decays(update):
+    arguments = {name: x.to(torch.bfloat16) for name, x in inputs(update, "gate_rank", 20).items()}
+    arguments["initial_state"] = arguments["initial_state"].float()
+    got = run(update, arguments)
+    assert arguments["g_slow"].dtype == got["dg_slow"].dtype == torch.bfloat16
+    assert_close(got, expected(arguments), 4 * WORST[update][torch.bfloat16])
+
+
+@crossed(strength=1, update=RUN, form=[("none", 64, 17), ("scalar", 24, 80), ("scalar", 80, 24), ("gate_rank", 80, 24)])
+def test_head_sizes(update, form):
+    """Padded in a block, and in more blocks than one."""
+    mode, key, value = form
+    check(update, inputs(update, mode, 37, key=key, value=value))
+
+
+@pytest.mark.parametrize("update", ["linear", pytest.param("delta", marks=pytest.mark.slow)])
+def test_large_heads(update):
+    check(update, inputs(update, "gate_rank", 20, key=256, value=80))
+
+
+@crossed(strength=1, update=RUN, chunk_size=[1, 31])
+def test_chunk_sizes(update, chunk_size):
+    """Rounded to 16, where 40 tokens have chunks of 32."""
+    check(update, inputs(update, "gate_rank", 40), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("update", ["delta", pytest.param("linear", marks=pytest.mark.slow)])
+def test_many_heads_and_sequences(update):
+    check(update, inputs(update, "gate_rank", 20, batch=2, heads=3), chunk_size=16)
+
+
+# --------------------------------------------------------------------------------------------- sequences
+
+
+@crossed(strength=1, update=RUN, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
+def test_packed(update, mode, bounds):
+    """A boundary inside a chunk; empty sequences, first, last and between, keep their states."""
+    arguments = inputs(update, mode, bounds[-1], sequences=len(bounds) - 1)
+    got = check(update, arguments, cu_seqlens=bounds)
+    for row, tokens in enumerate(slices(bounds)):
+        if tokens.start == tokens.stop:
+            assert_same(got["state"][row], arguments["initial_state"][row].float())
+
+
+@crossed(strength=1, update=RUN, mode=MODES)
+def test_no_initial_state_is_zeros(update, mode):
+    arguments = single(update, mode, 20)
+    arguments["initial_state"].zero_()
+    zeros = run(update, arguments, chunk_size=16)
+    del arguments["initial_state"], zeros["dinitial_state"]
+    assert_same(run(update, arguments, chunk_size=16), zeros)
+
+
+@crossed(strength=1, update=RUN, mode=["none", "gate_rank"])
+def test_cut_equals_uncut(update, mode):
+    """A sequence continued from its state."""
+    arguments = single(update, mode, 40)
+    whole = run(update, arguments)
+    state, outputs = arguments["initial_state"], []
+    for tokens in slices([0, 19, 20, 40]):
+        part = {name: x[:, tokens] for name, x in arguments.items() if name != "initial_state"}
+        got = run(update, {**part, "initial_state": state})
+        state = got["state"]
+        outputs.append(got["o"])
+    close(update, {"o": torch.cat(outputs, 1), "state": state}, {name: whole[name] for name in ("o", "state")})
+
+
+@crossed(strength=1, update=RUN, mode=["none", "gate_rank"])
+def test_nothing_flows_backwards(update, mode):
+    """To the bit: other tokens and gates after t, the same outputs up to t."""
+    arguments = single(update, mode, 40)
+    changed = {name: x.clone() for name, x in arguments.items()}
+    for name, x in changed.items():
+        if name != "initial_state":
+            x[:, 35:] = {"g": -1000, "g_slow": -0.5}.get(name, 1 - x[:, 35:])
+    assert_same(run(update, changed)["o"][:, :35], run(update, arguments)["o"][:, :35])
+
+
+def test_chunk_table():
+    """Of packed sequences there may be more chunks than needed, all without tokens."""
+    q = torch.empty(1, 71, 1, 16)
+    chunks = make_chunks(q, 32, torch.tensor([0, 5, 5, 38, 71]))
+    used = chunks.chunks[chunks.chunks[:, 1] > 0].tolist()
+    assert used == [[0, 5, 0], [5, 32, 2], [37, 1, 2], [38, 32, 3], [70, 1, 3]]
+    assert chunks.chunks[:5].tolist() == used
+    assert chunks.sequences.tolist() == [[0, 1], [1, 0], [1, 2], [3, 2]]
+    batch = make_chunks(torch.empty(2, 70, 3, 16), 32, None)
+    assert batch.chunks.tolist() == [[s * 70 + c * 32, min(32, 70 - c * 32), s] for s in range(2) for c in range(3)]
+
+
+# ------------------------------------------------------------------------------------------------ decays
+
+
+def at(*steps):
+    """Resets at these steps, and nowhere else."""
+
+    def change(g):
+        g.zero_()
+        g[:, list(steps)] = -0.3
+
+    return change
+
+
+def everywhere(value):
+    return lambda g: g.fill_(value)
+
+
+def strong(value):
+    """Every seventh step forgets all but e^value."""
+
+    def change(g):
+        g[:, ::7] = value
+
+    return change
+
+
+def slow_after_resets(g):
+    """A run of full resets, then log-decays of −0.01: their sums differ by what float32 would lose beside −2,000."""
+    g[:, :20] = -1000
+    g[:, 20:] = -0.01
+
+
+RESETS = {
+    "none": everywhere(0.0),
+    "every": everywhere(-0.05),
+    "first": at(0),
+    "last": at(39),
+    "edges": at(15, 16, 31, 32),
+    "tiny": everywhere(-1e-30),
+}
+DECAYS = {
+    **{str(g): everywhere(g) for g in (0.0, -1e-6, -20.0, -torch.inf)},
+    **{f"some {g}": strong(g) for g in (-1000.0, -torch.inf)},
+    "slow after resets": slow_after_resets,
+}
+# The float32 solves of the delta rule are less exact over a run of full resets; it has its own cases.
+DELTA_DECAYS = ("0.0", "-20.0", "some -1000.0", "some -inf")
+CASES = [("linear", decay) for decay in DECAYS] + [("delta", decay) for decay in DELTA_DECAYS]
+
+
+@crossed(strength=1, update=RUN, resets=RESETS)
+def test_resets(update, resets):
+    check(update, inputs(update, "gate_rank", 40, slow=RESETS[resets]))
+
+
+@crossed(strength=1, case=CASES, where=[("scalar", "fast"), ("gate_rank", "fast"), ("gate_rank", "slow")])
+def test_decays(case, where):
+    (update, decay), (mode, state) = case, where
+    check(update, inputs(update, mode, 40, **{state: DECAYS[decay]}))
+
+
+def test_decays_of_both_states():
+    slow, fast = DECAYS["some -1000.0"], DECAYS["some -inf"]
+    check("linear", inputs("linear", "gate_rank", 40, slow=slow, fast=fast))
+
+
+@crossed(strength=1, update=RUN, name=["g_slow", "g"], floor=[-1000.0, -torch.inf])
+def test_a_full_reset_has_no_gradient(update, name, floor):
+    """Exactly: not the rounding that is left where terms of other steps cancel."""
+    state = "slow" if name == "g_slow" else "fast"
+    arguments = single(update, "gate_rank", 40, **{state: strong(floor)})
+    gradient, gates = run(update, arguments)[f"d{name}"], arguments[name]
+    assert gradient[gates == floor].count_nonzero() == 0
+    assert gradient[gates > -1].any()
+
+
+@each_update
+def test_without_a_reset_the_slow_log_decay_has_no_gradient(update):
+    arguments = single(update, "gate_rank", 40)
+    gradient, resets = run(update, arguments)["dg_slow"], arguments["g_slow"] != 0
+    assert gradient[~resets].count_nonzero() == 0
+    assert (gradient[resets] != 0).all()
+
+
+@each_update
+def test_without_resets_it_is_its_base(update):
+    """With nothing in the slow state, to which nothing comes."""
+    arguments = single(update, "gate_rank", 40, slow=everywhere(0.0))
+    fast, slow = arguments["initial_state"].chunk(2, -2)
+    slow.zero_()
+    got = run(update, arguments)
+    want = run(update, {name: x for name, x in arguments.items() if name != "g_slow"} | {"initial_state": fast})
+    assert_same(got["state"].chunk(2, -2)[1], slow)
+    close(update, got["o"], want["o"])
+    close(update, got["state"].chunk(2, -2)[0], want["state"])
+
+
+@each_update
+def test_zero_vectors_stay_finite(update):
+    arguments = {name: torch.zeros_like(x) for name, x in inputs(update, "gate_rank", 20).items()}
+    for x in run(update, in_dtype(arguments, torch.float32)).values():
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["g", "g_slow", "q"])
+def test_a_nan_is_seen_from_its_token_on(name):
+    arguments = single("linear", "gate_rank", 40)
+    arguments[name][:, 20] = torch.nan
+    o = run("linear", arguments)["o"]
+    assert o[:, :20].isfinite().all()
+    assert o[:, 20].isnan().all()
+
+
+# ------------------------------------------------------------------------------- the delta rule's systems
+
+
+@pytest.mark.parametrize("mode", ["scalar", pytest.param("gate_rank", marks=pytest.mark.slow)])
+def test_strength_of_zero_writes_nothing(mode):
+    arguments = inputs("delta", mode, 40)
+    arguments["beta"][:, ::3] = 0
+    assert check("delta", arguments)["dbeta"][:, ::3].count_nonzero()
+
+
+@pytest.mark.parametrize("strength", [1.0, 2.0])
+def test_the_same_key_again_and_again(strength):
+    """The worst that a system can be: every token overlaps fully with every other."""
+    arguments = inputs("delta", "none", 70)
+    arguments["k"] = arguments["k"][:, :1].expand(-1, 70, -1, -1).clone()
+    arguments["beta"].fill_(strength)
+    check("delta", arguments)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_inverse(size):
+    """In float32, whatever the inputs' dtype: (I + L)⁻¹ of a chunk without decay, L_ij = β_i k_i · k_j for j < i."""
+    arguments = in_dtype(inputs("delta", "none", size), torch.bfloat16)
+    k, v, beta = (arguments[name].to(DEVICE) for name in ("k", "v", "beta"))
+    got = systems.solve(k, v, beta, (None, None), make_chunks(k, 64, None), keep=True).inverse[0, :, 0].cpu()
+    k, beta = k[0, :, 0].double().cpu(), beta[0].double().cpu()
+    want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + (beta * (k @ k.T)).tril(-1))
+    assert relative_error(got, want) <= 4 * 2.6e-7  # measured: 2.6e-7 at 64
+    assert got.triu(1).count_nonzero() == 0
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+def test_second_derivatives_say_what_has_them():
+    arguments = leaves(single("linear", "scalar", 20))
+    q, k, v, g = (arguments[x].to(DEVICE) for x in ("q", "k", "v", "g"))
+    o, _ = linear.run(OpCall("linear_attention", q, k, v, g, scale=1.0))
+    with pytest.raises(RuntimeError, match="reference"):
+        torch.autograd.grad(o.sum(), arguments["q"], create_graph=True)
+
+
+def test_what_the_kernels_do_not_take():
+    q = torch.zeros(1, 3, 2, 16, device=DEVICE)
+    gate = torch.zeros(1, 3, 2, device=DEVICE)
+    assert kernels.unsupported(OpCall("linear_attention", q, q, q, gate)) is None
+    for message, arguments in {
+        "one a channel": (q, q, q, q),
+        "K = 8": (q[..., :8], q[..., :8], q),
+        "V = 257": (q, q, q.new_zeros(1, 3, 2, 257)),
+        "float64": (q.double(), q.double(), q.double()),
+        "bfloat16": (q, q, q.bfloat16()),
+        "gates in": (q, q, q, gate.double()),
+    }.items():
+        assert message in kernels.unsupported(OpCall("linear_attention", *arguments))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for machines without a GPU")
+def test_a_cpu_needs_the_interpreter(monkeypatch):
+    q = torch.zeros(1, 3, 2, 16)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET=1" in kernels.unsupported(OpCall("linear_attention", q, q, q))
