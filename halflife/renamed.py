@@ -30,6 +30,7 @@ MODULES = {
 NAMES = {
     "decay.base.inverse_softplus": "precision.inverse_softplus",
     "decay.power_law.best_ends": "decay.minimax.best_endpoints",
+    "decay.base.Decay.step": "decay.base.Decay.step_size",
     "models.io.load_any": "models.load.load_any",
     "models.lm.LanguageModel.state_floats": "models.lm.LanguageModel.state_size",
     "tasks.base.Task.guess": "tasks.base.Task.shortcut_accuracy",

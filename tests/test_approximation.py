@@ -171,6 +171,7 @@ def test_best_endpoints_lie_a_little_outside():
     assert program_of(far, dense, 0.5) > 2e-5  # a lower bound: fewer positions
 
 
+@pytest.mark.slow
 def test_rates_of_convergence():
     """The rate is π² / (log T + C₆) a channel with the best ends, C₆ about 3, and a fraction of it with the paper's.
 

@@ -57,7 +57,11 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
         ("linear", {"gate": "tanh"}, "unknown gate 'tanh'.*low_rank, swish, none"),
         ("linear", {"update": "dlpr"}, "unknown update 'dlpr'.*linear, delta, dplr"),
         ("linear", {"position": "rope", "tie_pairs": False}, "the two channels of a rotated pair have one decay"),
-        ("linear", {"position": "none", "tie_pairs": True}, "tie_pairs is True for RoPE with a vector decay and False elsewhere"),
+        (
+            "linear",
+            {"position": "none", "tie_pairs": True},
+            "tie_pairs is True for RoPE with a vector decay and False elsewhere",
+        ),
         ("linear", {"decay_options": {"p": 1}}, "between 0 and 1"),
         ("linear", {"decay_options": {"p": 0}, "post": {"train_length": 16}}, "no base rates"),
         ("rwkv7", {"num_heads": 5}, "num_heads must divide hidden_size"),

@@ -302,6 +302,7 @@ def test_without_a_text(tmp_path, capsys):
     assert [row[2] for row in rows if row[:1] == ["1"]] == [f"{1 / rate:.3g}" for rate in rates]
 
 
+@pytest.mark.slow
 def test_tables_fit_a_terminal(tmp_path, capsys):
     for name in ("mamba2+post", "rwkv7", "mamba2+gate_rank"):
         checkpoint.save(tiny(name), tmp_path / "run" / name)

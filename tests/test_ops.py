@@ -215,6 +215,7 @@ def test_available_backends(op):
     assert ops.available_backends(op)[-1] == "reference"
 
 
+@pytest.mark.slow
 def test_selfcheck_passes_here():
     report = ops.selfcheck("cpu")
     assert report.ok, str(report)

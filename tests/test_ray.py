@@ -113,9 +113,8 @@ def told_to_end(job, threads):
 
 
 # A run saves every 2 steps, and when it is told to end.
-@pytest.mark.parametrize(
-    ("worker", "starts"), [(killed, ["0", "2"]), pytest.param(told_to_end, ["0", "3"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("worker", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"])])
 def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, worker, starts):
     monkeypatch.setattr(pool, "run_job_in_worker", worker)
     folder = new(tmp_path / "x", ["mamba2"], seeds=1)
@@ -133,6 +132,7 @@ def fails_for_seed_0(job, threads):
     return pool.run_job_in_worker(job, threads)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_run_names_it_and_leaves_the_others_alone(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pool, "run_job_in_worker", fails_for_seed_0)
     folder = new(tmp_path / "x", ["mamba2"])
@@ -168,6 +168,7 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
     assert table(folder) == table(whole)
 
 
+@pytest.mark.slow
 def test_a_run_is_too_large_for_this_machine(cluster, tmp_path):
     folder = new(tmp_path / "x", ["mamba2"])
     with pytest.raises(ValueError, match="2 processors and 0 GPUs; a run needs 3"):

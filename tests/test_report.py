@@ -257,7 +257,9 @@ def test_special_characters_are_escaped(tmp_path):
     assert all(model in page.text for model in models)
 
 
-@pytest.mark.parametrize("models", [("mamba2",), ("llama",), tuple(f"m{i}" for i in range(9))])
+@pytest.mark.parametrize(
+    "models", [("mamba2",), ("llama",), pytest.param(tuple(f"m{i}" for i in range(9)), marks=pytest.mark.slow)]
+)
 def test_one_seed_one_layer_and_any_number_of_models(tmp_path, models):
     page = Page(write_report(make_run(tmp_path / "run", models=models, seeds=(7,), layers=1)).read_text())
     assert all(model in page.text for model in models)
@@ -369,6 +371,7 @@ def test_looks_differ():
     assert len(set(model_styles([str(i) for i in range(56)]).values())) == 56
 
 
+@pytest.mark.slow
 def test_drawing_leaves_matplotlib_alone(run_dir):
     import matplotlib
 

@@ -108,6 +108,7 @@ def run_dir(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_end_to_end(run_dir, tmp_path, capsys):
     arguments = ["spectrum", str(run_dir), "--text", str(tmp_path / "text"), "--length", "32", "--sequences", "3"]
     main(arguments)

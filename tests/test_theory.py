@@ -88,6 +88,7 @@ def test_figures_show_something(made, name):
     assert not any(edge.any() for edge in edges)  # nothing is cut off
 
 
+@pytest.mark.slow
 def test_figures_are_redrawn_from_the_data_alone(made, tmp_path):
     data = read_json(made / "theory.json")
     some = {name: data[name] for name in ("errors", "positions", "energy", "taper", "autocovariance")}
@@ -179,6 +180,7 @@ def test_energies_at_some_positions_are_those_of_all():
         assert torch.tensor(some[kind]).tolist() == torch.tensor(every[kind])[:, at].tolist()
 
 
+@pytest.mark.slow
 def test_every_setting_counts():
     """Each setting changes the result."""
     small = {"channels": 3, "length": 20, "lengths": (10.0,), "counts": (2,)}

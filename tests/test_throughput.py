@@ -212,6 +212,7 @@ def test_streams(script):
     assert lines[-1].count("×") == 3
 
 
+@pytest.mark.slow
 def test_numbers_of_a_quick_run_are_not_written(tmp_path):
     for name in ("throughput", "streaming"):
         command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--write", str(tmp_path / "x.md")]
