@@ -11,8 +11,7 @@ from helpers import assert_close
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
-from halflife.analysis import survey as decay_survey
-from halflife.analysis import tables
+from halflife.analysis import survey, tables
 from halflife.analysis.model_spectrum import model_spectrum, spectrum_at, taper_report
 from halflife.analysis.spectrum import effective_modes, layer_decays
 from halflife.cli import main
@@ -202,7 +201,7 @@ def fla(folder, model_type):
 
 
 def base(folder, **options):
-    (model,) = decay_survey.measure_models([folder], **options).models
+    (model,) = survey.measure_models([folder], **options).models
     return model, [torch.tensor(layer.spectra["1"].timescales) for layer in model.layers]
 
 
@@ -270,8 +269,8 @@ def test_the_training_length_of_a_run(tmp_path):
 
 def test_each_checkpoint_is_loaded_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_bytes(TEXT)
-    loaded, load = [], decay_survey.load_any
-    monkeypatch.setattr(decay_survey, "load_any", lambda folder, device: loaded.append(folder) or load(folder, device))
+    loaded, load = [], survey.load_any
+    monkeypatch.setattr(survey, "load_any", lambda folder, device: loaded.append(folder) or load(folder, device))
     for name in ("mamba2", "mamba2+ska"):
         checkpoint.save(tiny(name, num_layers=3), tmp_path / "run" / name)
     main(["spectrum", str(tmp_path / "run"), "--text", str(tmp_path / "text"), "--length", "32", "--sequences", "1"])
@@ -376,7 +375,7 @@ def data(tmp_path):
     for name in ("mamba2+post", "gated_deltanet+gate_rank", "lightnet", "llama"):
         checkpoint.save(tiny(name), tmp_path / "run" / name)
     (tmp_path / "text").write_bytes(TEXT)
-    result = decay_survey.measure_models([tmp_path / "run"], [tmp_path / "text"], length=32, sequences=2).to_dict()
+    result = survey.measure_models([tmp_path / "run"], [tmp_path / "text"], length=32, sequences=2).to_dict()
     tables.write_tables(result, tmp_path)
     return json.loads((tmp_path / "decays.json").read_text(), parse_constant=pytest.fail)
 

@@ -24,7 +24,7 @@ def distributions(data: Data) -> Figure:
     stand in the model's order and are spread over the same width. A geometric spectrum is a straight line.
 
     Args:
-        data: what `analysis.survey.survey` returns.
+        data: what `analysis.survey.measure_models` returns.
     """
     models = {model["model"]: model for model in data["models"] if model["layers"]}
     figure, (left, right) = panel_grid(2, 3.0)
@@ -57,7 +57,7 @@ def heads(data: Data) -> Figure:
     """log10 of the base time-scale (tokens) of every channel, in the model's order: a heat map for each model.
 
     Args:
-        data: what `analysis.survey.survey` returns.
+        data: what `analysis.survey.measure_models` returns.
     """
     models = [model for model in data["models"] if model["layers"]]
     figure, grid = panel_grid(max(1, len(models)), 2.2)

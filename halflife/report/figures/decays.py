@@ -34,7 +34,7 @@ def decays(result: dict[str, Any]) -> Figure:
     """Median decay λ of every layer, and its half-life (tokens, log): a line for each model, bars between quartiles.
 
     Args:
-        result: what `analysis.survey.survey` returns. Models without a decay are left out.
+        result: what `analysis.survey.measure_models` returns. Models without a decay are left out.
     """
     models = {model["model"]: model["layers"] for model in result["models"] if model["layers"]}
     bars = len(models) <= MAX_WITH_BARS

@@ -31,7 +31,7 @@ def forecasts(result: Mapping[str, Any]) -> Figure:
     recall is solid and forecast recall is dotted, for the first six kinds of models.
 
     Args:
-        result: what `analysis.forecast_survey.survey` returns.
+        result: what `analysis.forecast_survey.measure_forecasts` returns.
     """
     rows = [row for row in result["models"] if row["measured"][0] >= 0.5] or list(result["models"])
     styles = model_styles(list(dict.fromkeys(_kind(row) for row in rows)))

@@ -25,7 +25,7 @@ IDEAL: Data = {**REFERENCE_LINE, "alpha": 1}
 
 
 def spectrum_figures(data: Data) -> dict[str, Figure]:
-    """The figures of what `analysis.survey.survey` returns, by name."""
+    """The figures of what `analysis.survey.measure_models` returns, by name."""
     figures = {
         "spectrum": timescales(data), "spectrum_modes": modes(data), "spectrum_distribution": distributions(data),
         "spectrum_heads": heads(data),
