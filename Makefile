@@ -25,17 +25,17 @@ chromium:
 	|| (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null || true
 
 # Two workers with one thread each; a file's tests share its fixtures, so a file stays with one worker.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed-dev chromium
-	$(PYTEST)
+	$(BIN)/python -m $(PYTEST)
 
 slow: $(VENV)/installed-dev chromium
-	$(PYTEST) -m slow --durations 0 --durations-min 10
+	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
 
 coverage: $(VENV)/installed-dev chromium
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage run -m $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered
 
