@@ -7,6 +7,7 @@
 | `chunked` | plain PyTorch, on any device |
 | `fla` | an adapter to the kernels of fla-core, on CUDA devices |
 | `triton` | our kernels, on CUDA devices |
+| `native` | our kernels, compiled for the CPU of this machine |
 
 `auto` takes the fastest implementation that can run these inputs and is known to be right on their device. For a single
 token it takes the token loop. A backend asked for by name either runs or raises an error with the reason; no other one
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.backends import fla, triton
+from halflife.ops.backends import fla, native, triton
 from halflife.ops.call import OpCall
 from halflife.registry import Registry, unknown
 
@@ -33,7 +34,7 @@ Implementation = Callable[..., Any]
 # call only the device and the installed packages are judged.
 Limits = Callable[[torch.device, OpCall | None], str | None]
 
-ORDER = ("triton", "fla", "chunked", "mask", "reference")  # best first
+ORDER = ("triton", "fla", "native", "chunked", "mask", "reference")  # best first
 
 _OPS: Registry[dict[str, Implementation]] = Registry("op")
 _LIMITS: dict[tuple[str, str], Limits] = {}
@@ -155,3 +156,5 @@ for _op in ("linear_attention", "delta_rule", "gate_rank"):
     implements(_op, "triton", partial(_triton_limits, _op))(_triton_kernel)
 for _op, _function in fla.OPS.items():
     implements(_op, "fla", partial(fla.unsupported, _op))(_function)
+for _op in ("linear_attention", "delta_rule", "gate_rank", "dplr"):
+    implements(_op, "native", native.unsupported)(native.run)

@@ -1,0 +1,352 @@
+// The walk over the chunks of all sequences and heads, forward and backward, which every op on a state shares.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "chunk.h"
+
+namespace halflife {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kBorder = 8;    // chunks from one saved state to the next
+constexpr float kFloor = -110.f;  // below it a log-decay has the gradient 0
+
+// ------------------------------------------------------------------------------------------ rows of tensors
+
+// Tokens of one sequence and head of a tensor [B, T, H, D] (or [B, T, H]) with any strides but a dense last axis.
+struct Rows {
+  char* data = nullptr;
+  bool half = false;  // bfloat16
+  int64_t step = 0, width = 0;
+
+  Rows() = default;
+  Rows(const Tensor& x, int64_t batch, int64_t head) {
+    half = x.scalar_type() == at::kBFloat16;
+    step = x.stride(1);
+    width = x.dim() == 4 ? x.size(3) : 1;
+    data = static_cast<char*>(x.data_ptr()) + (batch * x.stride(0) + head * x.stride(2)) * x.element_size();
+  }
+  template <class T>
+  T* at(int64_t token) const {
+    return reinterpret_cast<T*>(data) + token * step;
+  }
+
+  void load(const Mat& out, int64_t first, int64_t count, int64_t column = 0) const {
+    for (int64_t i = 0; i < count; i++) {
+      float* row = out.row(i) + column;
+      if (half)
+        at::vec::convert(at<at::BFloat16>(first + i), row, width);
+      else
+        std::memcpy(row, at<float>(first + i), width * sizeof(float));
+    }
+    for (int64_t i = count; i < out.rows; i++) std::fill_n(out.row(i) + column, width, 0.f);
+  }
+  void store(const Mat& in, int64_t first, int64_t count, int64_t column = 0) const {
+    for (int64_t i = 0; i < count; i++) {
+      const float* row = in.row(i) + column;
+      if (half)
+        at::vec::convert(row, at<at::BFloat16>(first + i), width);
+      else
+        std::memcpy(at<float>(first + i), row, width * sizeof(float));
+    }
+  }
+};
+
+// The matrix [states · K, V] of a sequence and head in a state tensor [N, H, states · K, V], in rows padded to 16.
+struct StateRows {
+  float* data;
+  int64_t states, keys, values;
+
+  StateRows(const Tensor& x, int64_t row, int64_t head, int64_t states)
+      : data(x.data_ptr<float>() + (row * x.size(1) + head) * x.size(2) * x.size(3)), states(states),
+        keys(x.size(2) / states), values(x.size(3)) {}
+  void load(const Mat& out) const {
+    fill(out, 0.f);
+    each_row([&](int64_t from, int64_t to) { std::memcpy(out.row(to), data + from * values, values * sizeof(float)); });
+  }
+  void store(const Mat& in) const {
+    each_row([&](int64_t from, int64_t to) { std::memcpy(data + from * values, in.row(to), values * sizeof(float)); });
+  }
+
+ private:
+  template <class F>
+  void each_row(F f) const {
+    for (int64_t s = 0; s < states; s++)
+      for (int64_t d = 0; d < keys; d++) f(s * keys + d, s * round_up(keys) + d);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------- a call
+
+struct Call {
+  std::string op;
+  Tensor q, k, v;
+  OptionalTensor g, beta, a, b, g_slow;
+  double scale;
+  std::vector<int64_t> bounds;  // of packed sequences; empty for a batch of equal lengths
+  Precision precision;
+  DecayKind kind;
+  Sizes sizes;
+  int64_t states, sequences, heads;
+
+  int64_t length(int64_t n) const { return bounds.empty() ? q.size(1) : bounds[n + 1] - bounds[n]; }
+  int64_t chunks(int64_t n) const { return (length(n) + sizes.chunk - 1) / sizes.chunk; }
+  int64_t batch(int64_t n) const { return bounds.empty() ? n : 0; }
+  int64_t first_token(int64_t n) const { return bounds.empty() ? 0 : bounds[n]; }
+  // The states saved before a sequence's: one for every kBorder chunks.
+  int64_t borders(int64_t n) const { return (chunks(n) + kBorder - 1) / kBorder; }
+  // At least the sum over all sequences, from shapes alone (`_num_borders` in __init__.py); pages that are not written
+  // take no memory.
+  int64_t max_borders() const {
+    return bounds.empty() ? sequences * borders(0) : q.size(1) / (kBorder * kLane) + sequences;
+  }
+  int64_t first_border(int64_t n) const {
+    if (bounds.empty()) return n * borders(0);
+    int64_t sum = 0;
+    for (int64_t m = 0; m < n; m++) sum += borders(m);
+    return sum;
+  }
+};
+
+Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor a,
+               OptionalTensor b, OptionalTensor g_slow, const OptionalTensor& cu_seqlens, double scale,
+               int64_t chunk_size) {
+  Call c{std::move(op), std::move(q), std::move(k), std::move(v), std::move(g), std::move(beta), std::move(a),
+         std::move(b), std::move(g_slow), scale};
+  int64_t longest = c.q.size(1);
+  if (cu_seqlens) {
+    const Tensor bounds = cu_seqlens->to(at::kLong).contiguous();
+    c.bounds.assign(bounds.data_ptr<int64_t>(), bounds.data_ptr<int64_t>() + bounds.numel());
+    longest = 0;
+    for (size_t n = 0; n + 1 < c.bounds.size(); n++) longest = std::max(longest, c.bounds[n + 1] - c.bounds[n]);
+  }
+  c.precision = c.q.scalar_type() == at::kBFloat16 ? Precision::bfloat16 : Precision::float32;
+  c.kind = c.g_slow ? DecayKind::gate : !c.g ? DecayKind::none : c.g->dim() == 4 ? DecayKind::vector : DecayKind::scalar;
+  int64_t chunk = kLane;
+  while (chunk < std::min(chunk_size, longest)) chunk *= 2;
+  c.sizes = {chunk, round_up(c.q.size(3)), round_up(c.v.size(3))};
+  c.states = c.g_slow ? 2 : 1;
+  c.sequences = c.bounds.empty() ? c.q.size(0) : static_cast<int64_t>(c.bounds.size()) - 1;
+  c.heads = c.q.size(2);
+  return c;
+}
+
+std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
+  const bool dplr = c.a.has_value(), delta = c.beta.has_value();
+  auto chunk = (dplr ? make_dplr : delta ? make_delta : make_linear)(c.precision, c.kind, c.sizes);
+  if (grads) chunk->make_grads(c.sizes);
+  return chunk;
+}
+
+// ---------------------------------------------------------------------------------------- one sequence and head
+
+void load_vector(std::vector<float>& out, const Tensor& x, int64_t batch, int64_t head, int64_t first, int64_t count) {
+  const Rows rows(x, batch, head);
+  for (size_t i = 0; i < out.size(); i++) out[i] = static_cast<int64_t>(i) < count ? *rows.at<float>(first + i) : 0.f;
+}
+
+// Load the inputs of chunk `index` of sequence n.
+void load(const Call& c, Chunk& chunk, int64_t n, int64_t head, int64_t index) {
+  const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
+  const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
+  Rows(c.q, batch, head).load(chunk.q, first, count);
+  const Vec scale(static_cast<float>(c.scale));
+  each([scale](Vec x) { return x * scale; }, Mat(chunk.q));
+  Rows(c.k, batch, head).load(chunk.k, first, count);
+  Rows(c.v, batch, head).load(chunk.v, first, count);
+  if (c.a) {
+    Rows(*c.a, batch, head).load(chunk.a, first, count);
+    Rows(*c.b, batch, head).load(chunk.b, first, count);
+  }
+  if (c.g_slow) Rows(*c.g_slow, batch, head).load(chunk.decay->log_decays(), first, count);
+  if (c.g) Rows(*c.g, batch, head).load(chunk.decay->log_decays(), first, count, c.g_slow ? 1 : 0);
+  if (c.beta) load_vector(chunk.beta, *c.beta, batch, head, first, count);
+}
+
+// The walk of one sequence and head. Its chunks are done in groups, which share the memory of `chunks`. Where there
+// are fewer heads than threads, the threads share the chunks of a group and the columns of its states.
+class Walk {
+ public:
+  Walk(const Call& call, int64_t group, bool grads) : c(call), state(states_rows(), call.sizes.values) {
+    for (int64_t i = 0; i < group; i++) chunks.push_back(make_chunk(call, grads));
+  }
+
+  void forward(int64_t n, int64_t head, const Tensor& initial, const Tensor& final, const Tensor& borders,
+               const Tensor& o) {
+    StateRows(initial, n, head, c.states).load(state);
+    const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
+    const Rows out(o, c.batch(n), head);
+    for (int64_t start = 0; start < total; start += group) {
+      const int64_t count = std::min(group, total - start);
+      if (borders.defined() && start % kBorder == 0 && group <= kBorder)
+        StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).store(state);
+      run(count, [&](int64_t i) {
+        load(c, *chunks[i], n, head, start + i);
+        chunks[i]->prepare();
+      });
+      walk(count);
+      run(count, [&](int64_t i) {
+        chunks[i]->finish();
+        const int64_t token = (start + i) * c.sizes.chunk;
+        out.store(chunks[i]->o, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+      });
+    }
+    StateRows(final, n, head, c.states).store(state);
+  }
+
+  // `grads` are those of q, k, v, g, beta, a, b, g_slow; undefined ones are left out.
+  void backward(int64_t n, int64_t head, const Tensor& borders, const Tensor& dout, const Tensor& dfinal,
+                const Tensor& dinitial, const std::vector<Tensor>& grads) {
+    Buffer dstate(states_rows(), c.sizes.values);
+    StateRows(dfinal, n, head, c.states).load(dstate);
+    const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
+    const Rows given(dout, c.batch(n), head);
+    for (int64_t start = (total - 1) / group * group; total > 0 && start >= 0; start -= group) {
+      const int64_t count = std::min(group, total - start);
+      StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).load(state);
+      run(count, [&](int64_t i) {
+        load(c, *chunks[i], n, head, start + i);
+        const int64_t token = (start + i) * c.sizes.chunk;
+        given.load(chunks[i]->dov, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+        chunks[i]->prepare();
+      });
+      walk(count);
+      run(count, [&](int64_t i) { chunks[i]->prepare_back(); });
+      columns([&](int64_t first, int64_t width) {
+        for (int64_t i = count - 1; i >= 0; i--) chunks[i]->walk_back(dstate, first, width);
+      });
+      run(count, [&](int64_t i) {
+        chunks[i]->finish_back();
+        store(*chunks[i], n, head, start + i, grads);
+      });
+    }
+    StateRows(dinitial, n, head, c.states).store(dstate);
+  }
+
+ private:
+  int64_t states_rows() const { return c.states * c.sizes.keys; }
+
+  template <class F>
+  void run(int64_t count, F f) const {
+    at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) f(i);
+      release(c.precision);
+    });
+  }
+  // The columns of the states in fixed pieces, so that the cut does not depend on the number of threads.
+  template <class F>
+  void columns(F f) const {
+    constexpr int64_t kPiece = 2 * kLane;
+    const int64_t values = c.sizes.values;
+    if (at::in_parallel_region() || at::get_num_threads() == 1) return f(0, values);
+    at::parallel_for(0, (values + kPiece - 1) / kPiece, 1, [&](int64_t first, int64_t last) {
+      f(first * kPiece, std::min(last * kPiece, values) - first * kPiece);
+      release(c.precision);
+    });
+  }
+  void walk(int64_t count) {
+    columns([&](int64_t first, int64_t width) {
+      for (int64_t i = 0; i < count; i++) chunks[i]->walk(state, first, width);
+    });
+  }
+
+  void store(Chunk& chunk, int64_t n, int64_t head, int64_t index, const std::vector<Tensor>& grads) const {
+    const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
+    const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
+    const Vec scale(static_cast<float>(c.scale));
+    each([scale](Vec x) { return x * scale; }, Mat(chunk.dq));
+    Rows(grads[0], batch, head).store(chunk.dq, first, count);
+    Rows(grads[1], batch, head).store(chunk.dk, first, count);
+    Rows(grads[2], batch, head).store(chunk.dv, first, count);
+    if (c.g) {
+      const int64_t column = c.g_slow ? 1 : 0;
+      const Mat dg = chunk.dg, g = chunk.decay->log_decays();
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < dg.cols; d++)
+          if (g.row(i)[d] < kFloor) dg.row(i)[d] = 0.f;
+      Rows(grads[3], batch, head).store(dg, first, count, column);
+      if (c.g_slow) Rows(grads[7], batch, head).store(dg, first, count);
+    }
+    if (c.beta) {
+      const Rows out(grads[4], batch, head);
+      for (int64_t i = 0; i < count; i++) *out.at<float>(first + i) = chunk.dbeta[i];
+    }
+    if (c.a) {
+      Rows(grads[5], batch, head).store(chunk.da, first, count);
+      Rows(grads[6], batch, head).store(chunk.db, first, count);
+    }
+  }
+
+  const Call& c;
+  std::vector<std::unique_ptr<Chunk>> chunks;
+  Buffer state;
+};
+
+// Run `f(walk, sequence, head)` for every sequence and head: in parallel over them, or one after the other with
+// threads inside where they are too few.
+template <class F>
+void each_head(const Call& c, bool grads, F f) {
+  const int64_t tasks = c.sequences * c.heads, threads = at::get_num_threads();
+  if (tasks >= threads) {
+    at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+      Walk walk(c, grads ? kBorder : 1, grads);
+      for (int64_t i = first; i < last; i++) f(walk, i / c.heads, i % c.heads);
+      release(c.precision);
+    });
+  } else {
+    Walk walk(c, kBorder, grads);
+    for (int64_t i = 0; i < tasks; i++) f(walk, i / c.heads, i % c.heads);
+  }
+}
+
+// --------------------------------------------------------------------------------------------- custom ops
+
+std::tuple<Tensor, Tensor, Tensor> forward(
+    std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor a,
+    OptionalTensor b, OptionalTensor g_slow, Tensor initial, OptionalTensor cu_seqlens, double scale,
+    int64_t chunk_size, bool save) {
+  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+  Tensor o = at::empty(v.sizes(), v.options()), final = at::empty_like(initial);
+  Tensor borders = at::empty({save ? c.max_borders() : 0, c.heads, initial.size(2), initial.size(3)}, initial.options());
+  each_head(c, false, [&](Walk& walk, int64_t n, int64_t head) {
+    walk.forward(n, head, initial, final, save ? borders : Tensor(), o);
+  });
+  return {o, final, borders};
+}
+
+std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
+                             OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor borders,
+                             OptionalTensor cu_seqlens, double scale, int64_t chunk_size, Tensor dout, Tensor dfinal) {
+  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+  const Tensor none = at::empty({0}, q.options());
+  auto like = [&](const OptionalTensor& x) { return x ? at::empty(x->sizes(), x->options()) : none; };
+  std::vector<Tensor> grads{like(q), like(k), like(v), like(g), like(beta), like(a), like(b), like(g_slow)};
+  Tensor dinitial = at::empty_like(dfinal);
+  each_head(c, true, [&](Walk& walk, int64_t n, int64_t head) {
+    walk.backward(n, head, borders, dout, dfinal, dinitial, grads);
+  });
+  grads.push_back(dinitial);
+  return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(halflife, m) {
+  m.def(
+      "state_op(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? g_slow, "
+      "Tensor initial, Tensor? cu_seqlens, float scale, int chunk_size, bool save) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "state_op_backward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
+      "Tensor? g_slow, Tensor borders, Tensor? cu_seqlens, float scale, int chunk_size, Tensor dout, Tensor dfinal) "
+      "-> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(halflife, CPU, m) {
+  m.impl("state_op", forward);
+  m.impl("state_op_backward", backward);
+}
+
+}  // namespace halflife
