@@ -10,8 +10,8 @@
 | `native` | our kernels, compiled for the CPU of this machine |
 
 `auto` takes the fastest implementation that can run these inputs and is known to be right on their device. A single
-token goes through the native step where it can, else through the token loop. A backend asked for by name either runs or raises an error with the reason; no other one
-takes its place. The choice never depends on `.training`.
+token goes through the native step where it can, else through the token loop. A backend asked for by name either runs or
+raises an error with the reason; no other one takes its place. The choice never depends on `.training`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiles the kernels in csrc/ for the CPU and the torch of this machine, once, and loads them.
 
-A build has a folder in `$HALFLIFE_NATIVE` (default `~/.cache/halflife/native`), named by everything that it depends on: the sources, the versions of
-torch and of the compiler's flags, and the instruction set. Nothing is compiled at import.
+A build has a folder in `$HALFLIFE_NATIVE` (default `~/.cache/halflife/native`), named by everything that it depends on:
+the sources, the versions of torch and of the compiler's flags, and the instruction set. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ def _version(path: str) -> str:
     return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]
 
 
-def compile_library(
-    target: Path, extra: Sequence[str] = (), report: Callable[[str], None] = lambda line: None
-) -> Path:
+def compile_library(target: Path, extra: Sequence[str] = (), report: Callable[[str], None] = lambda line: None) -> Path:
     """Compile all sources into the folder `target`, as many at a time as there are CPUs, and link the library.
 
     Raises:
