@@ -7,6 +7,8 @@
 namespace halflife {
 namespace {
 
+constexpr Precision kSolve = Precision::float32;  // of all that the inverse is multiplied with
+
 class DeltaChunk final : public Chunk {
  public:
   DeltaChunk(Precision precision, DecayKind kind, Sizes n)
@@ -30,10 +32,10 @@ class DeltaChunk final : public Chunk {
     scale_rows(system, overlap, beta.data());
     unit_lower_inverse(inverse, system);
     scale_rows(written, v, beta.data());
-    lower_times(p, x, inverse, written, false);
+    lower_times(kSolve, x, inverse, written, false);
     decay->weight_queries(weighted, k);
     scale_rows(weighted, weighted, beta.data());
-    lower_times(p, y, inverse, weighted, false);
+    lower_times(kSolve, y, inverse, weighted, false);
     decay->weight_keys(keys, k);
   }
   void walk(const Mat& state, int64_t first, int64_t count) override {
@@ -81,7 +83,7 @@ class DeltaChunk final : public Chunk {
     decay->add_read(q, dwide);
     decay->add_query(q, dq);
     // (I + L) U = β (V − (e^b k) S): its adjoint r gives all other gradients
-    lower_t_times(p, r, inverse, dwritten, false);
+    lower_t_times(kSolve, r, inverse, dwritten, false);
     product_nt(p, dwide, r, entering);
     decay->weight_queries_grad(dwide);
     each([](Vec d) { return d.neg(); }, Mat(dwide));

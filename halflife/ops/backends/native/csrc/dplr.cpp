@@ -9,6 +9,8 @@
 namespace halflife {
 namespace {
 
+constexpr Precision kSolve = Precision::float32;  // of all that the inverse is multiplied with
+
 class DPLRChunk final : public Chunk {
  public:
   DPLRChunk(Precision precision, DecayKind kind, Sizes n)
@@ -36,12 +38,12 @@ class DPLRChunk final : public Chunk {
     decay->scores(from_keys, above, k);
     later(from_keys, from_keys);
     lower_times(p, scratch, from_keys, v, false);
-    lower_times(p, x, inverse, scratch, false);
+    lower_times(kSolve, x, inverse, scratch, false);
     // e^{c_{i−1}} a_i: the first token of the chunk reads the entering state without decay
     decay->weight_queries(weighted, above);
     later(weighted, weighted);
     copy(weighted->row_range(0, 1), a->row_range(0, 1));
-    lower_times(p, y, inverse, weighted, false);
+    lower_times(kSolve, y, inverse, weighted, false);
     decay->weight_keys(keys, b);
     decay->weight_keys(weighted, k);
     product_tn(p, update, weighted, v);
@@ -80,7 +82,7 @@ class DPLRChunk final : public Chunk {
   void finish_back() override {
     decay->begin_log_grad();
     for (auto* m : {&dq, &dk, &db}) fill(*m, 0.f);
-    lower_t_times(p, r, inverse, dcorrected, false);  // the adjoint of the system's right-hand side
+    lower_t_times(kSolve, r, inverse, dcorrected, false);  // the adjoint of the system's right-hand side
     // o = scores(q, k) V + scores(q, b) U + (e^c q) S
     lower_of_nt(p, dscores, dov, v);
     split_diagonal(dscores, diagonals[0].data());
