@@ -240,14 +240,22 @@ def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp
     for expected in ("| vector/mamba2 |", "2.947", "vector decay is better than scalar", "RoPE and TPE are negligible"):
         assert expected in printed
     assert (tmp_path / "whole/summary.md").read_text() in printed
-    assert (tmp_path / "whole/results.png").stat().st_size > 10_000
+    assert (tmp_path / "whole/figures/results.png").stat().st_size > 10_000
+    page = (tmp_path / "whole/report.html").read_text()
+    for expected in (
+        "lowest test loss",
+        "RoPE and TPE are negligible” holds here in",
+        "2.947",
+        "Loss against the paper",
+    ):
+        assert expected in page
     main(arguments(text, tmp_path / "parts", *variants, "--only-seeds", "1"))
     assert not list((tmp_path / "parts").rglob("lr*-seed0"))
     assert {tuple(runs) for runs in losses(tmp_path / "parts").values()} == {("1",)}
     main(["compare", "--resume", str(tmp_path / "parts"), "--quiet"])
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    (tmp_path / "parts/results.png").unlink()
-    assert tmp_path / "parts/results.png" in redraw(tmp_path / "parts")
+    (tmp_path / "parts/figures/results.png").unlink()
+    assert tmp_path / "parts/figures/results.png" in redraw(tmp_path / "parts", ("png",))
     with pytest.raises(SystemExit):
         main(["compare", "--resume", str(tmp_path / "parts"), "--steps", "3"])
     assert "leave out steps" in capsys.readouterr().err

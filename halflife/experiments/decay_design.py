@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings
-from halflife.experiments.decay_findings import losses_and_findings
-from halflife.files import CONFIG_JSON, read_json, write_json, write_text
+from halflife.experiments.decay_findings import finding_sentences, losses_and_findings
+from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.runs.folder import RESULTS_JSON, SUMMARY_MD
+from halflife.runs.folder import RESULTS_JSON
 from halflife.runs.language_run import LanguageConfig
 from halflife.runs.sweep import Cell
 
@@ -186,15 +186,12 @@ class DecayDesign(Experiment):
         return losses_and_findings(results_by_seed(rows), papers, describe(settings))
 
     def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write `summary.md`, and `results.json` with the figure that is drawn from it."""
-        from halflife.report.figures.decays import against_paper
-        from halflife.report.figures.matplotlib_renderer import save
-
+        """As the base class; writes `results.json` first, which the figures and the page read."""
         results = results_by_seed(rows)
-        data = {"results": results, "paper": {name: VARIANTS[name].paper for name in results}}
+        papers = {name: VARIANTS[name].paper for name in results}
+        data = {"results": results, "paper": papers, "findings": finding_sentences(results)}
         write_json(folder / RESULTS_JSON, data)
-        write_text(folder / SUMMARY_MD, self.summary(folder, rows))
-        save(against_paper(data), folder, "results")
+        super().write_report(folder, rows)
 
 
 def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
