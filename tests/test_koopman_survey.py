@@ -110,8 +110,8 @@ def test_numbers_are_those_of_the_keys_and_values(refresh, length):
 
 def test_memory_of_a_head():
     (layer,) = measure_operators(hybrid(), ids_of(1, 16))
-    assert layer.state_floats == 2 * RANK**2 + 8 * RANK + RANK + 1 + 7 * (RANK + 8)
-    assert layer.crossover == layer.state_floats / (RANK + 8)
+    assert layer.state_size == 2 * RANK**2 + 8 * RANK + RANK + 1 + 7 * (RANK + 8)
+    assert layer.crossover == layer.state_size / (RANK + 8)
 
 
 def test_repeated_factorisations_are_counted_where_they_happen():
