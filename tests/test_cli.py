@@ -1,6 +1,7 @@
 """The command line as a user types it: output, files, exit codes, one-line errors."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -243,3 +244,16 @@ def test_a_resumed_run_takes_no_file(text, capsys):
 def test_installed_command():
     command = Path(sys.executable).parent / "halflife"
     assert "compare" in subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"]])
+def test_output_without_a_reader_ends_quietly(arguments, monkeypatch, capfd):
+    """As under `| head -1`: every write to stdout is a broken pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+    assert stop.value.code == 141
+    assert capfd.readouterr() == ("", "")
