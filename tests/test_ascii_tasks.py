@@ -1,4 +1,4 @@
-"""Tasks in text: solvers by the definitions, scores of simple guessers, formats, sizes, seeds."""
+"""Tasks in text: solvers from the definitions, scores of simple guessers, formats, sizes, seeds."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ from halflife.tasks.text import render, table
 NAMES = ("toolcalling", "economy", "amnesia")
 TIERS = [(name, tier) for name in NAMES for tier in TASKS[name].tiers]
 CASES = [(name, TASKS[name].tiers[tier]) for name, tier in TIERS]
-CASES += [  # the smallest sizes, and others that the paper does not have
+CASES += [  # the smallest sizes, and sizes that the paper does not use
     ("toolcalling", {"length": 17, "min_calls": 1, "max_calls": 1}),
     ("toolcalling", {"length": 2312, "min_calls": 250, "max_calls": 256}),
     ("economy", {"length": 8, "num_agents": 2, "min_steps": 0, "max_steps": 0}),
@@ -198,7 +198,7 @@ def test_toolcalling_pairs_are_called_once_and_results_spread():
         assert len({name for name, _ in calls}) == len(calls)
         count = Counter(result for _, result in calls)
         assert max(count.values()) == -(-len(calls) // 100)
-        assert count[calls[-1][1]] == max(count.values())  # the guess is the result of the last call
+        assert count[calls[-1][1]] == max(count.values())  # the guesser answers with the result of the last call
         assert len(count) == 100
 
 

@@ -60,7 +60,7 @@ def test_compare_end_to_end(tmp_path, capsys):
     assert len(list(folder.glob("*/*/model.safetensors"))) == 8
     main(["compare", "--resume", str(folder), "--quiet"])
     table = out[out.index("tokens/s") : out.index("report")]
-    assert table in capsys.readouterr().out  # nothing is trained again: speeds too are as they were
+    assert table in capsys.readouterr().out  # nothing is trained again, so the printed speeds are the same
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_help_of_every_command_shows_examples(capsys):
 
 @pytest.fixture
 def text(tmp_path, monkeypatch):
-    """40 documents of words; the current folder is their parent."""
+    """Write 40 documents of words below the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text").mkdir()
@@ -140,7 +140,7 @@ TRAIN = {
 
 
 def configured(command):
-    """The configuration of the run that a `train` command starts."""
+    """Return the configuration of the run that a `train` command starts."""
     changed, overrides = take_overrides(command, OPTIONS)
     return changed._configure(overrides, show=False)
 
@@ -248,7 +248,7 @@ def test_installed_command():
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list"]])
 def test_output_without_a_reader_ends_quietly(arguments, monkeypatch, capfd):
-    """As under `| head -1`: every write to stdout is a broken pipe."""
+    """As under `| head -1`, every write to stdout is a broken pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:

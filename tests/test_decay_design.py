@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Forty documents, one of them gzip."""
+    """Write forty documents, one of them compressed."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(39):
         (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)
@@ -80,7 +80,7 @@ def test_the_standard_library_is_a_source(monkeypatch, tmp_path):
     corpus = Corpus.open(CorpusConfig(sources=(PYTHON,), fractions=(0.1, 0.1)), show=False)
     assert corpus.documents == 20
     saved = corpus.config.to_dict()
-    assert saved["sources"] == [PYTHON]  # a name, not a path
+    assert saved["sources"] == [PYTHON]  # a name and no path
     assert CorpusConfig.from_dict(json.loads(json.dumps(saved))) == corpus.config
 
 
@@ -120,7 +120,7 @@ def test_a_run_learns_writes_and_is_not_run_twice(settings, tmp_path):
 
 
 def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
-    """By hand: rows of the test split, one after the other."""
+    """The loss is computed by hand on the rows of the test split, one after the other."""
     result = run(settings, tmp_path)
     model = checkpoint.load(tmp_path).eval()
     split = Corpus.open(settings.corpus(), show=False).split("test")
@@ -136,7 +136,7 @@ def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_after_its_last_step_needs_no_more(settings, tmp_path, monkeypatch):
-    """Nothing is trained again, and the result is that of the whole run; only its speed is not known."""
+    """No step is repeated, and the result is that of the uninterrupted run except for its speed."""
     whole = run(settings, tmp_path / "whole")
 
     def kill(*_):
@@ -154,7 +154,7 @@ def test_a_run_killed_after_its_last_step_needs_no_more(settings, tmp_path, monk
 
 
 def test_a_run_of_an_older_version_goes_on(settings, tmp_path):
-    """Fields that came to the configuration since then have their defaults; any other difference is refused."""
+    """A field that is newer than the run has its default. Any other difference is an error."""
     result = run(settings, tmp_path)
     saved = json.loads((tmp_path / "run.json").read_text())
     older = {key: value for key, value in saved.items() if key != "clip"}
@@ -188,7 +188,7 @@ def test_findings_speak_of_variants_that_the_core_covers():
 
 
 def test_variants_differ_by_the_decay_alone():
-    """Same sizes elsewhere: parameters within 10 % of the vector Mamba-2 block (Decay, App. A.2)."""
+    """All variants have the parameters of the vector Mamba-2 block within 10 % (Decay, App. A.2)."""
     small = GRID.scales["small"]
     with torch.device("meta"):
         counts = {
@@ -210,7 +210,7 @@ def test_verdicts(differences, equal, expected):
 
 
 def test_the_papers_own_losses_bear_out_its_findings():
-    """Where they do not, as for TPE, which is better than Mamba-2's scalar decay by 0.029, the table says so."""
+    """One pair contradicts its finding: TPE is better than Mamba-2's scalar decay by 0.029, and the table says so."""
     papers = {name: variant.paper for name, variant in decay_design.VARIANTS.items()}
     failed = {
         pair for finding in FINDINGS for pair in finding.pairs
@@ -307,7 +307,7 @@ def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_experiment_goes_on(text, tmp_path):
-    """kill −9 in the middle of a run, then --resume: the numbers of an uninterrupted experiment."""
+    """kill −9 in the middle of a run and --resume give the numbers of an uninterrupted experiment."""
     variants = ["vector/gla", "--seeds", "1"]
     command = [sys.executable, "-m", "halflife.cli", *arguments(text, tmp_path / "killed", *variants), "--steps=40"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=dict(os.environ))
