@@ -124,9 +124,9 @@ def test_every_part_follows_the_seed():
         copy = tasks.build("selective_copy").generate(20, seed).inputs
         recall = tasks.build("noisy_recall", noise=0.5).generate(20, seed).inputs
         noisy = recall >= 16
-        yield (copy < 14).tolist()  # places of the tokens
+        yield (copy < 14).tolist()  # positions of the tokens
         yield copy[copy < 14].tolist()
-        yield noisy.tolist()  # places of the noise
+        yield noisy.tolist()  # positions of the noise
         yield recall[noisy].tolist()
         yield recall[~noisy][::2].tolist()  # keys, values
         yield recall[~noisy][1::2].tolist()

@@ -172,7 +172,7 @@ def test_crossovers_of_models():
         model_state_size(layer_states(model, "float32")).smaller_from(cache)
         for model in (attention_at(1), attention_at(0, 1, 2), attention_at(0, 1, 2, num_kv_heads=1))
     )
-    assert some == rows["mamba2"]["smaller_from"]  # each replaced layer saves as many bytes as before
+    assert some == rows["mamba2"]["smaller_from"]  # each replaced layer saves the same number of bytes
     assert (all_, shared) == (None, 1)
 
 

@@ -72,7 +72,7 @@ def solve_multihop(tokens):
 
 def solve_commonword(tokens):
     (first, most), *others = Counter(token for token in tokens if is_value(token)).most_common()
-    assert all(count * 2 == most for _, count in others)  # there is one most common word
+    assert all(count * 2 == most for _, count in others)  # one word is the most common
     return first
 
 
@@ -131,7 +131,7 @@ def test_levels_are_those_of_real_guessers(name, config):
     assert close(guessed, task.shortcut_accuracy, count)
     assert task.chance == (1 / (config["num_pairs"] + 1) if name == "commonword" else 1 / 32)
     uniform = torch.randint(*VALUES, (count,)).tolist()
-    if name == "commonword":  # among the words of the context
+    if name == "commonword":  # one of the words of the context
         seen = [sorted({token for token in tokens if is_value(token)}) for tokens in batch.inputs.tolist()]
         which = torch.randint(config["num_pairs"] + 1, (count,)).tolist()
         uniform = [words[i] for words, i in zip(seen, which, strict=True)]
