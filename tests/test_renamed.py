@@ -1,4 +1,4 @@
-"""Names of version 0.1.0: each one is answered with a name that exists."""
+"""Names of version 0.1.0: the error for each one gives a name that exists."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from halflife.decay import minimax
 
 
 def find(name):
-    """The module, class or attribute `name`, which stands below `halflife`."""
+    """Return the module, class or attribute `name`, which is below `halflife`."""
     module, rest = name, []
     while True:
         try:

@@ -339,7 +339,7 @@ def test_a_model_that_writes_nothing_scores_zero():
     tasks = ("niah_single_1", "vt")
     model = reader(lambda references: "", tasks)
     assert [row["score"] for row in evaluate(model, tasks, [2048]).rows] == [0, 0]
-    # The end token stops a batch at once: each batch (of 4 and 1) is read, and no further call is made.
+    # The end token stops a batch at once. Each batch (of 4 and of 1) is read, without another call.
     assert all(width > 1 for _, width in model.calls)
 
 

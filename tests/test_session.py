@@ -128,7 +128,7 @@ def test_what_is_yielded_is_read_and_a_seed_repeats():
 
 
 class Fixed(LanguageModel):
-    """A stand-in for a model that writes the bytes of a text, one after the other."""
+    """A stand-in for a model. It writes the bytes of a text, one after the other."""
 
     def __init__(self, data):
         super().__init__(preset("mamba2", **{**SIZES, "vocab_size": 256}))
