@@ -97,7 +97,7 @@ def measure_recall(
             fillers, without decoys.
         lags: L, ascending, from 0.
         examples: the number of sequences. Each is asked for all of its pairs, one at a time, at every lag.
-        seed: of the sequences.
+        seed: the seed of the sequences.
 
     Returns:
         One accuracy for each lag.

@@ -1,4 +1,4 @@
-"""The Decay paper's grid (Tables 2–4): one block, one budget, every way to decay, on text."""
+"""The Decay paper's grid (Tables 2–4): every decay in one block, on text, with the same budget."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Variant:
 
     Attributes:
         paper: the paper's loss with 160M parameters, nats per token; None where it gives none.
-        options: of the mixer, which set how the block decays.
-        preset: the block.
+        options: options of the mixer, which select its decay.
+        preset: the preset of the block.
     """
 
     paper: float | None
