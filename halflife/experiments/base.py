@@ -90,7 +90,7 @@ def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 class Experiment:
-    """What is trained and tested, at its scales. The docstring of a subclass names the paper or the question.
+    """Training runs and tests at several scales. The docstring of a subclass names the paper or the question.
 
     Attributes:
         scales: scale → settings.

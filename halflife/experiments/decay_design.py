@@ -155,7 +155,7 @@ class DecayDesign(Experiment):
         return {"smoke": (3e-3,), "small": (2e-3,), "paper": (3e-4,)}[scale]
 
     def settings_at(self, scale: str, changes: Mapping[str, Any]) -> DecayDesignSettings:
-        """As the base class; opens the text, whose digest every run checks."""
+        """Return what the base class returns, with the text and its digest, which every run checks."""
         settings = super().settings_at(scale, changes)
         assert isinstance(settings, DecayDesignSettings)
         corpus = Corpus.open(settings.corpus(), show=False)
@@ -186,7 +186,7 @@ class DecayDesign(Experiment):
         return losses_and_findings(results_by_seed(rows), papers, describe(settings))
 
     def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        """As the base class; writes `results.json` first, which the figures and the page read."""
+        """Write `results.json`, then the report of the base class, which reads this file."""
         results = results_by_seed(rows)
         papers = {name: VARIANTS[name].paper for name in results}
         data = {"results": results, "paper": papers, "findings": finding_sentences(results)}

@@ -92,7 +92,7 @@ def losses_and_findings(results: Results, papers: Papers, setting: str) -> str:
 
 
 def finding_sentences(results: Results) -> list[str]:
-    """For each finding with results, in how many comparisons it holds here."""
+    """Return a sentence for each finding with results: in how many comparisons it holds here."""
     sentences = []
     for finding in FINDINGS:
         compared = [differences for pair in finding.pairs if (differences := _differences(pair, results))]

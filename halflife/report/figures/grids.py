@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of the items, evenly spaced, with the first and the last one."""
+    """Return at most `most` of the items, evenly spaced, with the first and the last one."""
     chosen = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
     return [items[i] for i in chosen]
 

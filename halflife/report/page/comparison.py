@@ -72,7 +72,7 @@ def sweep_page(run: Comparison, findings: list[str], table: Table, figures: list
 
 
 def findings(run: Comparison) -> list[str]:
-    """For each test, which model is best at the greatest length and by how much."""
+    """Return a sentence for each test: which model is best at the greatest length and by how much."""
     return [_finding(run, test) for test in run.tests] or [UNFINISHED]
 
 
@@ -149,7 +149,7 @@ def _table(run: Comparison) -> Table:
 
 
 def groups_of_rows(run: Comparison, columns: list[Column], measure: str) -> list[list[Row]]:
-    """For each model, the row of its mean and one row for each seed.
+    """Return for each model the row of its mean and one row for each seed.
 
     Args:
         measure: the attribute of `Score` that is NaN if a run diverged, "accuracy" or "loss".
