@@ -109,10 +109,10 @@ def _step(mixer: Mixer, state: State | None):
 
 def updates(seconds: float) -> Iterator[str]:
     """Yield Markdown lines on the cost of a token with rank-one updates and with factorisations of its operator."""
-    yield f"An operator a token, P {WIDTH}, K 2, {HEADS} heads: ms a token. *Update* is the time of a rank-one update of the"
-    yield "inverse factor, or of a Cholesky factorisation. *Token* adds the read-out (K + 1 solves, K products with M, one"
-    yield "with C) and the three sums, which every variant needs. *As the paper* forms A_w and B_v for each token (Eq. 11 to"
-    yield "13, without the power iterations)."
+    yield f"An operator a token, P {WIDTH}, K 2, {HEADS} heads: ms a token. *Update* is the time of a rank-one"
+    yield "update of the inverse factor, or of a Cholesky factorisation. *Token* adds the read-out (K + 1 solves, K"
+    yield "products with M, one with C) and the three sums, which every variant needs. *As the paper* forms A_w and B_v for"
+    yield "each token (Eq. 11 to 13, without the power iterations)."
     yield ""
     yield "| r | sequences | update, rank one | factorised (×) | token, rank one | factorised (×) | as the paper (×) |"
     yield "|---:|---:|---:|---:|---:|---:|---:|"

@@ -190,8 +190,8 @@ def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.N
     """Yield one row a model: tokens/s and the share of the GEMM rate at each length, and the memory of a step."""
     at = max((length for length in speeds if length <= MEMORY_AT), default=min(speeds))
     yield "Tokens/s of training. The MFU in brackets is 3 × the matrix products of a forward pass (with all of softmax"
-    yield "attention's), divided by the rate of one product of 2048³ in the same rounds. Memory is the growth of a fresh"
-    yield "process in its first step, with gradients and AdamW's moments."
+    yield "attention's), divided by the rate of one product of 2048³ in the same rounds. Memory is the growth of a"
+    yield "fresh process in its first step, with gradients and AdamW's moments."
     yield ""
     yield f"| model | layers | parameters | {' | '.join(f'T {length:,}' for length in speeds)} | MB (T {at:,}) |"
     yield "|---|---:|---:|" + "---:|" * (len(speeds) + 1)
@@ -221,7 +221,7 @@ def ratio_table(speeds: Speeds) -> Iterator[str]:
     for n, found in speeds.items():
         if MAMBA in found:
             ratio = found[BARE] / found[MAMBA]
-            yield f"The target is ≥ 10 × {MAMBA} with the same function ({BARE}). At T {n:,}, {ratio:.1f} × is measured."
+            yield f"The target is ≥ 10 × {MAMBA} with the same function ({BARE}). At T {n:,} we measured {ratio:.1f} ×."
 
 
 def faster_from(ratios: dict[int, float]) -> str:
