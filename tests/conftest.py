@@ -26,3 +26,22 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that runs a command, checks that it ends with one line on stderr and code 2, and returns the line."""
+
+    def run(*arguments):
+        from halflife.cli import main
+
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert error.startswith("halflife: ")
+        assert len(error.strip().splitlines()) == 1
+        return error
+
+    return run

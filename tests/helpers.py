@@ -106,6 +106,19 @@ def relative_error(got, expected):
     return ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
 
 
+def near_level(share, level, count):
+    """Whether a measured share of `count` draws is within four standard deviations of its level."""
+    return abs(share - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
+
+
+def add_noise(module, scale=0.1):
+    """Move every parameter, because parameters that start at zero would hide terms. Returns the module."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += scale * torch.randn_like(parameter)
+    return module
+
+
 def assert_close(got, expected, tolerance):
     """Check that tensors, or dicts of tensors, agree up to `tolerance` relative to the largest entry of each."""
     if not isinstance(expected, dict):

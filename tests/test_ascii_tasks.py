@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers import near_level
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
@@ -93,10 +94,6 @@ def guess_amnesia(text):
     return text[2]
 
 
-def close(measured, level, count):
-    return abs(measured - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
-
-
 @each_case
 def test_a_solver_from_the_definition_is_always_right(name, config):
     batch = tasks.build(name, **config).generate(150, seed=0)
@@ -144,15 +141,15 @@ def test_levels_are_those_of_real_guessers(name, config):
         common = Counter(answers[:1000]).most_common(1)[0][0]  # estimated on some examples, tested on others
         rest = answers[1000:]
         # Two counts may be nearly equally common.
-        assert close(rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2)
+        assert near_level(rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2)
     else:
         guessed = sum(globals()[f"guess_{name}"](text) == answer for text, answer in found)
-        assert close(guessed / count, task.shortcut_accuracy, count)
+        assert near_level(guessed / count, task.shortcut_accuracy, count)
     size = len(answers[0])
     assert task.chance == 10**-size
     uniform = torch.randint(10**size, (count,)).tolist()
     right = sum(f"{u:0{size}}" == answer for u, answer in zip(uniform, answers, strict=True)) / count
-    assert close(right, task.chance, count)
+    assert near_level(right, task.chance, count)
 
 
 def test_guess_levels():
@@ -204,7 +201,7 @@ def test_toolcalling_pairs_are_called_once_and_results_spread():
 
 def test_toolcalling_asks_any_call():
     slices = tasks.build("toolcalling", min_calls=10, max_calls=10).generate(5000, seed=0).slices
-    assert all(close(n / 5000, 1 / 10, 5000) for n in torch.bincount(slices["depth"], minlength=10).tolist())
+    assert all(near_level(n / 5000, 1 / 10, 5000) for n in torch.bincount(slices["depth"], minlength=10).tolist())
 
 
 def test_economy_rejects_some_moves_of_every_kind_that_can_fail():
@@ -217,7 +214,7 @@ def test_economy_rejects_some_moves_of_every_kind_that_can_fail():
             kind = move.split(":")[1].split()[0]
             made[kind], rejected[kind], before = made[kind] + 1, rejected[kind] + now - before, now
     total = sum(made.values())
-    assert all(close(n / total, 1 / 3, total) for n in made.values())
+    assert all(near_level(n / total, 1 / 3, total) for n in made.values())
     assert all(0.05 < rejected[kind] / made[kind] < 0.6 for kind in ("mine", "trade", "build"))
 
 

@@ -304,7 +304,7 @@ def test_what_was_asked_for_makes_no_sense(tmp_path):
         convert(source, source)
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, refused):
     source, out = gla(tmp_path / "in"), tmp_path / "out"
     main(["convert", str(source), str(out)])
     assert str(out) in capsys.readouterr().out
@@ -315,12 +315,7 @@ def test_command(tmp_path, capsys):
     )
     assert model.config == direct
     assert_same(model.state_dict(), weights)
-    with pytest.raises(SystemExit) as stop:
-        main(["convert", str(source), str(out)])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith("halflife: ")
-    assert len(error.strip().splitlines()) == 1
+    refused("convert", str(source), str(out))
     with pytest.raises(SystemExit) as stop:
         main(["convert", "--help"])
     assert stop.value.code == 0

@@ -285,12 +285,9 @@ def test_groups_stand_for_their_variants(text, tmp_path):
         (["--train-length", "0"], "at least 1"),
     ],
 )
-def test_bad_choices_fail_at_once(text, tmp_path, capsys, more, message):
+def test_bad_choices_fail_at_once(text, tmp_path, refused, more, message):
     given = [option for option in arguments(text, tmp_path / "x") if option.split("=")[0] not in more]
-    with pytest.raises(SystemExit) as stopped:
-        main([given[0], *more, *given[1:]])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refused(given[0], *more, *given[1:])
     assert re.search(message, error), error
     assert not (tmp_path / "x").exists()
 

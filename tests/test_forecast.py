@@ -241,13 +241,8 @@ def test_command(run, capsys):
         (["missing"], "there is no folder"),
     ],
 )
-def test_errors_are_one_line(run, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["forecast", *([str(run)] if "--" in arguments[0] else []), *arguments])
-    assert stopped.value.code == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+def test_errors_are_one_line(run, refused, arguments, message):
+    assert message in refused("forecast", *([str(run)] if "--" in arguments[0] else []), *arguments)
 
 
 def test_a_run_on_another_task_is_refused(run, capsys):

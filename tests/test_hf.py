@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from combinations import SIZES
-from helpers import assert_close
+from helpers import add_noise, assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -22,12 +22,9 @@ TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.
 
 
 def build(name="mamba2", **options):
-    """Build a float64 model whose every parameter has an effect: noise moves those that start at zero."""
+    """Build a float64 model in which every parameter has an effect."""
     model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **{**TINY, **options})).eval().double()
-    with torch.no_grad():
-        for x in model.parameters():
-            x += 0.2 * torch.randn_like(x)
-    return model
+    return add_noise(model, 0.2)
 
 
 def tokens(*shape):

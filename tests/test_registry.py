@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import SIZES
-from helpers import assert_close, assert_same, slices
+from helpers import add_noise, assert_close, assert_same, slices
 from pairwise import slow_beyond
 from safetensors.torch import load_file
 
@@ -89,11 +89,7 @@ def fresh(name):
 
 def trained(name):
     """Build the model in float64 with noise in every parameter, because zeros (RWKV-7's outputs) hide terms."""
-    model = build(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.double()
+    return add_noise(build(name)).double()
 
 
 def tokens(*shape):
