@@ -134,16 +134,6 @@ def read(run_dir: str | Path) -> Comparison:
     return Comparison(path, config, versions, scores, trainings)
 
 
-def read_result(folder: Path) -> dict[str, Any]:
-    """The `result.json` of a finished run; keys that version 0.1.0 wrote have their present names."""
-    return _rename(read_json(folder / RESULT_JSON))
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the `metrics.jsonl` of a run, one dict each; a half-written last line is left out."""
-    return _read_metrics(folder / METRICS_JSONL, finished=False)
-
-
 def read_grid(folder: Path) -> dict[str, Any]:
     """The `results.json` of a grid, whose parts are empty before its first run has finished.
 
@@ -152,6 +142,16 @@ def read_grid(folder: Path) -> dict[str, Any]:
     """
     empty: dict[str, Any] = {"results": {}, "paper": {}, "findings": []}
     return empty | (read_json(folder / RESULTS_JSON) if (folder / RESULTS_JSON).exists() else {})
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """The `result.json` of a finished run; keys that version 0.1.0 wrote have their present names."""
+    return _rename(read_json(folder / RESULT_JSON))
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the `metrics.jsonl` of a run, one dict each; a half-written last line is left out."""
+    return _read_metrics(folder / METRICS_JSONL, finished=False)
 
 
 def _read_trainings(sweep: Path, model: str, finished: bool, tasks: bool) -> list[Training]:
