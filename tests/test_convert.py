@@ -99,7 +99,7 @@ def test_shards_are_read_like_one_file(tmp_path):
     assert_same(load_file(sharded / "model.safetensors"), load_file(whole / "model.safetensors"))
 
 
-def test_what_transformers_does_not_read_does_not_matter(tmp_path):
+def test_settings_that_transformers_ignores_are_ignored(tmp_path):
     """norm_before_gate, which Mamba-Codestral sets, has no effect. A tied head may be stored a second time."""
     theirs, source = mamba2(tmp_path / "in", tie_word_embeddings=True), tmp_path / "in"
     edit(source / "config.json", norm_before_gate=True, time_step_limit=[0.0, float("inf")])

@@ -135,7 +135,7 @@ def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_after_its_last_step_needs_no_more(settings, tmp_path, monkeypatch):
+def test_a_run_killed_after_its_last_step_repeats_no_step(settings, tmp_path, monkeypatch):
     """No step is repeated, and the result is that of the uninterrupted run except for its speed."""
     whole = run(settings, tmp_path / "whole")
 
@@ -179,7 +179,7 @@ def test_every_variant_of_the_paper_builds_and_trains(name, settings):
     assert cell.model.name == name
 
 
-def test_findings_speak_of_variants_that_the_core_covers():
+def test_findings_compare_variants_of_the_core():
     named = {name for finding in FINDINGS for pair in finding.pairs for name in pair}
     assert named <= set(decay_design.VARIANTS)
     assert set(decay_design.CORE) <= set(decay_design.VARIANTS)

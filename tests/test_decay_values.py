@@ -181,7 +181,7 @@ def test_lags_go_from_one_to_half_of_the_text():
     assert horizons.horizon_lags(2048).tolist()[:9] == list(range(1, 10))
 
 
-def test_the_horizon_is_of_sums_along_the_text_not_of_a_mean_decay():
+def test_the_horizon_comes_from_sums_along_the_text():
     """With a reset every 20 tokens and no decay in between, the mean decay e^{−3/20} would give 6.7 tokens."""
     model, ids = tiny("simple+scalar", num_layers=1, num_heads=1), ids_of(1, 80)
     g = [-3.0 if t % 20 == 0 else 0.0 for t in range(80)]

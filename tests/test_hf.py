@@ -194,7 +194,7 @@ def test_folders_of_halflife_load(tmp_path):
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)
 
 
-def test_missing_weights_are_drawn_by_their_own_law_and_loaded_ones_stay(tmp_path):
+def test_missing_weights_are_drawn_and_loaded_ones_stay(tmp_path):
     """This also holds in a module with some missing parameters, and in a PoST around a decay."""
     from safetensors.torch import load_file, save_file
 

@@ -251,7 +251,7 @@ def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_factorisation_is_kept_for_the_sums_that_it_is_of():
+def test_a_factorisation_is_reused_for_the_same_sums_only():
     """It is not used after a change in place, with another ridge or norm, or where gradients flow."""
     x = inputs(6)
     _, state = koopman_attention(*(part[:, :5] for part in x), chunk_size=4, output_final_state=True)
@@ -330,7 +330,7 @@ def test_packed_equals_separate(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_later_tokens_move_nothing_and_other_documents_neither(chunk_size, dtype):
+def test_later_tokens_and_other_documents_change_nothing(chunk_size, dtype):
     """Outputs do not change by a bit when later tokens or other documents do. The gradient across is exactly 0."""
     q, k, v = inputs(17, batch=1, dtype=dtype)
     before, _ = koopman_attention(q, k, v, chunk_size=chunk_size)

@@ -151,7 +151,7 @@ def test_tpe_is_a_toeplitz_product():
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "lightnet", "mamba2", "simple"])
-def test_a_shared_key_is_one_minus_the_decay_of_its_own_token(name):
+def test_a_shared_key_is_one_minus_the_decay_of_its_token(name):
     """A token loop gives the same. A known implementation of LightNet takes the decay of the token before."""
     layer = layers.build(
         "linear", hidden_size=8, num_heads=1, decay=name, share_keys=True, gate="none", layer_idx=1, num_layers=3

@@ -188,7 +188,7 @@ def test_noisy_recall_pairs_are_drawn_with_replacement():
 
 
 @pytest.mark.parametrize(("noise", "motifs"), [(0.0, 0), (0.2, 26), (0.4, 51), (0.6, 77), (0.8, 102)])
-def test_noisy_recall_has_the_share_of_noise_that_was_asked(noise, motifs):
+def test_noisy_recall_has_the_requested_share_of_noise(noise, motifs):
     inputs = tasks.build("noisy_recall", noise=noise).generate(300, seed=0).inputs
     noisy = inputs >= 16
     assert torch.equal(noisy[:, ::2], noisy[:, 1::2])

@@ -57,7 +57,7 @@ def test_state_is_of_constant_size(name):
     )  # fmt: skip
 
 
-def test_initialisation_is_that_of_the_decay_not_of_the_framework():
+def test_initialisation_is_that_of_the_decay():
     """The initialisation of the model does not overwrite that of the decay."""
     torch.manual_seed(0)
     model = build("mamba2", hidden_size=64, num_heads=64)

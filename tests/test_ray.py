@@ -212,7 +212,7 @@ def test_workers_must_see_the_folder(tmp_path):
         (["--gpus-per-run", "1"], "--on ray"),
     ],
 )
-def test_a_bad_place_is_one_line_soon_and_nothing_is_written(arguments, message, tmp_path, monkeypatch, refused):
+def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     began = time.monotonic()
     assert message in refused("compare", "mamba2", *arguments)

@@ -332,7 +332,7 @@ def test_truncated_file_is_named(tmp_path, name, cut):
         results.read(folder)
 
 
-def test_seeds_are_counted_not_cells(tmp_path):
+def test_the_finding_counts_seeds_and_no_cells(tmp_path):
     """A test with several numbers of pairs has a cell for each. The finding uses means over them for each seed."""
     folder = make_run(tmp_path / "run", models=("mamba2",))
     rows = (folder / "results.csv").read_text().splitlines()

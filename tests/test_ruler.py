@@ -343,7 +343,7 @@ def test_a_model_that_writes_nothing_scores_zero():
     assert all(width > 1 for _, width in model.calls)
 
 
-def test_what_is_written_after_the_last_token_does_not_count():
+def test_text_after_the_last_token_does_not_count():
     """A UUID that ends with the 128th token counts; one that ends a letter later does not."""
     for before, score in ((92, 1), (93, 0)):
         model = reader(lambda references, before=before: "." * before + references[0], ["niah_multikey_3"])

@@ -56,7 +56,7 @@ def test_masked_tokens_are_never_written(lift):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
-def test_without_pairs_a_masked_token_might_as_well_be_cut_out(dtype):
+def test_without_pairs_a_masked_token_equals_a_removed_one(dtype):
     """Ridge regression does not depend on the order. The operator M does, because a cut would pair other keys."""
     x, mask = inputs(batch=1), action_mask(batch=1)
     given = {"action_mask": mask.to(dtype)}
@@ -65,7 +65,7 @@ def test_without_pairs_a_masked_token_might_as_well_be_cut_out(dtype):
     assert (pairs(x, shared=given)[0][mask] - pairs(x[mask].unsqueeze(0))[0][0]).abs().max() > 0.1
 
 
-def test_a_mask_of_ones_is_no_mask_and_one_of_zeros_writes_nothing():
+def test_a_mask_of_ones_changes_nothing_and_one_of_zeros_writes_nothing():
     layer, x = build(), inputs()
     assert_same(layer(x, shared={"action_mask": torch.ones(2, LENGTH)})[0], layer(x)[0])
     y, state = layer(x, shared={"action_mask": torch.zeros(2, LENGTH)})

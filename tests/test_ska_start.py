@@ -21,23 +21,23 @@ def read_out(power, query_init, mix="koopman"):
     return layer(asked)[0][:, -1].detach() @ tokens.T
 
 
-def test_one_power_brings_back_what_followed():
+def test_one_power_recalls_the_next_token():
     found = read_out(1, "key")
     assert (found[:-1].argmax(1) == torch.arange(1, 16)).all()  # no token follows the last one
     best = found.topk(2).values[:-1]
     assert (best[:, 0] > 50 * best[:, 1].abs()).all()
 
 
-def test_no_power_brings_back_the_token_itself():
+def test_no_power_recalls_the_token_itself():
     assert (read_out(0, "key").argmax(1) == torch.arange(16)).all()
 
 
-def test_two_powers_bring_back_the_token_after_the_next():
+def test_two_powers_recall_the_token_after_the_next():
     assert (read_out(2, "key")[:-2].argmax(1) == torch.arange(2, 16)).all()
 
 
 @pytest.mark.parametrize("power", [0, 1, 2])
-def test_queries_of_their_own_bring_back_nothing_in_particular(power):
+def test_queries_of_the_paper_recall_by_chance(power):
     """With the paper's initialisation, 16 tokens are recalled no better than by chance."""
     found = read_out(power, "own")
     hits = [(found.argmax(1) == (torch.arange(16) + shift)).sum() for shift in (0, 1, 2)]

@@ -137,7 +137,7 @@ def test_half_a_checkpoint_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "sums"])
-def test_a_damaged_checkpoint_is_warned_of_and_passed_over(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     for step in (4, 8):
         folder = tmp_path / f"checkpoint-{step}"
         (folder / "shard").mkdir(parents=True)
