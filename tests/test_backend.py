@@ -1,4 +1,4 @@
-"""Which implementation runs: the order, the limits, and that nothing is swapped silently."""
+"""The choice of an implementation: its order, its limits, and errors instead of silent replacements."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")
 
 @pytest.fixture
 def op(monkeypatch):
-    """An op with every backend, each of which returns its name; `op["fla"] = reason` limits one."""
+    """An op with all backends, each of which returns its name. `op["fla"] = reason` makes a backend refuse."""
     reasons = {}
     functions = {name: lambda call, name=name: (name, None) for name in reversed(backends.ORDER)}
     monkeypatch.setitem(backends._OPS._entries, "op", functions)
@@ -34,14 +34,14 @@ def op(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """CPU tensors pass for those of a CUDA machine with fla-core: the interpreter takes them, fla judges shapes."""
+    """Treat CPU tensors as those of a CUDA machine with fla-core. Triton is interpreted, and fla checks shapes only."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fla, "_versions", lambda: ((0, 6, 0), (3, 8, 0)))
     monkeypatch.setattr(fla, "_capability", lambda device: 9)
 
 
 def taken(op, backend, device, call=None):
-    """The name of the backend that `choose` returns."""
+    """Return the name of the backend that `choose` returns."""
     function = backends.choose(op, backend, device, call)
     return next(name for name, known in backends._OPS[op].items() if known is function)
 
@@ -58,7 +58,7 @@ def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16):
 
 
 def test_the_best_that_fits(op):
-    """Whatever the order of registration; each refusal hands on to the next."""
+    """The choice does not depend on the order of registration. After each refusal the next backend is chosen."""
     for best in ("triton", "fla", "native", "chunked", "reference"):
         assert taken("op", "auto", CUDA) == best
         assert ops.available_backends("op", CUDA)[0] == ("mask" if best == "reference" else best)
@@ -228,7 +228,7 @@ def test_selfcheck_of_some(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["chunked", "mask"])
 def test_selfcheck_sees_a_broken_gate_rank(backend, monkeypatch):
-    """In either state, not in the output alone."""
+    """The error may be in one of the two states alone."""
     right = backends._OPS["gate_rank"][backend]
 
     def broken(call):

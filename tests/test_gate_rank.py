@@ -1,4 +1,4 @@
-"""GateRank: recurrence, mask and chunks agree, with gradients, whatever the resets; the paper's mask entry by entry."""
+"""GateRank: recurrence, mask and chunks agree, gradients included, for any resets. The paper's mask, entry by entry."""
 
 import math
 
@@ -12,18 +12,18 @@ from halflife.ops.gate_rank import masks
 
 BACKENDS = tuple(ops.available_backends("gate_rank"))
 UPDATES = ("linear", "delta")
-# Where a sequence of 70 tokens resets; chunks of 16 have edges at 16, 32, 48, 64.
+# The resets of a sequence of 70 tokens. Chunks of 16 have edges at 16, 32, 48, 64.
 RESETS = {
     "never": [], "always": range(70), "first": [0], "last": [69], "edges": [15, 16, 31, 32, 63, 64],
     "some": [3, 5, 20, 50, 51, 52, 66],
 }  # fmt: skip
-# Worst errors measured over this file against the float64 token loop, relative to the largest entry.
+# The worst errors measured in this file against the float64 token loop, relative to the largest entry.
 WORST = {torch.float64: 8.5e-15, torch.float32: 4.4e-6, torch.bfloat16: 3.8e-3}
 WORST_WITH_RESETS = 7.0e-13
 
 each_update = pytest.mark.parametrize("update", UPDATES)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-# The float64 token loop is what the others are compared with.
+# The others are compared with the float64 token loop.
 FORMS = [
     (b, dtype)
     for b in BACKENDS
@@ -46,7 +46,7 @@ def widest(backend, arguments):
 
 
 def inputs(update, length, resets, *, slow=None, fast=None, sequences=None, **sizes):
-    """float64 arguments; `resets` are positions, or the probability of one at each token of each head."""
+    """Return arguments in float64; `resets` are positions, or the probability of a reset at each token and head."""
     arguments = op_inputs("delta_rule", "scalar", length, decay=fast, sequences=sequences, **sizes)
     arguments["g_fast"] = arguments.pop("g")
     if update == "linear":
@@ -64,7 +64,7 @@ def inputs(update, length, resets, *, slow=None, fast=None, sequences=None, **si
 
 
 def run(arguments, **options):
-    """Outputs, both states, and the gradients of everything."""
+    """Return outputs, both states, and the gradients of all inputs."""
     arguments = leaves(arguments)
     given = {name: x for name, x in arguments.items() if name not in ("fast", "slow")}
     states = (arguments["fast"], arguments["slow"])
@@ -118,8 +118,7 @@ def test_head_sizes(update, form, sizes):
     slow=[None, -1e-30, -20.0, -1000.0, -math.inf],
 )
 def test_decays(update, form, fast, slow):
-    """The mask's log-decays have a gradient by autograd, right beside the others, not beside their own largest entry
-    where that is 1e-9 (its docstring says so)."""
+    """The mask's log-decay gradients are compared on the scale of dq, because they can be as small as 1e-9."""
     backend, dtype = form
     arguments = rounded(inputs(update, 70, 0.1, fast=fast, slow=slow), dtype)
     expected = run({name: x.double() for name, x in arguments.items()}, backend="reference")
@@ -140,7 +139,7 @@ def test_chunk_size_changes_nothing(update, chunk_size):
 @each_update
 @each_backend
 def test_without_resets_it_is_its_base(update, backend):
-    """Equal in everything; the slow state only stays."""
+    """Without resets all results equal those of the base, and the slow state does not change."""
     arguments, tolerance = widest(backend, inputs(update, 70, []))
     got = run(arguments, backend=backend)
     base = ops.linear_attention if update == "linear" else ops.delta_rule
@@ -156,7 +155,7 @@ def test_without_resets_it_is_its_base(update, backend):
 @each_update
 @each_backend
 def test_a_reset_is_any_value_but_zero(update, backend):
-    """However small the slow decay: what counts is that the fast state has become slow."""
+    """A slow log-decay of any size other than zero moves the fast state into the slow state."""
     arguments, _ = widest(backend, inputs(update, 9, [4], slow=-1e-30, fast=-1.0))
     got = run(arguments, backend=backend)
     kept = run(widest(backend, inputs(update, 9, [], fast=-1.0))[0], backend=backend)
@@ -167,7 +166,7 @@ def test_a_reset_is_any_value_but_zero(update, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_papers_mask_entry_by_entry(backend):
-    """Figure 2a: eight tokens, resets at 1, 3 and 5; with orthonormal keys as queries, o is the mask's row."""
+    """Figure 2a: tokens with resets at 1, 3 and 5. With orthonormal keys as queries, o is a row of the mask."""
     resets, length = (1, 3, 5), 7
     slow = torch.zeros(length).double()
     slow[list(resets)] = torch.tensor([-0.3, -0.5, -0.7]).double()
@@ -177,13 +176,13 @@ def test_the_papers_mask_entry_by_entry(backend):
     for i in range(length):
         for j in range(i + 1):
             entry, decays_fast = 1.0, True
-            for t in range(j + 1, i + 1):  # what happens to token j's trace, step by step
+            for t in range(j + 1, i + 1):  # the decays of token j's trace, step by step
                 entry *= beta[t] if decays_fast else 1.0
                 if t in resets:
                     entry *= alpha[t]
                     decays_fast = False
             expected[i, j] = entry
-    # Entries written out by hand: α3 α5 β1 for what token 0 left at its reset at 1, and so on.
+    # Entries by hand: token 0 has the factor α3 α5 β1 at the end, because it becomes slow at the reset at 1, and so on.
     by_hand = {
         (1, 0): alpha[1] * beta[1], (2, 0): alpha[1] * beta[1], (3, 0): alpha[1] * alpha[3] * beta[1],
         (6, 0): alpha[1] * alpha[3] * alpha[5] * beta[1], (2, 1): beta[2], (3, 1): alpha[3] * beta[2] * beta[3],
@@ -272,7 +271,7 @@ def test_nothing_flows_backwards(backend):
 
 @each_update
 def test_gradcheck(update):
-    """Where there is a reset, its magnitude has a derivative; elsewhere the slow gate is not a variable."""
+    """A reset has a derivative in its magnitude. Elsewhere the slow gate is held fixed."""
     arguments = inputs(update, 6, [1, 4], heads=1, key=2, value=3)
     states = (arguments.pop("fast"), arguments.pop("slow"))
     reset = arguments["g_slow"] != 0

@@ -1,4 +1,4 @@
-"""Every op, backend, granularity and dtype equals the float64 token loop: outputs, states and all gradients."""
+"""Every op, backend, granularity and dtype equals the float64 token loop in outputs, states and all gradients."""
 
 from functools import cache
 
@@ -27,8 +27,8 @@ from pairwise import crossed
 from halflife import ops
 from halflife.ops.backends import dispatch as backends
 
-# The worst error measured over this file's cases, relative to the largest entry of a tensor; four times that is
-# allowed. In float64, 70 steps of −750 (where the log-decay is floored) cost a slow decay beside them two digits.
+# The worst error measured over this file's cases, relative to the largest entry of a tensor. Four times that is
+# allowed. In float64, 70 steps of −750 (the lower bound of a log-decay) cost a slow decay beside them two digits.
 WORST = {
     "linear_attention": {torch.float64: 4.0e-15, torch.float32: 9.4e-7, torch.bfloat16: 3.6e-3},
     "delta_rule": {torch.float64: 4.6e-15, torch.float32: 2.9e-6, torch.bfloat16: 3.8e-3},
@@ -39,7 +39,7 @@ WORST_WITH_RESETS = 6.3e-13
 WORST_NATIVE = {"linear_attention": 6.5e-3, "delta_rule": 1.2e-2, "dplr": 8.6e-3}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
-# The float64 token loop is what the others are compared with.
+# The others are compared with the float64 token loop.
 FORMS = [
     (backend, dtype)
     for backend in ops.available_backends("linear_attention") for dtype in DTYPES
@@ -49,7 +49,7 @@ FORMS = [
 
 @cache
 def oracle(op, granularity, length, dtype, options=()):
-    """The float64 token loop on inputs rounded to `dtype`, so that only the computation is judged."""
+    """Run the float64 token loop on inputs rounded to `dtype`, so that only the computation is compared."""
     arguments = rounded(op_inputs(op, granularity, length, **dict(options)), dtype)
     return run_op(op, {name: x.double() for name, x in arguments.items()}, backend="reference")
 
@@ -87,7 +87,7 @@ def test_decays(op, granularity, form, decay):
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 @each_backend
 def test_a_full_reset_has_no_gradient(op, granularity, backend):
-    """Exactly: not the rounding that is left where terms of other steps cancel."""
+    """It is exactly 0, without the rounding error of terms that cancel."""
     arguments = rounded(op_inputs(op, granularity, 70, decay="mixed"), torch.float32)
     gradient = run_op(op, arguments, backend=backend)["dg"]
     assert gradient[arguments["g"] <= -1000].count_nonzero() == 0
@@ -134,7 +134,7 @@ def test_gradcheck(op, granularity):
 
 @each_op
 def test_second_derivatives(op):
-    """Right by the token loop, refused by the chunked form."""
+    """The token loop gives the right ones, and the chunked form refuses."""
     arguments = leaves(op_inputs(op, "scalar", 3, heads=1, key=1, value=1))
 
     def grad(backend):
@@ -161,7 +161,7 @@ def test_scale_and_state_are_optional(op, granularity):
 @each_granularity
 @each_backend
 def test_autocast_changes_nothing(op, granularity, backend):
-    """float32 inputs stay float32 throughout, in a backward pass inside the context too."""
+    """float32 inputs stay float32 in the forward pass, and in a backward pass inside the context."""
     arguments = rounded(op_inputs(op, granularity, 70), torch.float32)
     plain = run_op(op, arguments, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
@@ -207,7 +207,7 @@ def test_beta_must_fit():
 
 
 def test_annotations_are_checked_under_pytest():
-    """Otherwise the shapes written in signatures could be wrong."""
+    """This fails if the shapes in signatures are not checked."""
     with pytest.raises(TypeCheckError):
         ops.linear_attention(torch.zeros(1, 5, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 5, 2, 3))
 

@@ -1,4 +1,4 @@
-"""A sequence cut anywhere equals the uncut one, packed equals separate, and nothing flows backwards or across."""
+"""A cut sequence equals the whole one, packed equals separate, and nothing flows backwards or between sequences."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# float64, four times the worst measured, relative to the largest entry.
+# float64; four times the worst measured error, relative to the largest entry.
 EXACT = 4 * 1.3e-15
 
 
 def piece(arguments, tokens, state):
-    """The arguments of one piece of the tokens, with a state of its own."""
+    """Return the arguments of one piece of the tokens, with the given initial state."""
     parts = {name: x[:, tokens] for name, x in arguments.items() if name != "initial_state"}
     return {**parts, "initial_state": state}
 
@@ -91,7 +91,7 @@ def test_prefix_does_not_move_when_the_suffix_does(op, granularity, backend, cut
 @each_granularity
 @each_backend
 def test_packed_documents_do_not_leak(op, granularity, backend):
-    """With a decay so slow that a leak would show; the gradients must not cross either."""
+    """The decay is so slow that a leak would be visible. Gradients do not cross either."""
     bounds, others = [0, 20, 57, 90], [0, 2]
     arguments = widest(backend, op_inputs(op, granularity, 90, sequences=3, decay=-1e-4))
     options = {"cu_seqlens": torch.tensor(bounds), "chunk_size": 16, "output_final_state": True, "backend": backend}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from functools import reduce
 from operator import or_
@@ -49,6 +50,7 @@ COMMANDS = {
     "spectrum": Spectrum, "memory": Memory, "mask": Mask, "forecast": Forecast, "theory": Theory, "figures": Figures,
     "convert": Convert,
 }  # fmt: skip
+BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 
 
 def _commands(brief: bool) -> Any:
@@ -70,10 +72,19 @@ Command = _commands(brief=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback."""
+    """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback.
+
+    If the reader of its output ends early, as `head` does, the command ends with exit code 141 and no message.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        read_command(arguments).run()
+        try:
+            read_command(arguments).run()
+        finally:
+            sys.stdout.flush()  # here, because Python reports an error at its exit
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        raise SystemExit(BROKEN_PIPE) from None
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
         print(f"halflife: {error}", file=sys.stderr)
         raise SystemExit(2) from None
