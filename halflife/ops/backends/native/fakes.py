@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BORDER, _LANE = 8, 16  # chunks from one saved state to the next, and the smallest chunk (csrc/walk.cpp)
+_BORDER, _LANE = 4, 16  # chunks from one saved state to the next, and the smallest chunk (csrc/walk.cpp)
 
 
 @torch.library.register_fake("halflife::state_op")

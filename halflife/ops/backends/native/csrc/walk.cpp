@@ -11,7 +11,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kBorder = 8;    // chunks from one saved state to the next
+constexpr int64_t kBorder = 4;    // chunks from one saved state to the next
 constexpr int64_t kStates = 1 << 18;  // bytes of the states of all heads that a thread works on at a time
 constexpr float kFloor = -110.f;  // below it a log-decay has the gradient 0
 
@@ -146,10 +146,20 @@ Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, O
   return c;
 }
 
+}  // namespace
+
+Work& work_of_thread(Sizes n, int64_t wide) {
+  thread_local std::unique_ptr<Work> work;
+  if (!work || work->sizes != n || work->wide != wide) work = std::make_unique<Work>(n, wide);
+  return *work;
+}
+
+namespace {
+
 std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
   const bool dplr = c.a.has_value(), delta = c.beta.has_value();
   auto chunk = (dplr ? make_dplr : delta ? make_delta : make_linear)(c.precision, c.kind, c.sizes);
-  if (grads) chunk->make_grads(c.sizes);
+  if (grads) chunk->make_grads();
   return chunk;
 }
 
@@ -206,7 +216,7 @@ class Walk {
         run(count, [&](int64_t i) {
           chunks[i]->finish();
           const int64_t token = (start + i) * c.sizes.chunk;
-          out.store(chunks[i]->o, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+          out.store(chunks[i]->work().o, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
         });
       }
     for (int64_t head = first_head; head < last_head; head++)
@@ -230,7 +240,7 @@ class Walk {
         run(count, [&](int64_t i) {
           load(c, *chunks[i], n, head, start + i);
           const int64_t token = (start + i) * c.sizes.chunk;
-          given.load(chunks[i]->dov, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+          given.load(chunks[i]->dout, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
           chunks[i]->prepare();
         });
         walk(state, count);
@@ -279,27 +289,28 @@ class Walk {
   void store(Chunk& chunk, int64_t n, int64_t head, int64_t index, const std::vector<Tensor>& grads) const {
     const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
     const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
+    const Work& w = chunk.work();
     const Vec scale(static_cast<float>(c.scale));
-    each([scale](Vec x) { return x * scale; }, Mat(chunk.dq));
-    Rows(grads[0], batch, head).store(chunk.dq, first, count);
-    Rows(grads[1], batch, head).store(chunk.dk, first, count);
-    Rows(grads[2], batch, head).store(chunk.dv, first, count);
+    each([scale](Vec x) { return x * scale; }, Mat(w.dq));
+    Rows(grads[0], batch, head).store(w.dq, first, count);
+    Rows(grads[1], batch, head).store(w.dk, first, count);
+    Rows(grads[2], batch, head).store(w.dv, first, count);
     if (c.g) {
       const int64_t column = c.g_slow ? 1 : 0;
-      const Mat dg = chunk.dg, g = chunk.decay->log_decays();
+      const Mat dg = w.dg, g = chunk.decay->log_decays();
       for (int64_t i = 0; i < count; i++)
-        for (int64_t d = 0; d < dg.cols; d++)
+        for (int64_t d = 0; d < g.cols; d++)
           if (g.row(i)[d] < kFloor) dg.row(i)[d] = 0.f;
       Rows(grads[3], batch, head).store(dg, first, count, column);
       if (c.g_slow) Rows(grads[7], batch, head).store(dg, first, count);
     }
     if (c.beta) {
       const Rows out(grads[4], batch, head);
-      for (int64_t i = 0; i < count; i++) *out.at<float>(first + i) = chunk.dbeta[i];
+      for (int64_t i = 0; i < count; i++) *out.at<float>(first + i) = w.dbeta[i];
     }
     if (c.a) {
-      Rows(grads[5], batch, head).store(chunk.da, first, count);
-      Rows(grads[6], batch, head).store(chunk.db, first, count);
+      Rows(grads[5], batch, head).store(w.da, first, count);
+      Rows(grads[6], batch, head).store(w.db, first, count);
     }
   }
 
