@@ -20,6 +20,14 @@ constexpr int64_t kTokenBlock = 64;  // tokens of a block where each has an oper
 
 // ------------------------------------------------------------------------------------------ tokens and states
 
+inline void copy_row(float* out, const float* in, int64_t width) {
+  if (width % kLane) {
+    std::memcpy(out, in, width * sizeof(float));
+    return;
+  }
+  for (int64_t j = 0; j < width; j += Vec::size()) Vec::loadu(in + j).store(out + j);
+}
+
 // Rows of one sequence and head of a tensor [B, T, H, D] with any strides but a dense last axis.
 struct Rows {
   char* data = nullptr;
@@ -37,13 +45,13 @@ struct Rows {
     if (half)
       at::vec::convert(reinterpret_cast<const at::BFloat16*>(data + token * step), row, width);
     else
-      std::memcpy(row, data + token * step, width * sizeof(float));
+      copy_row(row, reinterpret_cast<const float*>(data + token * step), width);
   }
   void store(const float* row, int64_t token) const {
     if (half)
       at::vec::convert(row, reinterpret_cast<at::BFloat16*>(data + token * step), width);
     else
-      std::memcpy(data + token * step, row, width * sizeof(float));
+      copy_row(reinterpret_cast<float*>(data + token * step), row, width);
   }
 };
 
@@ -385,7 +393,7 @@ class Walk {
       keys.load_one(before.row(0), first - 1);
     else
       std::copy_n(c.memory.last_of(seq, head), keys.call.width, before.row(0));
-    for (int64_t i = 1; i < n.rows; i++) std::copy_n(z.row(i - 1), n.rank, before.row(i));
+    for (int64_t i = 1; i < n.rows; i++) copy_row(before.row(i), z.row(i - 1), n.rank);
   }
 
   // Rows of tokens of the call; rows of waiting tokens are 0.

@@ -165,12 +165,14 @@ namespace {
 
 // --------------------------------------------------------------------------------- one operator for all tokens
 
+// All powers are products with one matrix `step` = Mᵀ G̃⁻¹, because x_i = γ x_{i−1} Mᵀ G̃⁻¹ for rows. G̃⁻¹ is applied as
+// its two triangular factors: its explicit entries would lose the gradients of keys that span only a few directions.
 class SharedOperator final : public KoopmanBlock {
  public:
   SharedOperator(const KoopmanSizes& sizes, bool grads)
-      : KoopmanBlock(sizes, grads), inverse(n.rank, n.rank), upper(n.rank, n.rank),
-        xs((n.power + 1) * n.rows, n.rank) {
-    if (grads) bs = Buffer((n.power + 1) * n.rows, n.rank), dx = Buffer(n.rows, n.rank);
+      : KoopmanBlock(sizes, grads), upper(n.rank, n.rank), lower(n.rank, n.rank), step(n.rank, n.rank),
+        half((n.power + 1) * n.rows, n.rank), xs((n.power + 1) * n.rows, n.rank) {
+    if (grads) bs = Buffer((n.power + 1) * n.rows, n.rank), dxs = Buffer((n.power + 1) * n.rows, n.rank);
   }
 
   void read(const KoopmanSlot& slot, int64_t) override {
@@ -180,22 +182,19 @@ class SharedOperator final : public KoopmanBlock {
 
   void read_grad(KoopmanSlot& slot, int64_t) override {
     solve_all(slot);
-    const Mat transition = slot.sums->col_range(n.rank, n.rank);
-    const Mat first = x(0), last = x(n.power);
     product_nt(kSingle, right, dy, slot.sums->col_range(2 * n.rank, n.width));  // the gradient of the mixed x
-    slot.dmix = dot(right, last) - dot(right, first);
+    slot.dmix = dot(right, x(n.power)) - dot(right, x(0));
     slot.dgamma = 0;
-    const Vec mu(settings.mix), rest(1.f - settings.mix), gamma(settings.gamma), unit(unit_of(slot.norm));
-    each([mu](Vec, Vec d) { return mu * d; }, dx, Mat(right));
+    const Vec mu(settings.mix), rest(1.f - settings.mix), gamma(settings.gamma);
+    each([mu](Vec, Vec d) { return mu * d; }, dx(n.power), Mat(right));
     for (int64_t i = n.power; i > 0; i--) {
-      solve(b(i), dx, unit);
-      product_nn(kSingle, dx, b(i), transition);
-      slot.dgamma += dot(dx, x(i - 1));
-      each([gamma](Vec d) { return gamma * d; }, dx);
+      product_nt(kSingle, dx(i - 1), dx(i), step);
+      slot.dgamma += dot(dx(i - 1), x(i - 1));
+      scale(dx(i - 1), settings.gamma);
     }
-    each([rest](Vec d, Vec m) { return at::vec::fmadd(rest, m, d); }, dx, Mat(right));
-    solve(b(0), dx, unit);
-    copy(dq, b(0));
+    each([rest](Vec d, Vec m) { return at::vec::fmadd(rest, m, d); }, dx(0), Mat(right));
+    solve(bs, dxs);
+    copy(dq, bs->row_range(0, n.rows));
     gradient_of_sums(slot.sums, xs, bs);
     double trace = 0;
     for (int64_t i = 0; i < n.rank; i++) trace += slot.sums->row(i)[i];
@@ -205,44 +204,54 @@ class SharedOperator final : public KoopmanBlock {
     slot.dlargest = settings.whole_sequence ? dunit : 0;
   }
 
+  // With z' = z_{t−1}: dz = z (dG + dGᵀ) + z' dMᵀ + v dC, dz' = z dM and dv = z dCᵀ.
   void sums_grad(KoopmanSlot& slot, int64_t) override {
     const Mat keys = tokens->col_range(0, n.rank), dkeys = dtokens->col_range(0, n.rank);
-    const Mat dprevious = dtokens->col_range(n.rank, n.rank);
+    const Mat dprevious = dtokens->col_range(n.rank, n.rank), dgram = slot.sums->col_range(0, n.rank);
+    transpose(step, dgram);
+    add(dgram, step);
     product_nn(kSingle, dtokens, keys, slot.sums);
-    product_nt(kSingle, dkeys, tokens, slot.sums, true);
-    for (int64_t i = 0; i + 1 < n.rows; i++) add(dkeys.row_range(i, 1), dprevious.row_range(i + 1, 1));
+    const int64_t others = n.rank + n.width;
+    product_nt(kSingle, dkeys, tokens->col_range(n.rank, others), slot.sums->col_range(n.rank, others), true);
+    add(dkeys.row_range(0, n.rows - 1), dprevious.row_range(1, n.rows - 1));
     std::copy_n(dprevious.row(0), n.rank, slot.dbefore.begin());
-    if (slot.record()) add_multiple(dkeys.row_range(slot.row, 1), 2 * slot.dnorm, keys.row_range(slot.row, 1));
+    if (slot.record()) {
+      const float weight = 2 * slot.dnorm;
+      add_scaled_rows(dkeys.row_range(slot.row, 1), keys.row_range(slot.row, 1), &weight);
+    }
   }
 
  private:
   Mat x(int64_t i) const { return xs->row_range(i * n.rows, n.rows); }
-  Mat b(int64_t i) const { return bs->row_range(i * n.rows, n.rows); }
-  static void add_multiple(const Mat& out, float weight, const Mat& in) { add_scaled_rows(out, in, &weight); }
+  Mat dx(int64_t i) const { return dxs->row_range(i * n.rows, n.rows); }
 
-  // out = d G̃⁻¹ for rows d, which become d / m².
-  void solve(const Mat& out, const Mat& d, Vec unit) const {
-    each([unit](Vec v) { return v / unit; }, d);
-    product_nn(kSingle, out, d, inverse);
+  // out = d G̃⁻¹ for rows d.
+  void solve(const Mat& out, const Mat& d) const {
+    const Mat middle = half->row_range(0, d.rows);
+    product_nn(kSingle, middle, d, upper);
+    product_nn(kSingle, out, middle, lower);
   }
 
   void solve_all(const KoopmanSlot& slot) {
     const float unit = unit_of(slot.norm);
     factorise(slot.sums->col_range(0, n.rank), unit);
     upper_inverse(upper, factor);
-    product_nt(kSingle, inverse, upper, upper);
-    copy(right, q);
-    solve(x(0), right, Vec(unit));
-    const Vec step(settings.gamma / unit);
+    transpose(lower, upper);
+    const Vec u(unit);
+    each([u](Vec v) { return v / u; }, Mat(lower));
+    solve(x(0), q);
+    if (n.power > 0) {
+      product_tn(kSingle, factor, slot.sums->col_range(n.rank, n.rank), upper);
+      product_nn(kSingle, step, factor, lower);
+    }
     for (int64_t i = 1; i <= n.power; i++) {
-      product_nt(kSingle, right, x(i - 1), slot.sums->col_range(n.rank, n.rank));
-      each([step](Vec v) { return step * v; }, right);
-      product_nn(kSingle, x(i), right, inverse);
+      product_nn(kSingle, x(i), x(i - 1), step);
+      scale(x(i), settings.gamma);
     }
     mix(mixed, x(0), x(n.power));
   }
 
-  Buffer inverse, upper, xs, bs, dx;
+  Buffer upper, lower, step, half, xs, bs, dxs;
 };
 
 // ------------------------------------------------------------------------------------------ one operator a token
