@@ -210,7 +210,7 @@ class Walk {
       : c(call), n(call.sizes), alone(alone), sums(n.rank, n.columns()), dnext(n.rank) {
     const int64_t threads = alone ? 1 : at::get_num_threads();
     for (int64_t i = 0; i < threads; i++) workers.push_back(make_koopman_block(n, c.tokens, grads));
-    group = kBorder * std::max<int64_t>(1, threads / 2);
+    group = alone && !grads ? 1 : kBorder * std::max<int64_t>(1, threads / 2);
     for (int64_t i = 0; i < group; i++) slots.emplace_back(n, grads, c.tokens);
   }
 
@@ -229,16 +229,18 @@ class Walk {
     const Rows out = c.rows(y, seq, head);
     for (int64_t start = 0; start < total; start += group) {
       const int64_t count = std::min(group, total - start);
+      if (alone) fetch_ahead(start + 1, y);
       enter(start, count);
       if (borders.size(0) > 0)
-        for (int64_t i = 0; i < count; i += kBorder) {
+        for (int64_t i = 0; i < count; i++) {
+          if ((start + i) % kBorder) continue;
           const int64_t border = first_border + (start + i) / kBorder;
           copy(border_sums(borders, border), slots[i].sums);
           border_norms.data_ptr<float>()[border * c.heads + head] = slots[i].norm;
         }
       run(count, [&](KoopmanBlock& worker, int64_t i) {
         load_queries(worker.q, queries, start + i);
-        if (c.tokens) load_tokens(worker, start + i);
+        if (c.tokens && group > 1) load_tokens(worker, start + i);
         worker.read(slots[i], c.count(seq, start + i));
         store_queries(worker.y, out, start + i);
       });
@@ -272,6 +274,7 @@ class Walk {
       run(count, [&](KoopmanBlock& worker, int64_t i) {
         load_queries(worker.q, queries, start + i);
         load_queries(worker.dy, given, start + i);
+        if (alone) fetch_ahead(i, start, count, dy, grads);
         if (c.tokens) load_tokens(worker, start + i);
         worker.read_grad(slots[i], c.count(seq, start + i));
         store_queries(worker.dq, dqueries, start + i);
@@ -443,6 +446,29 @@ class Walk {
 
   Mat border_sums(const Tensor& borders, int64_t border) const {
     return {borders.data_ptr<float>() + (border * c.heads + head) * n.rank * n.columns(), n.rank, n.columns(), n.columns()};
+  }
+
+  // Let the worker fetch the rows of block `block`, to read or to write them.
+  void add_ahead(const Tensor& x, int64_t block, bool write) {
+    if (block < 0 || block >= total) return;
+    const int64_t from = std::max<int64_t>(0, block * n.block - keys.count);
+    const int64_t to = block * n.block + c.count(seq, block) - keys.count;
+    const Rows rows = c.rows(x, seq, head);
+    workers[0]->ahead.add(rows.data + from * rows.step, rows.step, rows.width * x.element_size(), to - from, write);
+  }
+  void fetch_ahead(int64_t block, const Tensor& y) {
+    workers[0]->ahead.clear();
+    for (const Tensor& x : {c.k, c.v, c.q}) add_ahead(x, block, false);
+    add_ahead(y, block, true);
+  }
+  // In the backward pass also the keys and values of the group before this one, and the gradients of this block.
+  void fetch_ahead(int64_t i, int64_t start, int64_t count, const Tensor& dy, const Grads& grads) {
+    workers[0]->ahead.clear();
+    const int64_t next = i + 1 < count ? start + i + 1 : start - group;
+    for (const Tensor& x : {c.q, dy}) add_ahead(x, next, false);
+    for (const Tensor& x : {c.k, c.v}) add_ahead(x, start - group + i, false);
+    add_ahead(grads.q, next, true);
+    for (const Tensor& x : {grads.k, grads.v}) add_ahead(x, start + i, true);
   }
 
   template <class F>

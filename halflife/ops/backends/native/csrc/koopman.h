@@ -29,6 +29,40 @@ struct KoopmanSettings {
   float largest = 0.f;
 };
 
+// Rows of tensors that the next block needs. They are fetched into the cache a few at a time, between the products of a
+// block, because a head's rows lie far apart and the processor does not foresee them.
+class Ahead {
+ public:
+  void clear() { count_ = next_ = 0; }
+  // `rows` rows of `bytes` bytes from `data` on, `step` bytes apart; `write` if they will be overwritten.
+  void add(const char* data, int64_t step, int64_t bytes, int64_t rows, bool write) {
+    if (rows > 0) spans_[count_++] = {data, step, bytes, rows, write};
+  }
+  // Fetch one part of kParts.
+  void fetch() {
+    for (int64_t s = 0; s < count_; s++) {
+      const Span& span = spans_[s];
+      const int64_t last = span.rows * std::min(next_ + 1, kParts) / kParts;
+      for (int64_t i = span.rows * next_ / kParts; i < last; i++)
+        for (int64_t b = 0; b < span.bytes; b += 64) {
+          const char* line = span.data + i * span.step + b;
+          span.write ? __builtin_prefetch(line, 1, 2) : __builtin_prefetch(line, 0, 2);
+        }
+    }
+    next_ = std::min(next_ + 1, kParts);
+  }
+
+ private:
+  static constexpr int64_t kParts = 8, kSpans = 8;
+  struct Span {
+    const char* data;
+    int64_t step, bytes, rows;
+    bool write;
+  };
+  Span spans_[kSpans];
+  int64_t count_ = 0, next_ = 0;
+};
+
 // What the backward pass keeps of a block, between the walk over the sums and the walk back.
 struct KoopmanSlot {
   KoopmanSlot(const KoopmanSizes& n, bool grads, bool tokens);
@@ -67,6 +101,7 @@ class KoopmanBlock {
   KoopmanSizes n;
   KoopmanSettings settings{};
   int64_t retries = 0;                      // factorisations that were repeated
+  Ahead ahead;
   Buffer tokens, q, y;
   Buffer dy, dq, dtokens;
 

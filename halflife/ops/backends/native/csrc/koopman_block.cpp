@@ -127,6 +127,7 @@ void KoopmanBlock::sum_tokens(const Mat& out) {
   const Mat keys = transposed->col_range(0, n.rows);
   transpose(keys, tokens->col_range(0, n.rank));
   product_nn(kSingle, out, keys, tokens);
+  ahead.fetch();
 }
 
 void KoopmanBlock::largest_norm(KoopmanSlot& slot, int64_t count) const {
@@ -189,6 +190,7 @@ class SharedOperator final : public KoopmanBlock {
     each([mu](Vec, Vec d) { return mu * d; }, dx(n.power), Mat(right));
     for (int64_t i = n.power; i > 0; i--) {
       product_nt(kSingle, dx(i - 1), dx(i), step);
+      ahead.fetch();
       slot.dgamma += dot(dx(i - 1), x(i - 1));
       scale(dx(i - 1), settings.gamma);
     }
@@ -226,16 +228,20 @@ class SharedOperator final : public KoopmanBlock {
   Mat dx(int64_t i) const { return dxs->row_range(i * n.rows, n.rows); }
 
   // out = d G̃⁻¹ for rows d.
-  void solve(const Mat& out, const Mat& d) const {
+  void solve(const Mat& out, const Mat& d) {
     const Mat middle = half->row_range(0, d.rows);
     product_nn(kSingle, middle, d, upper);
+    ahead.fetch();
     product_nn(kSingle, out, middle, lower);
+    ahead.fetch();
   }
 
   void solve_all(const KoopmanSlot& slot) {
     const float unit = unit_of(slot.norm);
     factorise(slot.sums->col_range(0, n.rank), unit);
+    ahead.fetch();
     upper_inverse(upper, factor);
+    ahead.fetch();
     transpose(lower, upper);
     const Vec u(unit);
     each([u](Vec v) { return v / u; }, Mat(lower));
@@ -246,6 +252,7 @@ class SharedOperator final : public KoopmanBlock {
     }
     for (int64_t i = 1; i <= n.power; i++) {
       product_nn(kSingle, x(i), x(i - 1), step);
+      ahead.fetch();
       scale(x(i), settings.gamma);
     }
     mix(mixed, x(0), x(n.power));
