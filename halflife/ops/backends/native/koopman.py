@@ -61,7 +61,7 @@ def step(call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: Koo
     """Run one token without gradients by the inverse factor of the sums, as `_step` of halflife/ops/koopman/op.py."""
     build.load()
     sums, last, keys, values, pending, _ = memory
-    settings = readout.gamma.flatten(), readout.mix.flatten()
+    settings = [x.flatten().contiguous() for x in (readout.gamma, readout.mix)]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     dense = [x.contiguous() for x in sums]
     if keys.shape[1]:
