@@ -1,4 +1,4 @@
-"""Spectral Koopman attention by the kernels of csrc/koopman*.cpp: their limits, and calls in the form of `koopman.op`."""
+"""Spectral Koopman attention by the kernels of csrc/koopman*.cpp: their limits, and calls in its form."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
         q, k, v, entering, pending.contiguous(), gamma, mix, call.cu_seqlens, readout.ridge, readout.power,
         call.tokens_per_operator, call.normalization == "sequence", save,
     )  # fmt: skip
-    *sums, norm, last, keys, values = final
-    sums = type(memory.sums)(*sums, norm)
-    return y, type(memory)(sums, last, keys, values, pending), int(retries)
+    sums = type(memory.sums)._make(final[:4])
+    return y, type(memory)(sums, *final[4:], pending), int(retries)
 
 
-def step(call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+def step(
+    call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: KoopmanReadout
+) -> tuple[Tensor, KoopmanMemory, int]:
     """Run one token without gradients by the inverse factor of the sums, as `_step` of halflife/ops/koopman/op.py."""
     build.load()
     sums, last, keys, values, pending, _ = memory
@@ -72,4 +73,4 @@ def step(call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: Koo
     y, *after, last, inverse, retries = torch.ops.halflife.koopman_enter(
         q, k, v, *dense, last.contiguous(), inverse.contiguous(), *settings, readout.ridge, readout.power
     )
-    return y, type(memory)(type(sums)(*after), last, keys, values, pending, inverse), int(retries)
+    return y, type(memory)(type(sums)._make(after), last, keys, values, pending, inverse), int(retries)

@@ -457,13 +457,13 @@ class Walk {
     workers[0]->ahead.add(rows.data + from * rows.step, rows.step, rows.width * x.element_size(), to - from, write);
   }
   void fetch_ahead(int64_t block, const Tensor& y) {
-    workers[0]->ahead.clear();
+    workers[0]->ahead.start(workers[0]->parts());
     for (const Tensor& x : {c.k, c.v, c.q}) add_ahead(x, block, false);
     add_ahead(y, block, true);
   }
   // In the backward pass also the keys and values of the group before this one, and the gradients of this block.
   void fetch_ahead(int64_t i, int64_t start, int64_t count, const Tensor& dy, const Grads& grads) {
-    workers[0]->ahead.clear();
+    workers[0]->ahead.start(workers[0]->parts_back());
     const int64_t next = i + 1 < count ? start + i + 1 : start - group;
     for (const Tensor& x : {c.q, dy}) add_ahead(x, next, false);
     for (const Tensor& x : {c.k, c.v}) add_ahead(x, start - group + i, false);

@@ -33,34 +33,38 @@ struct KoopmanSettings {
 // block, because a head's rows lie far apart and the processor does not foresee them.
 class Ahead {
  public:
-  void clear() { count_ = next_ = 0; }
+  // Begin anew; the rows will be fetched in `parts` parts.
+  void start(int64_t parts) {
+    count_ = next_ = 0;
+    parts_ = parts;
+  }
   // `rows` rows of `bytes` bytes from `data` on, `step` bytes apart; `write` if they will be overwritten.
   void add(const char* data, int64_t step, int64_t bytes, int64_t rows, bool write) {
     if (rows > 0) spans_[count_++] = {data, step, bytes, rows, write};
   }
-  // Fetch one part of kParts.
+  // Fetch one part.
   void fetch() {
     for (int64_t s = 0; s < count_; s++) {
       const Span& span = spans_[s];
-      const int64_t last = span.rows * std::min(next_ + 1, kParts) / kParts;
-      for (int64_t i = span.rows * next_ / kParts; i < last; i++)
+      const int64_t last = span.rows * std::min(next_ + 1, parts_) / parts_;
+      for (int64_t i = span.rows * next_ / parts_; i < last; i++)
         for (int64_t b = 0; b < span.bytes; b += 64) {
           const char* line = span.data + i * span.step + b;
           span.write ? __builtin_prefetch(line, 1, 2) : __builtin_prefetch(line, 0, 2);
         }
     }
-    next_ = std::min(next_ + 1, kParts);
+    next_ = std::min(next_ + 1, parts_);
   }
 
  private:
-  static constexpr int64_t kParts = 8, kSpans = 8;
+  static constexpr int64_t kSpans = 8;
   struct Span {
     const char* data;
     int64_t step, bytes, rows;
     bool write;
   };
   Span spans_[kSpans];
-  int64_t count_ = 0, next_ = 0;
+  int64_t count_ = 0, next_ = 0, parts_ = 1;
 };
 
 // What the backward pass keeps of a block, between the walk over the sums and the walk back.
@@ -84,6 +88,10 @@ class KoopmanBlock {
  public:
   explicit KoopmanBlock(const KoopmanSizes& sizes, bool grads);
   virtual ~KoopmanBlock() = default;
+
+  // How often `read` (with the products before it) and `read_grad` fetch a part of what is `ahead`.
+  int64_t parts() const { return n.power > 0 ? 7 + n.power : 5; }
+  int64_t parts_back() const { return n.power > 0 ? 12 + 2 * n.power : 10; }
 
   // y ← outputs of the queries q. Only the first `count` rows are tokens.
   virtual void read(const KoopmanSlot& slot, int64_t count) = 0;

@@ -151,11 +151,13 @@ void KoopmanBlock::gradient_of_sums(const Mat& sums, const Mat& xs, const Mat& b
   transpose(transposed, bs);
   const Mat dgram = sums.col_range(0, n.rank), dtransition = sums.col_range(n.rank, n.rank);
   product_nn(kSingle, dgram, transposed, xs);
+  ahead.fetch();
   each([](Vec x) { return x.neg(); }, dgram);
   const int64_t later = n.power * n.rows;
   if (later > 0) {
     product_nn(kSingle, dtransition, transposed->col_range(n.rows, later), xs.row_range(0, later));
     scale(dtransition, settings.gamma);
+    ahead.fetch();
   } else {
     fill(dtransition, 0.f);
   }
@@ -184,6 +186,7 @@ class SharedOperator final : public KoopmanBlock {
   void read_grad(KoopmanSlot& slot, int64_t) override {
     solve_all(slot);
     product_nt(kSingle, right, dy, slot.sums->col_range(2 * n.rank, n.width));  // the gradient of the mixed x
+    ahead.fetch();
     slot.dmix = dot(right, x(n.power)) - dot(right, x(0));
     slot.dgamma = 0;
     const Vec mu(settings.mix), rest(1.f - settings.mix), gamma(settings.gamma);
@@ -248,7 +251,9 @@ class SharedOperator final : public KoopmanBlock {
     solve(x(0), q);
     if (n.power > 0) {
       product_tn(kSingle, factor, slot.sums->col_range(n.rank, n.rank), upper);
+      ahead.fetch();
       product_nn(kSingle, step, factor, lower);
+      ahead.fetch();
     }
     for (int64_t i = 1; i <= n.power; i++) {
       product_nn(kSingle, x(i), x(i - 1), step);
