@@ -48,12 +48,11 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     gamma, mix = readout.gamma.flatten(), readout.mix.flatten()
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *entering, gamma, mix))
-    y, *final, pending, _, _, retries = torch.ops.halflife.koopman(
+    y, *sums, last, keys, values, pending, _, _, retries = torch.ops.halflife.koopman(
         q, k, v, entering, pending.contiguous(), gamma, mix, call.cu_seqlens, readout.ridge, readout.power,
         call.tokens_per_operator, call.normalization == "sequence", save,
     )  # fmt: skip
-    sums = type(memory.sums)._make(final[:4])
-    return y, type(memory)(sums, *final[4:], pending), int(retries)
+    return y, type(memory)(type(memory.sums)._make(sums), last, keys, values, pending), int(retries)
 
 
 def step(
@@ -67,7 +66,16 @@ def step(
     dense = [x.contiguous() for x in sums]
     if keys.shape[1]:
         y, *waiting = torch.ops.halflife.koopman_wait(
-            q, k, v, *dense, inverse.contiguous(), keys, values, pending.contiguous(), *settings, readout.power
+            q,
+            k,
+            v,
+            *dense,
+            inverse.contiguous(),
+            keys.contiguous(),
+            values.contiguous(),
+            pending.contiguous(),
+            *settings,
+            readout.power,
         )
         return y, type(memory)(sums, last, *waiting), 0
     y, *after, last, inverse, retries = torch.ops.halflife.koopman_enter(

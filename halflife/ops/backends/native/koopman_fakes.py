@@ -1,4 +1,4 @@
-"""Shapes and gradients of the custom ops in csrc/koopman.cpp, as `fakes` has those of the other ops."""
+"""Shapes and gradients of the custom ops in csrc/koopman*.cpp, as `fakes` has those of the other ops."""
 
 from __future__ import annotations
 
@@ -57,3 +57,16 @@ def _grad(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("halflife::koopman", _grad, setup_context=_save)
+
+
+@torch.library.register_fake("halflife::koopman_wait")
+def _wait(
+    q, k, v, gram, transition, values, norm, inverse, pending_keys, pending_values, pending, gamma, mix, power
+) -> tuple[Tensor, ...]:
+    return v.new_empty(v.shape), *(torch.empty_like(x) for x in (pending_keys, pending_values, pending))
+
+
+@torch.library.register_fake("halflife::koopman_enter")
+def _enter(q, k, v, gram, transition, values, norm, last, inverse, gamma, mix, ridge, power) -> list[Tensor]:
+    after = [torch.empty_like(x) for x in (gram, transition, values, norm, last, inverse)]
+    return [v.new_empty(v.shape), *after, norm.new_empty((), dtype=torch.long)]
