@@ -1,11 +1,15 @@
 """Spectral Koopman attention against the paper's long form, a loop over prefixes, numpy, and its other paths."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 from helpers import assert_close, assert_same, generator, slices, unchecked
 from pairwise import crossed
 
+from halflife.ops import available_backends
+from halflife.ops.backends.native.koopman import unsupported
 from halflife.ops.koopman import KoopmanCall, attend, koopman_attention, readout, solve
 from halflife.ops.koopman.solve import rank_one
 from halflife.ops.koopman.state import COMMITTED
@@ -17,6 +21,35 @@ EXACT = 4 * 1.4e-11  # float64: the operator of a few keys has the condition num
 INVERTED = 4 * 2e-9  # against forms that multiply by explicit inverses, and for gradients
 SINGLE = 4 * 3e-5  # float32 against float64, relative to the read-out with K = 0 (the filter may leave very little)
 STEPPED = 4 * 7e-4  # the same for 20 keys of one direction with condition number 20/ε; 1e-5 for others
+NATIVE = 4 * 1.9e-4  # the compiled kernels in float32, gradients included
+# The compiled kernels run where they are built, in float32. The other forms run in float64.
+FORMS = [name for name in ("chunked", "reference", "native") if name in available_backends("koopman_attention")]
+each_form = pytest.mark.parametrize("backend", FORMS)
+each_fast_form = pytest.mark.parametrize("backend", [name for name in FORMS if name != "reference"])
+
+
+def form_inputs(backend, *args, **options):
+    """`inputs` in the dtype that the tests of this backend use."""
+    return inputs(*args, dtype=torch.float32 if backend == "native" else torch.float64, **options)
+
+
+def wide(x):
+    """The same tensors in float64, which want gradients where they do."""
+    return [part.detach().double().requires_grad_(part.requires_grad) for part in x]
+
+
+def assert_form(backend, got, expected, tolerance, whole=None):
+    """`assert_close`, with the tolerance of float32 for the compiled kernels.
+
+    The power filter may leave next to nothing of a short sequence. Its float32 error is therefore relative to the
+    largest entry of `whole`, where this is given.
+    """
+    if backend != "native":
+        assert_close(got, expected, tolerance)
+    elif whole is not None:
+        assert ((got - expected).abs() <= NATIVE * whole.abs().max()).all()
+    else:
+        assert_close(got, expected, NATIVE)
 
 
 def inputs(length, batch=2, dtype=torch.float64, grad=False):
@@ -69,34 +102,37 @@ def grads(y, leaves):
 
 @pytest.mark.parametrize("power", [0, 1, 2, 4])
 @pytest.mark.parametrize(("gamma", "mix"), [(1.0, 1.0), (1.5, 1.0), (1.2, 0.3), (1.0, 0.0)])
-@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@each_form
 def test_four_lines_are_the_papers_long_form(power, gamma, mix, backend):
     settings = {"gamma": gamma, "mix": mix, "power": power}
-    x = inputs(9, grad=True)
-    expected = loop(*x, 2, **settings)
+    x = form_inputs(backend, 9, grad=True)
+    exact = wide(x)
+    expected = loop(*exact, 2, **settings)
     y, _ = koopman_attention(*x, chunk_size=2, backend=backend, **settings)
-    assert_close(y, expected, INVERTED)
-    for got, wanted in zip(grads(y, x), grads(expected, x), strict=True):
-        assert_close(got, wanted, INVERTED)
+    assert_form(backend, y, expected, INVERTED)
+    for got, wanted in zip(grads(y, x), grads(expected, exact), strict=True):
+        assert_form(backend, got, wanted, INVERTED)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
 @pytest.mark.parametrize("refresh", ["chunk", "token"])
-def test_every_prefix_solved_directly(chunk_size, refresh):
-    x = inputs(23, grad=True)
-    expected = loop(*x, 1 if refresh == "token" else chunk_size)
-    y, _ = koopman_attention(*x, chunk_size=chunk_size, refresh=refresh)
-    assert_close(y, expected, INVERTED)
-    for got, wanted in zip(grads(y, x), grads(expected, x), strict=True):
-        assert_close(got, wanted, INVERTED)
+@each_fast_form
+def test_every_prefix_solved_directly(chunk_size, refresh, backend):
+    x = form_inputs(backend, 23, grad=True)
+    exact = wide(x)
+    expected = loop(*exact, 1 if refresh == "token" else chunk_size)
+    y, _ = koopman_attention(*x, chunk_size=chunk_size, refresh=refresh, backend=backend)
+    assert_form(backend, y, expected, INVERTED)
+    for got, wanted in zip(grads(y, x), grads(expected, exact), strict=True):
+        assert_form(backend, got, wanted, INVERTED)
 
 
 @crossed(length=[0, 1, 2, 7, 8, 9], chunk_size=[1, 2, 3, 7, 8, 64], normalization=["causal", "sequence"])
-def test_chunked_is_the_reference(length, chunk_size, normalization):
+def test_every_form_is_the_reference(length, chunk_size, normalization):
     """Return outputs, final states, and the gradients of both."""
     found = {}
-    for backend in ("chunked", "reference"):
-        x = inputs(length, grad=True)
+    for backend in FORMS:
+        x = form_inputs(backend, length, grad=True)
         y, state = koopman_attention(
             *x, chunk_size=chunk_size, normalization=normalization, output_final_state=True, backend=backend
         )
@@ -104,7 +140,8 @@ def test_chunked_is_the_reference(length, chunk_size, normalization):
         kept = [state[name].flatten() for name in sorted(state) if name != "pending"]
         given = grads(torch.cat([y.flatten(), *kept]), x)
         found[backend] = {"y": y, **state, **dict(zip(("dq", "dk", "dv"), given, strict=True))}
-    assert_close(found["chunked"], found["reference"], EXACT)
+    for backend in FORMS:
+        assert_form(backend, found[backend], found["reference"], EXACT)
 
 
 def test_settings_of_each_head():
@@ -168,19 +205,20 @@ def test_the_whitened_operator_never_expands():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 16])
-def test_streams_like_the_full_pass_at_every_cut(chunk_size):
-    x = inputs(11, grad=True)
-    options = {"chunk_size": chunk_size, "gamma": 1.1, "mix": 0.8, "output_final_state": True}
+@each_fast_form
+def test_streams_like_the_full_pass_at_every_cut(chunk_size, backend):
+    x = form_inputs(backend, 11, grad=True)
+    options = {"chunk_size": chunk_size, "gamma": 1.1, "mix": 0.8, "output_final_state": True, "backend": backend}
     whole, last = koopman_attention(*x, **options)
     for cut in range(12):
         first, state = koopman_attention(*(t[:, :cut] for t in x), **options)
         second, state = koopman_attention(*(t[:, cut:] for t in x), initial_state=state, **options)
         y = torch.cat([first, second], 1)
-        assert_close(y, whole, EXACT)
-        assert_close(remembered(state), last, EXACT)
+        assert_form(backend, y, whole, EXACT)
+        assert_form(backend, remembered(state), last, EXACT)
         if cut in (4, 5):
             for got, wanted in zip(grads(y, x), grads(whole, x), strict=True):
-                assert_close(got, wanted, EXACT)
+                assert_form(backend, got, wanted, EXACT)
 
 
 @pytest.mark.parametrize("power", [0, 2])
@@ -204,19 +242,22 @@ def test_gradients_flow_through_rank_one_updates(power):
 
 
 @pytest.mark.parametrize("growing", [False, True])
-def test_an_operator_a_token_by_rank_one_updates(growing):
+@each_fast_form
+def test_an_operator_a_token_by_rank_one_updates(growing, backend):
     """Every token equals the loop, with norms that sometimes grow and with norms that always grow."""
-    q, k, v = inputs(24)
+    q, k, v = form_inputs(backend, 24)
     if growing:
-        k = k / k.norm(dim=-1, keepdim=True) * torch.arange(1, 25, dtype=torch.float64)[:, None, None]
+        k = k / k.norm(dim=-1, keepdim=True) * torch.arange(1, 25, dtype=k.dtype)[:, None, None]
+    options = {"refresh": "token", "backend": backend}
     state, outputs = None, []
     for t in range(24):
         y, state = koopman_attention(
-            *(x[:, t : t + 1] for x in (q, k, v)), refresh="token", initial_state=state, output_final_state=True
+            *(x[:, t : t + 1] for x in (q, k, v)), initial_state=state, output_final_state=True, **options
         )
         outputs.append(y)
-    assert_close(torch.cat(outputs, 1), loop(q, k, v, 1), EXACT)
-    assert_close(koopman_attention(q, k, v, refresh="token")[0], loop(q, k, v, 1), EXACT)
+    expected = loop(*wide((q, k, v)), 1)
+    assert_form(backend, torch.cat(outputs, 1), expected, EXACT)
+    assert_form(backend, koopman_attention(q, k, v, **options)[0], expected, EXACT)
 
 
 @torch.no_grad()
@@ -312,20 +353,24 @@ def test_a_state_has_as_many_numbers_as_the_paper_says():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 7, 64])
-def test_packed_equals_separate(chunk_size):
+@each_fast_form
+def test_packed_equals_separate(chunk_size, backend):
     """A second call continues from the first, so that states with unequal numbers of pending tokens are tested."""
-    options = {"chunk_size": chunk_size, "output_final_state": True}
+    options = {"chunk_size": chunk_size, "output_final_state": True, "backend": backend}
     state, alone = None, [None] * 4
     for lengths in ([5, 0, 1, 7], [2, 3, 0, 4]):
         bounds = torch.tensor([0, *lengths]).cumsum(0)
-        x = inputs(sum(lengths), batch=1)
+        x = form_inputs(backend, sum(lengths), batch=1)
         y, state = koopman_attention(*x, cu_seqlens=bounds, initial_state=state, **options)
         for row, tokens in enumerate(slices(bounds.tolist())):
             expected, alone[row] = koopman_attention(*(t[:, tokens] for t in x), initial_state=alone[row], **options)
-            assert_close(y[:, tokens], expected, EXACT)
-            assert_close({name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT)
-    reference, _ = koopman_attention(*x, cu_seqlens=bounds, backend="reference", **options)
-    assert_close(koopman_attention(*x, cu_seqlens=bounds, **options)[0], reference, EXACT)
+            assert_form(backend, y[:, tokens], expected, EXACT, whole=y)
+            assert_form(
+                backend, {name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT
+            )
+    reference, _ = koopman_attention(*x, cu_seqlens=bounds, **(options | {"backend": "reference"}))
+    ridge, _ = koopman_attention(*x, cu_seqlens=bounds, power=0, **options)
+    assert_form(backend, koopman_attention(*x, cu_seqlens=bounds, **options)[0], reference, EXACT, whole=ridge)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 64])
@@ -370,21 +415,26 @@ def test_a_mask_leaves_tokens_out_of_the_sums(mode):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3])
-def test_a_mask_of_packed_sequences(chunk_size):
+@each_fast_form
+def test_a_mask_of_packed_sequences(chunk_size, backend):
     """In pieces of a sequence, masked tokens may be pending or last. Any mask value but 0 includes a token."""
     bounds, state, alone = torch.tensor([0, 4, 4, 11]), None, [None] * 3
     for seed in range(2):
-        x = inputs(11, batch=1)
+        x = form_inputs(backend, 11, batch=1)
         mask = torch.rand(1, 11, generator=generator("packed mask", seed)) < 0.5
         options = {"chunk_size": chunk_size, "output_final_state": True}
-        y, state = koopman_attention(*x, mask=2.0 * mask, cu_seqlens=bounds, initial_state=state, **options)
+        y, state = koopman_attention(
+            *x, mask=2.0 * mask, cu_seqlens=bounds, initial_state=state, backend=backend, **options
+        )
         for row, tokens in enumerate(slices(bounds.tolist())):
             own = [part[:, tokens] for part in x]
             expected, alone[row] = koopman_attention(
                 *own, mask=mask[:, tokens], initial_state=alone[row], backend="reference", **options
             )
-            assert_close(y[:, tokens], expected, EXACT)
-            assert_close({name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT)
+            assert_form(backend, y[:, tokens], expected, EXACT, whole=y)
+            assert_form(
+                backend, {name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT
+            )
 
 
 def test_what_a_mask_leaves_out_may_be_anything():
@@ -420,15 +470,16 @@ KINDS = ("random", "zero", "one direction", "mixed", "mixed, falling")
 
 
 @crossed(scale=SCALES, kind=KINDS, length=[0, 1, 4, 20], chunk_size=[1, 3])
-def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chunk_size):
+@each_fast_form
+def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chunk_size, backend):
     """Some sequences have fewer keys than the rank."""
-    x = extreme(kind, scale, length)
-    y, state = koopman_attention(*x, chunk_size=chunk_size, gamma=1.5, output_final_state=True)
+    x, options = extreme(kind, scale, length), {"chunk_size": chunk_size, "gamma": 1.5, "backend": backend}
+    y, state = koopman_attention(*x, output_final_state=True, **options)
     assert y.isfinite().all()
     assert all(part.isfinite().all() for part in state.values())
     assert all(g.isfinite().all() for g in grads(y, x))
-    if kind == "random":  # the scale of keys and queries cancels
-        assert_close(y, koopman_attention(*extreme(kind, 1, length), chunk_size=chunk_size, gamma=1.5)[0], 10 * SINGLE)
+    if kind == "random":  # the scale of keys and queries drops out
+        assert_close(y, koopman_attention(*extreme(kind, 1, length), **options)[0], 10 * SINGLE)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -468,17 +519,18 @@ def test_float32_and_autocast(length):
     assert ((narrow - wide).abs() <= 2**-8 * wide.abs()).all()
 
 
-def test_a_factorisation_that_fails_is_repeated_and_counted():
+@each_fast_form
+def test_a_factorisation_that_fails_is_repeated_and_counted(backend):
     """The ridge is below the rounding errors of a long sum. The result is no NaN, and the retries are counted."""
     q, k, v = inputs(400, batch=1, dtype=torch.float32)
     k = k[:, :1].expand_as(k) + 1e-5 * k
-    result = attend(KoopmanCall(q, k, v, ridge=1e-12, chunk_size=50))
+    result = attend(KoopmanCall(q, k, v, ridge=1e-12, chunk_size=50), backend)
     assert result.retries > 0
     assert result.y.isfinite().all()
-    assert attend(KoopmanCall(q, k, v, chunk_size=50)).retries == 0
+    assert attend(KoopmanCall(q, k, v, chunk_size=50), backend).retries == 0
     k[:, 3] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        koopman_attention(q, k, v, chunk_size=50)
+        koopman_attention(q, k, v, chunk_size=50, backend=backend)
 
 
 @pytest.mark.parametrize("normalization", ["causal", "sequence"])
@@ -492,6 +544,91 @@ def test_gradcheck(normalization):
         return koopman_attention(q, k, v, **options)[0]
 
     assert torch.autograd.gradcheck(run, [*x, *settings])
+
+
+# ------------------------------------------------------------------------------------------- compiled kernels
+
+needs_native = pytest.mark.skipif("native" not in FORMS, reason="the native kernels are not built here")
+
+
+def everything(x, **options):
+    """Outputs, the final state, and the gradients of one loss of them."""
+    gamma, mix = (torch.tensor(pair, requires_grad=True) for pair in ([1.1, 1.4], [0.3, 0.9]))
+    heads = x[0].shape[2]
+    y, state = koopman_attention(*x, gamma=gamma[:heads], mix=mix[:heads], output_final_state=True, **options)
+    parts = torch.cat([y.flatten(), *(state[name].to(y.dtype).flatten() for name in COMMITTED)])
+    given = grads(parts, [*x, gamma, mix])
+    return {"y": y, **state, **dict(zip(("dq", "dk", "dv", "dgamma", "dmix"), given, strict=True))}
+
+
+@needs_native
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+@pytest.mark.parametrize("normalization", ["causal", "sequence"])
+def test_native_gives_the_same_bits_for_one_thread_and_two(refresh, normalization):
+    """With two heads, which go to one thread each, and with one, whose chunks the threads share."""
+    options = {"chunk_size": 4, "refresh": refresh, "normalization": normalization, "backend": "native"}
+    threads = torch.get_num_threads()
+    for heads in (1, 2):
+        found = []
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            x = [part[:, :, :heads].requires_grad_() for part in inputs(150, batch=1, dtype=torch.float32)]
+            found.append(everything(x, **options))
+        torch.set_num_threads(threads)
+        assert_same(found[1], found[0])
+        assert_same(found[2], found[0])
+
+
+@needs_native
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+@pytest.mark.parametrize(("rank", "width"), [(1, 7), (80, 16), (16, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_takes_any_head_size(refresh, rank, width, dtype):
+    """bfloat16 is read as it is and computed in float32, so that outputs and gradients are rounded once, by 2^−9."""
+    draw = generator("native", rank, width)
+    shapes = (rank, rank, width)
+    x = [torch.randn(2, 37, 2, n, generator=draw).to(dtype).requires_grad_() for n in shapes]
+    options = {"chunk_size": 5, "refresh": refresh, "ridge": 0.1}
+    got = everything(x, backend="native", **options)
+    expected = everything(x, backend="chunked", **options)
+    assert_close(got, expected, 2**-8 if dtype == torch.bfloat16 else NATIVE)
+
+
+@needs_native
+@torch.no_grad()
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_steps_are_those_of_python(refresh, dtype):
+    """Outputs and states of single tokens, for keys that end a chunk too."""
+    x, states = inputs(20, dtype=dtype), {"native": None, "chunked": None}
+    options = {"chunk_size": 4, "refresh": refresh, "gamma": 1.2, "mix": 0.4, "output_final_state": True}
+    outputs = {backend: [] for backend in states}
+    for t in range(20):
+        one = [part[:, t : t + 1] for part in x]
+        for backend, state in states.items():
+            y, states[backend] = koopman_attention(*one, initial_state=state, backend=backend, **options)
+            outputs[backend].append(y.float())
+    y, expected = (torch.cat(outputs[backend], 1) for backend in ("native", "chunked"))
+    assert_close(y, expected, 2**-8 if dtype == torch.bfloat16 else NATIVE)
+    assert_close(states["native"], states["chunked"], NATIVE)
+
+
+@needs_native
+def test_native_says_what_it_does_not_take():
+    with pytest.raises(ValueError, match="float32 and bfloat16; got float64"):
+        koopman_attention(*inputs(4), backend="native")
+
+
+def test_native_refuses_options_that_it_does_not_know():
+    """A later field of the call must not be read and ignored."""
+
+    @dataclass(frozen=True)
+    class Later(KoopmanCall):
+        twist: float = 0.0
+
+    x = inputs(4, dtype=torch.float32)
+    assert "twist=1.0" in unsupported(torch.device("cpu"), Later(*x, twist=1.0))
+    assert "twist" not in (unsupported(torch.device("cpu"), Later(*x)) or "")
 
 
 # ------------------------------------------------------------------------------------------------ errors

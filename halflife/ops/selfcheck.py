@@ -24,6 +24,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2}
 # float32 is four times the worst of four draws (1e-5 to 5.8e-5, in the token loop as in the chunked form). In bfloat16
 # the rounding of the outputs is larger than this error (3.5e-3).
 TOLERANCES = {"koopman_attention": {torch.float32: 2.4e-4, torch.bfloat16: 1.4e-2}}
+# The compiled kernels follow the operators of single tokens by rank-one updates (2.3e-4 measured).
+NATIVE_KOOPMAN = 9.2e-4
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
 # measured in Triton's interpreter (1.0e-2).
 KERNELS = {"triton": 4e-2, "fla": 4e-2}
@@ -51,6 +53,8 @@ class Check:
     def tolerance(self) -> float:
         if self.dtype == torch.bfloat16 and self.backend in KERNELS:
             return KERNELS[self.backend]
+        if (self.op, self.backend, self.dtype) == ("koopman_attention", "native", torch.float32):
+            return NATIVE_KOOPMAN
         return TOLERANCES.get(self.op, TOLERANCE)[self.dtype]
 
     @property

@@ -32,7 +32,7 @@ from halflife.registry import Registry, unknown
 Implementation = Callable[..., Any]
 # (device, call or None) → the reason why the backend cannot run there, in one sentence, or None if it can. Without a
 # call only the device and the installed packages are judged.
-Limits = Callable[[torch.device, OpCall | None], str | None]
+Limits = Callable[[torch.device, Any], str | None]
 
 ORDER = ("triton", "fla", "native", "chunked", "mask", "reference")  # best first
 
@@ -71,7 +71,7 @@ def registered(op: str) -> list[str]:
     return sorted(_OPS[op], key=ORDER.index)
 
 
-def why(op: str, backend: str, device: torch.device | str = "cpu", call: OpCall | None = None) -> str | None:
+def why(op: str, backend: str, device: torch.device | str = "cpu", call: Any = None) -> str | None:
     """Return the reason why `backend` cannot run `op` on `device` (and this call, if given), or None if it can."""
     limits = _LIMITS.get((op, backend))
     return None if limits is None else limits(torch.device(device), call)
@@ -90,7 +90,7 @@ def _interpreted(backend: str, device: torch.device) -> bool:
     return backend == "triton" and device.type != "cuda"
 
 
-def choose(op: str, backend: str, device: torch.device, call: OpCall | None = None) -> Implementation:
+def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Implementation:
     """Return the implementation of `op` that runs on `device` (and this call, if given).
 
     Raises:

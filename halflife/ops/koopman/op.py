@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import choose, implements
+from halflife.ops.backends.native import koopman as native
 from halflife.ops.koopman import reference  # noqa: F401 (the reference registers itself)
 from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.layout import KoopmanLayout
 from halflife.ops.koopman.readout import KoopmanReadout
-from halflife.ops.koopman.solve import add_token, cached_inverse_factor
+from halflife.ops.koopman.solve import Factor, add_token, cached_inverse_factor
 from halflife.ops.koopman.state import (
     KoopmanMemory,
     KoopmanState,
@@ -110,16 +111,18 @@ class KoopmanResult(NamedTuple):
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     """`koopman_attention` with the count of repeated factorisations; raises as it does."""
     call.check()
-    implementation, dtype = choose(OP, backend, call.k.device), compute_dtype(call.k)
+    implementation, dtype = choose(OP, backend, call.k.device, call), compute_dtype(call.k)
     with torch.autocast(call.k.device.type, enabled=False):
-        wide = replace(call, q=call.q.to(dtype), k=mask_keys(call.k.to(dtype), call.mask), v=call.v.to(dtype))
+        masked = replace(call, k=mask_keys(call.k, call.mask))
         readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k)
-        memory = initial_memory(call.initial_state, wide.k, wide.v, call.num_sequences, call.tokens_per_operator)
+        memory = initial_memory(call.initial_state, call.k, call.v, call.num_sequences, call.tokens_per_operator)
         if call.mode != "chunk":
             implementation = _prefix
         elif backend != "reference" and call.normalization == "causal" and _is_step(call, memory):
-            implementation = _step
-        y, memory, retries = implementation(wide, memory, readout)
+            implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
+        if implementation not in (native.run, _native_step):  # the kernels read bfloat16 as it is
+            masked = replace(masked, **{name: getattr(masked, name).to(dtype) for name in "qkv"})
+        y, memory, retries = implementation(masked, memory, readout)
     return KoopmanResult(y.to(call.v.dtype), memory.to_state(), retries)
 
 
@@ -161,12 +164,35 @@ def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
 
 def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """One token in O(K r²). It reads by the inverse factor, and then waits for its chunk or enters the sums."""
-    waits, inverse, retries = memory.pending_keys.shape[1] > 0, memory.inverse, 0
-    if waits or inverse is None:
-        inverse, retries = cached_inverse_factor(memory.sums, readout.ridge)
+    waits, (inverse, retries) = memory.pending_keys.shape[1] > 0, _inverse_of(memory, readout)
     y = readout.read_by_inverse(inverse, memory.sums, call.q.transpose(1, 2)).transpose(1, 2)
     key, value = call.k[:, 0], call.v[:, 0]
     if waits:
         return y, add_pending(key, value, memory), retries
     memory, more = add_token(key, value, memory, inverse, readout.ridge)
     return y, memory, retries + more
+
+
+def _native_step(
+    call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout
+) -> tuple[Tensor, KoopmanMemory, int]:
+    """`_step` by compiled kernels, which have no gradient."""
+    inverse, retries = _inverse_of(memory, readout)
+    y, memory, more = native.step(call, memory, inverse, readout)
+    return y, memory, retries + more
+
+
+def _inverse_of(memory: KoopmanMemory, readout: KoopmanReadout) -> Factor:
+    """The inverse factor of the sums that the next token reads."""
+    if memory.inverse is None or memory.pending_keys.shape[1] > 0:
+        return cached_inverse_factor(memory.sums, readout.ridge)
+    return Factor(memory.inverse, 0)
+
+
+def _needs_grad(call: KoopmanCall, memory: KoopmanMemory) -> bool:
+    """Whether a gradient flows through this call."""
+    tensors = call.q, call.k, call.v, call.gamma, call.mix, *memory.to_state().values()
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+implements(OP, "native", native.unsupported)(native.run)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.ops.backends.native import koopman_fakes  # noqa: F401 (registers those of Koopman attention)
+
 _BORDER, _LANE = 4, 16  # chunks from one saved state to the next, and the smallest chunk (csrc/walk.cpp)
 
 

@@ -1,0 +1,84 @@
+"""Spectral Koopman attention by the kernels of csrc/koopman*.cpp: their limits, and calls in its form."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halflife.ops.backends.native import build
+
+if TYPE_CHECKING:
+    from halflife.ops.koopman.call import KoopmanCall
+    from halflife.ops.koopman.readout import KoopmanReadout
+    from halflife.ops.koopman.state import KoopmanMemory
+
+OP = "koopman_attention"
+_DTYPES = (torch.float32, torch.bfloat16)
+# The fields of a call that the kernels read. They refuse a call in which any other field has no default value.
+_KNOWN = {
+    "q", "k", "v", "gamma", "mix", "ridge", "power", "mode", "mask", "chunk_size", "refresh", "normalization",
+    "initial_state", "cu_seqlens",
+}  # fmt: skip
+
+
+def unsupported(device: torch.device, call: Any = None) -> str | None:
+    """Return the reason why the kernels cannot run on `device` (and this call, if given), or None if they can."""
+    if device.type != "cpu":
+        return f"native kernels run on CPUs, not on {device.type}"
+    if call is not None:
+        dtypes = {x.dtype for x in (call.q, call.k, call.v)}
+        if not dtypes <= set(_DTYPES):
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            return f"native kernels take float32 and bfloat16; got {names}"
+        for field in fields(call):
+            value = getattr(call, field.name)
+            if field.name not in _KNOWN and not (value is field.default or value == field.default):
+                return f"native kernels of koopman_attention do not cover {field.name}={value!r}"
+    return build.why_not()
+
+
+def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
+    """Run mode "chunk", as `chunked` of halflife/ops/koopman/op.py does."""
+    build.load()
+    (*sums, norm), last, keys, values, pending, _ = memory
+    entering = [x.contiguous() for x in (*sums, norm, last, keys, values)]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    gamma, mix = readout.gamma.flatten(), readout.mix.flatten()
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *entering, gamma, mix))
+    y, *sums, last, keys, values, pending, _, _, retries = torch.ops.halflife.koopman(
+        q, k, v, entering, pending.contiguous(), gamma, mix, call.cu_seqlens, readout.ridge, readout.power,
+        call.tokens_per_operator, call.normalization == "sequence", save,
+    )  # fmt: skip
+    return y, type(memory)(type(memory.sums)._make(sums), last, keys, values, pending), int(retries)
+
+
+def step(
+    call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: KoopmanReadout
+) -> tuple[Tensor, KoopmanMemory, int]:
+    """Run one token without gradients by the inverse factor of the sums, as `_step` of halflife/ops/koopman/op.py."""
+    build.load()
+    sums, last, keys, values, pending, _ = memory
+    settings = [x.flatten().contiguous() for x in (readout.gamma, readout.mix)]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    dense = [x.contiguous() for x in sums]
+    if keys.shape[1]:
+        y, *waiting = torch.ops.halflife.koopman_wait(
+            q,
+            k,
+            v,
+            *dense,
+            inverse.contiguous(),
+            keys.contiguous(),
+            values.contiguous(),
+            pending.contiguous(),
+            *settings,
+            readout.power,
+        )
+        return y, type(memory)(sums, last, *waiting), 0
+    y, *after, last, inverse, retries = torch.ops.halflife.koopman_enter(
+        q, k, v, *dense, last.contiguous(), inverse.contiguous(), *settings, readout.ridge, readout.power
+    )
+    return y, type(memory)(type(sums)._make(after), last, keys, values, pending, inverse), int(retries)
