@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.position import check_pairs, rope
+from halflife.layers.parts import rotary
+from halflife.position import check_pairs
 
 
 @LAYERS.add("attention")
@@ -48,7 +49,7 @@ class Attention(Mixer):
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))
-        q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
+        q, k = rotary(q, k, position, self.rope_base)
         if not state and cu_seqlens is None:
             cache, o = {"keys": k, "values": v}, self._attend(q, k, v, None)
         else:

@@ -13,6 +13,7 @@ from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.parts import GatedRMSNorm, ShortConv
+from halflife.ops.fused import scale_heads
 from halflife.precision import Float32Module
 
 
@@ -109,12 +110,12 @@ class Mamba2(Mixer):
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
-        v = values * self.decay.step_size(f).unsqueeze(-1).to(values.dtype)
+        v = scale_heads(values, self.decay.step_size(f))
         y, memory = apply_update(
             self.gate_rank, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
-        y = self.norm(self.skip(y, values).flatten(-2), z)
+        y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
 
 

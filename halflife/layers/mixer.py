@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
-from halflife.layers.parts import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
+from halflife.layers.parts import HeadwiseGate, LowRankGate, RMSNorm, ShortConv, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
-from halflife.position import check_pairs, lrpe, rope
+from halflife.ops.fused import l2_normalize
+from halflife.position import check_pairs, lrpe
 from halflife.registry import Registry, unknown
 
 State = dict[str, Tensor]
@@ -253,7 +254,7 @@ class LinearMixer(Mixer):
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.gate = {"low_rank": LowRankGate, "swish": HeadwiseGate}[gate](
             hidden_size, num_heads, self.value_dim, norm_eps
-        ) if gate != "none" else nn.RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
+        ) if gate != "none" else RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
@@ -302,9 +303,10 @@ class LinearMixer(Mixer):
         key = k[0] if g is None or k else -torch.expm1(g[..., : self.head_dim]).to(q.dtype)
         if self.qk_norm:
             q, key = l2_normalize(q), l2_normalize(key)
-        if self.position != "none":
-            encode = {"rope": rope, "lrpe": lrpe}[self.position]
-            q, key = encode(q, position), encode(key, position)
+        if self.position == "rope":
+            q, key = rotary(q, key, position)
+        elif self.position == "lrpe":
+            q, key = lrpe(q, position), lrpe(key, position)
         return q, key, v
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.ops.fused import swiglu
 from halflife.precision import Float32Module
 
 
@@ -85,4 +86,4 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(swiglu(self.gate(x), self.up(x)))

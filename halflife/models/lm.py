@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
+from halflife.layers.parts import RMSNorm
 from halflife.models.config import ModelConfig
 from halflife.precision import Float32Module
 
@@ -54,7 +55,7 @@ def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
 
 
 def _norm(config: ModelConfig) -> nn.Module:
-    return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[config.norm](config.hidden_size, eps=config.norm_eps)
+    return {"rms": RMSNorm, "layer": nn.LayerNorm}[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
 def _tpe(config: ModelConfig) -> Mixer | None:

@@ -106,7 +106,7 @@ def use(library: Path) -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise ImportError(f"cannot load {library}: {error} (run: halflife build --force)") from error
-    from halflife.ops.backends.native import fakes  # noqa: F401 (registers the shapes and gradients of the ops)
+    from halflife.ops.backends.native import fakes, passes  # noqa: F401 (they register the shapes and gradients)
 
 
 # ----------------------------------------------------------------------------------------------------- building
@@ -166,9 +166,7 @@ def _version(path: str) -> str:
     return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]
 
 
-def compile_library(
-    target: Path, extra: Sequence[str] = (), report: Callable[[str], None] = lambda line: None
-) -> Path:
+def compile_library(target: Path, extra: Sequence[str] = (), report: Callable[[str], None] = lambda line: None) -> Path:
     """Compile all sources into the folder `target`, as many at a time as there are CPUs, and link the library.
 
     Raises:
