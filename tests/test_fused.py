@@ -10,7 +10,7 @@ from helpers import generator
 from halflife.layers.parts import rotary
 from halflife.ops import causal_conv1d, fused
 from halflife.ops.backends.native import build
-from halflife.position import rope
+from halflife.position import rope, rotate
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 
@@ -27,8 +27,10 @@ def conv(x, z, weight, bias, state, _, **options):
 
 
 def turned(x, z, *_):
-    position = torch.arange(5, 5 + x.shape[1])
-    return rotary(x, z, position) if x.dtype != torch.float64 else (rope(x, position), rope(z, position))
+    angle = torch.arange(5, 5 + x.shape[1]).float().unsqueeze(-1) * torch.rand(x.shape[-1] // 2, generator=generator(0))
+    if x.dtype == torch.float64:
+        return rotate(x, angle.double().unsqueeze(-2))
+    return fused.rotate(x, angle.cos(), angle.sin())
 
 
 # Functions of x, z [B, T, H, V], taps [H·V, W], one number a channel, a state, and one number a head and token.
@@ -45,15 +47,21 @@ CASES = {
     "scaled heads": lambda x, z, w, c, s, h: fused.scale_heads(x, h),
     "conv": conv,
     "conv without activation": partial(conv, activation=None),
-    "rotary": turned,
+    "rotate": turned,
 }
-KEPT_WIDE = 3  # of the arguments: parameters may stay float32 beside bfloat16 matrices
 
 
 def arguments(shape, dtype, width=4, sequences=None):
     batch, length, heads, size = shape
     draw = generator(shape, width)
-    shapes = [shape, shape, (heads * size, width), (heads * size,), (sequences or batch, heads * size, width - 1), shape[:3]]
+    shapes = [
+        shape,
+        shape,
+        (heads * size, width),
+        (heads * size,),
+        (sequences or batch, heads * size, width - 1),
+        shape[:3],
+    ]
     wide = torch.promote_types(dtype, torch.float32)
     return [
         torch.randn(s, generator=draw).bfloat16().to(dtype if i in (0, 1, 4) else wide).requires_grad_()
@@ -84,7 +92,7 @@ def compare(function, leaves, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_torch_in_float64(name, shape, dtype):
-    if name == "rotary" and shape[-1] % 2:
+    if name == "rotate" and shape[-1] % 2:
         shape = (*shape[:3], shape[3] + 1)
     compare(CASES[name], arguments(shape, dtype), dtype)
 
@@ -124,6 +132,13 @@ def test_pieces_of_a_sequence_have_the_bits_of_the_whole():
         pieces.append(y)
     assert torch.equal(torch.cat(pieces, 1), whole)
     assert torch.equal(state, last)
+
+
+def test_rotary_is_rope():
+    q, k = (torch.randn(2, 9, 3, 16) for _ in range(2))
+    for position in (torch.arange(9), torch.arange(18).view(2, 9)):
+        for got, x in zip(rotary(q, k, position), (q, k), strict=True):
+            torch.testing.assert_close(got, rope(x, position), atol=1e-6, rtol=0)
 
 
 def test_large_and_not_finite_numbers():
@@ -169,4 +184,6 @@ def test_custom_ops_are_well_formed(name, monkeypatch):
     monkeypatch.undo()
     assert calls
     for op, args in calls:
-        torch.library.opcheck(op, [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args])
+        torch.library.opcheck(
+            op, [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+        )

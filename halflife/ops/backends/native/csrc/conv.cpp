@@ -3,8 +3,8 @@
 //   a_t = Σ_{i<W} w_i ⊙ x_{t−W+1+i} + bias,      y_t = a_t or silu(a_t)
 //
 // One thread does a block of tokens of a tile of channels at a time. It copies the inputs of the block and the W − 1
-// inputs before it, from the state at the start of a sequence, into a scratch matrix in float32. The backward pass
-// computes a_t again from the inputs.
+// inputs before it, from the state at the start of a sequence, into strips: the tokens of one vector of channels, one
+// after the other, in float32. The backward pass computes a_t again from the inputs.
 #include <torch/library.h>
 
 #include <cmath>
@@ -17,8 +17,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kTile = 128;        // channels of a tile
-constexpr int64_t kUnit = 4 * kWidth;  // the columns of a tile are padded to a multiple of it
+constexpr int64_t kTile = 256;  // channels of a tile
 
 struct Call {
   Tensor x, taps, bias;  // taps [W, D] and bias [D] in float32
@@ -75,41 +74,112 @@ std::vector<Piece> make_pieces(const Call& c) {
   return pieces;
 }
 
-// A tile of channels, with its taps and bias padded by zeros.
+// A tile of channels and its strips. A row of a strip has kWidth entries.
 struct Tile {
-  int64_t first, count, padded;
-  Buffer taps, bias;
+  int64_t first, count, strips;
+  Buffer taps;  // for each strip the rows of the taps, and that of the bias
 
   Tile(const Call& c, int64_t index)
-      : first(index * kTile), count(std::min(kTile, c.channels - first)), padded((count + kUnit - 1) / kUnit * kUnit),
-        taps(c.width, padded), bias(1, padded) {
-    for (int64_t i = 0; i < c.width; i++)
-      std::copy_n(c.taps.data_ptr<float>() + i * c.channels + first, count, taps->row(i));
-    std::copy_n(c.bias.data_ptr<float>() + first, count, bias->row(0));
+      : first(index * kTile), count(std::min(kTile, c.channels - first)), strips((count + kWidth - 1) / kWidth),
+        taps(strips * (c.width + 1), kWidth) {
+    for (int64_t n = 0; n < strips; n++) {
+      const int64_t d = first + n * kWidth, filled = lanes(n * kWidth, count);
+      for (int64_t i = 0; i < c.width; i++)
+        std::copy_n(c.taps.data_ptr<float>() + i * c.channels + d, filled, taps->row(n * (c.width + 1) + i));
+      std::copy_n(c.bias.data_ptr<float>() + d, filled, taps->row(n * (c.width + 1) + c.width));
+    }
   }
 };
 
-// out[i] = the input `from + i` of sequence n. Inputs before the first come from the state.
+// Strips of `rows` tokens, memory that a thread uses again.
+class Strips {
+ public:
+  Strips(Buffer& memory, const Tile& tile, int64_t rows) : rows_(rows) {
+    if (memory->rows < tile.strips * rows) memory = Buffer(tile.strips * rows, kWidth);
+    data_ = memory->data;
+  }
+  float* at(int64_t strip, int64_t row) const { return data_ + (strip * rows_ + row) * kWidth; }
+  void clear_row(const Tile& tile, int64_t row) const {
+    for (int64_t n = 0; n < tile.strips; n++) Vec(0.f).store(at(n, row));
+  }
+
+ private:
+  float* data_;
+  int64_t rows_;
+};
+
 template <class T>
-void load(const Call& c, const Tile& tile, int64_t n, int64_t from, int64_t to, const Mat& out) {
+void load_row(const Tile& tile, const T* x, const Strips& out, int64_t row) {
+  for (int64_t n = 0; n < tile.strips; n++)
+    read(x + tile.first + n * kWidth, lanes(n * kWidth, tile.count)).store(out.at(n, row));
+}
+template <class T>
+void store_row(const Tile& tile, const Strips& in, int64_t row, T* x) {
+  for (int64_t n = 0; n < tile.strips; n++)
+    write(x + tile.first + n * kWidth, Vec::loadu(in.at(n, row)), lanes(n * kWidth, tile.count));
+}
+
+// Row i of `out` = the input `from + i` of sequence n. Inputs before the first come from the state.
+template <class T>
+void load(const Call& c, const Tile& tile, int64_t n, int64_t from, int64_t to, const Strips& out) {
   for (int64_t t = from; t < to; t++) {
-    float* row = out.row(t - from);
-    if (t < 0) {
-      const T* state = c.earlier<T>(c.state, n, t) + tile.first * c.before();
-      for (int64_t d = 0; d < tile.count; d++) row[d] = static_cast<float>(state[d * c.before()]);
-    } else {
-      const T* x = c.row<T>(c.x, n, t) + tile.first;
-      for (int64_t d = 0; d < tile.count; d += kWidth) read(x + d, lanes(d, tile.count)).store(row + d);
+    if (t >= 0) {
+      load_row(tile, c.row<T>(c.x, n, t), out, t - from);
+      continue;
     }
+    out.clear_row(tile, t - from);
+    const T* state = c.earlier<T>(c.state, n, t) + tile.first * c.before();
+    for (int64_t d = 0; d < tile.count; d++)
+      out.at(d / kWidth, t - from)[d % kWidth] = static_cast<float>(state[d * c.before()]);
   }
 }
 
-// a_t for the columns from d on; `x` is the row of the oldest input.
-inline Vec convolve(const Call& c, const Tile& tile, const Mat& x, int64_t row, int64_t d) {
-  Vec a = Vec::loadu(tile.bias->row(0) + d);
-  for (int64_t i = 0; i < c.width; i++)
-    a = at::vec::fmadd(Vec::loadu(tile.taps->row(i) + d), Vec::loadu(x.row(row + i) + d), a);
+// a_t of a strip, from the row of the oldest input. kTaps is W where it is known to the compiler, else 0.
+template <int kTaps>
+inline Vec convolve(const float* x, const float* taps, int64_t width) {
+  const int64_t count = kTaps ? kTaps : width;
+  Vec a = Vec::loadu(taps + count * kWidth);
+  for (int64_t i = 0; i < count; i++)
+    a = at::vec::fmadd(Vec::loadu(taps + i * kWidth), Vec::loadu(x + i * kWidth), a);
   return a;
+}
+
+// y_t of all tokens of a strip, in place of the oldest input of each.
+template <int kTaps>
+void forward_strip(float* x, const float* taps, int64_t width, int64_t tokens, bool activated) {
+  for (int64_t t = 0; t < tokens; t++, x += kWidth) {
+    const Vec a = convolve<kTaps>(x, taps, width);
+    (activated ? silu(a) : a).store(x);
+  }
+}
+
+// A strip of the backward pass. The rows of x are inputs; those of dy are 0 where there is no token. Both begin W − 1
+// rows before the first of `tokens` tokens and end W − 1 rows behind the last one. In place of dy comes dx, and `sums`
+// gets the sums of the taps and the bias over the tokens.
+template <int kTaps>
+void backward_strip(const float* x, float* dy, const float* taps, int64_t width, int64_t tokens, bool activated,
+                    float* sums) {
+  const int64_t count = kTaps ? kTaps : width, before = count - 1;
+  float* da = dy + before * kWidth;
+  if (activated)
+    for (int64_t t = 0; t < tokens + before; t++) {
+      const Vec a = convolve<kTaps>(x + t * kWidth, taps, width);
+      (Vec::loadu(da + t * kWidth) * silu_slope(a, sigmoid(a))).store(da + t * kWidth);
+    }
+  for (int64_t i = 0; i <= count; i++) {
+    Vec sum(0.f);
+    for (int64_t t = 0; t < tokens; t++) {
+      const Vec grad = Vec::loadu(da + t * kWidth);
+      sum = i == count ? sum + grad : at::vec::fmadd(grad, Vec::loadu(x + (t + i) * kWidth), sum);
+    }
+    sum.store(sums + i * kWidth);
+  }
+  for (int64_t u = 0; u < tokens + before; u++) {  // dx_u = Σ_i w_i da_{u+W−1−i}
+    Vec sum(0.f);
+    for (int64_t i = 0; i < count; i++)
+      sum = at::vec::fmadd(Vec::loadu(taps + i * kWidth), Vec::loadu(dy + (u + before - i) * kWidth), sum);
+    sum.store(dy + u * kWidth);
+  }
 }
 
 // Call f(piece, tile) for all of them.
@@ -142,93 +212,61 @@ void last_inputs(const Call& c, const Tensor& final) {
 template <class T>
 void run(const Call& c, const Tensor& y) {
   each_piece(c, [&](const Piece& piece, const Tile& tile) {
-    thread_local Buffer scratch;
-    const int64_t rows = piece.stop - piece.start + c.before();
-    if (scratch->rows < rows) scratch = Buffer(rows, kTile);
-    const Mat x = scratch;
+    thread_local Buffer memory;
+    const int64_t tokens = piece.stop - piece.start;
+    const Strips x(memory, tile, tokens + c.before());
     load<T>(c, tile, piece.sequence, piece.start - c.before(), piece.stop, x);
-    for (int64_t t = piece.start; t < piece.stop; t++) {
-      T* out = c.row<T>(y, piece.sequence, t) + tile.first;
-      for (int64_t d = 0; d < tile.count; d += kWidth) {
-        const Vec a = convolve(c, tile, x, t - piece.start, d);
-        write(out + d, c.activated ? silu(a) : a, lanes(d, tile.count));
-      }
-    }
+    const auto strip = c.width == 4 ? forward_strip<4> : forward_strip<0>;
+    for (int64_t n = 0; n < tile.strips; n++)
+      strip(x.at(n, 0), tile.taps->row(n * (c.width + 1)), c.width, tokens, c.activated);
+    for (int64_t t = 0; t < tokens; t++) store_row(tile, x, t, c.row<T>(y, piece.sequence, piece.start + t));
   });
 }
 
-// The gradients of one piece and tile: dx, the state's if the piece is the first one, and the sums for taps and bias.
 struct Grads {
   Tensor dy, dfinal, dx, dstate;
-  Tensor dtaps;  // [pieces, (W + 1) · D]; the last row is the bias's
+  Tensor sums;  // of taps and bias, [pieces, (W + 1) · D]
 };
 
 template <class T>
 void run_backward(const Call& c, const Grads& g) {
   each_piece(c, [&](const Piece& piece, const Tile& tile) {
     thread_local Buffer inputs, grads;
-    const int64_t before = c.before(), n = piece.sequence, length = c.length(n);
+    const int64_t before = c.before(), n = piece.sequence, length = c.length(n), tokens = piece.stop - piece.start;
     const int64_t from = piece.start - before, seen = std::min(piece.stop + before, length);
-    const int64_t rows = piece.stop + before - from;
-    for (Buffer* b : {&inputs, &grads})
-      if ((*b)->rows < rows) *b = Buffer(rows, kTile);
-    const Mat x = inputs, da = grads;  // row i is token from + i
+    const int64_t rows = tokens + 2 * before;
+    const Strips x(inputs, tile, rows), dy(grads, tile, rows);
     load<T>(c, tile, n, from, seen, x);
-    for (int64_t t = from; t < piece.stop + before; t++) {
-      float* row = da.row(t - from);
-      if (t < piece.start || t >= seen) {
-        std::fill_n(row, tile.padded, 0.f);
+    for (int64_t t = seen; t < from + rows; t++) x.clear_row(tile, t - from);
+    for (int64_t t = from; t < from + rows; t++) {
+      if (t >= piece.start && t < seen)
+        load_row(tile, c.row<T>(g.dy, n, t), dy, t - from);
+      else
+        dy.clear_row(tile, t - from);
+    }
+    const auto strip = c.width == 4 ? backward_strip<4> : backward_strip<0>;
+    std::vector<float> sums((c.width + 1) * kWidth);
+    for (int64_t s = 0; s < tile.strips; s++) {
+      strip(x.at(s, 0), dy.at(s, 0), tile.taps->row(s * (c.width + 1)), c.width, tokens, c.activated, sums.data());
+      float* out = g.sums.data_ptr<float>() + piece.index * (c.width + 1) * c.channels + tile.first + s * kWidth;
+      for (int64_t i = 0; i <= c.width; i++)
+        std::copy_n(&sums[i * kWidth], lanes(s * kWidth, tile.count), out + i * c.channels);
+    }
+    for (int64_t u = piece.start == 0 ? -before : piece.start; u < piece.stop; u++) {
+      const int64_t kept = u - (length - before);  // the column of the final state that is this input
+      if (kept >= 0) {
+        const T* passed = g.dfinal.data_ptr<T>() + (n * c.channels + tile.first) * before + kept;
+        for (int64_t d = 0; d < tile.count; d++)
+          dy.at(d / kWidth, u - from)[d % kWidth] += static_cast<float>(passed[d * before]);
+      }
+      if (u >= 0) {
+        store_row(tile, dy, u - from, c.row<T>(g.dx, n, u));
         continue;
       }
-      const T* dy = c.row<T>(g.dy, n, t) + tile.first;
-      for (int64_t d = 0; d < tile.padded; d += kWidth) {
-        Vec grad = d < tile.count ? read(dy + d, lanes(d, tile.count)) : Vec(0.f);
-        if (c.activated) {
-          const Vec a = convolve(c, tile, x, t - piece.start, d);
-          grad = grad * silu_slope(a, sigmoid(a));
-        }
-        grad.store(row + d);
-      }
+      T* dstate = c.earlier<T>(g.dstate, n, u) + tile.first * before;
+      for (int64_t d = 0; d < tile.count; d++)
+        dstate[d * before] = static_cast<T>(dy.at(d / kWidth, u - from)[d % kWidth]);
     }
-    // dx_u = Σ_i w_i da_{u+W−1−i}, plus what the final state passes on
-    for (int64_t u = piece.start == 0 ? -before : piece.start; u < piece.stop; u++) {
-      const int64_t kept = u - (length - before);  // column of the final state that holds this input
-      const T* dfinal = g.dfinal.data_ptr<T>() + (n * c.channels + tile.first) * before + kept;
-      for (int64_t d = 0; d < tile.count; d += kWidth) {
-        Vec sum(0.f);
-        for (int64_t i = 0; i <= before; i++)
-          sum = at::vec::fmadd(Vec::loadu(tile.taps->row(i) + d), Vec::loadu(da.row(u - from + before - i) + d), sum);
-        const int64_t count = lanes(d, tile.count);
-        if (kept >= 0) {
-          float passed[kWidth] = {};
-          for (int64_t j = 0; j < count; j++) passed[j] = static_cast<float>(dfinal[(d + j) * before]);
-          sum = sum + Vec::loadu(passed);
-        }
-        if (u >= 0) {
-          write(c.row<T>(g.dx, n, u) + tile.first + d, sum, count);
-        } else {
-          float out[kWidth];
-          sum.store(out);
-          T* dstate = c.earlier<T>(g.dstate, n, u) + (tile.first + d) * before;
-          for (int64_t j = 0; j < count; j++) dstate[j * before] = static_cast<T>(out[j]);
-        }
-      }
-    }
-    float* sums = g.dtaps.data_ptr<float>() + piece.index * (c.width + 1) * c.channels + tile.first;
-    for (int64_t i = 0; i <= c.width; i++, sums += c.channels)
-      for (int64_t d = 0; d < tile.count; d += kUnit) {
-        Vec sum[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
-        for (int64_t t = piece.start; t < piece.stop; t++)
-          for (int64_t j = 0; j < 4; j++) {
-            const Vec grad = Vec::loadu(da.row(t - from) + d + j * kWidth);
-            if (i == c.width)
-              sum[j] = sum[j] + grad;
-            else
-              sum[j] = at::vec::fmadd(grad, Vec::loadu(x.row(t - piece.start + i) + d + j * kWidth), sum[j]);
-          }
-        for (int64_t j = 0; j < 4 && d + j * kWidth < tile.count; j++)
-          write(sums + d + j * kWidth, sum[j], lanes(d + j * kWidth, tile.count));
-      }
   });
   for (int64_t n = 0; n < c.sequences; n++)  // an empty sequence passes its state on
     if (c.length(n) == 0) g.dstate.select(0, n).copy_(g.dfinal.select(0, n));
@@ -255,7 +293,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy, Tensor dfinal, Te
                 at::empty(state.sizes(), x.options()),
                 at::empty({pieces, (c.width + 1) * c.channels}, c.taps.options())};
   by_type(x, [&](auto entry) { run_backward<decltype(entry)>(c, g); });
-  const Tensor sums = sum_of_blocks(g.dtaps).view({c.width + 1, c.channels});
+  const Tensor sums = sum_of_blocks(g.sums).view({c.width + 1, c.channels});
   return {g.dx, sums.narrow(0, 0, c.width).t().to(weight.scalar_type()).contiguous(),
           bias ? sums[c.width].to(bias->scalar_type()).clone() : at::empty({0}, weight.options()),
           g.dstate.to(state.scalar_type())};

@@ -78,24 +78,33 @@ inline Vec with_skip(const Call<T>& c, int64_t row, int64_t j, int64_t n) {
   return c.skip ? at::vec::fmadd(read(c.skip.row(row) + j, n), read(c.scales() + j, n), x) : x;
 }
 
-// u, whose sum of squares the norm takes.
-template <Gate kGate, class T>
-inline Vec gated(const Call<T>& c, int64_t row, int64_t j, int64_t n) {
-  const Vec x = with_skip(c, row, j, n);
-  if constexpr (kGate == Gate::silu_before) return x * silu(read(c.gate.row(row) + j, n));
-  if constexpr (kGate == Gate::sigmoid_before) return x * sigmoid(read(c.gate.row(row) + j, n));
-  return x;
-}
+// One group of one row: v = x + scale ⊙ skip, s = σ(z) and u.
+struct Group {
+  explicit Group(int64_t size) : values(4, round_up(size)) {}
+  float* v() const { return values->row(0); }
+  float* s() const { return values->row(1); }
+  float* u() const { return values->row(2); }
+  float* dn() const { return values->row(3); }
+  Buffer values;
+};
 
-// Copy u of a group to `out` and return 1 / √(factor · Σ u² + eps).
+// Compute `out` of a group and return 1 / √(factor · Σ u² + eps). Entries behind the last channel are 0.
 template <Gate kGate, class T>
-inline float norm_group(const Call<T>& c, int64_t row, int64_t start, float* out) {
+inline float norm_group(const Call<T>& c, int64_t row, int64_t start, const Group& out) {
+  constexpr bool before = kGate == Gate::silu_before || kGate == Gate::sigmoid_before;
+  float *v = out.v(), *s = out.s(), *u = out.u();
   Vec squares(0.f);
   for (int64_t j = 0; j < c.group; j += kWidth) {
     const int64_t n = lanes(j, c.group);
-    const Vec u = gated<kGate>(c, row, start + j, n);  // 0 behind the last channel
-    u.store(out + j);
-    squares = at::vec::fmadd(u, u, squares);
+    Vec x = with_skip(c, row, start + j, n);
+    if constexpr (before) {
+      const Vec z = read(c.gate.row(row) + start + j, n), gate = sigmoid(z);
+      x.store(v + j);
+      gate.store(s + j);
+      x = x * (kGate == Gate::silu_before ? z * gate : gate);
+    }
+    x.store(u + j);
+    squares = at::vec::fmadd(x, x, squares);
   }
   return 1.f / std::sqrt(sum(squares) * c.factor + c.eps);
 }
@@ -103,13 +112,13 @@ inline float norm_group(const Call<T>& c, int64_t row, int64_t start, float* out
 template <Gate kGate, class T>
 void run(const Call<T>& c, T* y) {
   each_block(c.x.rows, [&](int64_t, int64_t first, int64_t last) {
-    std::vector<float> u(round_up(c.group));
+    const Group group(c.group);
     for (int64_t row = first; row < last; row++)
       for (int64_t start = 0; start < c.x.cols; start += c.group) {
-        const Vec r(norm_group<kGate>(c, row, start, u.data()));
+        const Vec r(norm_group<kGate>(c, row, start, group));
         for (int64_t j = 0; j < c.group; j += kWidth) {
           const int64_t n = lanes(j, c.group);
-          Vec out = Vec::loadu(u.data() + j) * r;
+          Vec out = Vec::loadu(group.u() + j) * r;
           if (c.weights()) out = out * read(c.weights() + start + j, n);
           if constexpr (kGate == Gate::silu_after) out = out * silu(read(c.gate.row(row) + start + j, n));
           write(y + row * c.x.cols + start + j, out, n);
@@ -129,17 +138,18 @@ struct Grads {
 template <Gate kGate, class T>
 void run_backward(const Call<T>& c, const Grads<T>& g) {
   each_block(c.x.rows, [&](int64_t block, int64_t first, int64_t last) {
-    std::vector<float> u(round_up(c.group)), dn(round_up(c.group));
+    const Group group(c.group);
+    float *u = group.u(), *dn = group.dn();
     float* dweight = g.dweight ? g.dweight + block * c.x.cols : nullptr;
     float* dscale = g.dscale ? g.dscale + block * c.x.cols : nullptr;
     for (int64_t row = first; row < last; row++)
       for (int64_t start = 0; start < c.x.cols; start += c.group) {
-        const float rate = norm_group<kGate>(c, row, start, u.data());
+        const float rate = norm_group<kGate>(c, row, start, group);
         const Vec r(rate);
         Vec dots(0.f);
         for (int64_t j = 0; j < c.group; j += kWidth) {
           const int64_t n = lanes(j, c.group), at = start + j;
-          const Vec normed = Vec::loadu(u.data() + j) * r;
+          const Vec normed = Vec::loadu(u + j) * r;
           Vec grad = read(g.dy.row(row) + at, n);
           const Vec weight = c.weights() ? read(c.weights() + at, n) : Vec(1.f);
           if constexpr (kGate == Gate::silu_after) {
@@ -149,18 +159,18 @@ void run_backward(const Call<T>& c, const Grads<T>& g) {
           }
           if (dweight) write(dweight + at, at::vec::fmadd(grad, normed, read(dweight + at, n)), n);
           grad = grad * weight;
-          grad.store(dn.data() + j);
+          grad.store(dn + j);
           dots = at::vec::fmadd(grad, normed, dots);
         }
         const Vec shared(sum(dots) * c.factor * rate);
         for (int64_t j = 0; j < c.group; j += kWidth) {
           const int64_t n = lanes(j, c.group), at = start + j;
-          Vec du = r * (Vec::loadu(dn.data() + j) - Vec::loadu(u.data() + j) * shared);
+          Vec du = r * (Vec::loadu(dn + j) - Vec::loadu(u + j) * shared);
           if constexpr (kGate == Gate::silu_before || kGate == Gate::sigmoid_before) {
-            const Vec z = read(c.gate.row(row) + at, n), s = sigmoid(z);
+            const Vec z = read(c.gate.row(row) + at, n), s = Vec::loadu(group.s() + j);
             const bool silu = kGate == Gate::silu_before;
             const Vec slope = silu ? silu_slope(z, s) : s * (Vec(1.f) - s);
-            write(g.dgate + row * c.x.cols + at, du * with_skip(c, row, at, n) * slope, n);
+            write(g.dgate + row * c.x.cols + at, du * Vec::loadu(group.v() + j) * slope, n);
             du = du * (silu ? z * s : s);
           }
           write(g.dx + row * c.x.cols + at, du, n);

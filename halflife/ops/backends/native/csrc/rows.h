@@ -37,9 +37,19 @@ inline void write(at::BFloat16* p, Vec x, int64_t n) {
   at::vec::convert_float_bfloat16(x, x).store(p, static_cast<int>(n));
 }
 
+// 1 / x for x in [1, 2], with an error of about one unit in the last place.
+inline Vec reciprocal(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 v = x, guess = _mm512_rcp14_ps(v);
+  return _mm512_mul_ps(guess, _mm512_fnmadd_ps(v, guess, _mm512_set1_ps(2.f)));
+#else
+  return Vec(1.f) / x;
+#endif
+}
+
 inline Vec sigmoid(Vec x) {
   const Vec e = exp_nonpositive(x.abs().neg());
-  return Vec::blendv(Vec(1.f), e, x < Vec(0.f)) / (Vec(1.f) + e);
+  return Vec::blendv(Vec(1.f), e, x < Vec(0.f)) * reciprocal(Vec(1.f) + e);
 }
 inline Vec silu(Vec x) { return x * sigmoid(x); }
 
