@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.init import Linear
 from halflife.layers.parts import HeadwiseGate, LowRankGate, RMSNorm, ShortConv, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
@@ -118,8 +119,8 @@ class DecayProjection(nn.Module):
         self.shape = shape
         self.down, width = nn.Identity(), hidden_size
         if rank is not None and len(shape) == 2:
-            self.down, width = nn.Linear(hidden_size, rank, bias=False), rank
-        self.up = nn.Linear(width, torch.Size(shape).numel(), bias=bias)
+            self.down, width = Linear(hidden_size, rank, bias=False), rank
+        self.up = Linear(width, torch.Size(shape).numel(), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
@@ -248,14 +249,14 @@ class LinearMixer(Mixer):
                 hidden_size, self.decay.shape, None if share_keys else rank or None, decay_bias
             )
         self.splits = [num_heads * self.head_dim] * (1 if share_keys else 2) + [num_heads * self.value_dim]
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
-        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
+        self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.gate = {"low_rank": LowRankGate, "swish": HeadwiseGate}[gate](
             hidden_size, num_heads, self.value_dim, norm_eps
         ) if gate != "none" else RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
-        self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
+        self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         new: dict[str, Any] = {}

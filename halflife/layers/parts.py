@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from halflife.layers.init import Linear
 from halflife.ops import causal_conv1d, fused
 from halflife.position import rope
 
@@ -47,12 +48,12 @@ class HeadwiseGate(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = RMSNorm(value_dim, eps=eps)
-        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
+        self.norm, self.eps = RMSNorm(value_dim, eps=eps), eps
+        self.proj = Linear(hidden_size, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return fused.gated_head_norm(o, self.proj(x), self.norm.weight, self.norm.eps)
+        return fused.gated_head_norm(o, self.proj(x), self.norm.weight, self.eps)
 
 
 class LowRankGate(nn.Module):
@@ -60,13 +61,13 @@ class LowRankGate(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = RMSNorm(num_heads * value_dim, eps=eps)
-        self.down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
-        self.up = nn.Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
+        self.norm, self.eps = RMSNorm(num_heads * value_dim, eps=eps), eps
+        self.down = Linear(hidden_size, hidden_size // num_heads, bias=False)
+        self.up = Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), self.up(self.down(x)), self.norm.weight, self.norm.eps)
+        return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), self.up(self.down(x)), self.norm.weight, self.eps)
 
 
 class ShortConv(nn.Module):

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from halflife.files import folder_lock, write_json
+from halflife.ops.backends.native import products
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY, PASSED = "halflife_native.so", "passed.json"  # in the folder of a build; the second after a selfcheck
@@ -138,6 +139,7 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
             write_json(
                 library.with_name(PASSED),
                 {"torch": torch.__version__, "compiler": _version(compiler()), "flags": flags(),
+                 "onednn": products.measure(),
                  "seconds": round(time.monotonic() - start, 1)},
             )  # fmt: skip
             shutil.rmtree(final, ignore_errors=True)
