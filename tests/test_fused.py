@@ -194,9 +194,7 @@ def test_custom_ops_are_well_formed(name, monkeypatch):
 @pytest.mark.parametrize("wins", [(True, True, True), (True, False, True), (False, True, False)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (33, 1, 1, 7), (1, 50, 2, 80)], ids=str)
 def test_linear_map_by_onednn(shape, wins, monkeypatch):
-    monkeypatch.setattr(
-        linear_module, "_measured", lambda: dict(zip(("forward", "input", "weight"), wins, strict=True))
-    )
+    monkeypatch.setattr(linear_module, "faster", lambda: dict(zip(("forward", "input", "weight"), wins, strict=True)))
     leaves = arguments(shape, torch.float32)
     compare(lambda x, z, w, c, s, h: linear(flat(x), w.t(), None), leaves, torch.float32)
     compare(lambda x, z, w, c, s, h: linear(flat(x), w.t(), c[:4].clone()), leaves, torch.float32)
@@ -206,9 +204,9 @@ def test_linear_map_by_onednn(shape, wins, monkeypatch):
 
 def test_linear_map_is_torchs_without_a_gain(monkeypatch):
     x, weight, bias = torch.randn(64, 8), torch.randn(5, 8), torch.randn(5)
-    monkeypatch.setattr(linear_module, "_measured", lambda: {})
+    monkeypatch.setattr(linear_module, "faster", lambda: {})
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-    monkeypatch.setattr(linear_module, "_measured", lambda: {"forward": True, "input": True, "weight": True})
+    monkeypatch.setattr(linear_module, "faster", lambda: {"forward": True, "input": True, "weight": True})
     for change in (lambda x: x.bfloat16(), lambda x: x.double()):
         assert torch.equal(linear(change(x), change(weight)), F.linear(change(x), change(weight)))
     with torch.autocast("cpu", torch.bfloat16):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.precision import compute_dtype
 
@@ -38,7 +39,7 @@ def usable(*matrices: Tensor) -> bool:
     return all(x.dtype == first.dtype and x.device == first.device for x in matrices) and _built()
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _built() -> bool:
     if build.why_not() is not None:
         return False

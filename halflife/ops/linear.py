@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halflife.files import read_json
 from halflife.ops import fused
+from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
 
@@ -26,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         not fused.usable(x, weight)
         or x.dtype != torch.float32
         or torch.is_autocast_enabled("cpu")
-        or not any(faster().values())
+        or not _onednn_helps()
         or x.shape[:-1].numel() < FEWEST
     ):
         return F.linear(x, weight, bias)
@@ -34,14 +35,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
 
 
-@torch.compiler.assume_constant_result
-def faster() -> dict[str, bool]:
-    """Which products oneDNN does faster here: "forward", "input" (its gradient) and "weight" (its gradient)."""
-    return _measured()
+@constant_while_tracing
+def _onednn_helps() -> bool:
+    return any(faster().values())
 
 
 @cache
-def _measured() -> dict[str, bool]:
+def faster() -> dict[str, bool]:
+    """Which products oneDNN does faster here: "forward", "input" (its gradient) and "weight" (its gradient)."""
     passed: Any = read_json(build.folder() / build.PASSED)
     return passed.get("onednn") or {}
 
