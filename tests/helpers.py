@@ -17,6 +17,20 @@ each_op = pytest.mark.parametrize("op", OPS)
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 each_backend = pytest.mark.parametrize("backend", ops.available_backends("linear_attention"))
 
+# Native kernels compute in float32 and bfloat16 alone.
+WIDEST = {"native": torch.float32}
+
+
+def widest(backend, arguments):
+    """float64 arguments in the widest dtype that `backend` takes."""
+    return rounded(arguments, WIDEST.get(backend, torch.float64))
+
+
+def bound(backend, exact):
+    """The tolerance of a test that is `exact` in float64: four times the worst measured for a narrower backend."""
+    return 4 * 7.0e-7 if backend in WIDEST else exact
+
+
 # Log-decays from none at all to a full reset, as models meet them.
 LOG_DECAYS = (0.0, -1e-6, -0.05, -5.0, -20.0, -1000.0, -torch.inf)
 

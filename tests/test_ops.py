@@ -10,6 +10,7 @@ from helpers import (
     OPS,
     assert_close,
     assert_same,
+    bound,
     each_backend,
     each_granularity,
     each_op,
@@ -18,6 +19,7 @@ from helpers import (
     rounded,
     run_op,
     unchecked,
+    widest,
 )
 from jaxtyping import TypeCheckError
 from pairwise import crossed
@@ -33,13 +35,15 @@ WORST = {
     "dplr": {torch.float64: 4.5e-15, torch.float32: 1.1e-6, torch.bfloat16: 3.6e-3},
 }
 WORST_WITH_RESETS = 6.3e-13
+# Native kernels round the factors of every product to bfloat16.
+WORST_NATIVE = {"linear_attention": 6.5e-3, "delta_rule": 1.2e-2, "dplr": 8.6e-3}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 # The float64 token loop is what the others are compared with.
 FORMS = [
     (backend, dtype)
     for backend in ops.available_backends("linear_attention") for dtype in DTYPES
-    if (backend, dtype) != ("reference", torch.float64)
+    if (backend, dtype) not in (("reference", torch.float64), ("native", torch.float64))
 ]  # fmt: skip
 
 
@@ -55,7 +59,7 @@ def check(op, granularity, length, backend, dtype, chunk_size=64, **options):
     got = run_op(op, arguments, backend=backend, chunk_size=chunk_size)
     assert got["state"].dtype == got["dinitial_state"].dtype == torch.promote_types(dtype, torch.float32)
     assert got["o"].dtype == got["dq"].dtype == dtype
-    worst = WORST[op][dtype]
+    worst = WORST_NATIVE[op] if backend == "native" and dtype == torch.bfloat16 else WORST[op][dtype]
     if options.get("decay") in (-1000, -torch.inf, "mixed"):
         worst = max(worst, WORST_WITH_RESETS)
     assert_close(got, oracle(op, granularity, length, dtype, tuple(options.items())), 4 * worst)
@@ -101,10 +105,10 @@ def test_chunk_size_changes_nothing(op, granularity, chunk_size):
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 @each_backend
 def test_zero_decay_is_no_decay(op, granularity, backend):
-    arguments = op_inputs(op, granularity, 70, decay=0.0)
+    arguments = widest(backend, op_inputs(op, granularity, 70, decay=0.0))
     with_zeros = run_op(op, arguments, backend=backend, chunk_size=32)
     del arguments["g"], with_zeros["dg"]
-    assert_close(with_zeros, run_op(op, arguments, backend=backend, chunk_size=32), 1e-14)
+    assert_close(with_zeros, run_op(op, arguments, backend=backend, chunk_size=32), bound(backend, 1e-14))
 
 
 @each_op
@@ -180,7 +184,7 @@ def test_autocast_changes_nothing(op, granularity, backend):
         ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, "rise from 0"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "must be integers"),
         ({"cu_seqlens": torch.tensor([[0, 5]])}, "must be integers"),
-        ({"backend": "cuda"}, "unknown backend.*auto, chunked, reference"),
+        ({"backend": "cuda"}, "unknown backend.*auto, .*chunked, reference"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from halflife.cli.about import Info, List
+from halflife.cli.about import Build, Info, List
 from halflife.cli.compare import Compare
 from halflife.cli.convert import Convert
 from halflife.cli.evaluate import Eval
@@ -29,6 +29,7 @@ DESCRIPTION = """How linear recurrent sequence models remember and forget.
 examples:
   halflife list
   halflife info
+  halflife build
   halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
   halflife compare --experiment echo-mqar --scale small --seeds 3
   halflife compare --resume runs/20260101-120000-mqar-smoke
@@ -44,7 +45,7 @@ examples:
 """
 
 COMMANDS = {
-    "list": List, "info": Info, "compare": Compare, "train": Train, "generate": Generate, "eval": Eval,
+    "list": List, "info": Info, "build": Build, "compare": Compare, "train": Train, "generate": Generate, "eval": Eval,
     "spectrum": Spectrum, "memory": Memory, "mask": Mask, "forecast": Forecast, "theory": Theory, "figures": Figures,
     "convert": Convert,
 }  # fmt: skip

@@ -9,9 +9,9 @@
 | `triton` | our kernels, on CUDA devices |
 | `native` | our kernels, compiled for the CPU of this machine |
 
-`auto` takes the fastest implementation that can run these inputs and is known to be right on their device. For a single
-token it takes the token loop. A backend asked for by name either runs or raises an error with the reason; no other one
-takes its place. The choice never depends on `.training`.
+`auto` takes the fastest implementation that can run these inputs and is known to be right on their device. A single
+token goes through the native step where it can, else through the token loop. A backend asked for by name either runs or
+raises an error with the reason; no other one takes its place. The choice never depends on `.training`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
 
     Args:
         call: the arguments.
-        backend: see `choose`. With "auto", a single token goes through the token loop, which is the fastest form while
-            decoding.
+        backend: see `choose`. With "auto", a single token goes through the native step, or else through the token loop,
+            which are the fastest forms while decoding.
         output_final_state: whether to return the final state.
 
     Returns:
@@ -126,7 +126,7 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
         ValueError: a shape does not fit, or the backend cannot run.
     """
     call.check()
-    if backend == "auto" and call.q.shape[1] == 1 and call.cu_seqlens is None:
+    if backend == "auto" and call.is_token and (call.differentiated or why(call.op, "native", call.device, call)):
         backend = "reference"
     implementation = choose(call.op, backend, call.device, call)
     with torch.autocast(call.device.type, enabled=False):

@@ -24,7 +24,18 @@ def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
         dtypes = {x.dtype for x in (call.q, call.k, call.v, call.a, call.b) if x is not None}
         if len(dtypes) > 1 or call.q.dtype not in _DTYPES:
             return f"native kernels take all matrices in float32 or all in bfloat16; got {_names(dtypes)}"
+    return _refusal()
+
+
+# torch.compile calls these two while it traces and takes their results as constants.
+@torch.compiler.assume_constant_result
+def _refusal() -> str | None:
     return build.why_not()
+
+
+@torch.compiler.assume_constant_result
+def _load() -> None:
+    build.load()
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
@@ -33,17 +44,19 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 def run(call: OpCall) -> tuple[Tensor, Tensor]:
     """Run an op on a state: outputs `[B, T, H, V]` and final states `[N, H, num_states · K, V]`."""
-    build.load()
+    _load()
     if call.chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1; got {call.chunk_size}")
     initial = call.first_state().contiguous()
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tensors, initial))
+    save = call.differentiated
     q, k, v, a, b = (_dense(x) for x in (call.q, call.k, call.v, call.a, call.b))
     g, beta, g_slow = (None if x is None else _dense(x.float()) for x in (call.g, call.beta, call.g_slow))
+    inputs = call.op, q, k, v, g, beta, a, b, g_slow, initial
+    if call.is_token and not save:
+        return torch.ops.halflife.state_step(*inputs, call.output_scale)
     o, state, _ = torch.ops.halflife.state_op(
-        call.op, q, k, v, g, beta, a, b, g_slow, initial, call.cu_seqlens, call.output_scale,
-        min(call.chunk_size, _LARGEST), save,
-    )  # fmt: skip
+        *inputs, call.cu_seqlens, call.output_scale, min(call.chunk_size, _LARGEST), save
+    )
     return o, state
 
 

@@ -28,6 +28,11 @@ def _num_borders(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> int:
     return batch * ((chunks + _BORDER - 1) // _BORDER)
 
 
+@torch.library.register_fake("halflife::state_step")
+def _step(op, q, k, v, g, beta, a, b, g_slow, state, scale):
+    return v.new_empty(v.shape), torch.empty_like(state)
+
+
 @torch.library.register_fake("halflife::state_op_backward")
 def _backward(op, q, k, v, g, beta, a, b, g_slow, borders, cu_seqlens, scale, chunk_size, dout, dfinal):
     inputs = (q, k, v, g, beta, a, b, g_slow)

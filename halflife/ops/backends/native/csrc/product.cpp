@@ -55,79 +55,68 @@ void portable(const Mat& c, const float* a, int64_t lda, const float* b, int64_t
     for (int64_t i = 0; i < c.rows; i += kRows) tile(depth, a + i * lda, lda, b + j, ldb, c.row(i) + j, c.ld, add);
 }
 
-void multiply(const Mat& c, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, bool add) {
-  if (has_micro_kernels(Precision::float32))
-    brgemm(c.rows, c.cols, depth, lda, ldb, c.ld, add, a, b, c.data);
-  else
-    portable(c, a, lda, b, ldb, depth, add);
+// ------------------------------------------------------------------------------------------------- factors
+
+// A factor as the micro-kernels read it: float32, or bfloat16 (on the right with two rows interleaved).
+struct Factor {
+  const float* wide = nullptr;
+  const BF16* half = nullptr;
+  int64_t ld = 0;
+
+  // Without the first rows; a right factor in bfloat16 must lose an even number.
+  Factor from_row(int64_t row) const { return {wide ? wide + row * ld : nullptr, half ? half + row * ld : nullptr, ld}; }
+  Factor from_col(int64_t col) const { return {wide ? wide + col : nullptr, half ? half + col : nullptr, ld}; }
+};
+
+void round_rows(const Mat& in, BF16* out) {
+  for (int64_t i = 0; i < in.rows; i++) at::vec::convert(in.row(i), out + i * in.cols, in.cols);
 }
 
-// ------------------------------------------------------------------------------------------------ bfloat16
-
-// Rows of `in` (or of its transpose) in bfloat16.
-const BF16* round_left(const Mat& in, bool transposed) {
-  const int64_t rows = transposed ? in.cols : in.rows, cols = transposed ? in.rows : in.cols;
-  Mat source = in;
-  if (transposed) {
-    source = {scratch<float>(0, rows * cols), rows, cols, cols};
-    transpose(source, in);
-  }
-  BF16* out = scratch<BF16>(0, rows * cols);
-  for (int64_t i = 0; i < rows; i++) at::vec::convert(source.row(i), out + i * cols, cols);
-  return out;
-}
-
-// `in` (or its transpose) in bfloat16, two rows interleaved: what the dot-product instructions read.
-const BF16* round_right(const Mat& in, bool transposed) {
-  const int64_t rows = transposed ? in.cols : in.rows, cols = transposed ? in.rows : in.cols;
-  Mat source = in;
-  if (transposed) {
-    source = {scratch<float>(1, rows * cols), rows, cols, cols};
-    transpose(source, in);
-  }
-  BF16* out = scratch<BF16>(1, rows * cols);
-  using Pairs = at::vec::Vectorized<BF16>;
-  for (int64_t i = 0; i < rows; i += 2) {
-    const float *even = source.row(i), *odd = source.row(i + 1);
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(out + i * cols);
-    // A vector of 16-bit numbers from two vectors of floats; then each pair of rows is zipped.
-    alignas(64) BF16 a[Pairs::size()], b[Pairs::size()];
-    for (int64_t j = 0; j < cols; j += kLane) {
-      at::vec::convert(even + j, a, kLane);
-      at::vec::convert(odd + j, b, kLane);
-      for (int64_t l = 0; l < kLane; l++) pairs[j + l] = a[l].x | static_cast<uint32_t>(b[l].x) << 16;
+// Two rows of bfloat16 interleaved, which is what the dot-product instructions read.
+void round_pairs(const Mat& in, BF16* out) {
+  for (int64_t i = 0; i < in.rows; i += 2) {
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(out + i * in.cols);
+    alignas(64) BF16 even[kLane], odd[kLane];
+    for (int64_t j = 0; j < in.cols; j += kLane) {
+      at::vec::convert(in.row(i) + j, even, kLane);
+      at::vec::convert(in.row(i + 1) + j, odd, kLane);
+      for (int64_t l = 0; l < kLane; l++) pairs[j + l] = even[l].x | static_cast<uint32_t>(odd[l].x) << 16;
     }
   }
-  return out;
 }
 
-// Rounds both factors to bfloat16 and multiplies them in float32, which is what the micro-kernels compute.
-void portable_bfloat16(const Mat& c, const Mat& a, bool ta, const Mat& b, bool tb, bool add) {
-  auto rounded = [](const Mat& in, bool transposed, int which) {
-    const int64_t rows = transposed ? in.cols : in.rows, cols = transposed ? in.rows : in.cols;
-    Mat out{scratch<float>(which, rows * cols), rows, cols, cols};
-    transposed ? transpose(out, in) : copy(out, in);
-    for (int64_t i = 0; i < rows * cols; i++) out.data[i] = static_cast<float>(static_cast<BF16>(out.data[i]));
-    return out;
-  };
-  const Mat left = rounded(a, ta, 0), right = rounded(b, tb, 1);
-  portable(c, left.data, left.ld, right.data, right.ld, left.cols, add);
-}
+enum Side { kLeft = 0, kRight = 1 };
 
-void general(Precision p, const Mat& c, const Mat& a, bool ta, const Mat& b, bool tb, bool add) {
-  const int64_t depth = ta ? a.rows : a.cols;
-  if (p == Precision::bfloat16) {
-    if (!has_micro_kernels(p)) return portable_bfloat16(c, a, ta, b, tb, add);
-    const BF16 *left = round_left(a, ta), *right = round_right(b, tb);
-    return brgemm(c.rows, c.cols, depth, depth, c.cols, c.ld, add, left, right, c.data);
+Factor factor(Precision p, Side side, const Mat& in, bool transposed) {
+  Mat source = in;
+  if (transposed) {
+    source = {scratch<float>(side, in.rows * in.cols), in.cols, in.rows, in.rows};
+    transpose(source, in);
   }
-  Mat left = a, right = b;
-  if (ta) transpose(left = {scratch<float>(0, a.rows * a.cols), a.cols, a.rows, a.rows}, a);
-  if (tb) transpose(right = {scratch<float>(1, b.rows * b.cols), b.cols, b.rows, b.rows}, b);
-  multiply(c, left.data, left.ld, right.data, right.ld, depth, add);
+  if (p == Precision::float32) return {source.data, nullptr, source.ld};
+  const int64_t count = source.rows * source.cols;
+  if (has_micro_kernels(p)) {
+    BF16* out = scratch<BF16>(side, count);
+    (side == kLeft ? round_rows : round_pairs)(source, out);
+    return {nullptr, out, source.cols};
+  }
+  float* out = scratch<float>(side, count);  // may be the transpose itself
+  for (int64_t i = 0; i < source.rows; i++)
+    for (int64_t j = 0; j < source.cols; j++) out[i * source.cols + j] = static_cast<BF16>(source.row(i)[j]);
+  return {out, nullptr, source.cols};
 }
 
-constexpr int64_t kPanel = 32;  // rows of a panel of a triangular matrix
+void multiply(const Mat& c, const Factor& a, const Factor& b, int64_t depth, bool add) {
+  if (a.half)
+    brgemm(c.rows, c.cols, depth, a.ld, b.ld, c.ld, add, a.half, b.half, c.data);
+  else if (has_micro_kernels(Precision::float32))
+    brgemm(c.rows, c.cols, depth, a.ld, b.ld, c.ld, add, a.wide, b.wide, c.data);
+  else
+    portable(c, a.wide, a.ld, b.wide, b.ld, depth, add);
+}
+
+// Rows of a panel of a triangular matrix: small panels leave out more zeros, large ones multiply faster.
+int64_t panel(Precision p) { return p == Precision::float32 ? kLane : 2 * kLane; }
 
 }  // namespace
 
@@ -141,34 +130,37 @@ void release(Precision precision) {
 }
 
 void product_nn(Precision p, const Mat& c, const Mat& a, const Mat& b, bool add) {
-  general(p, c, a, false, b, false, add);
+  multiply(c, factor(p, kLeft, a, false), factor(p, kRight, b, false), a.cols, add);
 }
 void product_nt(Precision p, const Mat& c, const Mat& a, const Mat& b, bool add) {
-  general(p, c, a, false, b, true, add);
+  multiply(c, factor(p, kLeft, a, false), factor(p, kRight, b, true), a.cols, add);
 }
 void product_tn(Precision p, const Mat& c, const Mat& a, const Mat& b, bool add) {
-  general(p, c, a, true, b, false, add);
+  multiply(c, factor(p, kLeft, a, true), factor(p, kRight, b, false), a.rows, add);
 }
 
 void lower_of_nt(Precision p, const Mat& c, const Mat& a, const Mat& b) {
-  for (int64_t r = 0; r < c.rows; r += kPanel) {
-    const int64_t n = std::min(kPanel, c.rows - r), width = r + n;
-    product_nt(p, c.row_range(r, n).col_range(0, width), a.row_range(r, n), b.row_range(0, width));
+  const Factor left = factor(p, kLeft, a, false), right = factor(p, kRight, b, true);
+  for (int64_t r = 0; r < c.rows; r += panel(p)) {
+    const int64_t n = std::min(panel(p), c.rows - r);
+    multiply(c.row_range(r, n).col_range(0, r + n), left.from_row(r), right, a.cols, false);
   }
   lower(c, false);
 }
 
 void lower_times(Precision p, const Mat& c, const Mat& l, const Mat& b, bool add) {
-  for (int64_t r = 0; r < c.rows; r += kPanel) {
-    const int64_t n = std::min(kPanel, c.rows - r), width = r + n;
-    product_nn(p, c.row_range(r, n), l.row_range(r, n).col_range(0, width), b.row_range(0, width), add);
+  const Factor left = factor(p, kLeft, l, false), right = factor(p, kRight, b, false);
+  for (int64_t r = 0; r < c.rows; r += panel(p)) {
+    const int64_t n = std::min(panel(p), c.rows - r);
+    multiply(c.row_range(r, n), left.from_row(r), right, r + n, add);
   }
 }
 
 void lower_t_times(Precision p, const Mat& c, const Mat& l, const Mat& b, bool add) {
-  for (int64_t r = 0; r < c.rows; r += kPanel) {
-    const int64_t n = std::min(kPanel, c.rows - r), depth = c.rows - r;
-    product_tn(p, c.row_range(r, n), l.row_range(r, depth).col_range(r, n), b.row_range(r, depth), add);
+  const Factor left = factor(p, kLeft, l, true), right = factor(p, kRight, b, false);
+  for (int64_t r = 0; r < c.rows; r += panel(p)) {
+    const int64_t n = std::min(panel(p), c.rows - r);
+    multiply(c.row_range(r, n), left.from_row(r).from_col(r), right.from_row(r), c.rows - r, add);
   }
 }
 

@@ -12,6 +12,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kBorder = 8;    // chunks from one saved state to the next
+constexpr int64_t kStates = 1 << 18;  // bytes of the states of all heads that a thread works on at a time
 constexpr float kFloor = -110.f;  // below it a log-decay has the gradient 0
 
 // ------------------------------------------------------------------------------------------ rows of tensors
@@ -34,13 +35,16 @@ struct Rows {
     return reinterpret_cast<T*>(data) + token * step;
   }
 
-  void load(const Mat& out, int64_t first, int64_t count, int64_t column = 0) const {
+  // Rows of `out` from tokens, times `factor`; rows without a token become 0.
+  void load(const Mat& out, int64_t first, int64_t count, int64_t column = 0, float factor = 1.f) const {
     for (int64_t i = 0; i < count; i++) {
       float* row = out.row(i) + column;
       if (half)
         at::vec::convert(at<at::BFloat16>(first + i), row, width);
       else
-        std::memcpy(row, at<float>(first + i), width * sizeof(float));
+        copy_row(row, at<float>(first + i));
+      if (factor != 1.f)
+        for (int64_t j = 0; j < width; j++) row[j] *= factor;
     }
     for (int64_t i = count; i < out.rows; i++) std::fill_n(out.row(i) + column, width, 0.f);
   }
@@ -50,8 +54,16 @@ struct Rows {
       if (half)
         at::vec::convert(row, at<at::BFloat16>(first + i), width);
       else
-        std::memcpy(at<float>(first + i), row, width * sizeof(float));
+        copy_row(at<float>(first + i), row);
     }
+  }
+
+ private:
+  void copy_row(float* to, const float* from) const {
+    int64_t j = 0;
+    for (; j + kLane <= width; j += kLane)
+      for (int64_t l = j; l < j + kLane; l += Vec::size()) Vec::loadu(from + l).store(to + l);
+    for (; j < width; j++) to[j] = from[j];
   }
 };
 
@@ -152,9 +164,7 @@ void load_vector(std::vector<float>& out, const Tensor& x, int64_t batch, int64_
 void load(const Call& c, Chunk& chunk, int64_t n, int64_t head, int64_t index) {
   const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
   const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
-  Rows(c.q, batch, head).load(chunk.q, first, count);
-  const Vec scale(static_cast<float>(c.scale));
-  each([scale](Vec x) { return x * scale; }, Mat(chunk.q));
+  Rows(c.q, batch, head).load(chunk.q, first, count, 0, static_cast<float>(c.scale));
   Rows(c.k, batch, head).load(chunk.k, first, count);
   Rows(c.v, batch, head).load(chunk.v, first, count);
   if (c.a) {
@@ -166,68 +176,81 @@ void load(const Call& c, Chunk& chunk, int64_t n, int64_t head, int64_t index) {
   if (c.beta) load_vector(chunk.beta, *c.beta, batch, head, first, count);
 }
 
-// The walk of one sequence and head. Its chunks are done in groups, which share the memory of `chunks`. Where there
-// are fewer heads than threads, the threads share the chunks of a group and the columns of its states.
+// The walk of some heads of one sequence. Its chunks are done in groups, which share the memory of `chunks`. All heads
+// do a group before any does the next, because the rows of neighbouring heads are neighbours in memory. Where there are
+// fewer heads than threads, the threads share the chunks of a group and the columns of its states.
 class Walk {
  public:
-  Walk(const Call& call, int64_t group, bool grads) : c(call), state(states_rows(), call.sizes.values) {
+  Walk(const Call& call, int64_t group, bool grads) : c(call) {
     for (int64_t i = 0; i < group; i++) chunks.push_back(make_chunk(call, grads));
   }
 
-  void forward(int64_t n, int64_t head, const Tensor& initial, const Tensor& final, const Tensor& borders,
-               const Tensor& o) {
-    StateRows(initial, n, head, c.states).load(state);
+  void forward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& initial, const Tensor& final,
+               const Tensor& borders, const Tensor& o) {
+    make(states, last_head - first_head);
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(initial, n, head, c.states).load(states[head - first_head]);
     const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
-    const Rows out(o, c.batch(n), head);
-    for (int64_t start = 0; start < total; start += group) {
-      const int64_t count = std::min(group, total - start);
-      if (borders.defined() && start % kBorder == 0 && group <= kBorder)
-        StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).store(state);
-      run(count, [&](int64_t i) {
-        load(c, *chunks[i], n, head, start + i);
-        chunks[i]->prepare();
-      });
-      walk(count);
-      run(count, [&](int64_t i) {
-        chunks[i]->finish();
-        const int64_t token = (start + i) * c.sizes.chunk;
-        out.store(chunks[i]->o, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
-      });
-    }
-    StateRows(final, n, head, c.states).store(state);
+    for (int64_t start = 0; start < total; start += group)
+      for (int64_t head = first_head; head < last_head; head++) {
+        const Mat state = states[head - first_head];
+        const Rows out(o, c.batch(n), head);
+        const int64_t count = std::min(group, total - start);
+        if (borders.defined() && start % kBorder == 0)
+          StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).store(state);
+        run(count, [&](int64_t i) {
+          load(c, *chunks[i], n, head, start + i);
+          chunks[i]->prepare();
+        });
+        walk(state, count);
+        run(count, [&](int64_t i) {
+          chunks[i]->finish();
+          const int64_t token = (start + i) * c.sizes.chunk;
+          out.store(chunks[i]->o, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+        });
+      }
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(final, n, head, c.states).store(states[head - first_head]);
   }
 
   // `grads` are those of q, k, v, g, beta, a, b, g_slow; undefined ones are left out.
-  void backward(int64_t n, int64_t head, const Tensor& borders, const Tensor& dout, const Tensor& dfinal,
-                const Tensor& dinitial, const std::vector<Tensor>& grads) {
-    Buffer dstate(states_rows(), c.sizes.values);
-    StateRows(dfinal, n, head, c.states).load(dstate);
+  void backward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& borders, const Tensor& dout,
+                const Tensor& dfinal, const Tensor& dinitial, const std::vector<Tensor>& grads) {
+    make(states, 1);
+    make(dstates, last_head - first_head);
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(dfinal, n, head, c.states).load(dstates[head - first_head]);
     const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
-    const Rows given(dout, c.batch(n), head);
-    for (int64_t start = (total - 1) / group * group; total > 0 && start >= 0; start -= group) {
-      const int64_t count = std::min(group, total - start);
-      StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).load(state);
-      run(count, [&](int64_t i) {
-        load(c, *chunks[i], n, head, start + i);
-        const int64_t token = (start + i) * c.sizes.chunk;
-        given.load(chunks[i]->dov, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
-        chunks[i]->prepare();
-      });
-      walk(count);
-      run(count, [&](int64_t i) { chunks[i]->prepare_back(); });
-      columns([&](int64_t first, int64_t width) {
-        for (int64_t i = count - 1; i >= 0; i--) chunks[i]->walk_back(dstate, first, width);
-      });
-      run(count, [&](int64_t i) {
-        chunks[i]->finish_back();
-        store(*chunks[i], n, head, start + i, grads);
-      });
-    }
-    StateRows(dinitial, n, head, c.states).store(dstate);
+    for (int64_t start = (total - 1) / group * group; total > 0 && start >= 0; start -= group)
+      for (int64_t head = first_head; head < last_head; head++) {
+        const Mat state = states[0], dstate = dstates[head - first_head];
+        const Rows given(dout, c.batch(n), head);
+        const int64_t count = std::min(group, total - start);
+        StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).load(state);
+        run(count, [&](int64_t i) {
+          load(c, *chunks[i], n, head, start + i);
+          const int64_t token = (start + i) * c.sizes.chunk;
+          given.load(chunks[i]->dov, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+          chunks[i]->prepare();
+        });
+        walk(state, count);
+        run(count, [&](int64_t i) { chunks[i]->prepare_back(); });
+        columns([&](int64_t first, int64_t width) {
+          for (int64_t i = count - 1; i >= 0; i--) chunks[i]->walk_back(dstate, first, width);
+        });
+        run(count, [&](int64_t i) {
+          chunks[i]->finish_back();
+          store(*chunks[i], n, head, start + i, grads);
+        });
+      }
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(dinitial, n, head, c.states).store(dstates[head - first_head]);
   }
 
  private:
-  int64_t states_rows() const { return c.states * c.sizes.keys; }
+  void make(std::vector<Buffer>& buffers, int64_t count) const {
+    while (static_cast<int64_t>(buffers.size()) < count) buffers.emplace_back(c.states * c.sizes.keys, c.sizes.values);
+  }
 
   template <class F>
   void run(int64_t count, F f) const {
@@ -247,7 +270,7 @@ class Walk {
       release(c.precision);
     });
   }
-  void walk(int64_t count) {
+  void walk(const Mat& state, int64_t count) {
     columns([&](int64_t first, int64_t width) {
       for (int64_t i = 0; i < count; i++) chunks[i]->walk(state, first, width);
     });
@@ -282,23 +305,33 @@ class Walk {
 
   const Call& c;
   std::vector<std::unique_ptr<Chunk>> chunks;
-  Buffer state;
+  std::vector<Buffer> states, dstates;
 };
 
-// Run `f(walk, sequence, head)` for every sequence and head: in parallel over them, or one after the other with
-// threads inside where they are too few.
+// Run `f(walk, sequence, first head, last head)` for all sequences and heads: in parallel over them, or one after the
+// other with threads inside where they are too few.
 template <class F>
 void each_head(const Call& c, bool grads, F f) {
   const int64_t tasks = c.sequences * c.heads, threads = at::get_num_threads();
+  const int64_t bytes = c.states * c.sizes.keys * c.sizes.values * static_cast<int64_t>(sizeof(float));
+  const int64_t most = std::max<int64_t>(1, kStates / bytes);
+  auto heads = [&](Walk& walk, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last;) {
+      const int64_t n = i / c.heads, head = i % c.heads;
+      const int64_t count = std::min({last - i, c.heads - head, most});
+      f(walk, n, head, head + count);
+      i += count;
+    }
+  };
   if (tasks >= threads) {
     at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
       Walk walk(c, grads ? kBorder : 1, grads);
-      for (int64_t i = first; i < last; i++) f(walk, i / c.heads, i % c.heads);
+      heads(walk, first, last);
       release(c.precision);
     });
-  } else {
+  } else if (tasks > 0) {
     Walk walk(c, kBorder, grads);
-    for (int64_t i = 0; i < tasks; i++) f(walk, i / c.heads, i % c.heads);
+    heads(walk, 0, tasks);
   }
 }
 
@@ -311,8 +344,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(
   const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
   Tensor o = at::empty(v.sizes(), v.options()), final = at::empty_like(initial);
   Tensor borders = at::empty({save ? c.max_borders() : 0, c.heads, initial.size(2), initial.size(3)}, initial.options());
-  each_head(c, false, [&](Walk& walk, int64_t n, int64_t head) {
-    walk.forward(n, head, initial, final, save ? borders : Tensor(), o);
+  each_head(c, false, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
+    walk.forward(n, first, last, initial, final, save ? borders : Tensor(), o);
   });
   return {o, final, borders};
 }
@@ -325,8 +358,8 @@ std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, Optio
   auto like = [&](const OptionalTensor& x) { return x ? at::empty(x->sizes(), x->options()) : none; };
   std::vector<Tensor> grads{like(q), like(k), like(v), like(g), like(beta), like(a), like(b), like(g_slow)};
   Tensor dinitial = at::empty_like(dfinal);
-  each_head(c, true, [&](Walk& walk, int64_t n, int64_t head) {
-    walk.backward(n, head, borders, dout, dfinal, dinitial, grads);
+  each_head(c, true, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
+    walk.backward(n, first, last, borders, dout, dfinal, dinitial, grads);
   });
   grads.push_back(dinitial);
   return grads;
