@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.ops.call import OpCall
 
@@ -28,12 +29,12 @@ def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
 
 
 # torch.compile calls these two while it traces and takes their results as constants.
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _refusal() -> str | None:
     return build.why_not()
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def _load() -> None:
     build.load()
 
