@@ -20,6 +20,11 @@ SHAPES = [(2, 70, 3, 16), (1, 1, 1, 1), (2, 0, 2, 8), (1, 5, 2, 7), (1, 130, 2, 
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative to the largest entry; measured 5e-7 and 5e-3
 
 
+@pytest.fixture(autouse=True)
+def native_for_few_entries(monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST", 0)
+
+
 def flat(x):
     return x.flatten(-2)
 
@@ -159,6 +164,13 @@ def test_off_uses_torch_and_mixed_dtypes_too():
         y = fused.swiglu(x, x)
     assert torch.equal(y, F.silu(x) * x)
     assert fused.usable(x)
+
+
+def test_few_entries_go_to_torch(monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST", 13)
+    x = torch.randn(3, 4)
+    monkeypatch.setattr(torch.ops, "halflife", None)
+    assert torch.equal(fused.swiglu(x, x), F.silu(x) * x)
 
 
 def test_second_derivatives_are_refused():

@@ -17,6 +17,8 @@ from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.precision import compute_dtype
 
+SMALLEST = 4096  # entries; for fewer, a call of a custom op takes longer than torch's passes over them
+
 _on = True
 
 
@@ -47,9 +49,13 @@ def _built() -> bool:
     return True
 
 
+def _pays(*matrices: Tensor) -> bool:
+    return matrices[0].numel() >= SMALLEST and usable(*matrices)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis with a `weight [D]`."""
-    if usable(x):
+    if _pays(x):
         return torch.ops.halflife.norm(x, None, weight, None, None, "none", x.shape[-1], True, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -67,7 +73,7 @@ def rms_norm_of_gated(
         skip: `(D [H], x [B, T, D])`; the values are then `y + D ⊙ x`, with one D a head.
     """
     scale, x = (None, None) if skip is None else skip
-    if usable(y, z) and (x is None or x.dtype == y.dtype):
+    if _pays(y, z) and (x is None or x.dtype == y.dtype):
         size = y.shape[-1] // groups
         return torch.ops.halflife.norm(y, z, weight, x, scale, "silu_before", size, True, eps)
     if scale is not None and x is not None:
@@ -79,21 +85,21 @@ def rms_norm_of_gated(
 
 def rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`RMSNorm(y ⊙ σ(z))` over the last axis, with a `weight [D]`."""
-    if usable(y, z):
+    if _pays(y, z):
         return torch.ops.halflife.norm(y, z, weight, None, None, "sigmoid_before", y.shape[-1], True, eps)
     return F.rms_norm(y * z.sigmoid(), weight.shape, weight, eps)
 
 
 def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`RMSNorm(o) ⊙ silu(z)` with the norm over each head: `o [B, T, H, V]`, `z [B, T, H·V]`, `weight [V]`."""
-    if usable(o, z):
+    if _pays(o, z):
         return torch.ops.halflife.norm(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
     return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * F.silu(z)
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / √(‖x‖² + eps)` over the last axis, in float32; zero vectors stay zero, with finite gradients."""
-    if usable(x) and x.ndim > 1:
+    if _pays(x) and x.ndim > 1:
         y = torch.ops.halflife.norm(x.flatten(-2), None, None, None, None, "none", x.shape[-1], False, eps)
         return y.view(x.shape)
     wide = x.to(compute_dtype(x))
@@ -102,12 +108,12 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
     """`silu(a) ⊙ b`."""
-    return torch.ops.halflife.swiglu(a, b) if usable(a, b) else F.silu(a) * b
+    return torch.ops.halflife.swiglu(a, b) if _pays(a, b) else F.silu(a) * b
 
 
 def scale_heads(x: Tensor, s: Tensor) -> Tensor:
     """`x ⊙ s` with one number a head: `x [B, T, H, V]`, `s [B, T, H]` in float32 → x's dtype."""
-    if usable(x) and s.dtype == torch.float32:
+    if _pays(x) and s.dtype == torch.float32:
         return torch.ops.halflife.scale_heads(x.flatten(-2), s).view(x.shape)
     return x * s.unsqueeze(-1).to(x.dtype)
 
