@@ -1,16 +1,20 @@
 """Runs every native kernel once over awkward inputs; `test_native.py` starts it with sanitizers loaded."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
+import test_fused as layer
 import torch
 from helpers import GRANULARITIES, OPS, op_inputs, rounded, run_op
 
 from halflife import ops
+from halflife.ops import fused
 from halflife.ops.backends.native import build
 
 build.use(Path(sys.argv[1]))
 build.why_not = build.load = lambda: None
+fused.SMALLEST = 0
 for op in OPS:
     for granularity in GRANULARITIES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -32,4 +36,12 @@ for beta in (None, "beta"):
         strength = None if beta is None else arguments["beta"]
         o, _ = ops.gate_rank(q, k, v, g_slow, g, strength, initial_state=(state, state), backend="native")
         o.float().sum().backward()
+for dtype in (torch.float32, torch.bfloat16):
+    for name, function in layer.CASES.items():
+        for shape in layer.SHAPES:
+            if name != "rotate" or shape[-1] % 2 == 0:
+                layer.results(function, layer.arguments(shape, dtype))
+    for width in (1, 4, 80):
+        packed = layer.arguments((1, 204, 3, 50), dtype, width, 5)
+        layer.results(partial(layer.conv, cu_seqlens=torch.tensor([0, 70, 70, 71, 73, 204])), packed)
 print("clean")

@@ -15,7 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from halflife import decay, layers
-from halflife.layers.parts import l2_normalize
+from halflife.ops.fused import l2_normalize
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 

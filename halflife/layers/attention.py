@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.layers import packing
+from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.position import check_pairs, rope
+from halflife.layers.parts import rotary
+from halflife.position import check_pairs
 
 
 @LAYERS.add("attention")
@@ -42,13 +44,13 @@ class Attention(Mixer):
         check_pairs(self.head_dim)
         self.rope_base = rope_base
         self.splits = [num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))
-        q, k = rope(q, position, self.rope_base), rope(k, position, self.rope_base)
+        q, k = rotary(q, k, position, self.rope_base)
         if not state and cu_seqlens is None:
             cache, o = {"keys": k, "values": v}, self._attend(q, k, v, None)
         else:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.parts import GatedRMSNorm, ShortConv
+from halflife.ops.fused import scale_heads
 from halflife.precision import Float32Module
 
 
@@ -91,7 +93,7 @@ class Mamba2(Mixer):
         inner, shared = num_heads * self.head_dim, num_groups * state_size
         self.splits = [inner, inner + 2 * shared, num_heads]
         self.conv_splits = [inner, shared, shared]
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.conv_splits), conv_size, bias=True)
         self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
@@ -100,7 +102,7 @@ class Mamba2(Mixer):
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.skip = Skip(num_heads)
         self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
@@ -109,12 +111,12 @@ class Mamba2(Mixer):
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
-        v = values * self.decay.step_size(f).unsqueeze(-1).to(values.dtype)
+        v = scale_heads(values, self.decay.step_size(f))
         y, memory = apply_update(
             self.gate_rank, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
-        y = self.norm(self.skip(y, values).flatten(-2), z)
+        y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
 
 

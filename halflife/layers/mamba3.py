@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.ops.chunked.layout import make_layout
@@ -121,7 +122,7 @@ class Mamba3(Mixer):
         self.chunk_size, self.backend = chunk_size, backend
         inner, shared, pairs = num_heads * self.head_dim, num_groups * state_size, int(state_size * rope_fraction) // 2
         self.splits = [inner, inner, shared, shared, num_heads, num_heads, pairs]
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.key = NormBias(num_heads, state_size, norm_eps)
         self.query = NormBias(num_heads, state_size, norm_eps)
         self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
@@ -130,7 +131,7 @@ class Mamba3(Mixer):
         )  # fmt: skip
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.skip = Skip(num_heads)
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)

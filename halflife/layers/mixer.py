@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
-from halflife.layers.parts import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
+from halflife.layers.init import Linear
+from halflife.layers.parts import HeadwiseGate, LowRankGate, RMSNorm, ShortConv, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
-from halflife.position import check_pairs, lrpe, rope
+from halflife.ops.fused import l2_normalize
+from halflife.position import check_pairs, lrpe
 from halflife.registry import Registry, unknown
 
 State = dict[str, Tensor]
@@ -117,8 +119,8 @@ class DecayProjection(nn.Module):
         self.shape = shape
         self.down, width = nn.Identity(), hidden_size
         if rank is not None and len(shape) == 2:
-            self.down, width = nn.Linear(hidden_size, rank, bias=False), rank
-        self.up = nn.Linear(width, torch.Size(shape).numel(), bias=bias)
+            self.down, width = Linear(hidden_size, rank, bias=False), rank
+        self.up = Linear(width, torch.Size(shape).numel(), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
@@ -247,14 +249,14 @@ class LinearMixer(Mixer):
                 hidden_size, self.decay.shape, None if share_keys else rank or None, decay_bias
             )
         self.splits = [num_heads * self.head_dim] * (1 if share_keys else 2) + [num_heads * self.value_dim]
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
-        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
+        self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.gate = {"low_rank": LowRankGate, "swish": HeadwiseGate}[gate](
             hidden_size, num_heads, self.value_dim, norm_eps
-        ) if gate != "none" else nn.RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
-        self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
+        ) if gate != "none" else RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
+        self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         new: dict[str, Any] = {}
@@ -302,9 +304,10 @@ class LinearMixer(Mixer):
         key = k[0] if g is None or k else -torch.expm1(g[..., : self.head_dim]).to(q.dtype)
         if self.qk_norm:
             q, key = l2_normalize(q), l2_normalize(key)
-        if self.position != "none":
-            encode = {"rope": rope, "lrpe": lrpe}[self.position]
-            q, key = encode(q, position), encode(key, position)
+        if self.position == "rope":
+            q, key = rotary(q, key, position)
+        elif self.position == "lrpe":
+            q, key = lrpe(q, position), lrpe(key, position)
         return q, key, v
 
 

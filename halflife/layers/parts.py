@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.ops import causal_conv1d
-from halflife.precision import compute_dtype
+from halflife.layers.init import Linear
+from halflife.ops import causal_conv1d, fused
+from halflife.position import rope
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`x / √(‖x‖² + eps)` over the last axis, in float32; zero vectors stay zero, with finite gradients."""
-    wide = x.to(compute_dtype(x))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over the last axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return fused.rms_norm(x, self.weight, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -36,9 +38,9 @@ class GatedRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        gated = (y * F.silu(z)).unflatten(-1, (self.groups, -1))
-        return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2) * self.weight
+    def forward(self, y: Tensor, z: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`y, z [B, T, D]`; with `skip = (D [H], x [B, T, D])` the values are `y + D ⊙ x`."""
+        return fused.rms_norm_of_gated(y, z, self.weight, self.groups, self.eps, skip)
 
 
 class HeadwiseGate(nn.Module):
@@ -46,12 +48,12 @@ class HeadwiseGate(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(value_dim, eps=eps)
-        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
+        self.norm, self.eps = RMSNorm(value_dim, eps=eps), eps
+        self.proj = Linear(hidden_size, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return self.norm(o).flatten(-2) * F.silu(self.proj(x))
+        return fused.gated_head_norm(o, self.proj(x), self.norm.weight, self.eps)
 
 
 class LowRankGate(nn.Module):
@@ -59,13 +61,13 @@ class LowRankGate(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(num_heads * value_dim, eps=eps)
-        self.down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
-        self.up = nn.Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
+        self.norm, self.eps = RMSNorm(num_heads * value_dim, eps=eps), eps
+        self.down = Linear(hidden_size, hidden_size // num_heads, bias=False)
+        self.up = Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return self.norm(o.flatten(-2) * self.up(self.down(x)).sigmoid())
+        return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), self.up(self.down(x)), self.norm.weight, self.eps)
 
 
 class ShortConv(nn.Module):
@@ -91,3 +93,14 @@ class ShortConv(nn.Module):
         )
         assert state is not None
         return y, state
+
+
+def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once."""
+    if not fused.usable(q, k):
+        return rope(q, position, base), rope(k, position, base)
+    half = q.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=q.device, dtype=torch.float32) / half)
+    angle = position.float().unsqueeze(-1) * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)

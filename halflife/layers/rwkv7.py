@@ -15,8 +15,8 @@ from halflife.decay.rwkv7 import zigzag
 from halflife.layers import packing
 from halflife.layers.init import UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.parts import l2_normalize
 from halflife.ops import dplr
+from halflife.ops.fused import l2_normalize
 
 # Exponents e of the initial value of each μ, which is 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}

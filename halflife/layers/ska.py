@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halflife.layers import packing
-from halflife.layers.init import OrthogonalLinear, UniformLinear
+from halflife.layers.init import Linear, OrthogonalLinear, UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings
 from halflife.precision import Float32Module, compute_dtype
@@ -133,11 +133,11 @@ class SKA(Mixer):
         }  # fmt: skip
         self.query_init = query_init
         if query_init == "key":
-            self.q_proj: nn.Linear = UniformLinear(hidden_size, features, gain=0)
+            self.q_proj: Linear = UniformLinear(hidden_size, features, gain=0)
         else:
             self.q_proj = OrthogonalLinear(hidden_size, features)
         self.k_proj = OrthogonalLinear(hidden_size, features)
-        self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
+        self.v_proj = Linear(hidden_size, num_heads * width, bias=False)
         self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix])
         self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
 

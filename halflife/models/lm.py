@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
+from halflife.layers.init import Linear
+from halflife.layers.parts import RMSNorm
 from halflife.models.config import ModelConfig
+from halflife.ops.linear import linear
 from halflife.precision import Float32Module
 
 ModelState = tuple[State, ...]
@@ -54,7 +56,7 @@ def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
 
 
 def _norm(config: ModelConfig) -> nn.Module:
-    return {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[config.norm](config.hidden_size, eps=config.norm_eps)
+    return {"rms": RMSNorm, "layer": nn.LayerNorm}[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
 def _tpe(config: ModelConfig) -> Mixer | None:
@@ -91,7 +93,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
         # A tied head adds no parameter: the weight is one tensor with one name in a checkpoint.
-        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -184,7 +186,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: `[…, D]` → `[…, vocab_size]`."""
-        return F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head is counted once."""

@@ -7,12 +7,16 @@ Before the first token of each sequence stand zeros, or the state.
 
 from __future__ import annotations
 
+from functools import wraps
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backends.dispatch import choose, implements
+from halflife.ops.backends.dispatch import Implementation, choose, implements
+from halflife.ops.backends.native import unsupported
 from halflife.ops.call import check_cu_seqlens, pieces
+from halflife.ops.fused import usable
 from halflife.precision import compute_dtype
 from halflife.shapes import Float, Int
 
@@ -59,13 +63,34 @@ def causal_conv1d(
         initial_state = x.new_zeros(expected)
     elif tuple(initial_state.shape) != expected:
         raise ValueError(f"initial_state must be [sequences, D, W - 1] = {expected}; got {tuple(initial_state.shape)}")
-    y, state = choose("causal_conv1d", "auto", x.device)(x, weight, initial_state, cu_seqlens)
-    if bias is not None:
-        y = y + bias
-    return ACTIVATIONS[activation](y).to(x.dtype), state if output_final_state else None
+    implementation = choose("causal_conv1d", "auto" if usable(x) else "chunked", x.device)
+    y, state = implementation(x, weight, bias, activation, initial_state, cu_seqlens)
+    return y, state if output_final_state else None
+
+
+@implements("causal_conv1d", "native", unsupported)
+def native(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One pass over memory with the bias and the activation, compiled for this CPU (csrc/conv.cpp)."""
+    return torch.ops.halflife.causal_conv(x, weight, bias, state, cu_seqlens, activation == "silu")
+
+
+def _activated(convolve: Implementation) -> Implementation:
+    """The implementation `convolve(x, weight, state, cu_seqlens)` with a bias and an activation after it."""
+
+    @wraps(convolve)
+    def run(
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y, state = convolve(x, weight, state, cu_seqlens)
+        return ACTIVATIONS[activation](y if bias is None else y + bias).to(x.dtype), state
+
+    return run
 
 
 @implements("causal_conv1d", "reference")
+@_activated
 def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The definition: a window of W inputs moves by one token at a time."""
     outputs, finals = [], []
@@ -81,6 +106,7 @@ def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | Non
 
 
 @implements("causal_conv1d", "chunked")
+@_activated
 def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sum of W shifted products. The state of each sequence is put before its first token."""
     taps = weight.to(compute_dtype(x)).t().contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.ops.call import OpCall
 
@@ -27,18 +28,15 @@ def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
     return _refusal()
 
 
+# torch.compile calls these two while it traces and takes their results as constants.
+@constant_while_tracing
 def _refusal() -> str | None:
     return build.why_not()
 
 
+@constant_while_tracing
 def _load() -> None:
     build.load()
-
-
-# torch.compile calls these while it traces and takes their results as constants. `torch.compiler.assume_constant_result`
-# sets the same mark, but it would import all of torch.compile at `import halflife`.
-for _function in (_refusal, _load):
-    _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from halflife.files import folder_lock, write_json
+from halflife.ops.backends.native import products
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY, PASSED = "halflife_native.so", "passed.json"  # in the folder of a build; the second after a selfcheck
@@ -106,7 +107,7 @@ def use(library: Path) -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise ImportError(f"cannot load {library}: {error} (run: halflife build --force)") from error
-    from halflife.ops.backends.native import fakes  # noqa: F401 (registers the shapes and gradients of the ops)
+    from halflife.ops.backends.native import fakes, passes  # noqa: F401 (they register the shapes and gradients)
 
 
 # ----------------------------------------------------------------------------------------------------- building
@@ -138,6 +139,7 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
             write_json(
                 library.with_name(PASSED),
                 {"torch": torch.__version__, "compiler": _version(compiler()), "flags": flags(),
+                 "onednn": products.measure(),
                  "seconds": round(time.monotonic() - start, 1)},
             )  # fmt: skip
             shutil.rmtree(final, ignore_errors=True)

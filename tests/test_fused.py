@@ -1,0 +1,231 @@
+"""The passes of a layer over memory: the native kernels against the same expressions of torch in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import generator
+
+from halflife.layers.parts import rotary
+from halflife.ops import causal_conv1d, fused
+from halflife.ops import linear as linear_module
+from halflife.ops.backends.native import build, products
+from halflife.ops.linear import linear
+from halflife.position import rope, rotate
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+SHAPES = [(2, 70, 3, 16), (1, 1, 1, 1), (2, 0, 2, 8), (1, 5, 2, 7), (1, 130, 2, 80), (3, 3, 1, 256)]
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative to the largest entry; measured 5e-7 and 5e-3
+
+
+@pytest.fixture(autouse=True)
+def native_for_few_entries(monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST", 0)
+
+
+def flat(x):
+    return x.flatten(-2)
+
+
+def conv(x, z, weight, bias, state, _, **options):
+    return causal_conv1d(flat(x), weight, bias, initial_state=state, output_final_state=True, **options)
+
+
+def turned(x, z, *_):
+    angle = torch.arange(5, 5 + x.shape[1]).float().unsqueeze(-1) * torch.rand(x.shape[-1] // 2, generator=generator(0))
+    if x.dtype == torch.float64:
+        return rotate(x, angle.double().unsqueeze(-2))
+    return fused.rotate(x, angle.cos(), angle.sin())
+
+
+# Functions of x, z [B, T, H, V], taps [H·V, W], one number a channel, a state, and one number a head and token.
+CASES = {
+    "rms_norm": lambda x, z, w, c, s, h: fused.rms_norm(flat(x), c, 1e-5),
+    "gated": lambda x, z, w, c, s, h: fused.rms_norm_of_gated(flat(x), flat(z), c, x.shape[2], 1e-5),
+    "gated with skip": lambda x, z, w, c, s, h: fused.rms_norm_of_gated(
+        flat(x), flat(z), c, 1, 1e-5, (c[: x.shape[2]], flat(z * 2 + x))
+    ),
+    "sigmoid": lambda x, z, w, c, s, h: fused.rms_norm_of_sigmoid_gated(flat(x), flat(z), c, 1e-5),
+    "head norm": lambda x, z, w, c, s, h: fused.gated_head_norm(x, flat(z), c[: x.shape[3]], 1e-5),
+    "l2": lambda x, z, w, c, s, h: fused.l2_normalize(x),
+    "swiglu": lambda x, z, w, c, s, h: fused.swiglu(x, z),
+    "scaled heads": lambda x, z, w, c, s, h: fused.scale_heads(x, h),
+    "conv": conv,
+    "conv without activation": partial(conv, activation=None),
+    "rotate": turned,
+}
+
+
+def arguments(shape, dtype, width=4, sequences=None):
+    batch, _, heads, size = shape
+    draw = generator(shape, width)
+    shapes = [
+        shape,
+        shape,
+        (heads * size, width),
+        (heads * size,),
+        (sequences or batch, heads * size, width - 1),
+        shape[:3],
+    ]
+    wide = torch.promote_types(dtype, torch.float32)
+    return [
+        torch.randn(s, generator=draw).bfloat16().to(dtype if i in (0, 1, 4) else wide).requires_grad_()
+        for i, s in enumerate(shapes)
+    ]
+
+
+def results(function, leaves):
+    outputs = function(*leaves)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    draw = generator("weights")
+    total = sum((x * torch.randn(x.shape, generator=draw).bfloat16().to(x.dtype)).sum() for x in outputs)
+    used = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [x.detach() for x in (*outputs, *used) if x is not None]
+
+
+def compare(function, leaves, dtype):
+    got = results(function, leaves)
+    with fused.off():
+        expected = results(function, [x.detach().double().requires_grad_() for x in leaves])
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape
+        # The gradient of a norm over one channel is a difference of nearly equal numbers.
+        assert not a.numel() or (a - b).abs().max() <= ERROR[dtype] * b.abs().max().clamp(min=0.05)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_torch_in_float64(name, shape, dtype):
+    if name == "rotate" and shape[-1] % 2:
+        shape = (*shape[:3], shape[3] + 1)
+    compare(CASES[name], arguments(shape, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("width", [1, 2, 3, 9, 80])
+@pytest.mark.parametrize("lengths", [[70, 0, 1, 2, 131], [3], [0, 0]], ids=str)
+def test_packed_convolution(lengths, width, dtype):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    leaves = arguments((1, sum(lengths), 3, 50), dtype, width, len(lengths))
+    compare(partial(conv, cu_seqlens=bounds), leaves, dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_for_any_threads_and_strides(name):
+    """Also where the inputs are parts of one wide tensor, as projections leave them."""
+    leaves = arguments((2, 300, 3, 40), torch.float32)
+    expected = results(CASES[name], leaves)
+    wide = torch.cat([flat(leaves[0]), flat(leaves[1])], -1).detach()
+    parts = [part.unflatten(-1, (3, 40)).requires_grad_() for part in wide.split(120, -1)]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for a, b in zip(results(CASES[name], [*parts, *leaves[2:]]), expected, strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_pieces_of_a_sequence_have_the_bits_of_the_whole():
+    x, _, weight, bias, state, _ = (x.detach() for x in arguments((2, 40, 3, 7), torch.float32))
+    whole, last = causal_conv1d(flat(x), weight, bias, initial_state=state, output_final_state=True)
+    pieces = []
+    for tokens in flat(x).split([1, 1, 20, 17, 1], 1):
+        y, state = causal_conv1d(tokens, weight, bias, initial_state=state, output_final_state=True)
+        pieces.append(y)
+    assert torch.equal(torch.cat(pieces, 1), whole)
+    assert torch.equal(state, last)
+
+
+def test_rotary_is_rope():
+    q, k = (torch.randn(2, 9, 3, 16) for _ in range(2))
+    for position in (torch.arange(9), torch.arange(18).view(2, 9)):
+        for got, x in zip(rotary(q, k, position), (q, k), strict=True):
+            torch.testing.assert_close(got, rope(x, position), atol=1e-6, rtol=0)
+
+
+def test_large_and_not_finite_numbers():
+    x = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 1e4, torch.nan, torch.inf]])
+    one = torch.ones_like(x)
+    torch.testing.assert_close(fused.swiglu(x, one), F.silu(x), atol=1e-30, rtol=1e-6, equal_nan=True)
+
+
+def test_off_uses_torch_and_mixed_dtypes_too():
+    x = torch.randn(3, 4)
+    assert fused.usable(x, x)
+    assert not fused.usable(x, x.bfloat16())
+    assert not fused.usable(x.double())
+    with fused.off():
+        assert not fused.usable(x)
+        y = fused.swiglu(x, x)
+    assert torch.equal(y, F.silu(x) * x)
+    assert fused.usable(x)
+
+
+def test_few_entries_go_to_torch(monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST", 13)
+    x = torch.randn(3, 4)
+    monkeypatch.setattr(torch.ops, "halflife", None)
+    assert torch.equal(fused.swiglu(x, x), F.silu(x) * x)
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(fused.swiglu(x, x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_custom_ops_are_well_formed(name, monkeypatch):
+    """torch's own checks of schema, fake implementation and autograd registration, on the calls of each case."""
+    calls = []
+    real = torch.ops.halflife
+
+    class Recorder:
+        def __getattr__(self, op):
+            def call(*args):
+                calls.append((getattr(real, op).default, args))
+                return getattr(real, op)(*args)
+
+            return call
+
+    monkeypatch.setattr(torch.ops, "halflife", Recorder())
+    CASES[name](*arguments((1, 5, 2, 8), torch.float32))
+    monkeypatch.undo()
+    assert calls
+    for op, args in calls:
+        torch.library.opcheck(
+            op, [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+        )
+
+
+@pytest.mark.parametrize("wins", [(True, True, True), (True, False, True), (False, True, False)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 40, 3, 16), (33, 1, 1, 7), (1, 50, 2, 80)], ids=str)
+def test_linear_map_by_onednn(shape, wins, monkeypatch):
+    monkeypatch.setattr(linear_module, "faster", lambda: dict(zip(("forward", "input", "weight"), wins, strict=True)))
+    leaves = arguments(shape, torch.float32)
+    compare(lambda x, z, w, c, s, h: linear(flat(x), w.t(), None), leaves, torch.float32)
+    compare(lambda x, z, w, c, s, h: linear(flat(x), w.t(), c[:4].clone()), leaves, torch.float32)
+    x, weight = flat(leaves[0]), leaves[2].t()
+    torch.library.opcheck(linear_module._linear, (x.flatten(0, 1).detach(), weight.detach().requires_grad_()))
+
+
+def test_linear_map_is_torchs_without_a_gain(monkeypatch):
+    x, weight, bias = torch.randn(64, 8), torch.randn(5, 8), torch.randn(5)
+    monkeypatch.setattr(linear_module, "faster", lambda: {})
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    monkeypatch.setattr(linear_module, "faster", lambda: {"forward": True, "input": True, "weight": True})
+    for change in (lambda x: x.bfloat16(), lambda x: x.double()):
+        assert torch.equal(linear(change(x), change(weight)), F.linear(change(x), change(weight)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+
+
+def test_products_are_measured():
+    assert set(products.measure()) == {"forward", "input", "weight"}
+    x, weight = torch.randn(6, 4), torch.randn(3, 4)
+    torch.testing.assert_close(products.by_onednn(x, weight), x @ weight.t())
