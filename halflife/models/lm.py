@@ -201,12 +201,24 @@ class LanguageModel(nn.Module):
         return sum(x.numel() for layer in state for x in layer.values() if x.is_floating_point())
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups for an optimiser: matrices with weight decay, and all others without.
+def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimiser: matrices with weight decay, and all others without.
 
     The second group holds every parameter of one axis (norms, biases), convolution taps, and every parameter of a
-    `Float32Module` (decays, D, PoST spectra) of any shape.
+    `Float32Module` (decays, D, PoST spectra) of any shape. A further group holds the parameters of the modules that
+    have an attribute `learning_rate_factor` other than 1 (`decay.PoST`). Its "lr" is that factor times the rate.
+
+    Raises:
+        ValueError: a module has such a factor, and `learning_rate` is None.
     """
+    factors = {
+        id(parameter): factor
+        for module in model.modules()
+        if (factor := getattr(module, "learning_rate_factor", 1.0)) != 1.0
+        for parameter in module.parameters(recurse=False)
+    }
+    if factors and learning_rate is None:
+        raise ValueError("this model has learning-rate factors, so param_groups needs the learning rate")
     without = {
         id(parameter)
         for module in model.modules()
@@ -214,10 +226,17 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         for parameter in module.parameters()
     }
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    scaled: dict[float, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) in factors:
+            scaled.setdefault(factors[id(parameter)], []).append(parameter)
+        elif parameter.requires_grad:
             groups[parameter.ndim >= 2 and id(parameter) not in without].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
+        *(
+            {"params": parameters, "weight_decay": 0.0, "lr": factor * (learning_rate or 0.0)}
+            for factor, parameters in scaled.items()
+        ),
     ]

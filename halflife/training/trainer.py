@@ -29,7 +29,7 @@ class HalflifeTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             trained: Any = self.model if model is None else model
-            groups = param_groups(trained, self.config.weight_decay)
+            groups = param_groups(trained, self.config.weight_decay, self.config.learning_rate)
             self.optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=self.config.betas)
         return self.optimizer
 

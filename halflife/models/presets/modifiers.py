@@ -14,7 +14,7 @@ Options = dict[str, Any]
 MODIFIERS: Registry[Callable[[str, Options, PresetSizes], Options]] = Registry("modifier")
 
 EXCLUSIVE = (
-    ({"post", "post_norm", "post_optimal"}, "a decay is wrapped once"),
+    ({"post", "post_norm", "post_optimal", "post_paper", "post_released"}, "a decay is wrapped once"),
     ({"scalar", "vector"}, "a decay has one granularity"),
     ({"rope", "lrpe", "tpe"}, "positions are encoded once"),
     ({"delta", "dplr"}, "a state has one update"),
@@ -103,10 +103,52 @@ def post_optimal(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _post(base, model, train_length=sizes.train_length, reference_length=1, endpoints="optimal")
 
 
+@MODIFIERS.add("post_paper")
+def post_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """PoST as its paper prints it: Δ fixed at 0.05; GLA and RetNet are one model (Algorithms 2 to 4)."""
+    if base in ("gla", "retnet"):
+        model = _with_options(model, **_post_retnet(sizes), decay="retnet", granularity="scalar")
+    elif base in ("mamba2", "gated_deltanet"):
+        model = _with_options(model, decay_options={"step_bias": "frozen"})
+    elif base != "rwkv7":
+        raise _no_post_form(base, "paper")
+    return _post(base, model, train_length=sizes.train_length)
+
+
+@MODIFIERS.add("post_released")
+def post_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """PoST as its released code has it: Δ fixed for Mamba-2; other ranges for Gated DeltaNet, GLA and RetNet."""
+    options: Options = {"train_length": sizes.train_length}
+    if base in ("gla", "retnet"):
+        decay = {"decay": "mamba2_headwise", "granularity": "vector", "decay_rank": 0, "decay_bias": False}
+        model, options["rate_range"] = _with_options(model, **_post_retnet(sizes), **decay), [1.0, 16.0]
+    elif base == "gated_deltanet":
+        model = _with_options(model, decay_options={"step_bias": "random"})
+        options["rate_range"] = [1.0, float(sizes.train_length)]
+    elif base == "mamba2":
+        model = _with_options(model, decay_options={"step_bias": "frozen"})
+    elif base == "rwkv7":
+        options["learning_rate_factor"] = 2.0
+    else:
+        raise _no_post_form(base, "released code")
+    return _with_options(model, post=options)
+
+
+def _post_retnet(sizes: PresetSizes) -> Options:
+    """The options with which GLA and RetNet are one model under PoST: equal heads, K = V, and no positions."""
+    heads = sizes.heads(head_dim=128)
+    size = sizes.hidden_size // heads
+    return {"num_heads": heads, "head_dim": size, "value_dim": size, "position": "none"}
+
+
+def _no_post_form(base: str, where: str) -> ValueError:
+    return ValueError(f"PoST's {where} has mamba2, rwkv7, gated_deltanet, gla and retnet, but not {base}; take +post")
+
+
 def _post(base: str, model: Options, **options: Any) -> Options:
     _require_decay(base, model, "post")
     if base == "gla":
-        # PoST's GLA has the decays of its RetNet: one rate a head, independent of the input (PoST, App. E).
+        # The decays of PoST's RetNet: one rate a head, independent of the input. Keys keep GLA's size (`post_paper`).
         model = _with_options(model, decay="retnet", granularity="scalar")
     return _with_options(model, post=options)
 
