@@ -116,6 +116,8 @@ class Mamba3(Mixer):
                 f"rotated channels come in pairs: state_size · rope_fraction must be even; got "
                 f"{state_size} · {rope_fraction}"
             )
+        if (gate_rank or {}).get("reset_law", "mask") != "mask":
+            raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
         self.num_heads = num_heads
         self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
         self.chunk_size, self.backend = chunk_size, backend

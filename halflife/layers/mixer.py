@@ -19,6 +19,7 @@ from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.parts import HeadwiseGate, LowRankGate, ShortConv, l2_normalize
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
+from halflife.ops.gate_rank import check_reset_law
 from halflife.position import check_pairs, lrpe, rope
 from halflife.registry import Registry, unknown
 
@@ -220,6 +221,8 @@ class LinearMixer(Mixer):
                 "GateRank needs a scalar decay and the linear or the delta update; got "
                 f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
             )
+        if gate_rank is not None:
+            check_reset_law(gate_rank.get("reset_law", "mask"), delta=update == "delta")
         self.update, self.position, self.activation = update, position, activation
         self.beta_scale = 2 if allow_neg_eigval else 1
         self.qk_norm = update != "linear" if qk_norm is None else qk_norm

@@ -18,6 +18,7 @@ EXCLUSIVE = (
     ({"scalar", "vector"}, "a decay has one granularity"),
     ({"rope", "lrpe", "tpe"}, "positions are encoded once"),
     ({"delta", "dplr"}, "a state has one update"),
+    ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
     ({"attention", "ska"}, "a hybrid has one other mixer"),
 )
 
@@ -160,6 +161,13 @@ def gate_rank(base: str, model: Options, sizes: PresetSizes) -> Options:
     if model["mixer"] == "rwkv7":
         raise ValueError("GateRank needs the linear or the delta update, and RWKV-7 has the DPLR update")
     return _with_options(model, gate_rank={})
+
+
+@MODIFIERS.add("gate_rank_paper")
+def gate_rank_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """GateRank with the paper's gate: one a layer, its bias before the convolution and 0, A as Mamba-2's (Eq. 8)."""
+    gates = {"gates": "layer", "bias": "before", "reset_rate": 0.5, "rate_start": "uniform_1_16"}
+    return _with_options(gate_rank(base, model, sizes), gate_rank=gates)
 
 
 @MODIFIERS.add("vector")
