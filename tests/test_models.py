@@ -42,7 +42,7 @@ def test_builds_runs_and_survives_json(name):
     logits, state = LanguageModel(config)(torch.randint(SIZES["vocab_size"], (2, 9)))
     assert logits.shape == (2, 9, SIZES["vocab_size"])
     assert torch.isfinite(logits).all()
-    assert len(state) == SIZES["num_layers"] + (config.position == "tpe")
+    assert len(state) == SIZES["num_layers"] + (config.position != "none")
 
 
 @pytest.mark.parametrize("name", PRESETS)

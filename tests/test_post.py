@@ -161,6 +161,8 @@ LAWS = {  # −g without the taper, from log-rates p and activations f
     "simple": lambda decay, p, f: F.softplus(p.exp().expm1().log() - f),
     "retnet": lambda decay, p, f: p.exp().expand(f.shape),
     "tnl_l": lambda decay, p, f: p.exp().expand(f.shape),
+    "tnl_l_released": lambda decay, p, f: p.exp().expand(f.shape),
+    "retnet_paper": lambda decay, p, f: p.exp().expand(f.shape),
 }
 
 

@@ -19,7 +19,7 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class GatedRMSNorm(nn.Module):
-    """Mamba-2's output norm `RMSNorm(y ⊙ silu(z)) ⊙ weight` over groups of channels.
+    """Mamba-2's output norm `RMSNorm(y ⊙ silu(z)) ⊙ weight` over groups of channels; without z, `RMSNorm(y) ⊙ weight`.
 
     Args:
         size: channels D of `y, z [B, T, D]`.
@@ -36,8 +36,8 @@ class GatedRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        gated = (y * F.silu(z)).unflatten(-1, (self.groups, -1))
+    def forward(self, y: Tensor, z: Tensor | None = None) -> Tensor:
+        gated = (y if z is None else y * F.silu(z)).unflatten(-1, (self.groups, -1))
         return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2) * self.weight
 
 
@@ -66,6 +66,29 @@ class LowRankGate(nn.Module):
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
         return self.norm(o.flatten(-2) * self.up(self.down(x)).sigmoid())
+
+
+class DecayProjection(nn.Module):
+    """The projection to the activation f of a decay. For a vector decay it may have low rank.
+
+    Args:
+        hidden_size: D of the input.
+        shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
+        rank: rank of the projection for a vector decay; None for full rank.
+        bias: whether the last map has a bias.
+    """
+
+    def __init__(self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.down, width = nn.Identity(), hidden_size
+        if rank is not None and len(shape) == 2:
+            self.down, width = nn.Linear(hidden_size, rank, bias=False), rank
+        self.up = nn.Linear(width, torch.Size(shape).numel(), bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
+        return self.up(self.down(x)).unflatten(-1, self.shape)
 
 
 class ShortConv(nn.Module):

@@ -12,7 +12,7 @@ from halflife.registry import unknown
 
 MLPS = ("swiglu", "koopman", "koopman_gated", "rwkv7", "none")
 NORMS = ("rms", "layer")
-POSITIONS = ("none", "tpe")
+POSITIONS = ("none", "tpe", "tpe_released")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class ModelConfig:
         norm: norm before every mixer, MLP and head: "rms", or "layer" (with bias).
         norm_eps: epsilon of every norm.
         embedding_norm: whether a norm follows the embedding (RWKV).
-        position: "tpe" for a Toeplitz layer after the embedding; "none" leaves positions to the mixers.
+        position: "tpe" adds a Toeplitz layer to the embeddings, "tpe_released" replaces them by its output, and "none"
+            leaves positions to the mixers.
         initializer_range: initial standard deviation of the embeddings.
 
     Raises:

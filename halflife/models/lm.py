@@ -60,7 +60,9 @@ def _norm(config: ModelConfig) -> nn.Module:
 def _tpe(config: ModelConfig) -> Mixer | None:
     if config.position == "none":
         return None
-    return layers.build("tpe", hidden_size=config.hidden_size, num_heads=config.mixer_options.get("num_heads", 1))
+    return layers.build(
+        config.position, hidden_size=config.hidden_size, num_heads=config.mixer_options.get("num_heads", 1)
+    )
 
 
 def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
@@ -164,7 +166,7 @@ class LanguageModel(nn.Module):
         x, new, toeplitz = self.embedding_norm(embedded), [], []
         if self.tpe is not None:
             encoded, tpe_state = self.tpe(x, None if state is None else state[-1], cu_seqlens)
-            x, toeplitz = x + encoded, [tpe_state]
+            x, toeplitz = (x + encoded if self.config.position == "tpe" else encoded), [tpe_state]
         for i, block in enumerate(self.blocks):
             x, layer_state = (call or _run)(block, x, None if state is None else state[i], cu_seqlens, shared=shared)
             new.append(layer_state)

@@ -16,8 +16,8 @@ MODIFIERS: Registry[Callable[[str, Options, PresetSizes], Options]] = Registry("
 EXCLUSIVE = (
     ({"post", "post_norm", "post_optimal", "post_paper", "post_released"}, "a decay is wrapped once"),
     ({"scalar", "vector"}, "a decay has one granularity"),
-    ({"rope", "lrpe", "tpe"}, "positions are encoded once"),
-    ({"delta", "dplr"}, "a state has one update"),
+    ({"rope", "lrpe", "tpe", "rope_released", "tpe_released"}, "positions are encoded once"),
+    ({"delta", "dplr", "dplr_released"}, "a state has one update"),
     ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
     ({"attention", "ska"}, "a hybrid has one other mixer"),
 )
@@ -215,6 +215,13 @@ def dplr(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _with_options(model, update="dplr")
 
 
+@MODIFIERS.add("dplr_released")
+def dplr_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """DPLR as the Decay paper's authors ran it: the state decays first, β lies in (0, 2), and v has no β."""
+    _require_design_space(base, model, "has an update of its own")
+    return _with_options(model, update="dplr_released")
+
+
 @MODIFIERS.add("rope")
 def rope(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Rotary position embedding of queries and keys; the two channels of a pair then share a decay."""
@@ -227,6 +234,12 @@ def lrpe(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _position(base, model, "lrpe")
 
 
+@MODIFIERS.add("rope_released")
+def rope_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """The RoPE rows as the Decay paper's authors ran them: cosine LRPE on half of the channels."""
+    return _position(base, model, "half_lrpe")
+
+
 def _position(base: str, model: Options, position: str) -> Options:
     if model["mixer"] == "attention":
         raise ValueError(f"{base} has RoPE already")
@@ -237,9 +250,19 @@ def _position(base: str, model: Options, position: str) -> Options:
 @MODIFIERS.add("tpe")
 def tpe(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Toeplitz layer after the embedding: it weighs past tokens by their distance alone."""
+    return _toeplitz(base, model, "tpe")
+
+
+@MODIFIERS.add("tpe_released")
+def tpe_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """TPE as the Decay paper's authors ran it: one decay a head, a norm and a projection, in place of the embedding."""
+    return _toeplitz(base, model, "tpe_released")
+
+
+def _toeplitz(base: str, model: Options, position: str) -> Options:
     if model["mixer"] in ("attention", "retnet"):
         raise ValueError(f"{base} has RoPE already")
-    return {**model, "position": "tpe"}
+    return {**model, "position": position}
 
 
 @MODIFIERS.add("ska")
