@@ -66,7 +66,7 @@ def released_rates(num_heads: int, layer_idx: int, num_layers: int) -> Tensor:
     A single layer has l = 0. In the released code TPE shifts l by one, so that its last layer has λ > 1. Here it has
     no effect on l.
     """
-    slopes = 0.5 * 128.0 ** -torch.linspace(0, 1, num_heads)
+    slopes = 0.5 * 128.0 ** -torch.linspace(0, 1, num_heads, dtype=torch.float32)
     return slopes * (1 - layer_idx / max(num_layers - 1, 1) + 1e-5)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from halflife.layers import LAYERS
 from halflife.registry import unknown
 
-MLPS = ("swiglu", "koopman", "koopman_gated", "rwkv7", "none")
+MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_paper", "rwkv7", "none")
 NORMS = ("rms", "layer")
+ATTACHMENTS = ("instead", "beside")
 POSITIONS = ("none", "tpe", "tpe_released")
 
 
@@ -26,9 +27,12 @@ class ModelConfig:
         num_layers: number of blocks.
         mixer: sequence mixer of every block, a name of `layers.LAYERS`.
         mixer_options: options of the mixer.
-        hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty.
-        mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "rwkv7" (squared ReLU after a token shift), or "none" for
-            blocks without an MLP (as in MQAR).
+        hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty. With
+            `"attach": "beside"` the second mixer comes after the first one and reads the residual stream without a
+            norm (Echo, Appendix G.1). Otherwise it takes the place of the first.
+        mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
+            clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP (as in
+            MQAR).
         intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64.
         tie_embeddings: whether the output head shares the weight of the embedding.
         norm: norm before every mixer, MLP and head: "rms", or "layer" (with bias).
@@ -70,8 +74,10 @@ class ModelConfig:
                 raise unknown(kind, getattr(self, kind), list(choices))
 
     def _check_hybrid(self) -> None:
-        if set(self.hybrid) != {"mixer", "options", "layers"}:
+        if set(self.hybrid) - {"attach"} != {"mixer", "options", "layers"}:
             raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(self.hybrid)}")
+        if self.hybrid.get("attach", "instead") not in ATTACHMENTS:
+            raise unknown("attachment of a hybrid", self.hybrid["attach"], list(ATTACHMENTS))
         LAYERS[self.hybrid["mixer"]]
         for layer in self.hybrid["layers"]:
             if not 0 <= layer < self.num_layers:
@@ -79,9 +85,18 @@ class ModelConfig:
 
     def mixer_of(self, layer: int) -> tuple[str, dict[str, Any]]:
         """Return the name and the options of a layer's mixer."""
-        if self.hybrid and layer in self.hybrid["layers"]:
+        if self._has_second(layer) and self.hybrid.get("attach") != "beside":
             return self.hybrid["mixer"], self.hybrid["options"]
         return self.mixer, self.mixer_options
+
+    def beside_of(self, layer: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the name and the options of the mixer that comes after a layer's mixer, or None."""
+        if self._has_second(layer) and self.hybrid.get("attach") == "beside":
+            return self.hybrid["mixer"], self.hybrid["options"]
+        return None
+
+    def _has_second(self, layer: int) -> bool:
+        return bool(self.hybrid) and layer in self.hybrid["layers"]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data for JSON."""

@@ -20,16 +20,19 @@ ModelState = tuple[State, ...]
 class Block(nn.Module):
     """One block: `x + mixer(norm(x))`, then `x + mlp(norm(x))` if the block has an MLP.
 
-    An MLP that reads the previous token is a mixer itself. Its state is stored in the block's state under `mlp.…`.
+    A mixer beside the first one adds `mixer(x)` between them. Its state is stored in the block's state under
+    `beside.…`. An MLP that reads the previous token is a mixer itself, and its state is stored under `mlp.…`.
     """
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         self.mixer_norm = _norm(config)
         name, options = config.mixer_of(layer_idx)
-        self.mixer: Mixer = layers.build(
-            name, hidden_size=config.hidden_size, layer_idx=layer_idx, num_layers=config.num_layers, **options
-        )
+        place = {"hidden_size": config.hidden_size, "layer_idx": layer_idx, "num_layers": config.num_layers}
+        self.mixer: Mixer = layers.build(name, **place, **options)
+        self.beside: Mixer | None = None
+        if (beside := config.beside_of(layer_idx)) is not None:
+            self.beside = layers.build(beside[0], **place, **beside[1])
         self.mlp = _mlp(config, layer_idx)
         self.mlp_norm = None if self.mlp is None else _norm(config)
 
@@ -40,13 +43,26 @@ class Block(nn.Module):
         shared.update({name: part.to(x.device) for name, part in shared.items()})
         y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens, shared=shared)
         x = x + y
+        if self.beside is not None:
+            y, after = self.beside(x, _part(state, "beside"), cu_seqlens, shared=shared)
+            x, new = x + y, {**new, **{f"beside.{name}": part for name, part in after.items()}}
         if self.mlp is None or self.mlp_norm is None:
             return x, new
         if not isinstance(self.mlp, Mixer):
             return x + self.mlp(self.mlp_norm(x)), new
-        before = {name[4:]: part for name, part in (state or {}).items() if name.startswith("mlp.")}
-        y, after = self.mlp(self.mlp_norm(x), before or None, cu_seqlens)
+        y, after = self.mlp(self.mlp_norm(x), _part(state, "mlp"), cu_seqlens)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+
+    @property
+    def reads_action_mask(self) -> bool:
+        """Whether a mixer of the block uses the action mask."""
+        return self.mixer.reads_action_mask or (self.beside is not None and self.beside.reads_action_mask)
+
+
+def _part(state: State | None, owner: str) -> State | None:
+    """The state of one part of a block, whose names begin with `owner.`; None at the start."""
+    part = {name.removeprefix(f"{owner}."): x for name, x in (state or {}).items() if name.startswith(f"{owner}.")}
+    return part or None
 
 
 def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
@@ -71,7 +87,10 @@ def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
     if config.mlp == "swiglu":
         return SwiGLU(config.hidden_size, config.intermediate_size)
     if config.mlp.startswith("koopman"):
-        return KoopmanMLP(config.hidden_size, config.intermediate_size, gated=config.mlp == "koopman_gated")
+        kind = config.mlp.split("_")
+        return KoopmanMLP(
+            config.hidden_size, config.intermediate_size, gated="gated" in kind, clamped=kind[-1] == "paper"
+        )
     return RWKV7ChannelMix(
         config.hidden_size, config.intermediate_size, layer_idx=layer_idx, num_layers=config.num_layers
     )
@@ -180,7 +199,7 @@ class LanguageModel(nn.Module):
             return {}
         if action_mask.shape != ids.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape[:2])}; got {tuple(action_mask.shape)}")
-        if not any(isinstance(block, Block) and block.mixer.reads_action_mask for block in self.blocks):
+        if not any(isinstance(block, Block) and block.reads_action_mask for block in self.blocks):
             raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
         return {"action_mask": action_mask}
 

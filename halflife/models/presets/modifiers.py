@@ -19,7 +19,7 @@ EXCLUSIVE = (
     ({"rope", "lrpe", "tpe", "rope_released", "tpe_released"}, "positions are encoded once"),
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
     ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
-    ({"attention", "ska"}, "a hybrid has one other mixer"),
+    ({"attention", "ska", "ska_paper"}, "a hybrid has one other mixer"),
 )
 
 # Layers that are built from the design-space block, each with its settings.
@@ -35,6 +35,12 @@ class SKAPlacement(NamedTuple):
 
 # Source: Echo, §3.4. The keys are (hidden_size, num_layers).
 ECHO_SKA = {(448, 16): SKAPlacement((3, 7, 11, 15), 56), (768, 24): SKAPlacement((8, 16), 48)}
+
+
+# Options of SKA as the paper prints them (Echo, §3.2 and Appendix F).
+SKA_PAPER: Options = {
+    "power": 2, "mix": "koopman", "query_init": "own", "normalization": "paper", "decode_refresh": "token"
+}  # fmt: skip
 
 
 def check_modifiers(name: str, modifiers: list[str]) -> None:
@@ -271,6 +277,13 @@ def ska(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _hybrid(base, model, sizes, "ska")
 
 
+@MODIFIERS.add("ska_paper")
+def ska_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """`ska` as Echo prints it: K = 2, μ = 1, projected queries, one norm a sequence, decoding by token."""
+    model = _hybrid(base, model, sizes, "ska")
+    return {**model, "hybrid": {**model["hybrid"], "options": {**model["hybrid"]["options"], **SKA_PAPER}}}
+
+
 @MODIFIERS.add("attention")
 def attention(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Softmax attention with RoPE in the layers that `ska` would replace."""
@@ -288,6 +301,6 @@ def _hybrid(base: str, model: Options, sizes: PresetSizes, mixer: str) -> Option
 @MODIFIERS.add("koopman_mlp")
 def koopman_mlp(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Echo's Koopman MLP in place of the MLP or of RWKV-7's channel mix."""
-    if model.get("mlp") == "koopman":
+    if str(model.get("mlp")).startswith("koopman"):
         raise ValueError(f"{base} has Koopman MLPs already")
     return {**model, "mlp": "koopman"}
