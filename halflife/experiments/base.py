@@ -69,11 +69,13 @@ class TaskSettings(ExperimentSettings):
         pairs: numbers of key-value pairs K to train on, one per stage of the curriculum or all at once.
         validation_examples: examples of each validation.
         test_examples: examples of each test.
+        action_mask: see `RunConfig`.
     """
 
     pairs: tuple[int, ...] = ()
     validation_examples: int = 256
     test_examples: int = 256
+    action_mask: bool = False
 
 
 def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:

@@ -95,6 +95,13 @@ class ModelConfig:
             return self.hybrid["mixer"], self.hybrid["options"]
         return None
 
+    @property
+    def reads_action_mask(self) -> bool:
+        """Whether a layer of the model uses an action mask."""
+        places = range(self.num_layers)
+        names = {self.mixer_of(i)[0] for i in places} | {found[0] for i in places if (found := self.beside_of(i))}
+        return any(LAYERS[name].reads_action_mask for name in names)
+
     def _has_second(self, layer: int) -> bool:
         return bool(self.hybrid) and layer in self.hybrid["layers"]
 

@@ -53,11 +53,6 @@ class Block(nn.Module):
         y, after = self.mlp(self.mlp_norm(x), _part(state, "mlp"), cu_seqlens)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
-    @property
-    def reads_action_mask(self) -> bool:
-        """Whether a mixer of the block uses the action mask."""
-        return self.mixer.reads_action_mask or (self.beside is not None and self.beside.reads_action_mask)
-
 
 def _part(state: State | None, owner: str) -> State | None:
     """The state of one part of a block, whose names begin with `owner.`; None at the start."""
@@ -199,7 +194,7 @@ class LanguageModel(nn.Module):
             return {}
         if action_mask.shape != ids.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape[:2])}; got {tuple(action_mask.shape)}")
-        if not any(isinstance(block, Block) and block.reads_action_mask for block in self.blocks):
+        if not self.config.reads_action_mask:
             raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
         return {"action_mask": action_mask}
 

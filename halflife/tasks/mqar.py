@@ -100,7 +100,8 @@ class MQAR(Task):
         at = 2 * self.num_pairs + 2 * self._slots(num_examples, draw)
         labels = torch.full_like(inputs, IGNORED)
         slices = {"num_pairs": torch.full((num_examples,), self.num_pairs)}
-        return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices)
+        facts = (torch.arange(self.length) < 2 * self.num_pairs).expand_as(inputs)
+        return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices, facts)
 
     def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
         """Draw slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""

@@ -40,7 +40,7 @@ class Objective(nn.Module):
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """The mean loss in nats over the scored positions, as `{"loss": …}`.
 
@@ -50,9 +50,10 @@ class Objective(nn.Module):
             cu_seqlens: boundaries of packed sequences, `[N + 1]`.
             num_items_in_batch: for a micro-batch, the scored positions of the whole batch. The losses of its
                 micro-batches then add up to the loss of the batch.
+            action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
         """
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
-        hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, call=call)
+        hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, action_mask=action_mask, call=call)
         scored = labels != IGNORED
         loss = nn.functional.cross_entropy(self.model.logits(hidden[scored]).float(), labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
