@@ -254,6 +254,9 @@ def test_training_by_chunk_and_decoding_by_token():
         y, state = layer(x[:, t : t + 1], state)
         assert_close(y, every(x)[0][:, t : t + 1], EXACT)
     assert training.shape == (2, 6, HIDDEN)
+    _, state = layer(x[:, :6])
+    packed, _ = layer(x[:, 6].unsqueeze(0), state, cu_seqlens=torch.tensor([0, 1, 2]))  # as padded batches decode
+    assert_close(packed[0], every(x)[0][:, 6], EXACT)
 
 
 @pytest.mark.parametrize(("rank", "pairs"), [(6, 3), (5, 3)])

@@ -204,7 +204,8 @@ class SKA(Mixer):
         """Causal: each query reads earlier tokens."""
         refresh = "token" if self.mode == "prefix" else self.options["refresh"]
         if state is not None:
-            if q.shape[1] == 1 and cu_seqlens is None and not self.training and self.mode == "chunk":
+            longest = q.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+            if longest <= 1 and not self.training and self.mode == "chunk":
                 refresh = self.decode_refresh
             state = convert_state(state, 1 if refresh == "token" else self.options["chunk_size"])
         options = {**self.options, "refresh": refresh}
