@@ -27,7 +27,7 @@ class ExperimentSettings:
         hidden_size, num_layers, num_heads: of every model.
         train_length: T, tokens of a training sequence.
         steps, batch_size: of training.
-        weight_decay, warmup, schedule, bf16: see `TrainConfig`.
+        weight_decay, warmup, schedule, betas, epsilon, bf16: see `TrainConfig`.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
         chunk_size: tokens of a chunk in the chunked ops.
@@ -43,6 +43,8 @@ class ExperimentSettings:
     weight_decay: float = 0.1
     warmup: float = 0.1
     schedule: str = "linear"
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
     bf16: bool = False
     validate_every: int = 100
     save_every: int = 200
@@ -114,6 +116,10 @@ class Experiment:
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         """The learning rates that are tried for a model when the user names none."""
         raise NotImplementedError
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        """The models that are compared at a scale when the user names none."""
+        return self.models
 
     def build_cell(self, settings: Any, cell: Cell) -> CellConfig:
         """The configuration of one cell before the user's overrides; `settings` is an instance of `self.settings`."""

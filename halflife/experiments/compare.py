@@ -60,7 +60,7 @@ def create_comparison(
     if overrides:
         changes["overrides"] = dict(overrides)
     resolved = chosen.settings_at(scale, changes)
-    models = [each for given in models or chosen.models for each in chosen.groups.get(given, (given,))]
+    models = [each for given in models or chosen.models_at(scale) for each in chosen.groups.get(given, (given,))]
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if seeds < 1:

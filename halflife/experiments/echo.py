@@ -87,6 +87,10 @@ class EchoTransfer(RecallExperiment):
     }
     models: ClassVar = ("mamba2", "mamba2+attention", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
 
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        paper = ("mamba3_echo", "mamba3_echo+attention", "mamba3_echo+ska_paper")
+        return paper if scale == "paper" else self.models
+
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return (3e-4,) if scale == "paper" else (2e-3,)
 

@@ -144,7 +144,8 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
 
     Mamba-2 has d_state 16, and B and C per head. The paper leaves this open, and of all readings this one comes nearest
     to its parameters: 1.09 M (printed 1.11 M), 990 K with attention (998 K) and 973 K with SKA (982 K). The printed
-    numbers are exactly those of the Mamba-3 block of its Appendix G.
+    numbers are exactly those of `mamba3_echo`, the block of its Appendix G: 1,110,144, 998,016 and 981,632, which does
+    not count γ and η of SKA.
 
     Args:
         name: a preset.
@@ -166,7 +167,7 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     )
     if not config.hybrid:
         return config
-    half = {"num_heads": settings.num_heads}
+    half = {**config.hybrid["options"], "num_heads": settings.num_heads}
     if config.hybrid["mixer"] == "ska":
         half |= {"rank": 24, "chunk_size": settings.ska_chunk, **options}
     layers = list(range(settings.num_layers // 2, settings.num_layers))

@@ -13,6 +13,7 @@ from halflife.registry import unknown
 MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_paper", "rwkv7", "none")
 NORMS = ("rms", "layer")
 ATTACHMENTS = ("instead", "beside")
+INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
 POSITIONS = ("none", "tpe", "tpe_released")
 
 
@@ -41,6 +42,10 @@ class ModelConfig:
         position: "tpe" adds a Toeplitz layer to the embeddings, "tpe_released" replaces them by its output, and "none"
             leaves positions to the mixers.
         initializer_range: initial standard deviation of the embeddings.
+        initialization: "default", where every module draws its weights. "mamba2_released": linear maps, short
+            convolutions and embeddings are normal with `initializer_range` and have no bias at the start, and the
+            output projections of the mixers are PyTorch's default divided by √num_layers (PoST's released Mamba-2).
+            "rwkv7_released": embeddings are uniform in ±1e-4.
 
     Raises:
         ValueError: a size is below 1, a hybrid layer does not exist, or a mixer, MLP, norm or position is unknown.
@@ -61,6 +66,7 @@ class ModelConfig:
     embedding_norm: bool = False
     position: str = "none"
     initializer_range: float = 0.02
+    initialization: str = "default"
 
     def __post_init__(self) -> None:
         for size in ("vocab_size", "hidden_size", "num_layers"):
@@ -69,7 +75,8 @@ class ModelConfig:
         LAYERS[self.mixer]
         if self.hybrid:
             self._check_hybrid()
-        for kind, choices in (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS)):
+        named = (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS), ("initialization", INITIALIZATIONS))
+        for kind, choices in named:
             if getattr(self, kind) not in choices:
                 raise unknown(kind, getattr(self, kind), list(choices))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,6 +118,24 @@ class LanguageModel(nn.Module):
             if module is not self and callable(reset):
                 reset()
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
+        if self.config.initialization == "rwkv7_released":
+            nn.init.uniform_(self.embedding.weight, -1e-4, 1e-4)
+        elif self.config.initialization == "mamba2_released":
+            self._reset_as_released_mamba2()
+
+    @torch.no_grad()
+    def _reset_as_released_mamba2(self) -> None:
+        """Draw linear maps and convolutions again, each from the law of PoST's released Mamba-2."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, layers.ShortConv)):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            projection = getattr(getattr(block, "mixer", None), "out_proj", None)
+            if isinstance(projection, nn.Linear):
+                nn.Linear.reset_parameters(projection)
+                projection.weight /= math.sqrt(self.config.num_layers)
 
     def forward(
         self,

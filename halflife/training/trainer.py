@@ -30,7 +30,9 @@ class HalflifeTrainer(Trainer):
         if self.optimizer is None:
             trained: Any = self.model if model is None else model
             groups = param_groups(trained, self.config.weight_decay, self.config.learning_rate)
-            self.optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=self.config.betas)
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=self.config.learning_rate, betas=self.config.betas, eps=self.config.epsilon
+            )
         return self.optimizer
 
 

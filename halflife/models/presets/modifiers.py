@@ -90,6 +90,8 @@ def _require_design_space(base: str, model: Options, why: str) -> None:
 def _require_decay(base: str, model: Options, modifier: str) -> None:
     if model["mixer"] == "attention" or base == "deltanet":
         raise ValueError(f"{modifier} changes a decay, and {base} has none")
+    if model["mixer"] == "mamba3_echo":
+        raise ValueError(f"{modifier} changes a decay with parameters, and in {base} the input alone sets it")
 
 
 @MODIFIERS.add("post")

@@ -38,6 +38,12 @@ def mamba3(sizes: PresetSizes) -> Options:
     return _base("mamba3", sizes.heads(expand=2))
 
 
+@PRESETS.add("mamba3_echo")
+def mamba3_echo(sizes: PresetSizes) -> Options:
+    """Mamba-3 as the baseline of Echo's tables: a convolution on the values, keys and angles a head (Appendix G)."""
+    return {**_base("mamba3_echo", sizes.heads(expand=2)), "tie_embeddings": False}
+
+
 @PRESETS.add("rwkv7")
 def rwkv7(sizes: PresetSizes) -> Options:
     """RWKV-7: vector decay and a rank-one correction of the state (DPLR), token shift, value residual."""
