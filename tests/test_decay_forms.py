@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_close
 
 from halflife import LanguageModel, decay, layers, preset
+from halflife.experiments import decay_design
 from halflife.position import half_lrpe
 
 WIDTH, HEADS, LENGTH, CHANNELS = 16, 2, 9, 8
@@ -173,3 +174,21 @@ def test_retnet_forms_agree_for_four_heads_only():
     for heads in (2, 4, 8):
         one, other = (decay.build(name, num_heads=heads, head_dim=2) for name in ("retnet", "retnet_paper"))
         assert torch.allclose(one.log_rate, other.log_rate) == (heads == 4)
+
+
+def test_rows_of_the_grid_as_they_were_run():
+    """`name:released` is another model than the row, and the group has the rows for which it is one."""
+    released = decay_design.DecayDesign.groups["released"]
+    assert {name.split("/")[0] for name in released} == {"vector", "share", "scalar", "rope", "tpe", "dplr"}
+    settings = decay_design.SMOKE
+    for name in released:
+        one, other = (decay_design.variant_model(row, settings) for row in (name, name.split(":")[0]))
+        assert (one.mixer_options, one.position) != (other.mixer_options, other.position)
+        LanguageModel(one)(torch.zeros(1, 3, dtype=torch.long))
+    options = decay_design.variant_model("rope/tnl:released", settings).mixer_options
+    assert (options["decay"], options["position"]) == ("tnl_released", "half_lrpe")
+    assert decay_design.variant_model("tpe/gla:released", settings).position == "tpe_released"
+    with pytest.raises(ValueError, match="as the paper prints it"):
+        decay_design.find_variant("simple/0.9:released")
+    with pytest.raises(ValueError, match="unknown variant"):
+        decay_design.find_variant("simple/0.9:run")

@@ -90,6 +90,41 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+# What the authors' code has in place of the paper's (docs/fidelity.md).
+RELEASED = {
+    "decay": {name: f"{name}_released" for name in ("gla", "lightnet", "tnl", "tnl_l")},
+    "position": {"rope": "half_lrpe"},
+    "update": {"dplr": "dplr_released"},
+}
+
+
+def find_variant(name: str) -> Variant:
+    """The variant `name`, or `name:released`, the same row as the paper's authors ran it.
+
+    Raises:
+        ValueError: an unknown variant (the message lists them), or a row whose released form is the printed one.
+    """
+    row, _, form = name.partition(":")
+    if row not in VARIANTS or form not in ("", "released"):
+        raise unknown("variant", name, [*DecayDesign.groups, *VARIANTS])
+    printed = VARIANTS[row]
+    if not form:
+        return printed
+    options = {key: RELEASED.get(key, {}).get(str(value), value) for key, value in printed.options.items()}
+    released = Variant(printed.paper, options, printed.preset.replace("+tpe", "+tpe_released"))
+    if released == printed:
+        raise ValueError(f"{row} was run as the paper prints it")
+    return released
+
+
+def _differs(name: str) -> bool:
+    try:
+        find_variant(f"{name}:released")
+    except ValueError:
+        return False
+    return True
+
+
 # The variants that the findings compare. The rest of the grid repeats the comparisons with other decays.
 CORE = (
     "vector/mamba2", "scalar/mamba2", "simple/0.99", "dplr/vector-0.99", "vector/gla", "scalar/gla", "share/gla",
@@ -110,6 +145,7 @@ class DecayDesignSettings(ExperimentSettings):
         digest, text_bytes: SHA-256 and size of the corpus, filled in by `settings_at`.
     """
 
+    betas: tuple[float, float] = (0.9, 0.999)
     text: tuple[str, ...] = (PYTHON,)
     held_out: tuple[float, float] = (0.05, 0.05)
     validation_tokens: int
@@ -150,6 +186,7 @@ class DecayDesign(Experiment):
     settings = DecayDesignSettings
     models: ClassVar = CORE
     groups: ClassVar = {"core": CORE, "all": tuple(VARIANTS)}
+    # `released` is added below: it needs `find_variant`, whose errors name the groups.
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return {"smoke": (3e-3,), "small": (2e-3,), "paper": (3e-4,)}[scale]
@@ -176,13 +213,13 @@ class DecayDesign(Experiment):
             mode="concatenated",
             test_split="test",
             learning_rate=cell.learning_rate,
-            betas=(0.9, 0.999),
             seed=cell.seed,
         )
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         settings = DecayDesignSettings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
         papers = {name: variant.paper for name, variant in VARIANTS.items()}
+        papers |= {f"{name}:released": VARIANTS[name].paper for name in VARIANTS if _differs(name)}
         return losses_and_findings(results_by_seed(rows), papers, describe(settings))
 
     def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -191,10 +228,13 @@ class DecayDesign(Experiment):
         from halflife.report.figures.matplotlib_renderer import save
 
         results = results_by_seed(rows)
-        data = {"results": results, "paper": {name: VARIANTS[name].paper for name in results}}
+        data = {"results": results, "paper": {name: find_variant(name).paper for name in results}}
         write_json(folder / RESULTS_JSON, data)
         write_text(folder / SUMMARY_MD, self.summary(folder, rows))
         save(against_paper(data), folder, "results")
+
+
+DecayDesign.groups["released"] = tuple(f"{name}:released" for name in VARIANTS if _differs(name))
 
 
 def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
@@ -203,9 +243,7 @@ def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
     Raises:
         ValueError: an unknown variant; the message lists them.
     """
-    if name not in VARIANTS:
-        raise unknown("variant", name, [*DecayDesign.groups, *VARIANTS])
-    variant = VARIANTS[name]
+    variant = find_variant(name)
     config = preset(
         variant.preset, hidden_size=settings.hidden_size, num_layers=settings.num_layers,
         num_heads=settings.num_heads, vocab_size=256, train_length=settings.train_length,

@@ -221,9 +221,7 @@ class LinearMixer(Mixer):
                 f"got {tie_pairs} with {position} and {granularity}"
             )
         # The number of decays that two channels of the encoded keys share, RoPE's pair or LRPE's cosine and sine.
-        self.paired = 0
-        if vector:
-            self.paired = {"none": 0, "lrpe": self.head_dim}.get(position, self.head_dim // 2)
+        self.paired = {"none": 0, "lrpe": self.head_dim}.get(position, self.head_dim // 2) if vector else 0
         self.decay = build_decay(
             decay, decay_options, post, num_heads=num_heads, granularity=granularity, layer_idx=layer_idx,
             num_layers=num_layers, head_dim=self.head_dim // 2 if rotated else self.head_dim,
