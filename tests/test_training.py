@@ -324,8 +324,15 @@ def test_resuming_nothing_is_an_error(tmp_path):
 # ------------------------------------------------------------------------------------------------ scales
 
 
-@pytest.mark.parametrize("task", EXPERIMENTS)
-@pytest.mark.parametrize("scale", SCALES)
+SCALED = [(task, scale) for task in EXPERIMENTS for scale in EXPERIMENTS[task].scales]
+
+
+def test_scales_are_known():
+    assert {scale for _, scale in SCALED} == set(SCALES)
+    assert all({"smoke", "small"} <= set(EXPERIMENTS[task].scales) for task in EXPERIMENTS)
+
+
+@pytest.mark.parametrize(("task", "scale"), SCALED)
 def test_every_scale_configures_every_model(task, scale):
     experiment = EXPERIMENTS[task]()
     settings = experiment.scales[scale]

@@ -15,7 +15,7 @@ from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
 
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "small", "large", "paper")  # "paper" is a paper's setting, and "large" one of ours
 Config = TypeVar("Config", bound=CellConfig)
 
 
@@ -27,7 +27,7 @@ class ExperimentSettings:
         hidden_size, num_layers, num_heads: of every model.
         train_length: T, tokens of a training sequence.
         steps, batch_size: of training.
-        weight_decay, warmup, schedule, betas, epsilon, bf16: see `TrainConfig`.
+        weight_decay, warmup, schedule, schedule_options, betas, epsilon, bf16: see `TrainConfig`.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
         chunk_size: tokens of a chunk in the chunked ops.
@@ -43,6 +43,7 @@ class ExperimentSettings:
     weight_decay: float = 0.1
     warmup: float = 0.1
     schedule: str = "linear"
+    schedule_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     bf16: bool = False

@@ -38,7 +38,7 @@ def create_comparison(
         models: preset names, or names that the experiment defines; none for the models of the experiment.
         tasks: the tasks to train on when no experiment is given: `mqar` alone, or a mixture of `name` or `name:tier`.
         experiment: the name of a paper's experiment; None for an experiment on `tasks`.
-        scale: smoke, small or paper.
+        scale: smoke, small, large or paper; an experiment has some of them.
         seeds: the number of seeds, counted from 0.
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.

@@ -39,6 +39,7 @@ class ModelConfig:
         norm: norm before every mixer, MLP and head: "rms", or "layer" (with bias).
         norm_eps: epsilon of every norm.
         embedding_norm: whether a norm follows the embedding (RWKV).
+        embedding_dropout: share of the entries of the embeddings that training sets to 0, in [0, 1).
         position: "tpe" adds a Toeplitz layer to the embeddings, "tpe_released" replaces them by its output, and "none"
             leaves positions to the mixers.
         initializer_range: initial standard deviation of the embeddings.
@@ -64,6 +65,7 @@ class ModelConfig:
     norm: str = "rms"
     norm_eps: float = 1e-5
     embedding_norm: bool = False
+    embedding_dropout: float = 0.0
     position: str = "none"
     initializer_range: float = 0.02
     initialization: str = "default"
@@ -72,6 +74,8 @@ class ModelConfig:
         for size in ("vocab_size", "hidden_size", "num_layers"):
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
+        if not 0 <= self.embedding_dropout < 1:
+            raise ValueError(f"embedding_dropout must lie in [0, 1); got {self.embedding_dropout}")
         LAYERS[self.mixer]
         if self.hybrid:
             self._check_hybrid()

@@ -197,6 +197,8 @@ class LanguageModel(nn.Module):
             ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
         embedded = ids if ids.is_floating_point() else self.embedding(ids)
         x, new, toeplitz = self.embedding_norm(embedded), [], []
+        if self.config.embedding_dropout:
+            x = F.dropout(x, self.config.embedding_dropout, self.training)
         if self.tpe is not None:
             encoded, tpe_state = self.tpe(x, None if state is None else state[-1], cu_seqlens)
             x, toeplitz = (x + encoded if self.config.position == "tpe" else encoded), [tpe_state]

@@ -23,7 +23,8 @@ class TrainConfig:
         learning_rate: the highest one, after the warm-up.
         weight_decay: of AdamW, on matrices only (see `models.param_groups`).
         warmup: the share of the steps in which the learning rate rises.
-        schedule: name of a scheduler of transformers.
+        schedule: name of a scheduler of transformers, or "linear_by_epoch", which falls once an epoch and has no
+            warm-up. Its option is `epochs`.
         schedule_options: settings of the scheduler.
         clip: largest norm of the gradient.
         betas, epsilon: of AdamW. RWKV-7's authors have an epsilon of 1e-18.

@@ -17,6 +17,7 @@ from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json, write_
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
+from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
     from halflife.training.callbacks import Metrics
@@ -155,6 +156,7 @@ class StoppedBySignal(Exception):
 def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
     from transformers import TrainingArguments
 
+    by_epoch = config.schedule == BY_EPOCH  # `HalflifeTrainer.create_scheduler` makes it
     log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
     return TrainingArguments(
         output_dir=str(folder / CHECKPOINTS),
@@ -163,8 +165,8 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         gradient_accumulation_steps=execution.num_micro_batches(config.batch_size) // world_size(),
         train_sampling_strategy="sequential",
         learning_rate=config.learning_rate,
-        lr_scheduler_type=config.schedule,
-        lr_scheduler_kwargs=config.schedule_options,
+        lr_scheduler_type="constant" if by_epoch else config.schedule,
+        lr_scheduler_kwargs={} if by_epoch else config.schedule_options,
         warmup_steps=round(config.warmup * config.steps),
         max_grad_norm=config.clip,
         bf16=config.bf16,
