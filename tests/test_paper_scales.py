@@ -10,11 +10,12 @@ from halflife import LanguageModel
 from halflife.experiments import EXPERIMENTS, compare, paper_experiments
 from halflife.experiments.mqar import STATES, PostMQAR, selections
 from halflife.runs.sweep import Cell
+from halflife.tasks import build
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
 
-DESCRIBED = ("post-mqar", "gate-rank-s5")
+DESCRIBED = ("post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers")
 PAPER = PostMQAR.scales["paper"]
 
 
@@ -36,6 +37,69 @@ def test_the_table_has_the_settings(name):
 def test_experiments_that_no_paper_has_are_not_called_paper():
     scales = {name: set(EXPERIMENTS[name].scales) for name in paper_experiments()}
     assert "paper" not in scales["gate-rank-mqar"] | scales["gate-rank-niah"]
+
+
+# ------------------------------------------------------------------------------------------ Echo's tables
+
+
+def test_echos_grid_of_50m_models():
+    """Every cell is its own run; SKA and attention stand in layers 3, 7, 11 and 15, of rank 56 and 7 heads."""
+    experiment = EXPERIMENTS["echo-mqar"]()
+    settings = experiment.scales["paper"]
+    assert len(experiment.models_at("paper")) == 28
+    for name in ("mamba2", "mamba2+attention", "mamba2+ska_paper"):
+        config = experiment.configure(settings, Cell(f"{name}:8x256", 3e-4, 0))
+        (task,) = config.stages[0]
+        assert (task["num_pairs"], task["gap"], task["length"]) == (8, 256, 288)
+        assert config.stages == (config.validation,)
+        with torch.device("meta"):
+            model = LanguageModel(config.model)
+        assert model.num_parameters() / 1e6 == pytest.approx(50, abs=3)
+        if "+" in name:
+            assert config.model.hybrid["layers"] == [3, 7, 11, 15]
+    assert config.model.hybrid["options"]["rank"] == 56
+    assert config.model.mixer_options["state_size"] == 64
+
+
+def test_a_gap_separates_pairs_and_queries():
+    task = build("mqar", vocab_size=64, length=40, num_pairs=4, gap=20)
+    batch = task.generate(20, 0)
+    low, high = task.key_range
+    keys = (batch.inputs >= low) & (batch.inputs < high)
+    assert not keys[:, 8:28].any()
+    assert ((batch.labels != -100).nonzero()[:, 1] >= 28).all()
+    assert (keys[:, 28:].sum(1) == 4).all()
+    for settings in ({"gap": -1}, {"gap": 30}):
+        with pytest.raises(ValueError, match="gap"):
+            build("mqar", vocab_size=64, length=40, num_pairs=4, **settings)
+
+
+def test_echos_tiers():
+    """Appendix G: SKA beside the last two of three or four layers, with η and the lift that the name says."""
+    experiment = EXPERIMENTS["echo-tiers"]()
+    settings = experiment.scales["paper"]
+    for model in (each for tier in experiment.models_at("paper") for each in experiment.groups[tier]):
+        config = experiment.configure(settings, Cell(model, 3e-4, 0))
+        amnesia = "amnesia" in model
+        assert (config.model.num_layers, config.steps) == ((4, 6000) if amnesia else (3, 2500))
+        if "ska" not in model:
+            assert not config.model.hybrid
+            continue
+        hybrid = config.model.hybrid
+        assert (hybrid["attach"], hybrid["layers"]) == ("beside", [2, 3] if amnesia else [1, 2])
+        assert str(hybrid["options"]["eta_init"]) in model
+        assert (hybrid["options"].get("lift") == "cg_projected") == ("cg" in model)
+        assert config.passes_action_mask
+
+
+def test_echos_tiers_start(tmp_path):
+    settings = {"steps": 3, "hidden_size": 24, "batch_size": 2, "test_examples": 2, "validation_examples": 2}
+    folder = compare.create_comparison(
+        ["cg-ska-2.5:amnesia-cot_easy"], experiment="echo-tiers", output=tmp_path / "run",
+        settings={**settings, "amnesia_steps": 3, "amnesia_layers": 2},
+    )  # fmt: skip
+    (row,) = compare.run_comparison(folder, show=False)
+    assert row["test"] == "amnesia-cot_easy"
 
 
 # ------------------------------------------------------------------------------------------- post-mqar
