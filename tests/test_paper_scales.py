@@ -15,8 +15,9 @@ from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
 
-DESCRIBED = ("post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers")
+DESCRIBED = ("post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers", "echo-transfer")
 PAPER = PostMQAR.scales["paper"]
+SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # lengths of Echo's tests
 
 
 def table(name):
@@ -36,7 +37,19 @@ def test_the_table_has_the_settings(name):
 
 def test_experiments_that_no_paper_has_are_not_called_paper():
     scales = {name: set(EXPERIMENTS[name].scales) for name in paper_experiments()}
-    assert "paper" not in scales["gate-rank-mqar"] | scales["gate-rank-niah"]
+    assert "paper" not in scales["gate-rank-mqar"] | scales["gate-rank-niah"] | scales["decay-design"]
+    assert "paper" not in scales["echo-ablations"]
+
+
+def test_two_hops_have_their_own_grid():
+    """Figure 1b: 16 to 256 tokens, and the other tasks 64 to 4,096."""
+    experiment = EXPERIMENTS["echo-transfer"]()
+    config = experiment.configure(experiment.scales["paper"], Cell("mamba3_echo", 3e-4, 0))
+    lengths = {
+        name: {test.task["length"] for test in config.tests if test.name == name} for name in ("multihop", "niah")
+    }
+    assert lengths["multihop"] == {16, 32, 64, 128, 256}
+    assert lengths["niah"] == {64, 128, 256, 512, 1024, 2048, 4096}
 
 
 # ------------------------------------------------------------------------------------------ Echo's tables

@@ -23,6 +23,7 @@ class RecallSettings(TaskSettings):
         tasks: to train on, `name` or `name:tier`.
         test_tasks: to test on.
         lengths, test_pairs: the grid of each test. Cells that do not fit a task are left out.
+        hop_lengths: the lengths of the test `multihop`; empty for `lengths`.
         warm_length: length of the sequences in the first half of the steps; 0 for no such stage.
         warm_pairs: numbers of pairs in the first half; empty for `pairs`.
         test_tokens: the largest number of tokens of a test, which still has at least 16 examples.
@@ -32,6 +33,7 @@ class RecallSettings(TaskSettings):
     tasks: tuple[str, ...] = ("sysprompt", "tooltrace")
     test_tasks: tuple[str, ...] = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")
     lengths: tuple[int, ...] = (64, 256, 1024)
+    hop_lengths: tuple[int, ...] = ()
     test_pairs: tuple[int, ...] = (1, 4, 8)
     warm_length: int = 0
     warm_pairs: tuple[int, ...] = ()
@@ -76,13 +78,17 @@ class RecallExperiment(Experiment):
                 *(
                     TestSpec(name=name, task=task, examples=_examples(task, settings))
                     for name in settings.test_tasks
-                    for task in grid((name,), settings.lengths, settings.test_pairs)
+                    for task in grid((name,), self._lengths(name, settings), settings.test_pairs)
                 ),
             ),
             learning_rate=cell.learning_rate,
             seed=cell.seed,
             **settings.shared_with(RunConfig),
         )
+
+    @staticmethod
+    def _lengths(name: str, settings: RecallSettings) -> tuple[int, ...]:
+        return settings.hop_lengths if name == "multihop" and settings.hop_lengths else settings.lengths
 
     def _warm(self, settings: RecallSettings) -> Iterator[tuple[dict[str, Any], ...]]:
         if settings.warm_length:
