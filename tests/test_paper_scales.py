@@ -17,7 +17,6 @@ from halflife.training.trainer import HalflifeTrainer
 
 DESCRIBED = ("post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers", "echo-transfer")
 PAPER = PostMQAR.scales["paper"]
-SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # lengths of Echo's tests
 
 
 def table(name):
