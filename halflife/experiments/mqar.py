@@ -57,7 +57,10 @@ PAPER = MQARSettings(
 
 @EXPERIMENTS.add("mqar")
 class MQARExperiment(Experiment):
-    """MQAR (PoST, §6.1 and App. C): two layers without MLP, equal states; tests `capacity` and `persist` at T to 8T."""
+    """MQAR with two layers without MLP and equal states; tests `capacity` and `persist` at T to 8T.
+
+    The scale "paper" has the sizes of PoST (§6.1, App. C) and our recipe. `post-mqar` is PoST's experiment.
+    """
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = MQARSettings
