@@ -74,9 +74,13 @@ CONFIGURATIONS = configurations()
 # What a layer's state holds in float32, if not `memory`: the KV cache is as narrow as the model.
 HELD = {"attention": (), "ska": ("gram", "transition", "values", "norm", "last")}
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # at random, after maps whose draws depend on their dtype
-each_model = pytest.mark.parametrize("name", CONFIGURATIONS)
+# Decays that differ from another one in numbers alone.
+NUMBERS = ("gla_released", "tnl_released", "tnl_l_released", "retnet_paper")
+FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in NUMBERS]
+each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
-each_causal_model = pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "echo_paper"])
+CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
+each_causal_model = pytest.mark.parametrize("name", slow_beyond(FAST, CAUSAL))
 
 
 def build(name):
