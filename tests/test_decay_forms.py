@@ -192,3 +192,15 @@ def test_rows_of_the_grid_as_they_were_run():
         decay_design.find_variant("simple/0.9:released")
     with pytest.raises(ValueError, match="unknown variant"):
         decay_design.find_variant("simple/0.9:run")
+
+
+def test_rows_of_the_grid_can_be_named_like_presets():
+    """All 39 rows, as `halflife train vector/gla` has them; the sizes and options of the caller count."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
+    assert len(decay_design.VARIANTS) == 39
+    for name in decay_design.VARIANTS:
+        config = decay_design.row_or_preset(name, **sizes)
+        assert (config.name, config.hidden_size, config.vocab_size) == (name, 32, 31)
+    assert decay_design.row_or_preset("mamba2", **sizes) == preset("mamba2", **sizes)
+    options = decay_design.row_or_preset("vector/gla", **sizes, mixer_options={"chunk_size": 16}).mixer_options
+    assert (options["decay"], options["chunk_size"]) == ("gla", 16)

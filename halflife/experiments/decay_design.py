@@ -244,13 +244,20 @@ def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
     Raises:
         ValueError: an unknown variant; the message lists them.
     """
-    variant = find_variant(name)
-    config = preset(
-        variant.preset, hidden_size=settings.hidden_size, num_layers=settings.num_layers,
-        num_heads=settings.num_heads, vocab_size=256, train_length=settings.train_length,
-        mixer_options=variant.options,
+    find_variant(name)  # raises for a preset, which has no row
+    return row_or_preset(
+        name, hidden_size=settings.hidden_size, num_layers=settings.num_layers, num_heads=settings.num_heads,
+        vocab_size=256, train_length=settings.train_length,
     )  # fmt: skip
-    return dataclasses.replace(config, name=name)
+
+
+def row_or_preset(name: str, **sizes: Any) -> ModelConfig:
+    """The configuration of a row of the grid, `vector/gla` or `rope/tnl:released`, or of a preset."""
+    if "/" not in name:
+        return preset(name, **sizes)
+    variant = find_variant(name)
+    options = {**variant.options, **sizes.pop("mixer_options", {})}
+    return dataclasses.replace(preset(variant.preset, mixer_options=options, **sizes), name=name)
 
 
 def results_by_seed(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
