@@ -108,8 +108,11 @@ class PoST(Decay):
     def taper(self) -> Tensor:
         """The exponents α `[N]`, in [0, 1]; a single channel has α = 0."""
         p, ideal = self.log_rates(), self._ideal_taper()
-        even = p[0] + (p[-1] - p[0]) * (1 - ideal)
-        return ideal if self.channels == 1 else (ideal + (p - even) / math.log(self.train_length)).clamp(0, 1)
+        if self.channels == 1:
+            return ideal
+        k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
+        gap = (p[-1] - p[0]) / (self.channels - 1)
+        return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1)
 
     def _ideal_taper(self) -> Tensor:
         """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0."""
