@@ -24,7 +24,13 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "ska-1.5": {"eta_init": 1.5},
     "ska-2.5": {"eta_init": 2.5},
 }
-TIERS = {f"{task}-{tier}": (task, tier) for task in ("toolcalling", "economy", "amnesia") for tier in TASKS[task].tiers}
+TEXT_TASKS = ("toolcalling", "economy", "amnesia")
+# "task-tier" → the task and its settings.
+TIERS = {
+    f"{task}-{tier}": {"name": task, **own}
+    for task in TEXT_TASKS
+    for tier, own in getattr(TASKS[task], "tiers", {}).items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +102,8 @@ class EchoTiers(Experiment):
         name, _, place = cell.model.partition(":")
         if place not in TIERS:
             raise unknown("tier", place, list(TIERS))
-        task, tier = TIERS[place]
-        chosen = {"name": task, **TASKS[task].tiers[tier]}
+        chosen = TIERS[place]
+        task = chosen["name"]
         steps = settings.amnesia_steps if task == "amnesia" else settings.steps
         return RunConfig(
             **{**settings.shared_with(RunConfig), "steps": steps},
