@@ -56,7 +56,7 @@ class MQAR(Task):
             raise ValueError(f"gap must be 0 or more; got {self.gap}")
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
             raise ValueError(
-                f"need 1 ≤ K and a length of at least 4K + gap; got K {self.num_pairs}, length {self.length} and "
+                f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K + gap; got length {self.length} and "
                 f"gap {self.gap}"
             )
         if self.filler == "recall" and self.vocab_size != VOCABULARY:
