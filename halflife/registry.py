@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 Entry = TypeVar("Entry")
+Member = TypeVar("Member")  # the decorated class or function, whose type stays what it is
 
 
 def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
@@ -23,13 +24,13 @@ class Registry(Generic[Entry]):
         self.kind = kind
         self._entries: dict[str, Entry] = {}
 
-    def add(self, name: str) -> Callable[[Entry], Entry]:
+    def add(self, name: str) -> Callable[[Member], Member]:
         """Register the decorated entry under a name, as in `@DECAYS.add("simple")`. Each name can be used once."""
 
-        def register(entry: Entry) -> Entry:
+        def register(entry: Member) -> Member:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
-            self._entries[name] = entry
+            self._entries[name] = cast(Entry, entry)
             return entry
 
         return register

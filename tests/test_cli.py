@@ -73,7 +73,7 @@ def test_compare_end_to_end(tmp_path, capsys):
         (["compare", "--resume", "nowhere"], "no comparison"),
         (["compare", "mamba2", "--train-length", "6"], "pairs"),
         (["compare", "--task", "echo-mqar"], "use --experiment echo-mqar"),
-        (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: decay-design, echo-transfer"),
+        (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: decay-design, post-mqar"),
         (["compare", "mamba2", "--experiment", "mqar"], "use --task mqar"),
         (["compare", "--task", "niah", "--experiment", "echo-mqar"], "not both"),
         (["compare", "mamba2", "--set", "training.seed=1"], "--seeds"),

@@ -62,16 +62,32 @@ def tnl(decay, f):
     return torch.exp(-8 * head / HEADS * (1 - LAYER / LAYERS)).expand(f.shape)
 
 
+def released_lightnet(decay, f):
+    """With e⁰ in every sum before the first token."""
+    return lightnet(decay, torch.cat([torch.zeros_like(f[:, :1]), f], 1))[:, 1:]
+
+
+def released_tnl(decay, f):
+    slope = torch.tensor([0.5 * (2 / 256) ** (head / (HEADS - 1)) for head in range(HEADS)], dtype=torch.float64)
+    return torch.exp(-(1 - LAYER / (LAYERS - 1) + 1e-5) * slope).expand(f.shape)
+
+
 LAWS = {
     "mamba2": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid() ** decay.A_log.double().exp(),
+    "mamba2_headwise": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid() ** decay.A_log.double().exp(),
     "mamba2_no_a": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid(),
     "mamba2_no_dt": lambda decay, f: (-f).sigmoid() ** decay.A_log.double().exp(),
     "mamba2_no_a_dt": lambda decay, f: (-f).sigmoid(),
     "gla": lambda decay, f: f.sigmoid() ** (1 / 16),  # differs from sigmoid(f / 16)
+    "gla_released": lambda decay, f: (f / 16).sigmoid(),
     "hgrn2": hgrn2,
     "lightnet": lightnet,
+    "lightnet_released": released_lightnet,
     "tnl": tnl,
     "tnl_l": tnl,  # it starts at TNL's decays
+    "tnl_released": released_tnl,
+    "tnl_l_released": released_tnl,
+    "retnet_paper": lambda decay, f: (1 - 2.0 ** (-5 - torch.arange(HEADS).double())).expand(f.shape),
     "retnet": lambda decay, f: (1 - 2.0 ** (-5 - 3 * torch.arange(HEADS).double() / (HEADS - 1))).expand(f.shape),
     "simple": lambda decay, f: (f + math.log(0.99 / 0.01)).sigmoid(),
     "rwkv7": lambda decay, f: torch.exp(-math.exp(-0.5) * (f + decay.logit.double()).sigmoid()),
@@ -93,12 +109,12 @@ def test_law(name, granularity):
 def test_base_log_rate_is_the_rate_at_rest(name, granularity, post):
     decay = build_kind(name, granularity, post)
     assert decay.base_log_rate().shape == decay.timescales().shape == decay.shape
-    if name != "lightnet":  # LightNet's rate depends on the context alone
+    if "lightnet" not in name:  # LightNet's rate depends on the context alone
         rest = torch.zeros(1, 1, *decay.shape)
         if post and name == "rwkv7":
             rest = rest - decay.decay.zigzag  # base rates do not include the zigzag
         assert_close(decay.base_log_rate().exp(), -decay(rest)[0, 0], TOLERANCE)
-    if not post and name != "lightnet":
+    if not post and "lightnet" not in name:
         assert_close(decay.timescales(), (-decay.base_log_rate()).exp(), TOLERANCE)
 
 
@@ -125,7 +141,7 @@ def test_hgrn2_bound_grows_with_depth(granularity):
         assert (lowest >= bound * (1 - 1e-6)).all()
 
 
-@pytest.mark.parametrize("name", ["tnl", "tnl_l"])
+@pytest.mark.parametrize("name", ["tnl", "tnl_l", "tnl_released", "tnl_l_released"])
 def test_tnl_forgets_in_every_layer(name):
     """The paper's own code reaches λ > 1 in the last layer."""
     layers = [build(name, layer_idx=layer) for layer in range(LAYERS)]
@@ -224,6 +240,9 @@ def test_parameters_stay_float32(name, granularity, post, narrow):
 def test_reset_parameters_is_idempotent_and_survives_the_meta_device(name, granularity, post):
     torch.manual_seed(1)
     decay = build_kind(name, granularity, post)
+    if post and name == "mamba2_headwise":  # its construction draws Δ several times
+        torch.manual_seed(1)
+        decay.reset_parameters()
     before = {name: x.clone() for name, x in decay.state_dict().items()}
     with torch.device("meta"):
         from_meta = build_kind(name, granularity, post)
@@ -253,6 +272,7 @@ def test_unknown_name_lists_the_choices():
         ("gla", {"layer_idx": LAYERS}, "layer_idx"),
         ("gla", {"tau": 0.0}, "tau must be positive"),
         ("simple", {"p": 1.0}, "between 0 and 1"),
+        ("lightnet", {"first": "one"}, "unknown first 'one'"),
     ],
 )
 def test_errors_say_what_is_wrong(name, options, message):

@@ -278,7 +278,7 @@ def test_groups_stand_for_their_variants(text, tmp_path):
     ("more", "message"),
     [
         (["vector/mamba3"], "Did you mean 'vector/mamba2'"),
-        (["--scale", "big"], "unknown scale 'big'.*smoke, small, paper"),
+        (["--scale", "big"], "unknown scale 'big'.*smoke, small, large"),
         (["--seeds", "0"], "at least 1"),
         (["core", "vector/mamba2"], "each model once"),
         (["--hidden-size", "15"], "num_heads must divide"),

@@ -315,7 +315,8 @@ def greedy(model, ids, count):
     return ids
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Echo's paper decodes in another way than it reads a prompt (test_ska_forms.py).
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "echo_paper"])
 def test_generate_batched_is_what_each_prompt_gives(name):
     model, short, long = build(name), tokens(1, 4), tokens(1, 7)
     ids = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])

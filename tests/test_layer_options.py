@@ -12,9 +12,9 @@ from halflife.position import lrpe
 @crossed(
     name=[*decay.DECAYS, None],
     granularity=["scalar", "vector"],
-    update=["linear", "delta", "dplr"],
+    update=["linear", "delta", "dplr", "dplr_released"],
     share_keys=[False, True],
-    position=["none", "rope", "lrpe"],
+    position=["none", "rope", "lrpe", "half_lrpe"],
     post=[None, {"train_length": 16}],
 )
 def test_every_combination_runs_or_says_why_not(name, granularity, update, share_keys, position, post):

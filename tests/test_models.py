@@ -42,7 +42,7 @@ def test_builds_runs_and_survives_json(name):
     logits, state = LanguageModel(config)(torch.randint(SIZES["vocab_size"], (2, 9)))
     assert logits.shape == (2, 9, SIZES["vocab_size"])
     assert torch.isfinite(logits).all()
-    assert len(state) == SIZES["num_layers"] + (config.position == "tpe")
+    assert len(state) == SIZES["num_layers"] + (config.position != "none")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -111,7 +111,7 @@ def test_config_refuses_what_it_does_not_know():
         ModelConfig.from_dict({"vocab_size": 4, "hidden_size": 4, "num_layers": 1})
     with pytest.raises(ValueError, match="num_layers must be at least 1"):
         dataclasses.replace(preset("mamba2", **SIZES), num_layers=0)
-    with pytest.raises(ValueError, match="swiglu, koopman, koopman_gated, rwkv7, none"):
+    with pytest.raises(ValueError, match="koopman, koopman_gated, koopman_paper, koopman_gated_paper, rwkv7, none"):
         preset("mamba2", **SIZES, mlp="gelu")
     with pytest.raises(dataclasses.FrozenInstanceError):
         preset("mamba2", **SIZES).hidden_size = 3

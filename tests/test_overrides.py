@@ -109,8 +109,7 @@ def test_wrong_options(name, written, message):
 
 def test_every_preset_takes_an_option_of_its_mixer():
     for name in PRESETS:
-        option = "num_kv_heads" if name == "llama" else "norm_eps"
-        value = 1 if name == "llama" else 1e-6
+        option, value = {"llama": ("num_kv_heads", 1), "mamba3_echo": ("conv_size", 3)}.get(name, ("norm_eps", 1e-6))
         run = apply_overrides(run_of(name), {f"mixer.{option}": value})
         assert run.model.mixer_options[option] == value
 

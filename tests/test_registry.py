@@ -75,7 +75,13 @@ CONFIGURATIONS = configurations()
 # The float32 part of a layer's state, if it is not `memory`. A KV cache has the dtype of the model.
 HELD = {"attention": (), "ska": ("gram", "transition", "values", "norm", "last")}
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on their dtype
-each_model = pytest.mark.parametrize("name", CONFIGURATIONS)
+# Decays that differ from another one in numbers alone.
+NUMBERS = ("gla_released", "tnl_released", "tnl_l_released", "retnet_paper")
+FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in NUMBERS]
+each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
+# Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
+CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
+each_causal_model = pytest.mark.parametrize("name", slow_beyond(FAST, CAUSAL))
 
 
 def build(name):
@@ -141,7 +147,7 @@ def test_learns_sixteen_sequences_by_heart(name):
 # ------------------------------------------------------------------------ streaming, packing and padding
 
 
-@each_model
+@each_causal_model
 def test_streams_like_the_full_pass(name):
     """Logits and the states of every layer agree at every cut, with empty pieces too, and token by token."""
     model, ids = trained(name), tokens(2, LENGTH)

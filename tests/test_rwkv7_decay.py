@@ -97,13 +97,15 @@ def test_post_timescales(position):
 
 @pytest.mark.parametrize("position", [1, 16, TRAIN_LENGTH, 4 * TRAIN_LENGTH])
 def test_post_theorem(position):
-    """With t_ref = T the slowest time-scale is t, plus 1/λ from the sigmoid. At t = T all equal the base spectrum."""
+    """With t_ref = T the slowest time-scale is t, plus 1/λ of the sigmoid. At t = T log-rates are evenly spaced."""
     decay = build_post(reference_length=TRAIN_LENGTH)
     scales, p = decay.timescales(position), 1 / (SCALE * TRAIN_LENGTH)
     assert scales[0, 0].item() == pytest.approx(1 / SCALE + (1 - p) * position, rel=1e-4)
-    assert_close(decay.timescales(TRAIN_LENGTH), (-decay.base_log_rate()).exp(), TOLERANCE)
-    alpha = decay.taper().view(decay.shape)
-    expected = 1 / (SCALE * (decay.base().view(decay.shape) - alpha * math.log(position / TRAIN_LENGTH)).sigmoid())
+    ideal = torch.linspace(1, 0, decay.channels)
+    even = decay.log_rates() - decay.taper() * math.log(TRAIN_LENGTH) + ideal * math.log(TRAIN_LENGTH)
+    assert_close(even.diff(), even.diff().mean().expand(31), 1e-4)
+    stretch = ideal * math.log(TRAIN_LENGTH) - decay.taper() * math.log(position)
+    expected = 1 / (SCALE * (decay.base() + stretch).view(decay.shape).sigmoid())
     assert_close(scales, expected, TOLERANCE)
 
 
@@ -132,7 +134,7 @@ def test_post_stretches_inside_the_logit(reference_length):
     assert_close(got, torch.tensor([-SCALE / 4, -SCALE / 2]), TOLERANCE)  # σ(−log 3) = 1/4
     decay, f = build_post(reference_length=reference_length), torch.randn(2, 9, 4, 8)
     position = torch.arange(1, 10) + torch.tensor([[0], [1000]])
-    stretch = -decay.taper() * (position / reference_length).log().unsqueeze(-1)
+    stretch = torch.linspace(1, 0, 32) * math.log(reference_length) - decay.taper() * position.log().unsqueeze(-1)
     logit = f + 2.5 * zigzag(4, 8) + (decay.base() + stretch).view(f.shape)
     assert_close(decay(f, position=position), -SCALE * logit.sigmoid(), TOLERANCE)
 
@@ -146,5 +148,5 @@ def test_post_end_points():
         build_post(endpoints=(1.0, 2.0))
     optimal = build_post(endpoints="optimal").base_log_rate().exp().flatten()
     assert optimal[-1].item() <= (1 + 1e-6) * SCALE * torch.tensor(0.5).sigmoid().item()
-    with pytest.raises(ValueError, match="endpoints must give"):
+    with pytest.raises(ValueError, match="endpoints and rate_range must give"):
         PoST(build_decay(), train_length=2)

@@ -87,7 +87,7 @@ def test_a_step_is_forward_backward_and_adamw(bf16):
     model, ids = small(), tokens(2, 9)
     theirs = HalflifeForCausalLM.of(small()).train()
     step = throughput.train_step(model.eval(), bf16=bf16)
-    optimizer = torch.optim.AdamW(param_groups(theirs, 0.1), lr=1e-4)
+    optimizer = torch.optim.AdamW(param_groups(theirs, 0.1, 1e-4), lr=1e-4)
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = theirs(ids, labels=ids).loss

@@ -76,7 +76,10 @@ def capture(
 def slow_gates(model: LanguageModel) -> list[tuple[int, SlowGate]]:
     """Return (layer, slow gate) for every layer with GateRank."""
     gates = ((i, getattr(block.mixer, "gate_rank", None)) for i, block in enumerate(model.blocks))
-    return [(i, gate.slow_gate) for i, gate in gates if gate is not None]
+    found = [(i, gate) for i, gate in gates if gate is not None]
+    if any(gate.reset_law != "mask" for _, gate in found):
+        raise ValueError("masks and horizons are computed for the reset law 'mask', and this model has 'printed'")
+    return [(i, gate.slow_gate) for i, gate in found]
 
 
 def ska_layers(model: LanguageModel) -> list[tuple[int, SKALayer]]:

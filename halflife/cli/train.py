@@ -47,7 +47,7 @@ class Train:
     """
 
     model: Positional[str | None] = None
-    """A preset, base[+modifier…]. `halflife list` shows them."""
+    """A preset, base[+modifier…], or a row of the Decay paper's grid (vector/gla). `halflife list` shows presets."""
     data: tuple[str, ...] = ()
     """Files (.txt .md .jsonl .parquet, also .gz), folders, globs in quotes, or hf:owner/name from the Hub."""
     output: Path | None = None
@@ -162,7 +162,7 @@ class Train:
             raise ValueError("give a model and --data, or --resume and the folder of a run")
         if self.output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
-        folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model}"
+        folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model.replace('/', '-')}"
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
         return folder

@@ -23,10 +23,14 @@ class TaskStream(Dataset[dict[str, Tensor]]):
         steps: number of batches.
         batch_size: examples of a batch.
         seed: the seed of the run.
+        action_mask: whether batches hold the `action_mask` of their examples.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Task]], steps: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[Task]], steps: int, batch_size: int, seed: int, action_mask: bool = False
+    ) -> None:
         self.stages, self.steps, self.batch_size, self.seed = list(stages), steps, batch_size, seed
+        self.action_mask = action_mask
 
     def __len__(self) -> int:
         return self.steps
@@ -42,9 +46,11 @@ class TaskStream(Dataset[dict[str, Tensor]]):
             for i, task in enumerate(tasks)
             if (count := share + ((i - turn * left) % len(tasks) < left))
         ]
+        mask = {"action_mask": torch.cat([batch.action_mask() for batch in batches])} if self.action_mask else {}
         return {
             "input_ids": torch.cat([batch.inputs for batch in batches]),
             "labels": torch.cat([batch.labels for batch in batches]),
+            **mask,
         }
 
 

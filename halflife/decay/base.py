@@ -96,6 +96,10 @@ class Decay(Float32Module):
         """Return `(g, state)` for streaming, with g of `forward`. Only a `stateful` decay has a state."""
         return self(f, position=position), None
 
+    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The key under parameter sharing, `1 − λ`, in g's shape. `f`, `state` and `cu_seqlens` are those of `scan`."""
+        return -torch.expm1(g)
+
     def step_size(self, f: Tensor) -> Tensor:
         """The step size by which a layer also scales its values. Only Mamba-2's decays have one."""
         raise ValueError(f"{type(self).__name__} has no step size")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.decay.base import DECAYS, Decay
+from halflife.registry import unknown
 
 
 @DECAYS.add("lightnet")
@@ -16,10 +17,21 @@ class LightNetDecay(Decay):
     g_t = −softplus(f_t − lse f_{<t}). Range [0, 1); the first token of a sequence has λ = 0. No parameters.
     Time-scale at constant f: `1 / log(t/(t−1))`, about t, so it grows with the context. Streaming carries the running
     logsumexp (lse). Source: Qin et al. 2024; Decay, Table 1.
+
+    Args:
+        first: lse before the first token, "empty" for −∞, or "zero" for 0, where the first token has λ = σ(−f).
     """
 
     shares_keys = True
     stateful = True
+    FIRSTS = ("empty", "zero")
+    default_first = "empty"
+
+    def __init__(self, *, first: str | None = None, **sizes) -> None:
+        super().__init__(**sizes)
+        self.first = first or self.default_first
+        if self.first not in self.FIRSTS:
+            raise unknown("first", self.first, list(self.FIRSTS))
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self.scan(f)[0]
@@ -34,27 +46,65 @@ class LightNetDecay(Decay):
     ) -> tuple[Tensor, Tensor]:
         """Return `g` and the running logsumexp `[N, H]` or `[N, H, K]`, which is −inf before the first token."""
         f = f if f.dtype == torch.float64 else f.float()
+        sequences = len(f) if cu_seqlens is None else len(cu_seqlens) - 1
+        if state is None:
+            state = f.new_full((sequences, *f.shape[2:]), -torch.inf if self.first == "empty" else 0.0)
         if cu_seqlens is None:
             return _running(f, state)
         pieces, states = [], []
         for row, piece in enumerate(f.split(cu_seqlens.diff().tolist(), dim=1)):
-            g, last = _running(piece, None if state is None else state[row : row + 1])
+            g, last = _running(piece, state[row : row + 1])
             pieces.append(g)
             states.append(last)
         return torch.cat(pieces, 1), torch.cat(states)
 
     def timescales(self, position: float = 1) -> Tensor:
-        t = torch.full(self.shape, float(position))
+        t = torch.full(self.shape, float(position)) + (self.first == "zero")  # one more term of e⁰ in the sum
         return 1 / torch.log(t / (t - 1))
 
     def base_log_rate(self) -> Tensor:
         return -self.timescales(2).log()
 
 
-def _running(f: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+@DECAYS.add("lightnet_released")
+class ReleasedLightNetDecay(LightNetDecay):
+    """λ_t = exp(lse f_{<t} − lse f_{≤t}) with lse = 0 before the first token; a shared key uses the f before it.
+
+    LightNet as the authors of the Decay paper ran it: `k_t = exp(f_{t−1} − lse f_{≤t})` with f_0 = 0, where `lightnet`
+    has f_t. Streaming also carries `exp(f − lse)` of the last token. Range (0, 1).
+    Source: released code of the Decay paper (xmixers).
+    """
+
+    default_first = "zero"
+
+    def scan(
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `LightNetDecay.scan`. The state is `[N, 2, H]` or `[N, 2, H, K]`: lse, and exp(f − lse) of the last f."""
+        g, last = super().scan(f, state=None if state is None else state[:, 0], cu_seqlens=cu_seqlens)
+        return g, torch.stack([last, self._weights(g, state, cu_seqlens)[1]], 1)
+
+    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        return self._weights(g, state, cu_seqlens)[0] * g.exp()
+
+    def _weights(self, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`exp(f_{t−1} − lse f_{<t})` at each token, which is 1 − λ_{t−1}, and the last one of each sequence."""
+        lengths = [g.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        sequences = len(g) if cu_seqlens is None else len(lengths)
+        first = g.new_ones(sequences, *g.shape[2:]) if state is None else state[:, 1]
+        starts = [first] if cu_seqlens is None else first.split(1)
+        pieces = (-torch.expm1(g)).split(lengths, dim=1)
+        joined = [torch.cat([a.unsqueeze(1), b], 1) for a, b in zip(starts, pieces, strict=True)]
+        return torch.cat([part[:, :-1] for part in joined], 1), torch.cat([part[:, -1] for part in joined])
+
+
+def _running(f: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One row of sequences: `g [B, T, …]` and the logsumexp after the last token."""
-    if state is None:
-        state = f.new_full((f.shape[0], *f.shape[2:]), -torch.inf)
     if f.shape[1] == 0:
         return f, state
     seen = torch.logaddexp(f.logcumsumexp(1), state.unsqueeze(1))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from halflife.decay.base import DECAYS, Decay
 from halflife.decay.spectral import SpectralDecay
 from halflife.precision import inverse_softplus
+from halflife.registry import unknown
 
 
 @DECAYS.add("mamba2")
@@ -21,25 +22,56 @@ class Mamba2Decay(SpectralDecay):
     [1e-3, 0.1]. Time-scale at f = 0: `1 / (e^A softplus(Δ))`, 0.6 to 1,000 tokens. Under PoST, A becomes the
     sorted spectrum, and softplus(Δ) starts at 0.05 in every channel.
     Source: Dao & Gu 2024; Decay, Table 1; PoST, Algorithm 2.
+
+    Args:
+        step_bias: "trained"; "frozen", which does not train Δ, as PoST's text and released code have it; or "random",
+            which draws Δ under PoST as without it, as PoST's released Gated DeltaNet does, and trains it. None means
+            "trained", and "random" for `mamba2_headwise`.
+        rate_start: initial e^A: "uniform_1_16"; "uniform_0_16" (fla's Gated DeltaNet); or "s4d_real", which is k + 1
+            in channel k = 0, 1, … (PoST, Table 7).
     """
 
     has_rate, has_step_bias = True, True
     POST_STEP = 0.05
+    STEP_BIASES = ("trained", "frozen", "random")
+    default_step_bias = "trained"
+    RATE_STARTS = ("uniform_1_16", "uniform_0_16", "s4d_real")
 
-    def __init__(self, **sizes) -> None:
+    def __init__(self, *, step_bias: str | None = None, rate_start: str = "uniform_1_16", **sizes) -> None:
         super().__init__(**sizes)
-        self.released = False
-        self.A_log = nn.Parameter(torch.empty(self.shape)) if self.has_rate else None
-        self.dt_bias = nn.Parameter(torch.empty(self.shape)) if self.has_step_bias else None
+        step_bias = step_bias or self.default_step_bias
+        for kind, value, choices in (
+            ("step_bias", step_bias, self.STEP_BIASES), ("rate_start", rate_start, self.RATE_STARTS),
+        ):  # fmt: skip
+            if value not in choices:
+                raise unknown(kind, value, list(choices))
+        if step_bias != "trained" and not self.has_step_bias:
+            raise ValueError(f"step_bias is an option of the bias Δ, and {type(self).__name__} has none")
+        if rate_start != "uniform_1_16" and not self.has_rate:
+            raise ValueError(f"rate_start is an option of the rates A, and {type(self).__name__} has none")
+        self.under_post, self.step_bias, self.rate_start = False, step_bias, rate_start
+        self.A_log = nn.Parameter(torch.empty(self.base_shape)) if self.has_rate else None
+        if step_bias == "frozen":
+            self.register_buffer("dt_bias", torch.empty(self.shape))
+        else:
+            self.dt_bias = nn.Parameter(torch.empty(self.shape)) if self.has_step_bias else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.A_log is not None:
-            self.A_log.uniform_(1, 16).log_()
+            self.A_log.copy_(self._initial_rates(self.A_log).log())
         if self.dt_bias is not None:
             step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
-            self.dt_bias.copy_(inverse_softplus(step.fill_(self.POST_STEP) if self.released else step))
+            fixed = self.under_post and self.step_bias != "random"
+            self.dt_bias.copy_(inverse_softplus(step.fill_(self.POST_STEP) if fixed else step))
+
+    def _initial_rates(self, like: Tensor) -> Tensor:
+        """Draw the initial e^A, in the shape of `like`."""
+        if self.rate_start == "s4d_real":
+            return torch.arange(1, like.shape[-1] + 1, device=like.device, dtype=like.dtype).expand(like.shape)
+        low = 1 if self.rate_start == "uniform_1_16" else 0
+        return torch.empty_like(like).uniform_(low, 16).clamp(min=1e-4)  # log 0 would stop the gradient
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f + Δ) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
@@ -52,10 +84,14 @@ class Mamba2Decay(SpectralDecay):
         return -step if log_rate is None else -log_rate.exp() * step
 
     def rate_offset(self) -> float:
-        return math.log(math.log(2) if self.dt_bias is None else self.POST_STEP)
+        if self.dt_bias is None:
+            return math.log(math.log(2))
+        return math.log(1e-2 if self.step_bias == "random" else self.POST_STEP)  # the middle of a random step
 
     def release_rates(self) -> None:
-        self.A_log, self.released = None, True
+        if self.rate_start != "uniform_1_16":
+            raise ValueError("PoST sets the initial rates, so rate_start has no meaning under it; leave it out")
+        self.A_log, self.under_post = None, True
         self.reset_parameters()
 
 
@@ -75,6 +111,8 @@ class Mamba2NoRate(Mamba2Decay):
         return 0.0
 
     def release_rates(self) -> None:
+        if self.step_bias != "trained":
+            raise ValueError("PoST orders and trains Δ of Mamba-2's decay without A, so its step_bias is 'trained'")
         self.dt_bias = None
 
 
@@ -101,3 +139,19 @@ class Mamba2Bare(Decay):
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return -self.step_size(f)
+
+
+@DECAYS.add("mamba2_headwise")
+class Mamba2Headwise(Mamba2Decay):
+    """λ = σ(−f − Δ)^{exp A} with one A a head and one f and one Δ a key channel.
+
+    g = −e^{A_h} softplus(f + Δ). Initialisation as `mamba2`, and Δ is drawn under PoST too. It is the decay of PoST's
+    released GLA and RetNet, where e^A is the sorted spectrum, from 1 to 16. Source: released code of PoST.
+    """
+
+    granularities = ("vector",)
+    default_step_bias = "random"
+
+    @property
+    def base_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from halflife.decay.base import Decay
 from halflife.decay.minimax import FASTEST, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
-from halflife.precision import inverse_softplus_of
+from halflife.precision import inverse_softplus, inverse_softplus_of
 
 
 class PoST(Decay):
@@ -20,15 +22,16 @@ class PoST(Decay):
     The log-rates p are ordered by construction, and channel 1 is the slowest. Each channel slows down with the position
     by its exponent α, which is 1 for the slowest channel and 0 for the fastest:
 
-        p_1 = θ,   p_k = p_{k−1} + softplus(δ_{k−1}),      g_{t,k} ← g_{t,k}(p) · (t / t_ref)^{−α_k}
-        α_k = clamp((N−k)/(N−1) + ((p_k−p_1) − (k−1)Ḡ) / log T, 0, 1),   Ḡ = (p_N−p_1)/(N−1)
+        p_1 = θ,   p_k = p_{k−1} + softplus(δ_{k−1}),      g_{t,k} ← g_{t,k}(p) · t^{−α_k} · t_ref^{ᾱ_k}
+        α_k = clamp(ᾱ_k + ((p_k−p_1) − (k−1)Ḡ) / log T, 0, 1),   ᾱ_k = (N−k)/(N−1),   Ḡ = (p_N−p_1)/(N−1)
 
-    N is the number of channels of the layer, H or H·K. Initially the rates at zero activation are geometric from
+    N is the number of base rates of the layer, H or H·K. Initially the rates at zero activation are geometric from
     `endpoints[0] / T` to `endpoints[1]`. A strategy whose rate is not an exponential sorts and stretches another
     parameter. RWKV-7 sorts the logits of its sigmoid, and computes α from `p = logsigmoid` of them.
 
     `reference_length=1` is the paper's algorithm, with time-scale T·t^α at the slow end. `reference_length=T` is its
-    Theorem 4.11, with τ_k(t) = t^{α_k} exactly.
+    Theorem 4.11, with τ_k(t) = t^{α_k} exactly. With both, the log-rates of a perturbed spectrum are evenly spaced
+    again at position T, where α is not clamped (Prop. 4.16).
     Source: PoST, Algorithms 1 to 4, Prop. 4.16, Cor. 5.1; docs/equations.md, section 3.
 
     Args:
@@ -39,9 +42,13 @@ class PoST(Decay):
             (1, 1). "optimal" takes those of the geometric spectrum that approximates t^{−β} best (`decay.minimax`),
             about (0.5, 4). For a decay with bounded rates the fastest is then at most `fastest_rate`.
         beta: exponent β of "optimal".
+        rate_range: the smallest and the largest initial e^p, in place of `endpoints`. PoST's released Gated DeltaNet
+            has (1, T), and its released GLA (1, 16).
+        learning_rate_factor: factor on the learning rate of θ and δ (see `models.param_groups`). PoST's released RWKV-7
+            has 2.
 
     Raises:
-        ValueError: the decay has no base rates, or a length or an end point is out of range.
+        ValueError: the decay has no base rates, or a length, an end point or a factor is out of range.
     """
 
     def __init__(
@@ -52,22 +59,31 @@ class PoST(Decay):
         reference_length: float = 1,
         endpoints: tuple[float, float] | str = (1.0, 1.0),
         beta: float = 0.5,
+        rate_range: Sequence[float] | None = None,
+        learning_rate_factor: float = 1.0,
     ) -> None:
         if train_length < 2 or reference_length <= 0:
             raise ValueError(f"need train_length ≥ 2 and reference_length > 0; got {train_length}, {reference_length}")
         if not isinstance(decay, SpectralDecay):
             raise no_base_rates(decay)
-        low, high = _endpoint_rates(decay, train_length, endpoints, beta)
-        if not 0 < low <= high:
-            raise ValueError(f"endpoints must give base rates 0 < slowest ≤ fastest; got {low} and {high}")
+        if learning_rate_factor <= 0:
+            raise ValueError(f"learning_rate_factor must be positive; got {learning_rate_factor}")
+        ends = _check_range(decay, rate_range, endpoints) or _endpoint_rates(decay, train_length, endpoints, beta)
+        if not 0 < ends[0] <= ends[1]:
+            raise ValueError(
+                f"endpoints and rate_range must give base rates 0 < slowest ≤ fastest; got {ends[0]} and {ends[1]}"
+            )
         decay.release_rates()
         super().__init__(decay.num_heads, decay.head_dim, decay.granularity, decay.layer_idx, decay.num_layers)
         self.data_dependent = decay.data_dependent
         self.shares_keys = decay.shares_keys
         self.decay = decay
         self.train_length, self.reference_length, self.endpoints = train_length, reference_length, endpoints
-        self.base_endpoints = decay.post_base(low), decay.post_base(high)
-        self.channels = math.prod(self.shape)
+        self.learning_rate_factor = learning_rate_factor
+        slow, fast = (math.log(end) if rate_range is not None else decay.post_base(end) for end in ends)
+        self.base_endpoints = slow, fast
+        self.base_shape = decay.base_shape
+        self.channels = math.prod(self.base_shape)
         self.theta = nn.Parameter(torch.empty(()))
         self.delta = nn.Parameter(torch.empty(self.channels - 1))
         self.reset_parameters()
@@ -91,16 +107,21 @@ class PoST(Decay):
 
     def taper(self) -> Tensor:
         """The exponents α `[N]`, in [0, 1]; a single channel has α = 0."""
-        p = self.log_rates()
+        p, ideal = self.log_rates(), self._ideal_taper()
         if self.channels == 1:
-            return torch.zeros_like(p)
+            return ideal
         k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
         gap = (p[-1] - p[0]) / (self.channels - 1)
-        ideal = (self.channels - 1 - k) / (self.channels - 1)
         return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1)
 
+    def _ideal_taper(self) -> Tensor:
+        """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0."""
+        p = self.theta
+        k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
+        return (self.channels - 1 - k) / max(self.channels - 1, 1)
+
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        return self.decay.log_decay(f, self.base().view(self.shape))
+        return self.decay.log_decay(f, self.base().view(self.base_shape))
 
     def forward(self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None) -> Tensor:
         if position is None:
@@ -108,9 +129,10 @@ class PoST(Decay):
         return self._stretched(self.decay.activation(self._wide(f)), position)
 
     def log_stretch(self, position: Tensor) -> Tensor:
-        """`−α log(t / t_ref)` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
-        log_t = (position.to(self.theta.dtype) / self.reference_length).log().unsqueeze(-1)
-        return (-log_t * self.taper()).unflatten(-1, self.shape)
+        """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
+        log_t = position.to(self.theta.dtype).log().unsqueeze(-1)
+        stretch = self._ideal_taper() * math.log(self.reference_length) - log_t * self.taper()
+        return stretch.unflatten(-1, self.base_shape)
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size of the wrapped decay, by which Mamba-2 scales its values. PoST does not change it."""
@@ -121,10 +143,53 @@ class PoST(Decay):
         return -1 / self._stretched(rest, rest.new_full((1,), position))[0, 0]
 
     def _stretched(self, f: Tensor, position: Tensor) -> Tensor:
-        return self.decay.stretch_log_decay(f, self.base().view(self.shape), self.log_stretch(position))
+        return self.decay.stretch_log_decay(f, self.base().view(self.base_shape), self.log_stretch(position))
+
+    @classmethod
+    def from_rates(cls, decay: Decay, rates: Tensor, *, train_length: int, **options: Any) -> PoST:
+        """Wrap `decay` with a spectrum that has given rates at zero activation (Prop. 4.18).
+
+        Args:
+            decay: as in the constructor.
+            rates: positive rates, one a channel, of any shape with N entries, for example those of a trained Mamba-2.
+                They are sorted. Channel k gets the k-th smallest, so move the other parameters of the channels by
+                `rates.flatten().argsort()`. Gaps between log-rates below 1e-6 become 1e-6.
+            train_length, **options: as in the constructor, without `endpoints` and `rate_range`.
+
+        Raises:
+            ValueError: the number of rates is not N, or a rate is not positive.
+        """
+        post = cls(decay, train_length=train_length, **options)
+        post.set_rates(rates)
+        return post
+
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Set θ and δ such that the sorted `rates` are those at zero activation; see `from_rates`."""
+        if rates.numel() != self.channels or not (rates > 0).all():
+            raise ValueError(f"need {self.channels} positive rates; got {rates.numel()}, the least {rates.min():g}")
+        ordered = rates.detach().flatten().double().sort().values.tolist()
+        base = torch.tensor([self.decay.post_base(rate) for rate in ordered], dtype=torch.float64)
+        self.theta.copy_(base[0])
+        self.delta.copy_(inverse_softplus(base.diff().clamp(min=1e-6)))
 
     def extra_repr(self) -> str:
         return f"train_length={self.train_length}, reference_length={self.reference_length}, endpoints={self.endpoints}"
+
+
+def _check_range(
+    decay: SpectralDecay, rate_range: Sequence[float] | None, endpoints: tuple[float, float] | str
+) -> tuple[float, float] | None:
+    """Return `rate_range`, if it is given and has a meaning."""
+    if rate_range is None:
+        return None
+    if tuple(endpoints) != (1.0, 1.0):
+        raise ValueError(f"give endpoints or rate_range, not both; got {endpoints!r} and {rate_range!r}")
+    if not decay.sorts_log_rates:
+        raise ValueError(f"rate_range is for decays whose base parameters are log-rates, unlike {type(decay).__name__}")
+    if len(rate_range) != 2:
+        raise ValueError(f"rate_range is two numbers; got {rate_range!r}")
+    return rate_range[0], rate_range[1]
 
 
 def _endpoint_rates(
@@ -133,7 +198,7 @@ def _endpoint_rates(
     """The slowest and the fastest base rate."""
     if endpoints == "optimal":
         fastest = decay.fastest_rate if decay.bounded else FASTEST
-        return best_endpoints(math.prod(decay.shape), train_length, beta, fastest=fastest)
+        return best_endpoints(math.prod(decay.base_shape), train_length, beta, fastest=fastest)
     if isinstance(endpoints, str) or len(endpoints) != 2:
         raise ValueError(f'endpoints are two numbers or "optimal"; got {endpoints!r}')
     return endpoints[0] / train_length, endpoints[1] * decay.fastest_rate

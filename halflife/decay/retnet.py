@@ -16,7 +16,8 @@ class RetNetDecay(SpectralDecay):
     """λ = 1 − 2^{−5 − 3j/(h−1)}: one fixed rate a head, j = 0 … h − 1.
 
     Time-scales 31 to 255 tokens. Under PoST the decays are `exp(−e^{p_h})` with learned, sorted p. The PoST paper uses
-    the same form as its model of GLA. Source: Sun et al. 2023; Decay, Table 1; PoST, Algorithm 4.
+    the same form as its model of GLA. RetNet's paper has `retnet_paper`, which is the same for four heads only.
+    Source: PoST, Appendix E and Algorithm 4.
     """
 
     data_dependent = False
@@ -30,8 +31,12 @@ class RetNetDecay(SpectralDecay):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.log_rate is not None:
-            exponent = 5 + 3 * torch.arange(self.num_heads, dtype=torch.float64) / max(self.num_heads - 1, 1)
+            exponent = self._exponents()
             self.log_rate.copy_((-torch.log1p(-(-exponent * math.log(2)).exp())).log())
+
+    def _exponents(self) -> Tensor:
+        """The exponents n of λ = 1 − 2^{−n}, `[H]`."""
+        return 5 + 3 * torch.arange(self.num_heads, dtype=torch.float64) / max(self.num_heads - 1, 1)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         fixed: Tensor | None = self.log_rate
@@ -40,3 +45,14 @@ class RetNetDecay(SpectralDecay):
 
     def release_rates(self) -> None:
         self.log_rate = None
+
+
+@DECAYS.add("retnet_paper")
+class PaperRetNetDecay(RetNetDecay):
+    """λ = 1 − 2^{−5−j}: one fixed rate a head, j = 0 … h − 1, as RetNet's paper has it.
+
+    Time-scales 31 tokens to `2^{h+4}`. Source: Sun et al. 2023; flash-linear-attention.
+    """
+
+    def _exponents(self) -> Tensor:
+        return 5 + torch.arange(self.num_heads, dtype=torch.float64)

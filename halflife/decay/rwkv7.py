@@ -36,6 +36,7 @@ class RWKV7Decay(SpectralDecay):
     granularities = ("vector",)
     fastest_rate = FASTEST / (1 + math.exp(-0.5))
     bounded = True
+    sorts_log_rates = False
 
     def __init__(self, **sizes) -> None:
         super().__init__(**sizes)

@@ -18,10 +18,17 @@ class SpectralDecay(Decay):
     Class attributes:
         fastest_rate: the base rate at which PoST's fastest channel starts.
         bounded: whether the rates have an upper limit, near `fastest_rate`.
+        sorts_log_rates: whether the parameter that PoST sorts is the logarithm of a rate.
     """
 
     fastest_rate = 1.0
     bounded = False
+    sorts_log_rates = True
+
+    @property
+    def base_shape(self) -> tuple[int, ...]:
+        """The shape of the base rates, `(H,)`, `(H, K)`, or `(H, 1)` for one rate a head under a vector decay."""
+        return self.shape
 
     def release_rates(self) -> None:
         """Delete the base rates of the strategy. From then on the caller passes `log_rate` (PoST)."""

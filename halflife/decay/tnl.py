@@ -13,8 +13,9 @@ from halflife.decay.spectral import SpectralDecay
 class TNLDecay(Decay):
     """λ = exp(−8 j/h · (1 − l/L)): one fixed rate a head, slower in deeper layers.
 
-    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. Time-scale `h / (8 j (1 − l/L))`.
-    Source: Qin et al. 2024; Decay, Table 1.
+    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. Time-scale `h / (8 j (1 − l/L))`. The
+    median λ of the first layer is about e^{−4.5} with 8 heads, although the paper calls TNL's decays "close to 1". The
+    released code has `tnl_released`. Source: Decay, Table 1.
     """
 
     data_dependent = False
@@ -33,8 +34,12 @@ class TNLDecay(Decay):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.log_rate is not None:
-            head = torch.arange(1, self.num_heads + 1, dtype=torch.float32) / self.num_heads
-            self.log_rate.copy_((8 * head * (1 - self.layer_idx / self.num_layers)).log())
+            self.log_rate.copy_(self._rates().log())
+
+    def _rates(self) -> Tensor:
+        """The fixed, or the initial rates `[H]`."""
+        head = torch.arange(1, self.num_heads + 1, dtype=torch.float32) / self.num_heads
+        return 8 * head * (1 - self.layer_idx / self.num_layers)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         learned: Tensor | None = self.log_rate
@@ -53,3 +58,36 @@ class LearnableTNLDecay(SpectralDecay, TNLDecay):
 
     def release_rates(self) -> None:
         self.log_rate = None
+
+
+def released_rates(num_heads: int, layer_idx: int, num_layers: int) -> Tensor:
+    """The released rates `s_j (1 − l/(L−1) + 1e-5)`, `[H]`, with s_j geometric from 1/2 to 1/256.
+
+    A single layer has l = 0. In the released code TPE shifts l by one, so that its last layer has λ > 1. Here it has
+    no effect on l.
+    """
+    slopes = 0.5 * 128.0 ** -torch.linspace(0, 1, num_heads, dtype=torch.float32)
+    return slopes * (1 - layer_idx / max(num_layers - 1, 1) + 1e-5)
+
+
+@DECAYS.add("tnl_released")
+class ReleasedTNLDecay(TNLDecay):
+    """λ = exp(−s_j (1 − l/(L−1) + 1e-5)): TNL as the authors of the Decay paper ran it, s_j from 1/2 to 1/256.
+
+    s_j is geometric over the heads. Time-scales 2 to 256 tokens in the first layer, and 10⁵ times as many in the last.
+    Source: released code of the Decay paper (xmixers).
+    """
+
+    def _rates(self) -> Tensor:
+        return released_rates(self.num_heads, self.layer_idx, self.num_layers)
+
+
+@DECAYS.add("tnl_l_released")
+class ReleasedLearnableTNLDecay(LearnableTNLDecay):
+    """λ = exp(−e^p) with learnable p, which starts at the rates of `tnl_released`.
+
+    Source: released code of the Decay paper (xmixers), which learns the log-decay itself.
+    """
+
+    def _rates(self) -> Tensor:
+        return released_rates(self.num_heads, self.layer_idx, self.num_layers)

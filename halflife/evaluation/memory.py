@@ -115,7 +115,7 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
     for length in range(1, max(PROBES) + 1):
         _, state = model.hidden(torch.zeros(1, 1, dtype=torch.long), state)
         after[length] = state
-    names = [small.mixer_of(i)[0] for i in range(small.num_layers)] + ["tpe"] * (config.position == "tpe")
+    names = [small.mixer_of(i)[0] for i in range(small.num_layers)] + [config.position] * (config.position != "none")
     return [
         LayerState(name, where, _state_tensors(name, [after[length][i] for length in PROBES], cache_dtype))
         for i, (name, where) in enumerate(zip(names, layers, strict=True))
@@ -132,7 +132,7 @@ def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple
     kinds: list[tuple[int | str, ...]] = [tuple(layers) for layers in (base, special) if layers]
     hybrid = {**config.hybrid, "layers": [len(kinds) - 1]} if special else {}
     small = dataclasses.replace(config, vocab_size=1, num_layers=len(kinds), hybrid=hybrid, intermediate_size=64)
-    return small, kinds + [("embedding",)] * (config.position == "tpe")
+    return small, kinds + [("embedding",)] * (config.position != "none")
 
 
 def _state_tensors(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, StateTensor]:

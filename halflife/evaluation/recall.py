@@ -22,6 +22,7 @@ def accuracy(
     num_examples: int,
     batch_tokens: int = 1 << 15,
     bf16: bool = False,
+    action_mask: bool = False,
 ) -> float:
     """Return the fraction of scored positions whose label is the model's likeliest token.
 
@@ -36,9 +37,10 @@ def accuracy(
         num_examples: number of examples, at least 1.
         batch_tokens: tokens of a forward pass; it bounds the memory.
         bf16: whether to use mixed precision, for a model that was trained with it.
+        action_mask: whether the model gets the examples' action masks.
     """
     right = scored = 0
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16, action_mask):
         mask = labels != IGNORED
         correct = torch.ones_like(mask)
         correct[mask] = logits.argmax(-1) == labels[mask]
@@ -57,11 +59,12 @@ def by_position(
     num_examples: int,
     batch_tokens: int = 1 << 15,
     bf16: bool = False,
+    action_mask: bool = False,
 ) -> dict[str, list[float]]:
     """Return the accuracy and the cross-entropy (nats) at each position of a dense task; arguments as `accuracy`."""
     right = torch.zeros(task.length, dtype=torch.double)
     loss = torch.zeros(task.length, dtype=torch.double)
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16, action_mask):
         every = logits.unflatten(0, labels.shape)
         right += (every.argmax(-1) == labels).double().sum(0)
         loss += F.cross_entropy(every.transpose(1, 2), labels, reduction="none").double().sum(0)
@@ -69,7 +72,14 @@ def by_position(
 
 
 def _scored_logits(
-    model: LanguageModel, task: Task, split: str, seed: int, num_examples: int, batch_tokens: int, bf16: bool
+    model: LanguageModel,
+    task: Task,
+    split: str,
+    seed: int,
+    num_examples: int,
+    batch_tokens: int,
+    bf16: bool,
+    action_mask: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `labels [b, T]` and the float32 logits at the scored positions, on the CPU, batch by batch."""
     device = next(model.parameters()).device
@@ -77,9 +87,11 @@ def _scored_logits(
     rows, training = max(1, batch_tokens // task.length), model.training
     model.eval()  # training mode would count GateRank's resets
     try:
-        for inputs, labels in zip(examples.inputs.split(rows), examples.labels.split(rows), strict=True):
+        parts = zip(*(x.split(rows) for x in (examples.inputs, examples.labels, examples.action_mask())), strict=True)
+        for inputs, labels, facts in parts:
+            mask = facts.to(device) if action_mask else None
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                hidden, _ = model.hidden(inputs.to(device))
+                hidden, _ = model.hidden(inputs.to(device), action_mask=mask)
                 logits = model.logits(hidden[(labels != IGNORED).to(device)])
             yield labels, logits.float().cpu()
     finally:

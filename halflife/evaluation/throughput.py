@@ -70,7 +70,7 @@ def train_step(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Te
     Returns:
         `loss = step(ids)` for `ids [B, T]`. The first call also allocates AdamW's moments.
     """
-    optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1), lr=1e-4)
+    optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1, 1e-4), lr=1e-4)
 
     def step(ids: Tensor) -> Tensor:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):

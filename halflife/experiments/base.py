@@ -15,7 +15,7 @@ from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
 
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "small", "large", "paper")  # "paper" is a paper's setting, and "large" one of ours
 Config = TypeVar("Config", bound=CellConfig)
 
 
@@ -27,7 +27,7 @@ class ExperimentSettings:
         hidden_size, num_layers, num_heads: sizes of every model.
         train_length: T, tokens of a training sequence.
         steps, batch_size: training steps, and sequences per step.
-        weight_decay, warmup, schedule, bf16: see `TrainConfig`.
+        weight_decay, warmup, schedule, schedule_options, betas, epsilon, bf16: see `TrainConfig`.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
         chunk_size: tokens of a chunk in the chunked ops.
@@ -43,6 +43,9 @@ class ExperimentSettings:
     weight_decay: float = 0.1
     warmup: float = 0.1
     schedule: str = "linear"
+    schedule_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
     bf16: bool = False
     validate_every: int = 100
     save_every: int = 200
@@ -69,11 +72,13 @@ class TaskSettings(ExperimentSettings):
         pairs: numbers of key-value pairs K to train on, one per stage of the curriculum or all at once.
         validation_examples: examples of each validation.
         test_examples: examples of each test.
+        action_mask: see `RunConfig`.
     """
 
     pairs: tuple[int, ...] = ()
     validation_examples: int = 256
     test_examples: int = 256
+    action_mask: bool = False
 
 
 def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:
@@ -112,6 +117,10 @@ class Experiment:
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         """The learning rates that are tried for a model when the user names none."""
         raise NotImplementedError
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        """The models that are compared at a scale when the user names none."""
+        return self.models
 
     def build_cell(self, settings: Any, cell: Cell) -> CellConfig:
         """The configuration of one cell before the user's overrides; `settings` is an instance of `self.settings`."""

@@ -38,7 +38,7 @@ def create_comparison(
         models: preset names, or names that the experiment defines; none for the models of the experiment.
         tasks: the tasks to train on when no experiment is given: `mqar` alone, or a mixture of `name` or `name:tier`.
         experiment: the name of a paper's experiment; None for an experiment on `tasks`.
-        scale: smoke, small or paper.
+        scale: smoke, small, large or paper; an experiment has some of them.
         seeds: the number of seeds, counted from 0.
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.
@@ -60,7 +60,7 @@ def create_comparison(
     if overrides:
         changes["overrides"] = dict(overrides)
     resolved = chosen.settings_at(scale, changes)
-    models = [each for given in models or chosen.models for each in chosen.groups.get(given, (given,))]
+    models = [each for given in models or chosen.models_at(scale) for each in chosen.groups.get(given, (given,))]
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if seeds < 1:

@@ -53,7 +53,7 @@ FINDINGS = (
         (("dplr/vector-0.99", "dplr/scalar-0.99"), ("dplr/scalar-0.99", "dplr/none")),
     ),
     Finding(
-        "vector DPLR is the best of all",
+        "vector DPLR is better than Simple Decay and vector Mamba-2",
         (("dplr/vector-0.99", "simple/0.99"), ("dplr/vector-0.99", "vector/mamba2")),
     ),
 )  # fmt: skip

@@ -12,9 +12,12 @@ from halflife.experiments.base import EXPERIMENTS
 from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.experiments.recall import SMOKE as RECALL_SMOKE
 from halflife.experiments.recall import RecallExperiment, RecallSettings, recall_model
-from halflife.models import LanguageModel, ModelConfig
+from halflife.models import SIZES as MODEL_SIZES
+from halflife.models import LanguageModel, ModelConfig, preset
 from halflife.registry import unknown
 from halflife.report.markdown import Rows
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
 
 
 def _ska(power: int, mix: str = "learned", **options: Any) -> dict[str, Any]:
@@ -71,13 +74,41 @@ SMALL = RecallSettings(
     validate_every=500, save_every=500,
 )  # fmt: skip
 PAPER = dataclasses.replace(
-    SMALL, warm_length=0, steps=6000, batch_size=16, test_pairs=(1, 3, 4, 8), test_examples=512, test_tokens=1 << 22
+    SMALL,
+    warm_length=0,
+    steps=6000,
+    batch_size=16,
+    test_pairs=(1, 3, 4, 8),
+    test_examples=512,
+    test_tokens=1 << 22,
+    hop_lengths=(16, 32, 64, 128, 256),
 )
 
 
 @EXPERIMENTS.add("echo-transfer")
 class EchoTransfer(RecallExperiment):
-    """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T."""
+    """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T.
+
+    At the scale "paper", the models are `mamba3_echo` alone, with attention and with `ska_paper` in the last two of
+    four layers, and the settings are:
+
+    | setting | the paper | here |
+    |---|---|---|
+    | hidden_size | 128 | 128 |
+    | num_layers | 4 | 4 |
+    | num_heads | 4 | 4 |
+    | train_length | 64 | 64 |
+    | steps | 6,000 | 6000 |
+    | batch_size | 16 | 16 |
+    | weight_decay | Table 6 | 0.01 |
+    | betas | Table 6 | (0.9, 0.95) |
+    | schedule | Table 6, cosine with warm-up | cosine |
+    | hop_lengths | Figure 1 | (16, 32, 64, 128, 256) |
+
+    Departures: embeddings start with a standard deviation of 1. The paper does not give the chunk of SKA at T = 64
+    (`ska_chunk`, 4 here), the numbers of pairs in training (1 to 8 here), the share of the warm-up (5 % here), or its
+    action masks here (none).
+    """
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -86,6 +117,10 @@ class EchoTransfer(RecallExperiment):
         "paper": PAPER,
     }
     models: ClassVar = ("mamba2", "mamba2+attention", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        paper = ("mamba3_echo", "mamba3_echo+attention", "mamba3_echo+ska_paper")
+        return paper if scale == "paper" else self.models
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return (3e-4,) if scale == "paper" else (2e-3,)
@@ -117,21 +152,73 @@ MQAR = EchoMQARSettings(
 )  # fmt: skip
 
 
+# Echo's grid: pairs × fillers in the gap.
+CELLS = tuple(f"{pairs}x{gap}" for pairs in (4, 8, 16, 32) for gap in (64, 128, 256, 512, 1024, 2048, 4096))
+MODELS_50M = ("mamba2", "mamba2+attention", "mamba2+ska_paper")
+MQAR_50M = EchoMQARSettings(
+    hidden_size=448, num_layers=16, num_heads=7, vocab_size=8192, train_length=192, pairs=(4, 8, 16, 32), steps=6000,
+    batch_size=16, weight_decay=0.01, schedule="cosine", bf16=True, rank=56, ska_chunk=64, test_examples=1024,
+)  # fmt: skip
+
+
 @EXPERIMENTS.add("echo-mqar")
 class EchoMQAR(MQARExperiment):
-    """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state."""
+    """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state.
+
+    At the scale "paper" it is Echo's grid (§4.2). A model `preset:KxG` is trained and tested on K pairs and a gap of G
+    fillers alone, and has the 50M sizes of §3.4. `4x64` names all three models of that cell.
+
+    | setting | the paper | here |
+    |---|---|---|
+    | hidden_size | 448 | 448 |
+    | num_layers | 16 | 16 |
+    | num_heads | 7 | 7 |
+    | rank | 56 | 56 |
+    | ska_chunk | 64 | 64 |
+    | steps | not given; §4.1 has 6,000 | 6000 |
+    | batch_size | not given; Table 6 has 16 | 16 |
+    | weight_decay | Table 6 | 0.01 |
+    | schedule | Table 6 | cosine |
+    | vocab_size | not given | 8192 |
+
+    Departures: the paper does not give the layout of a cell. Here the queries follow the gap in every second token.
+    The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the task.
+    """
 
     is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(MQAR, train_length=32, pairs=(2, 4, 8, 8), steps=400),
         "small": MQAR,
-        "paper": dataclasses.replace(
-            MQAR, hidden_size=512, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
-            batch_size=512, rank=56, bf16=True, test_examples=3000, validation_examples=1024, chunk_size=64,
-        ),
-    }  # fmt: skip
+        "paper": MQAR_50M,
+    }
     settings = EchoMQARSettings
     models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
+    groups: ClassVar = {cell: tuple(f"{name}:{cell}" for name in MODELS_50M) for cell in CELLS}
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        return tuple(self.groups) if scale == "paper" else self.models
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (3e-4,) if scale == "paper" else super().learning_rates(model, scale)
+
+    def build_cell(self, settings: EchoMQARSettings, cell: Cell) -> RunConfig:
+        base, _, place = cell.model.partition(":")
+        if place not in CELLS:
+            return super().build_cell(settings, cell)
+        pairs, gap = map(int, place.split("x"))
+        sizes = {"vocab_size": settings.vocab_size, "length": 4 * pairs + gap, "num_pairs": pairs, "gap": gap}
+        task = {"name": "mqar", **sizes}
+        known = {**MODEL_SIZES["echo-50m"], "vocab_size": settings.vocab_size}
+        model = preset(base, **known, train_length=sizes["length"], mixer_options={"state_size": 64})
+        return RunConfig(
+            model=dataclasses.replace(model, name=cell.model),
+            stages=((task,),),
+            validation=(task,),
+            tests=(TestSpec(name="in_distribution", task=task),),
+            learning_rate=cell.learning_rate,
+            seed=cell.seed,
+            **settings.shared_with(RunConfig),
+        )
 
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
         if name == "mamba2:equal-state":
@@ -163,6 +250,7 @@ class EchoAblations(EchoMQAR):
     """Ablations of SKA on MQAR: the power K, the mixture μ, the start of the queries, normalisation, chunk."""
 
     is_paper: ClassVar = True
+    scales: ClassVar = {name: EchoMQAR.scales[name] for name in ("smoke", "small")}
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
 
     def summary(self, folder: Path, rows: Rows) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 from halflife.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.models import ModelConfig, preset
-from halflife.report.markdown import Rows, in_distribution
+from halflife.registry import unknown
+from halflife.report.markdown import Rows, in_distribution, markdown, models
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 
@@ -20,10 +23,19 @@ class MQARSettings(TaskSettings):
     Attributes:
         vocab_size: number of token ids of the task.
         length_factors: the tests have the training length times these factors.
+        filler: see the task.
+        tie_embeddings, initializer_range, embedding_dropout: see `ModelConfig`.
+        zoology: whether the models are those of zoology, PoST's framework: RetNet has RoPE, and Gated DeltaNet no
+            output gate.
     """
 
     vocab_size: int
     length_factors: tuple[int, ...] = (1, 2, 4, 8)
+    filler: str = "disjoint"
+    tie_embeddings: bool = False
+    initializer_range: float = 1.0  # with small embeddings, recall appears later (docs/log.md)
+    embedding_dropout: float = 0.0
+    zoology: bool = False
 
 
 # Half of the steps have fewer pairs, and half have K = T/4. Without the easy start, the delta rule often never learns
@@ -45,13 +57,16 @@ PAPER = MQARSettings(
 
 @EXPERIMENTS.add("mqar")
 class MQARExperiment(Experiment):
-    """MQAR (PoST, §6.1 and App. C): two layers without MLP, equal states; tests `capacity` and `persist` at T to 8T."""
+    """MQAR with two layers without MLP and equal states; tests `capacity` and `persist` at T to 8T.
+
+    The scale "paper" has the sizes of PoST (§6.1, App. C) and our recipe. `post-mqar` is PoST's experiment.
+    """
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = MQARSettings
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        if scale != "paper":
+        if scale not in ("large", "paper"):
             return (1e-2,)
         if model.split("+")[0] in ("gated_deltanet", "deltanet"):
             return (10**-3.5, 1e-3, 10**-2.5)
@@ -64,7 +79,8 @@ class MQARExperiment(Experiment):
         length, largest = settings.train_length, settings.train_length // 4
 
         def task(length: int, pairs: int) -> dict[str, Any]:
-            return {"name": "mqar", "vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
+            sizes = {"vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
+            return {"name": "mqar", **sizes, **({} if settings.filler == "disjoint" else {"filler": settings.filler})}
 
         lengths = [length * factor for factor in settings.length_factors]
         return RunConfig(
@@ -98,8 +114,10 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4
-    if base == "retnet" and "rope" not in name:
+    if base == "retnet" and "rope" not in name and not settings.zoology:
         equal_state["position"] = "none"
+    if base == "gated_deltanet" and settings.zoology:
+        equal_state["gate"] = "none"
     return preset(
         name,
         hidden_size=settings.hidden_size,
@@ -108,7 +126,90 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         num_heads=settings.num_heads,
         train_length=settings.train_length,
         mlp="none",
-        tie_embeddings=False,
-        initializer_range=1.0,  # with small embeddings, recall appears later (docs/log.md)
+        tie_embeddings=settings.tie_embeddings,
+        initializer_range=settings.initializer_range,
+        embedding_dropout=settings.embedding_dropout,
         mixer_options={} if base == "llama" else {**equal_state, "chunk_size": settings.chunk_size},
     )
+
+
+# 8 epochs of 4 stages of 512 batches, and a batch of 2^18 tokens. Every epoch begins again with 16 pairs.
+POST = dataclasses.replace(
+    PAPER, pairs=(16, 32, 64, 128) * 8, steps=8 * 4 * 512, schedule="linear_by_epoch", schedule_options={"epochs": 8},
+    warmup=0.0, betas=(0.9, 0.999), filler="zoology", tie_embeddings=True, initializer_range=0.02,
+    embedding_dropout=0.1, zoology=True,
+)  # fmt: skip
+FORMS = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
+# Table 2, where GLA and RetNet with PoST are one model.
+TABLE = (*FORMS, "mamba2+post_released", "rwkv7+post_released", "gated_deltanet+post_released", "gla+post_released")
+STATES = {"64k": (512, 4), "32k": (512, 8), "16k": (256, 4)}  # state size → hidden size and heads
+
+
+@EXPERIMENTS.add("post-mqar")
+class PostMQAR(MQARExperiment):
+    """MQAR as PoST ran it (§6.1, Appendix C, released configuration), with its three sizes of the state.
+
+    A model is a preset, or `preset:state` with a state of 64k, 32k or 16k numbers a layer; 64k is the default. Rates
+    are those of the released configuration. At the scale "paper", the settings are:
+
+    | setting | the paper | here |
+    |---|---|---|
+    | steps | 8 epochs × 4 stages × 512 batches | 16384 |
+    | batch_size | 2^18 tokens of 512 | 512 |
+    | schedule | linear, once an epoch | linear_by_epoch |
+    | warmup | none | 0.0 |
+    | weight_decay | 0.1 | 0.1 |
+    | betas | AdamW's default | (0.9, 0.999) |
+    | filler | random tokens | zoology |
+    | tie_embeddings | released | True |
+    | initializer_range | released | 0.02 |
+    | embedding_dropout | released | 0.1 |
+    | bf16 | yes | True |
+    | test_examples | 3,000 | 3000 |
+
+    Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is
+    selected, and not the checkpoint as in the paper. `summary.md` has the rates that validation and the tests select.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(SMOKE, filler="zoology", zoology=True, length_factors=(1, 2)),
+        "small": dataclasses.replace(SMALL, filler="zoology", zoology=True),
+        "paper": POST,
+    }
+    models: ClassVar = TABLE
+    groups: ClassVar = {state: tuple(f"{name}:{state}" for name in TABLE) for state in STATES}
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        if scale == "paper" and model.startswith("rwkv7"):
+            return (10**-4.5, 1e-4, 10**-3.5)
+        return super().learning_rates(model, scale)
+
+    def model(self, name: str, settings: MQARSettings) -> ModelConfig:
+        base, _, state = name.partition(":")
+        if state and state not in STATES:
+            raise unknown("size of the state", state, list(STATES))
+        if state:
+            hidden_size, num_heads = STATES[state]
+            settings = dataclasses.replace(settings, hidden_size=hidden_size, num_heads=num_heads)
+        return dataclasses.replace(mqar_model(base, settings), name=name)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return f"{super().summary(folder, rows)}\n\n{selections(rows)}"
+
+
+def selections(rows: Rows) -> str:
+    """The mean accuracy of `capacity`, percent, at the rate that validation selects and at the rate that is best in it.
+
+    The paper selects on its tests. The difference is what that adds.
+    """
+    table = []
+    for model in models(rows):
+        own = [row for row in rows if row["model"] == model and row["test"] == "capacity"]
+        scores = dict.fromkeys(dict.fromkeys(row["learning_rate"] for row in own), 0.0)
+        for rate in scores:
+            scores[rate] = 100 * fmean(row["accuracy"] for row in own if row["learning_rate"] == rate)
+        chosen = [scores[row["learning_rate"]] for row in own if row["selected"]]
+        if chosen:
+            table.append([model, f"{chosen[0]:.1f}", f"{max(scores.values()):.1f}"])
+    return markdown(["model", "rate selected by validation", "rate selected by the tests"], table)

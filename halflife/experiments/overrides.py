@@ -22,6 +22,7 @@ from halflife.layers import LAYERS, GateRank
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import unknown
 from halflife.training.config import TrainConfig, as_json
+from halflife.training.schedules import BY_EPOCH
 
 Config = TypeVar("Config", bound=TrainConfig)
 Options = dict[str, Any]
@@ -231,7 +232,7 @@ def _training(config: TrainConfig) -> Group:
             return options
         from transformers.trainer_utils import SchedulerType
 
-        names = [schedule.value for schedule in SchedulerType]
+        names = [*(schedule.value for schedule in SchedulerType), BY_EPOCH]
         if options["schedule"] not in names:
             raise unknown("schedule", options["schedule"], names)
         return {"schedule_options": {}, **options}  # the settings of one schedule are errors for another

@@ -23,6 +23,7 @@ class RecallSettings(TaskSettings):
         tasks: the tasks to train on, `name` or `name:tier`.
         test_tasks: the tasks to test on.
         lengths, test_pairs: the grid of each test. Cells that do not fit a task are left out.
+        hop_lengths: the lengths of the test `multihop`; empty for `lengths`.
         warm_length: length of the sequences in the first half of the steps; 0 for no such stage.
         warm_pairs: numbers of pairs in the first half; empty for `pairs`.
         test_tokens: the largest number of tokens of a test, which still has at least 16 examples.
@@ -32,6 +33,7 @@ class RecallSettings(TaskSettings):
     tasks: tuple[str, ...] = ("sysprompt", "tooltrace")
     test_tasks: tuple[str, ...] = ("sysprompt", "tooltrace", "niah", "multihop", "commonword")
     lengths: tuple[int, ...] = (64, 256, 1024)
+    hop_lengths: tuple[int, ...] = ()
     test_pairs: tuple[int, ...] = (1, 4, 8)
     warm_length: int = 0
     warm_pairs: tuple[int, ...] = ()
@@ -76,13 +78,17 @@ class RecallExperiment(Experiment):
                 *(
                     TestSpec(name=name, task=task, examples=_examples(task, settings))
                     for name in settings.test_tasks
-                    for task in grid((name,), settings.lengths, settings.test_pairs)
+                    for task in grid((name,), self._lengths(name, settings), settings.test_pairs)
                 ),
             ),
             learning_rate=cell.learning_rate,
             seed=cell.seed,
             **settings.shared_with(RunConfig),
         )
+
+    @staticmethod
+    def _lengths(name: str, settings: RecallSettings) -> tuple[int, ...]:
+        return settings.hop_lengths if name == "multihop" and settings.hop_lengths else settings.lengths
 
     def _warm(self, settings: RecallSettings) -> Iterator[tuple[dict[str, Any], ...]]:
         if settings.warm_length:
@@ -144,7 +150,8 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
 
     Mamba-2 has d_state 16, and B and C per head. The paper leaves this open, and of all readings this one comes nearest
     to its parameters: 1.09 M (printed 1.11 M), 990 K with attention (998 K) and 973 K with SKA (982 K). The printed
-    numbers are exactly those of the Mamba-3 block of its Appendix G.
+    numbers are exactly those of `mamba3_echo`, the block of its Appendix G: 1,110,144, 998,016 and 981,632, which does
+    not count γ and η of SKA.
 
     Args:
         name: a preset.
@@ -166,7 +173,7 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     )
     if not config.hybrid:
         return config
-    half = {"num_heads": settings.num_heads}
+    half = {**config.hybrid["options"], "num_heads": settings.num_heads}
     if config.hybrid["mixer"] == "ska":
         half |= {"rank": 24, "chunk_size": settings.ska_chunk, **options}
     layers = list(range(settings.num_layers // 2, settings.num_layers))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from halflife.experiments.decay_design import row_or_preset
 from halflife.experiments.overrides import model_overrides
-from halflife.models import ModelConfig, preset
+from halflife.models import ModelConfig
 from halflife.tasks import TASKS
 
 Options = dict[str, Any]
@@ -14,7 +15,7 @@ Options = dict[str, Any]
 # Options of `halflife train` that a run saves under the same name.
 SAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Fields of a run on text that `--set training.…` alone sets.
-SET_ONLY = ("betas", "validation_tokens", "test_tokens")
+SET_ONLY = ("betas", "epsilon", "validation_tokens", "test_tokens")
 BYTES = {"bytes": 256, "bytes+eos": 257}
 # Options of `halflife compare` that a comparison saves among its settings.
 SETTINGS = (
@@ -32,7 +33,7 @@ def train_options(run: Mapping[str, Any]) -> Options:
     """
     model, data = ModelConfig.from_dict(run["model"]), run["data"]
     sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
-    base = preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
+    base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
     overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
     if model.vocab_size != BYTES.get(data["tokenizer"]):
         overrides["model.vocab_size"] = model.vocab_size

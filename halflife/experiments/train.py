@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from halflife.data.corpus import Corpus
+from halflife.experiments.decay_design import row_or_preset
 from halflife.files import RUN_JSON, folder_lock, read_json, write_json
-from halflife.models import ModelConfig, preset
+from halflife.models import ModelConfig
 from halflife.models.presets.sizes import SIZES
 from halflife.registry import unknown
 from halflife.runs.folder import VERSIONS_JSON, FolderKind, folder_kind
@@ -39,7 +40,7 @@ def configure(
     """The configuration of a run that trains the preset `name` on `tokens` tokens of `corpus`.
 
     Args:
-        name: the name of the preset.
+        name: the name of the preset, or of a row of the Decay paper's grid (`vector/gla`, `tpe/tnl-l:released`).
         corpus: the opened text.
         tokens: number of training tokens, rounded up to whole batches.
         batch_size: rows of a batch, of `context` tokens each.
@@ -60,7 +61,7 @@ def configure(
     context, vocabulary = corpus.config.context, corpus.tokenizer.vocab_size
     known = {**SIZES.get(size or "", {}), **(sizes or {})}
     known["vocab_size"] = max(vocabulary, known.get("vocab_size", vocabulary))
-    model = preset(name, train_length=context, **known)
+    model = row_or_preset(name, train_length=context, **known)
     steps = math.ceil(tokens / (batch_size * context))
     kind, options = schedule(schedule_name, steps, learning_rate, floor=floor, decay=decay)
     return LanguageConfig(

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from halflife.layers.init import UniformLinear
 from halflife.ops import causal_conv1d, delta_rule, gate_rank, linear_attention
+from halflife.ops.gate_rank import check_reset_law
 from halflife.precision import Float32Module, compute_dtype
+from halflife.registry import unknown
 
 State = dict[str, Tensor]
 
@@ -28,39 +30,65 @@ class SlowGate(Float32Module):
         num_heads: H.
         reset_rate: initial share of tokens that are resets, in (0, 1); 0.5 is a bias of zero.
         conv_size: taps of the causal convolution.
+        gates: "head" for a gate a head, or "layer" for one gate of all heads, `f [B, T, 1]`.
+        bias: "after" the convolution, or "before" it, which is conv(f + b), as the paper prints it.
+        rate_start: initial A_slow, "log_uniform", or "uniform_1_16" as Mamba-2 has it.
     """
 
     SLOWEST, FASTEST = 0.01, 1.0
+    GATES, BIASES, RATE_STARTS = ("head", "layer"), ("after", "before"), ("log_uniform", "uniform_1_16")
 
-    def __init__(self, num_heads: int, reset_rate: float, conv_size: int) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        reset_rate: float,
+        conv_size: int,
+        gates: str = "head",
+        bias: str = "after",
+        rate_start: str = "log_uniform",
+    ) -> None:
         super().__init__()
+        for kind, value, choices in (
+            ("gates", gates, self.GATES), ("bias", bias, self.BIASES), ("rate_start", rate_start, self.RATE_STARTS),
+        ):  # fmt: skip
+            if value not in choices:
+                raise unknown(kind, value, list(choices))
         if not 0 < reset_rate < 1:
             raise ValueError(f"reset_rate is a share of the tokens and must lie between 0 and 1; got {reset_rate}")
         if conv_size < 1:
             raise ValueError(f"GateRank's conv_size must be at least 1; got {conv_size}")
+        if bias == "before" and reset_rate != 0.5:
+            raise ValueError(f"with the bias before the convolution, it starts at 0: reset_rate 0.5; got {reset_rate}")
         self.quantile = NormalDist().inv_cdf(reset_rate)
-        self.taps = nn.Parameter(torch.empty(num_heads, conv_size))
-        self.bias = nn.Parameter(torch.empty(num_heads))
-        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.num_heads, self.bias_place, self.rate_start = num_heads, bias, rate_start
+        self.num_gates = num_heads if gates == "head" else 1
+        self.taps = nn.Parameter(torch.empty(self.num_gates, conv_size))
+        self.bias = nn.Parameter(torch.empty(self.num_gates))
+        self.A_log = nn.Parameter(torch.empty(self.num_gates))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.taps.copy_(F.normalize(torch.empty_like(self.taps).normal_(), dim=-1))
         self.bias.fill_(self.quantile)
-        self.A_log.uniform_(math.log(self.SLOWEST), math.log(self.FASTEST))
+        if self.rate_start == "log_uniform":
+            self.A_log.uniform_(math.log(self.SLOWEST), math.log(self.FASTEST))
+        else:
+            self.A_log.uniform_(1, 16).log_()
 
     def forward(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`f [B, T, H]` → `(g_slow [B, T, H], the convolution's last inputs [N, H, W − 1])`."""
+        """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
         f = f.to(compute_dtype(f))
         taps, bias = (p.to(f.dtype) for p in (self.taps, self.bias))
+        if self.bias_place == "before":
+            f, bias = f + bias, None
         with torch.autocast(f.device.type, enabled=False):
             y, state = causal_conv1d(
                 f, taps, bias, activation=None, initial_state=state, output_final_state=True,
                 cu_seqlens=cu_seqlens,
             )  # fmt: skip
         assert state is not None
-        return -self.A_log.exp() * F.relu(y), state
+        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
 
 
 class GateRank(nn.Module):
@@ -70,15 +98,28 @@ class GateRank(nn.Module):
 
     Args:
         hidden_size, num_heads: those of the mixer.
-        reset_rate, conv_size: see `SlowGate`.
+        reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
+        reset_law: see `ops.gate_rank`.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, *, reset_rate: float = 0.1, conv_size: int = 4) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        reset_rate: float = 0.1,
+        conv_size: int = 4,
+        gates: str = "head",
+        bias: str = "after",
+        rate_start: str = "log_uniform",
+        reset_law: str = "mask",
+    ) -> None:
         super().__init__()
-        self.proj = UniformLinear(
-            hidden_size, num_heads, gain=math.sqrt(3)
-        )  # x of unit mean square gives unit variance
-        self.slow_gate = SlowGate(num_heads, reset_rate, conv_size)
+        self.slow_gate = SlowGate(num_heads, reset_rate, conv_size, gates, bias, rate_start)
+        # x of unit mean square gives f of unit variance
+        self.proj = UniformLinear(hidden_size, self.slow_gate.num_gates, gain=math.sqrt(3))
+        check_reset_law(reset_law, delta=False)
+        self.reset_law = reset_law
         self._sums: Tensor | None = None
 
     def forward(
@@ -93,8 +134,9 @@ class GateRank(nn.Module):
         g_slow, conv = self.slow_gate(self.proj(x), state.get("slow_conv"), cu_seqlens)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
         o, final = gate_rank(
-            q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens, **options
-        )
+            q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens,
+            reset_law=self.reset_law, **options,
+        )  # fmt: skip
         assert final is not None
         if self.training:
             self._count(g_slow.detach(), *(s.detach() for s in final))

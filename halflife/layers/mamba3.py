@@ -16,8 +16,9 @@ from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
+from halflife.layers.parts import ShortConv
 from halflife.ops.chunked.layout import make_layout
-from halflife.position import rotate
+from halflife.position import check_pairs, rotate
 from halflife.precision import Float32Module, compute_dtype
 
 
@@ -117,6 +118,8 @@ class Mamba3(Mixer):
                 f"rotated channels come in pairs: state_size · rope_fraction must be even; got "
                 f"{state_size} · {rope_fraction}"
             )
+        if (gate_rank or {}).get("reset_law", "mask") != "mask":
+            raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
         self.num_heads = num_heads
         self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
         self.chunk_size, self.backend = chunk_size, backend
@@ -142,51 +145,119 @@ class Mamba3(Mixer):
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
         q, k = (rotate(part, 2 * math.pi * angle) for part in (self.query(c), self.key(b)))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
-        y, memory = self.integrate(x, q, k, v, g, step, end, state, cu_seqlens)
+        options = {"chunk_size": self.chunk_size, "backend": self.backend}
+        y, memory = integrate(x, q, k, v, g, step, end, state, cu_seqlens, gate=self.gate_rank, **options)
         y = self.skip(y, v).flatten(-2) * F.silu(z)
         return self.out_proj(y), {"angle": last, **memory}
 
-    def integrate(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
-        state: State, cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, State]:  # fmt: skip
-        """Compute the trapezoidal rule as one linear attention.
 
-        Token t − 1 writes at the end of its step and at the beginning of the next one. Both writes are added together
-        at token t:
+@LAYERS.add("mamba3_echo")
+class EchoMamba3(Mixer):
+    """Mamba-3 as the block of Echo's Appendix G, 121,600 parameters at D = 128 and 4 heads.
 
-            W_t = α_t W_{t−1} + α_t (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) k_{t−1} v_{t−1}ᵀ,   S_t = W_t + λ_t Δ_t k_t v_tᵀ
+    `[z, x, b, c, f, a, l, ω] = u W`, x goes through a short convolution with SiLU, and with `Δ = softplus(f)`,
+    `α = e^{−Δ softplus(a)}` and `λ = σ(l)` in each head
 
-        They could be written at token t − 1 at the same cost and corrected there. Then the rounding errors of t − 1
-        would depend on token t, and outputs would look ahead.
+        φ_t = φ_{t−1} + Δ_t ω_t,   k_t = R(φ_t) b_t,   q_t = R(φ_t) c_t
+        S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t k_{t−1} x_{t−1}ᵀ) + λ_t Δ_t k_t x_tᵀ,   y_t = S_tᵀ q_t
 
-        Under GateRank, token t − 1 therefore enters the fast state at token t, after a reset at t. It moves to the slow
-        state at the next reset. The write of the last token of a piece is stored apart in the state (`gain`).
+    The output is `(y ⊙ silu(z)) W_o`. Every head has its own b, c and angles, and all K channels are rotated. The paper
+    names all parts but z and ω. Their 256 + 32 columns are what its number of parameters needs.
+    Source: Echo, Appendices B.1, G.1 and G.5, and the counts of §4.1.
 
-        Args:
-            x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
-            g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
-            state, cu_seqlens: as in `Mixer.forward`.
-        """
-        gain, two_states = end * step, self.gate_rank is not None
-        # Without GateRank, the memory of a piece already holds the first write of its last token.
-        before, last_gain = packing.delay(gain, state.get("gain") if two_states else None, cu_seqlens)
-        k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
-        v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
-        weight = g.exp() * (before + (1 - end) * step)
-        written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-        y, memory = apply_update(
-            self.gate_rank, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1,
-            chunk_size=self.chunk_size, backend=self.backend,
+    Args:
+        hidden_size: model width.
+        num_heads: H.
+        expand: inner width divided by hidden_size.
+        state_size: K, rows of the state of a head, which must be even.
+        conv_size: taps of the short convolution.
+        layer_idx, num_layers: the index of the layer and the number of layers.
+        chunk_size, backend: passed to the op.
+
+    The state is `Mamba3`'s without GateRank, and `conv`.
+
+    Raises:
+        ValueError: the number of heads does not divide, or the state size is odd.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        expand: int = 2,
+        state_size: int = 16,
+        conv_size: int = 4,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        chunk_size: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_pairs(state_size)
+        self.num_heads, self.head_dim = num_heads, check_heads(expand * hidden_size, num_heads)
+        self.chunk_size, self.backend = chunk_size, backend
+        inner, keys = num_heads * self.head_dim, num_heads * state_size
+        self.splits = [inner, inner, keys, keys, num_heads, num_heads, num_heads, keys // 2]
+        self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.conv = ShortConv(inner, conv_size, bias=True)
+        self.out_proj = Linear(inner, hidden_size, bias=False)
+
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        z, v, b, c, f, a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
+        v, conv = self.conv(v, state.get("conv"), cu_seqlens)
+        b, c, rate = (part.to(compute_dtype(part)).unflatten(-1, (self.num_heads, -1)) for part in (b, c, rate))
+        f, a, trapezoid = (part.to(compute_dtype(part)) for part in (f, a, trapezoid))
+        step = F.softplus(f)
+        angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), cu_seqlens)
+        q, k = (rotate(part, 2 * math.pi * angle) for part in (c, b))
+        y, memory = integrate(
+            x, q, k, v.unflatten(-1, (self.num_heads, -1)), -step * F.softplus(a), step, trapezoid.sigmoid(), state,
+            cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
-        memory |= {"key": key, "value": value}
-        if two_states:
-            memory["gain"] = last_gain
-        else:
-            last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
-            memory["memory"] = memory["memory"] + last
-        current = gain * (q * k).sum(-1)
-        return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
+        return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}
+
+
+def integrate(
+    x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
+    state: State, cu_seqlens: Tensor | None, *, gate: GateRank | None = None, **options: Any,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """Compute the trapezoidal rule as one linear attention.
+
+    Token t − 1 writes at the end of its step and at the beginning of the next one. Both writes are added together at
+    token t:
+
+        W_t = α_t W_{t−1} + α_t (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) k_{t−1} v_{t−1}ᵀ,   S_t = W_t + λ_t Δ_t k_t v_tᵀ
+
+    They could be written at token t − 1 at the same cost and corrected there. Then the rounding errors of t − 1 would
+    depend on token t, and outputs would look ahead.
+
+    Under GateRank, token t − 1 therefore enters the fast state at token t, after a reset at t. It moves to the slow
+    state at the next reset. The write of the last token of a piece is stored apart in the state (`gain`).
+
+    Args:
+        x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
+        g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
+        state, cu_seqlens: as in `Mixer.forward`.
+        gate: the layer's GateRank, or None.
+        **options: passed to the op.
+    """
+    gain, two_states = end * step, gate is not None
+    # Without GateRank, the memory of a piece already holds the first write of its last token.
+    before, last_gain = packing.delay(gain, state.get("gain") if two_states else None, cu_seqlens)
+    k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
+    v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
+    weight = g.exp() * (before + (1 - end) * step)
+    written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
+    y, memory = apply_update(gate, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1, **options)
+    memory |= {"key": key, "value": value}
+    if two_states:
+        memory["gain"] = last_gain
+    else:
+        last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
+        memory["memory"] = memory["memory"] + last
+    current = gain * (q * k).sum(-1)
+    return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
 
 
 def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

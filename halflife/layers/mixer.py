@@ -17,11 +17,12 @@ from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.init import Linear
-from halflife.layers.parts import HeadwiseGate, LowRankGate, RMSNorm, ShortConv, rotary
+from halflife.layers.parts import DecayProjection, HeadwiseGate, LowRankGate, RMSNorm, ShortConv, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
 from halflife.ops.fused import l2_normalize
-from halflife.position import check_pairs, lrpe
+from halflife.ops.gate_rank import check_reset_law
+from halflife.position import check_pairs, half_lrpe, lrpe
 from halflife.registry import Registry, unknown
 
 State = dict[str, Tensor]
@@ -104,29 +105,6 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     return LAYERS[name](hidden_size=hidden_size, **options)
 
 
-class DecayProjection(nn.Module):
-    """The projection to the activation f of a decay. For a vector decay it may have low rank.
-
-    Args:
-        hidden_size: D of the input.
-        shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
-        rank: rank of the projection for a vector decay; None for full rank.
-        bias: whether the last map has a bias.
-    """
-
-    def __init__(self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool) -> None:
-        super().__init__()
-        self.shape = shape
-        self.down, width = nn.Identity(), hidden_size
-        if rank is not None and len(shape) == 2:
-            self.down, width = Linear(hidden_size, rank, bias=False), rank
-        self.up = Linear(width, torch.Size(shape).numel(), bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
-        return self.up(self.down(x)).unflatten(-1, self.shape)
-
-
 @LAYERS.add("linear")
 class LinearMixer(Mixer):
     """The design-space block, which combines any decay, granularity, key sharing, position encoding and update.
@@ -149,8 +127,11 @@ class LinearMixer(Mixer):
         allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
             can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
         update: "linear", "delta", or "dplr", `S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ`. DPLR reads the
-            state before the decay, and the delta rule after it; without a decay they are the same.
-        position: "none", "rope", or "lrpe", which doubles the rows of the state.
+            state before the decay, and the delta rule after it; without a decay they are the same. "dplr_released", as
+            the Decay paper's authors ran it, has β in (0, 2). It is the delta rule for a scalar decay, and
+            `S_t = (I − β_t k_t k_tᵀ) diag λ_t S_{t−1} + k_t v_tᵀ` for a vector decay.
+        position: "none", "rope", "lrpe", which doubles the rows of the state, or "half_lrpe", LRPE on half of the
+            channels, which the Decay paper's authors ran as RoPE.
         tie_pairs: whether the two channels that RoPE rotates share one decay. With RoPE and a vector decay it must be
             True, elsewhere False. None means the value that fits.
         conv_size: taps of a short convolution on q, k, v; 0 for none.
@@ -167,8 +148,8 @@ class LinearMixer(Mixer):
         ValueError: a name is unknown, or a combination has no meaning; the message gives the reason.
     """
 
-    UPDATES = ("linear", "delta", "dplr")
-    POSITIONS = ("none", "rope", "lrpe")
+    UPDATES = ("linear", "delta", "dplr", "dplr_released")
+    POSITIONS = ("none", "rope", "lrpe", "half_lrpe")
     GATES = ("low_rank", "swish", "none")
     ACTIVATIONS = ("silu", "none")
 
@@ -217,17 +198,22 @@ class LinearMixer(Mixer):
             raise ValueError(
                 "allow_neg_eigval changes the writing strength β of the delta rule, but the update is linear"
             )
-        if gate_rank is not None and (decay is None or granularity != "scalar" or update == "dplr"):
+        if gate_rank is not None and (decay is None or granularity != "scalar" or update[:4] == "dplr"):
             raise ValueError(
                 "GateRank needs a scalar decay and the linear or the delta update; got "
                 f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
             )
+        if gate_rank is not None:
+            check_reset_law(gate_rank.get("reset_law", "mask"), delta=update == "delta")
+        vector = decay is not None and granularity == "vector"
+        if update == "dplr_released" and not vector:
+            update, allow_neg_eigval = "delta", True
         self.update, self.position, self.activation = update, position, activation
-        self.beta_scale = 2 if allow_neg_eigval else 1
+        self.beta_scale = 2 if allow_neg_eigval or update == "dplr_released" else 1
         self.qk_norm = update != "linear" if qk_norm is None else qk_norm
         self.share_keys, self.chunk_size, self.backend = share_keys, chunk_size, backend
 
-        rotated = position == "rope" and decay is not None and granularity == "vector"
+        rotated = position == "rope" and vector
         if position == "rope":
             check_pairs(self.head_dim)
         if tie_pairs is not None and tie_pairs != rotated:
@@ -236,8 +222,8 @@ class LinearMixer(Mixer):
                 "App. A.3), so tie_pairs is True for RoPE with a vector decay and False elsewhere; "
                 f"got {tie_pairs} with {position} and {granularity}"
             )
-        # The encoded keys have two channels for each decay, RoPE's pair or LRPE's cosine and sine.
-        self.paired = rotated or (position == "lrpe" and decay is not None and granularity == "vector")
+        # The number of decays that two channels of the encoded keys share, RoPE's pair or LRPE's cosine and sine.
+        self.paired = {"none": 0, "lrpe": self.head_dim}.get(position, self.head_dim // 2) if vector else 0
         self.decay = build_decay(
             decay, decay_options, post, num_heads=num_heads, granularity=granularity, layer_idx=layer_idx,
             num_layers=num_layers, head_dim=self.head_dim // 2 if rotated else self.head_dim,
@@ -261,23 +247,35 @@ class LinearMixer(Mixer):
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         new: dict[str, Any] = {}
         position = packing.positions(x, state.get("position"), cu_seqlens)
-        g, decayed = self.log_decays(x, position, state.get("decay"), cu_seqlens)
+        g, shared_key, decayed = self.log_decays(x, position, state.get("decay"), cu_seqlens)
         if decayed is not None:
             new["decay"] = decayed
         qkv = self.qkv_proj(x)
         if self.conv is not None:
             qkv, new["conv"] = self.conv(qkv, state.get("conv"), cu_seqlens)
-        q, k, v = self.heads(qkv, g, position)
+        q, k, v = self.heads(qkv, shared_key, position)
         beta = None if self.beta_proj is None else self.beta_scale * self.beta_proj(x).sigmoid()
         options = {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
-        if self.update == "dplr":
+        if self.update.startswith("dplr"):
             assert beta is not None
-            written = k * beta.unsqueeze(-1)
+            written, read = k * beta.unsqueeze(-1), -k
             # The view is needed because torch.compile refuses an autograd function that gets one tensor twice.
+            added = written.view_as(written)
+            if self.update == "dplr_released":
+                assert g is not None
+                added, read = k, -k * g.exp().to(k.dtype)
             o, new["memory"] = dplr(
-                q, written, v, -k, written.view_as(written), g, initial_state=state.get("memory"),
-                output_final_state=True, cu_seqlens=cu_seqlens, **options,
-            )  # fmt: skip
+                q,
+                added,
+                v,
+                read,
+                written,
+                g,
+                initial_state=state.get("memory"),
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                **options,
+            )
         else:
             o, memory = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
             new |= memory
@@ -287,27 +285,32 @@ class LinearMixer(Mixer):
 
     def log_decays(
         self, x: Tensor, position: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """`g [B, T, H]` or `[B, T, H, K]`, and the state of the decay or None."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """`g [B, T, H]` or `[B, T, H, K]`, the shared keys or None, and the state of the decay or None."""
         if self.decay is None:
-            return None, None
+            return None, None, None
         shape = (*x.shape[:2], *self.decay.shape)
         f = x.new_zeros(()).expand(shape) if self.decay_proj is None else self.decay_proj(x)
-        g, state = self.decay.scan(f, position=position, state=state, cu_seqlens=cu_seqlens)
-        return (torch.cat([g, g], -1) if self.paired else g), state
+        g, new = self.decay.scan(f, position=position, state=state, cu_seqlens=cu_seqlens)
+        key = None
+        if self.share_keys:
+            key = self.decay.shared_key(f, g, state, cu_seqlens)
+            key = torch.cat([key, key], -1) if self.position == "rope" else key
+        return (torch.cat([g[..., : self.paired], g], -1) if self.paired else g), key, new
 
-    def heads(self, qkv: Tensor, g: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q, k [B, T, H, K]` (2 K under LRPE), activated, normalised and encoded, and `v [B, T, H, V]`."""
         q, *k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv.split(self.splits, -1))
         if self.activation == "silu" and self.conv is None:
             q, k = F.silu(q), [F.silu(part) for part in k]
-        key = k[0] if g is None or k else -torch.expm1(g[..., : self.head_dim]).to(q.dtype)
+        key = k[0] if shared_key is None else shared_key.to(q.dtype)
         if self.qk_norm:
             q, key = l2_normalize(q), l2_normalize(key)
         if self.position == "rope":
             q, key = rotary(q, key, position)
-        elif self.position == "lrpe":
-            q, key = lrpe(q, position), lrpe(key, position)
+        elif self.position != "none":
+            encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
+            q, key = encode(q, position), encode(key, position)
         return q, key, v
 
 

@@ -37,8 +37,32 @@ class Eigenvalues(Float32Module):
         return modulus * self.angle.cos(), modulus * self.angle.sin()
 
 
+class ClampedEigenvalues(Float32Module):
+    """The eigenvalues `λ = γ + iω`, one a pair of channels, divided by max(|λ|, 1), as Echo prints it.
+
+    γ and ω are the parameters. They start on the unit circle, where R is orthogonal, with angles spread evenly over
+    [0, π]. The paper does not give the start.
+    """
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.empty(pairs)), nn.Parameter(torch.empty(pairs))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        angle = torch.linspace(0, math.pi, len(self.real))
+        self.real.copy_(angle.cos())
+        self.imaginary.copy_(angle.sin())
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """γ and ω, `[pairs]`."""
+        modulus = torch.hypot(self.real, self.imaginary).clamp(min=1)
+        return self.real / modulus, self.imaginary / modulus
+
+
 class KoopmanMLP(nn.Module):
-    """`W_read R SiLU(W_lift x)`, where R is block-diagonal with blocks `[[γ, ω], [−ω, γ]]` and `|γ + iω| < 1`.
+    """`W_read R SiLU(W_lift x)`, where R is block-diagonal with blocks `[[γ, ω], [−ω, γ]]` and `|γ + iω| ≤ 1`.
 
     R rotates and contracts each pair of channels. It is orthogonal only in the limit of modulus 1 (Echo, Appendix J;
     its §3.3 claims more). Source: Echo, §3.3; docs/equations.md, section 6.
@@ -47,12 +71,15 @@ class KoopmanMLP(nn.Module):
         hidden_size: D.
         intermediate_size: inner width, which must be even. None means 8/3 D, rounded up to a multiple of 64.
         gated: whether to multiply by `σ(W_gate x)` before the read-out. It then has as many parameters as SwiGLU.
+        clamped: whether `|γ + iω|` is clamped at 1, as the paper prints it. Otherwise it is a sigmoid, and below 1.
 
     Raises:
         ValueError: the width is odd.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int | None = None, *, gated: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int | None = None, *, gated: bool = False, clamped: bool = False
+    ) -> None:
         super().__init__()
         width = intermediate_size or -(-8 * hidden_size // 3 // 64) * 64
         if width % 2:
@@ -62,7 +89,7 @@ class KoopmanMLP(nn.Module):
         self.lift = Linear(hidden_size, width, bias=False)
         self.gate = Linear(hidden_size, width, bias=False) if gated else None
         self.read = Linear(width, hidden_size, bias=False)
-        self.eigenvalues = Eigenvalues(width // 2)
+        self.eigenvalues = ClampedEigenvalues(width // 2) if clamped else Eigenvalues(width // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = F.silu(self.lift(x)).unflatten(-1, (-1, 2)).unbind(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.init import Linear
@@ -21,7 +22,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GatedRMSNorm(nn.Module):
-    """Mamba-2's output norm `RMSNorm(y ⊙ silu(z)) ⊙ weight` over groups of channels.
+    """Mamba-2's output norm `RMSNorm(y ⊙ silu(z)) ⊙ weight` over groups of channels; without z, `RMSNorm(y) ⊙ weight`.
 
     Args:
         size: channels D of `y, z [B, T, D]`.
@@ -38,8 +39,11 @@ class GatedRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, y: Tensor, z: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """`y, z [B, T, D]`; with `skip = (D [H], x [B, T, D])` the values are `y + D ⊙ x`."""
+    def forward(self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`y, z [B, T, D]`; None is no gate. With `skip = (D [H], x [B, T, D])` the values are `y + D ⊙ x`."""
+        if z is None:
+            groups = y.unflatten(-1, (self.groups, -1))
+            return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
         return fused.rms_norm_of_gated(y, z, self.weight, self.groups, self.eps, skip)
 
 
@@ -68,6 +72,29 @@ class LowRankGate(nn.Module):
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
         return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), self.up(self.down(x)), self.norm.weight, self.eps)
+
+
+class DecayProjection(nn.Module):
+    """The projection to the activation f of a decay. For a vector decay it may have low rank.
+
+    Args:
+        hidden_size: D of the input.
+        shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
+        rank: rank of the projection for a vector decay; None for full rank.
+        bias: whether the last map has a bias.
+    """
+
+    def __init__(self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.down, width = nn.Identity(), hidden_size
+        if rank is not None and len(shape) == 2:
+            self.down, width = Linear(hidden_size, rank, bias=False), rank
+        self.up = Linear(width, torch.Size(shape).numel(), bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""
+        return self.up(self.down(x)).unflatten(-1, self.shape)
 
 
 class ShortConv(nn.Module):

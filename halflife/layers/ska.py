@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.init import Linear, OrthogonalLinear, UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings
+from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
 
@@ -19,19 +20,19 @@ class Readout(Float32Module):
     """The op with the learned γ, μ and η of each head.
 
     `γ = 1 + σ(·)/2` lies in [1, 1.5], and `μ = σ(·)` in [0, 1] unless it is fixed. η multiplies the output and starts
-    at 1.5.
+    at `eta_init`.
     """
 
-    def __init__(self, num_heads: int, mix: float | None) -> None:
+    def __init__(self, num_heads: int, mix: float | None, eta_init: float = 1.5) -> None:
         super().__init__()
-        self.fixed = mix
+        self.fixed, self.eta_init = mix, eta_init
         self.gamma_logit, self.eta = nn.Parameter(torch.empty(num_heads)), nn.Parameter(torch.empty(num_heads))
         self.mix_logit = nn.Parameter(torch.empty(num_heads)) if mix is None else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.gamma_logit)
-        nn.init.constant_(self.eta, 1.5)
+        nn.init.constant_(self.eta, self.eta_init)
         if self.mix_logit is not None:
             nn.init.zeros_(self.mix_logit)
 
@@ -74,7 +75,8 @@ class SKA(Mixer):
         hidden_size: D.
         num_heads: H.
         rank: r.
-        lift: ψ, "none" or "cg" (`clebsch_gordan` of 2 r / 3 numbers).
+        lift: "none"; "cg", `clebsch_gordan` ψ of 2 r / 3 numbers; or "cg_projected", Φ ψ of r numbers (r + 1 for odd r)
+            with a learned map Φ to r features, which all heads share and which starts orthogonal (Echo, Appendix B.4).
         value_dim: P; None means D / H.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
         mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), or "ridge" (μ = 0).
@@ -82,9 +84,17 @@ class SKA(Mixer):
             the operator maps the key of a token to the key that followed it, so at K = 1 the layer recalls before
             training. With "own" (the paper's), queries are `x W_q`, and W_q starts orthogonal.
         ridge: ε.
-        chunk_size: tokens that share an operator. A query reads the chunks before its chunk.
+        mode: "chunk"; "prefix", where a call without a state reads one operator of all its tokens, and later calls read
+            one operator a token; or "masked", where every call reads one operator of the tokens in the action mask, in
+            both directions, and has no state. The last two let information flow from future tokens.
+        chunk_size: tokens that share an operator. In mode "chunk" a query reads the chunks before its chunk.
         refresh: "chunk", or "token" for one operator a token.
-        normalization: "causal", or "sequence" (the paper's), through which information flows from future tokens.
+        decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
+            `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
+        normalization: "causal", "sequence" or "paper" (`ops.koopman_attention`). In the last two information flows from
+            future tokens.
+        operator: "whitened", or "main_text" (`ops.koopman_attention`).
+        eta_init: initial η.
         layer_idx, num_layers: the index of the layer and the number of layers.
         backend: passed to the op.
 
@@ -94,7 +104,7 @@ class SKA(Mixer):
 
     MIXES = ("koopman", "ridge", "learned")
     QUERY_INITS = ("key", "own")
-    LIFTS = ("none", "cg")
+    LIFTS = ("none", "cg", "cg_projected")
     reads_action_mask = True
 
     def __init__(
@@ -112,6 +122,10 @@ class SKA(Mixer):
         chunk_size: int = 64,
         refresh: str = "chunk",
         normalization: str = "causal",
+        mode: str = "chunk",
+        decode_refresh: str | None = None,
+        operator: str = "whitened",
+        eta_init: float = 1.5,
         layer_idx: int = 0,
         num_layers: int = 1,
         backend: str = "auto",
@@ -124,12 +138,18 @@ class SKA(Mixer):
                 raise unknown(kind, name, list(choices))
         if rank < 1 or (lift == "cg" and rank % 3):
             raise ValueError(f"rank must be at least 1, and for lift 'cg' a multiple of 3; got {rank}")
-        check_settings(ridge, power, chunk_size, refresh, normalization)
+        check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator)
+        check_settings(ridge, power, chunk_size, decode_refresh or refresh, normalization)
+        if mode != "chunk" and (decode_refresh is not None or refresh != "chunk"):
+            raise ValueError(f"refresh and decode_refresh are options of mode 'chunk'; got mode {mode!r}")
+        self.mode, self.decode_refresh = mode, decode_refresh or refresh
         self.num_heads, width = num_heads, value_dim or check_heads(hidden_size, num_heads)
-        self.lift, features = lift, num_heads * (rank if lift == "none" else 2 * rank // 3)
+        sizes = {"none": rank, "cg": 2 * rank // 3, "cg_projected": rank + rank % 2}
+        self.lift, features = lift, num_heads * sizes[lift]
+        self.phi = OrthogonalLinear(3 * sizes[lift] // 2, rank) if lift == "cg_projected" else None
         self.options = {
             "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
-            "normalization": normalization, "backend": backend,
+            "normalization": normalization, "operator": operator, "backend": backend,
         }  # fmt: skip
         self.query_init = query_init
         if query_init == "key":
@@ -138,7 +158,7 @@ class SKA(Mixer):
             self.q_proj = OrthogonalLinear(hidden_size, features)
         self.k_proj = OrthogonalLinear(hidden_size, features)
         self.v_proj = Linear(hidden_size, num_heads * width, bias=False)
-        self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix])
+        self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix], eta_init)
         self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
 
     def forward(
@@ -160,9 +180,52 @@ class SKA(Mixer):
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q = q + k if self.query_init == "key" else q
-        if self.lift == "cg":
-            q, k = (clebsch_gordan(part.to(compute_dtype(part))) for part in (q, k))
+        q, k = self.lifted(q), self.lifted(k)
         before = {name: part for name, part in state.items() if name != "position"} or None
         mask = (shared or {}).get("action_mask")
-        y, new, _ = self.readout(q, k, v, **self.options, mask=mask, initial_state=before, cu_seqlens=cu_seqlens)
+        if self.mode == "masked" and state:
+            raise ValueError("mode 'masked' reads in both directions, so it has no state to continue from")
+        if self.mode == "chunk" or before is not None:
+            y, new = self.read(q, k, v, mask, before, cu_seqlens)
+        else:
+            y, new = self.read_whole(q, k, v, mask, cu_seqlens)
         return self.out_proj(y.flatten(-2)), new
+
+    def lifted(self, x: Tensor) -> Tensor:
+        """Queries or keys `[B, T, H, R]` from their projections."""
+        if self.lift == "none":
+            return x
+        features = clebsch_gordan(x.to(compute_dtype(x)))
+        return features if self.phi is None else F.linear(features, self.phi.weight.to(features.dtype))
+
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Causal: each query reads earlier tokens."""
+        refresh = "token" if self.mode == "prefix" else self.options["refresh"]
+        if state is not None:
+            longest = q.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+            if longest <= 1 and not self.training and self.mode == "chunk":
+                refresh = self.decode_refresh
+            state = convert_state(state, 1 if refresh == "token" else self.options["chunk_size"])
+        options = {**self.options, "refresh": refresh}
+        y, new, _ = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
+        return y, new
+
+    def read_whole(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """In both directions: all queries of a sequence read one operator of its tokens."""
+        if self.mode == "masked" and mask is None:
+            mask = torch.ones(k.shape[:2], device=k.device)
+        lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
+        masks = [None] * len(lengths) if mask is None else mask.split(lengths, 1)
+        options = {**self.options, "mode": self.mode, "refresh": "token"}
+        results = [self.readout(*part, **options, mask=own) for part, own in zip(parts, masks, strict=True)]
+        if not results:
+            return torch.zeros_like(v), {}
+        y, states = torch.cat([result.y for result in results], 1), [result.state for result in results]
+        if self.mode == "masked":
+            return y, {}
+        return y, {name: torch.cat([one[name] for one in states]) for name in states[0]}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
+from halflife.layers.parts import GatedRMSNorm
 from halflife.ops import linear_attention
 from halflife.precision import Float32Module
 
@@ -80,3 +83,62 @@ class TPE(Mixer):
         )  # fmt: skip
         assert memory is not None
         return y.flatten(-2), {"memory": memory}
+
+
+class HeadDecay(Float32Module):
+    """The vectors a and b and the decay λ = σ(·) of each head, all drawn from a standard normal distribution."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.read, self.write = (nn.Parameter(torch.empty(num_heads, head_dim)) for _ in range(2))
+        self.logit = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+@LAYERS.add("tpe_released")
+class ReleasedTPE(Mixer):
+    """Toeplitz position encoding with one λ a head: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over each head.
+
+    The authors of the Decay paper ran it so. Its output replaces the embeddings. The paper prints `a b λ^{t−s}` with
+    one λ a head too, and no norm and no W. Source: Decay, §2.2; released code of the Decay paper (xmixers).
+
+    Args:
+        hidden_size: D.
+        num_heads: kernels H, each for D / H channels. a and b have D / H entries.
+        norm_eps: eps of the norm.
+        chunk_size, backend: passed to the op.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        norm_eps: float = 1e-5,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        chunk_size: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, check_heads(hidden_size, num_heads)
+        self.chunk_size, self.backend = chunk_size, backend
+        self.kernel = HeadDecay(num_heads, self.head_dim)
+        self.norm = GatedRMSNorm(hidden_size, num_heads, norm_eps)
+        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
+
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True).expand(*x.shape[:2], -1, -1)
+        g = F.logsigmoid(self.kernel.logit).expand(*x.shape[:2], -1)
+        y, memory = linear_attention(
+            torch.ones_like(weight).to(x.dtype), weight.to(x.dtype), x.unflatten(-1, (self.num_heads, self.head_dim)),
+            g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size, backend=self.backend,
+        )  # fmt: skip
+        assert memory is not None
+        return self.out_proj(self.norm(y.flatten(-2))), {"memory": memory}

@@ -10,9 +10,11 @@ from typing import Any
 from halflife.layers import LAYERS
 from halflife.registry import unknown
 
-MLPS = ("swiglu", "koopman", "koopman_gated", "rwkv7", "none")
+MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_paper", "rwkv7", "none")
 NORMS = ("rms", "layer")
-POSITIONS = ("none", "tpe")
+ATTACHMENTS = ("instead", "beside")
+INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
+POSITIONS = ("none", "tpe", "tpe_released")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +28,25 @@ class ModelConfig:
         num_layers: number of blocks.
         mixer: sequence mixer of every block, a name of `layers.LAYERS`.
         mixer_options: options of the mixer.
-        hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty.
-        mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "rwkv7" (squared ReLU after a token shift), or "none" for
-            blocks without an MLP (as in MQAR).
+        hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty. With
+            `"attach": "beside"` the second mixer comes after the first one and reads the residual stream without a
+            norm (Echo, Appendix G.1). Otherwise it takes the place of the first.
+        mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
+            clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP (as in
+            MQAR).
         intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64.
         tie_embeddings: whether the output head shares the weight of the embedding.
         norm: norm before every mixer, MLP and head: "rms", or "layer" (with bias).
         norm_eps: epsilon of every norm.
         embedding_norm: whether a norm follows the embedding (RWKV).
-        position: "tpe" for a Toeplitz layer after the embedding; "none" leaves positions to the mixers.
+        embedding_dropout: share of the entries of the embeddings that training sets to 0, in [0, 1).
+        position: "tpe" adds a Toeplitz layer to the embeddings, "tpe_released" replaces them by its output, and "none"
+            leaves positions to the mixers.
         initializer_range: initial standard deviation of the embeddings.
+        initialization: "default", where every module draws its weights. "mamba2_released": linear maps, short
+            convolutions and embeddings are normal with `initializer_range` and have no bias at the start, and the
+            output projections of the mixers are PyTorch's default divided by √num_layers (PoST's released Mamba-2).
+            "rwkv7_released": embeddings are uniform in ±1e-4.
 
     Raises:
         ValueError: a size is below 1, a hybrid layer does not exist, or a mixer, MLP, norm or position is unknown.
@@ -54,23 +65,30 @@ class ModelConfig:
     norm: str = "rms"
     norm_eps: float = 1e-5
     embedding_norm: bool = False
+    embedding_dropout: float = 0.0
     position: str = "none"
     initializer_range: float = 0.02
+    initialization: str = "default"
 
     def __post_init__(self) -> None:
         for size in ("vocab_size", "hidden_size", "num_layers"):
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
+        if not 0 <= self.embedding_dropout < 1:
+            raise ValueError(f"embedding_dropout must lie in [0, 1); got {self.embedding_dropout}")
         LAYERS[self.mixer]
         if self.hybrid:
             self._check_hybrid()
-        for kind, choices in (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS)):
+        named = (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS), ("initialization", INITIALIZATIONS))
+        for kind, choices in named:
             if getattr(self, kind) not in choices:
                 raise unknown(kind, getattr(self, kind), list(choices))
 
     def _check_hybrid(self) -> None:
-        if set(self.hybrid) != {"mixer", "options", "layers"}:
+        if set(self.hybrid) - {"attach"} != {"mixer", "options", "layers"}:
             raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(self.hybrid)}")
+        if self.hybrid.get("attach", "instead") not in ATTACHMENTS:
+            raise unknown("attachment of a hybrid", self.hybrid["attach"], list(ATTACHMENTS))
         LAYERS[self.hybrid["mixer"]]
         for layer in self.hybrid["layers"]:
             if not 0 <= layer < self.num_layers:
@@ -78,9 +96,25 @@ class ModelConfig:
 
     def mixer_of(self, layer: int) -> tuple[str, dict[str, Any]]:
         """Return the name and the options of a layer's mixer."""
-        if self.hybrid and layer in self.hybrid["layers"]:
+        if self._has_second(layer) and self.hybrid.get("attach") != "beside":
             return self.hybrid["mixer"], self.hybrid["options"]
         return self.mixer, self.mixer_options
+
+    def beside_of(self, layer: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the name and the options of the mixer that comes after a layer's mixer, or None."""
+        if self._has_second(layer) and self.hybrid.get("attach") == "beside":
+            return self.hybrid["mixer"], self.hybrid["options"]
+        return None
+
+    @property
+    def reads_action_mask(self) -> bool:
+        """Whether a layer of the model uses an action mask."""
+        places = range(self.num_layers)
+        names = {self.mixer_of(i)[0] for i in places} | {found[0] for i in places if (found := self.beside_of(i))}
+        return any(LAYERS[name].reads_action_mask for name in names)
+
+    def _has_second(self, layer: int) -> bool:
+        return bool(self.hybrid) and layer in self.hybrid["layers"]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data for JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,16 +23,19 @@ ModelState = tuple[State, ...]
 class Block(nn.Module):
     """One block: `x + mixer(norm(x))`, then `x + mlp(norm(x))` if the block has an MLP.
 
-    An MLP that reads the previous token is a mixer itself. Its state is stored in the block's state under `mlp.…`.
+    A mixer beside the first one adds `mixer(x)` between them. Its state is stored in the block's state under
+    `beside.…`. An MLP that reads the previous token is a mixer itself, and its state is stored under `mlp.…`.
     """
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         self.mixer_norm = _norm(config)
         name, options = config.mixer_of(layer_idx)
-        self.mixer: Mixer = layers.build(
-            name, hidden_size=config.hidden_size, layer_idx=layer_idx, num_layers=config.num_layers, **options
-        )
+        place = {"hidden_size": config.hidden_size, "layer_idx": layer_idx, "num_layers": config.num_layers}
+        self.mixer: Mixer = layers.build(name, **place, **options)
+        self.beside: Mixer | None = None
+        if (beside := config.beside_of(layer_idx)) is not None:
+            self.beside = layers.build(beside[0], **place, **beside[1])
         self.mlp = _mlp(config, layer_idx)
         self.mlp_norm = None if self.mlp is None else _norm(config)
 
@@ -42,13 +46,21 @@ class Block(nn.Module):
         shared.update({name: part.to(x.device) for name, part in shared.items()})
         y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens, shared=shared)
         x = x + y
+        if self.beside is not None:
+            y, after = self.beside(x, _part(state, "beside"), cu_seqlens, shared=shared)
+            x, new = x + y, {**new, **{f"beside.{name}": part for name, part in after.items()}}
         if self.mlp is None or self.mlp_norm is None:
             return x, new
         if not isinstance(self.mlp, Mixer):
             return x + self.mlp(self.mlp_norm(x)), new
-        before = {name[4:]: part for name, part in (state or {}).items() if name.startswith("mlp.")}
-        y, after = self.mlp(self.mlp_norm(x), before or None, cu_seqlens)
+        y, after = self.mlp(self.mlp_norm(x), _part(state, "mlp"), cu_seqlens)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+
+
+def _part(state: State | None, owner: str) -> State | None:
+    """The state of one part of a block, whose names begin with `owner.`; None at the start."""
+    part = {name.removeprefix(f"{owner}."): x for name, x in (state or {}).items() if name.startswith(f"{owner}.")}
+    return part or None
 
 
 def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
@@ -62,7 +74,9 @@ def _norm(config: ModelConfig) -> nn.Module:
 def _tpe(config: ModelConfig) -> Mixer | None:
     if config.position == "none":
         return None
-    return layers.build("tpe", hidden_size=config.hidden_size, num_heads=config.mixer_options.get("num_heads", 1))
+    return layers.build(
+        config.position, hidden_size=config.hidden_size, num_heads=config.mixer_options.get("num_heads", 1)
+    )
 
 
 def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
@@ -71,7 +85,10 @@ def _mlp(config: ModelConfig, layer_idx: int) -> nn.Module | None:
     if config.mlp == "swiglu":
         return SwiGLU(config.hidden_size, config.intermediate_size)
     if config.mlp.startswith("koopman"):
-        return KoopmanMLP(config.hidden_size, config.intermediate_size, gated=config.mlp == "koopman_gated")
+        kind = config.mlp.split("_")
+        return KoopmanMLP(
+            config.hidden_size, config.intermediate_size, gated="gated" in kind, clamped=kind[-1] == "paper"
+        )
     return RWKV7ChannelMix(
         config.hidden_size, config.intermediate_size, layer_idx=layer_idx, num_layers=config.num_layers
     )
@@ -103,6 +120,24 @@ class LanguageModel(nn.Module):
             if module is not self and callable(reset):
                 reset()
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
+        if self.config.initialization == "rwkv7_released":
+            nn.init.uniform_(self.embedding.weight, -1e-4, 1e-4)
+        elif self.config.initialization == "mamba2_released":
+            self._reset_as_released_mamba2()
+
+    @torch.no_grad()
+    def _reset_as_released_mamba2(self) -> None:
+        """Draw linear maps and convolutions again, each from the law of PoST's released Mamba-2."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, layers.ShortConv)):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            projection = getattr(getattr(block, "mixer", None), "out_proj", None)
+            if isinstance(projection, nn.Linear):
+                nn.Linear.reset_parameters(projection)
+                projection.weight /= math.sqrt(self.config.num_layers)
 
     def forward(
         self,
@@ -164,9 +199,11 @@ class LanguageModel(nn.Module):
             ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
         embedded = ids if ids.is_floating_point() else self.embedding(ids)
         x, new, toeplitz = self.embedding_norm(embedded), [], []
+        if self.config.embedding_dropout:
+            x = F.dropout(x, self.config.embedding_dropout, self.training)
         if self.tpe is not None:
             encoded, tpe_state = self.tpe(x, None if state is None else state[-1], cu_seqlens)
-            x, toeplitz = x + encoded, [tpe_state]
+            x, toeplitz = (x + encoded if self.config.position == "tpe" else encoded), [tpe_state]
         for i, block in enumerate(self.blocks):
             x, layer_state = (call or _run)(block, x, None if state is None else state[i], cu_seqlens, shared=shared)
             new.append(layer_state)
@@ -180,7 +217,7 @@ class LanguageModel(nn.Module):
             return {}
         if action_mask.shape != ids.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(ids.shape[:2])}; got {tuple(action_mask.shape)}")
-        if not any(isinstance(block, Block) and block.mixer.reads_action_mask for block in self.blocks):
+        if not self.config.reads_action_mask:
             raise ValueError("action_mask is for layers of Koopman attention (ska), and this model has none")
         return {"action_mask": action_mask}
 
@@ -203,12 +240,24 @@ class LanguageModel(nn.Module):
         return sum(x.numel() for layer in state for x in layer.values() if x.is_floating_point())
 
 
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups for an optimiser: matrices with weight decay, and all others without.
+def param_groups(model: nn.Module, weight_decay: float, learning_rate: float | None = None) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimiser: matrices with weight decay, and all others without.
 
     The second group holds every parameter of one axis (norms, biases), convolution taps, and every parameter of a
-    `Float32Module` (decays, D, PoST spectra) of any shape.
+    `Float32Module` (decays, D, PoST spectra) of any shape. A further group holds the parameters of the modules that
+    have an attribute `learning_rate_factor` other than 1 (`decay.PoST`). Its "lr" is that factor times the rate.
+
+    Raises:
+        ValueError: a module has such a factor, and `learning_rate` is None.
     """
+    factors = {
+        id(parameter): factor
+        for module in model.modules()
+        if (factor := getattr(module, "learning_rate_factor", 1.0)) != 1.0
+        for parameter in module.parameters(recurse=False)
+    }
+    if factors and learning_rate is None:
+        raise ValueError("this model has learning-rate factors, so param_groups needs the learning rate")
     without = {
         id(parameter)
         for module in model.modules()
@@ -216,10 +265,17 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         for parameter in module.parameters()
     }
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    scaled: dict[float, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and id(parameter) in factors:
+            scaled.setdefault(factors[id(parameter)], []).append(parameter)
+        elif parameter.requires_grad:
             groups[parameter.ndim >= 2 and id(parameter) not in without].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
+        *(
+            {"params": parameters, "weight_decay": 0.0, "lr": factor * (learning_rate or 0.0)}
+            for factor, parameters in scaled.items()
+        ),
     ]

@@ -24,12 +24,14 @@ from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import FLOOR, wide
 from halflife.ops.chunked.gate_decay import GateDecay
 from halflife.ops.delta_rule import DeltaBlock
-from halflife.ops.linear_attention import LinearBlock
+from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
 from halflife.precision import compute_dtype
+from halflife.registry import unknown
 from halflife.shapes import Float, Int
 
 States = tuple[Tensor, Tensor]
+RESET_LAWS = ("mask", "printed")
 
 
 def gate_rank(
@@ -46,6 +48,7 @@ def gate_rank(
     cu_seqlens: Int[Tensor, " N1"] | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
+    reset_law: str = "mask",
 ) -> tuple[Tensor, States | None]:
     """GateRank: `fast ← e^{g_fast} fast`, at resets `slow ← e^{g_slow} (slow + fast)` and `fast ← 0`, then the update.
 
@@ -62,6 +65,8 @@ def gate_rank(
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
         chunk_size: tokens a chunk, rounded up to a power of two. It changes speed and memory, not the result.
         backend: "auto", or one of `available_backends("gate_rank")`; "mask" takes memory quadratic in T.
+        reset_law: "mask", or "printed" for the paper's Eqs. 10 to 12, `slow ← e^{g_slow} slow + k vᵀ` and
+            `fast ← k vᵀ` at a reset. It has the linear update only, and the backends of `linear_attention`.
 
     Returns:
         `o [B, T, H, V]` in v's dtype, and the final `(fast, slow)` (float32, or float64 for float64 inputs), or None.
@@ -69,12 +74,40 @@ def gate_rank(
     Raises:
         ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
     """
+    check_reset_law(reset_law, delta=beta is not None)
+    if reset_law == "printed":
+        options = {"scale": scale, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}
+        return _printed(q, k, v, g_slow, g_fast, initial_state, output_final_state, options)
     call = OpCall(
         "gate_rank", q, k, v, g_fast, beta, g_slow=g_slow, scale=scale, initial_state=join(initial_state),
         cu_seqlens=cu_seqlens, chunk_size=chunk_size,
     )  # fmt: skip
     o, state = dispatch(call, backend, output_final_state)
     return o, None if state is None else split(state)
+
+
+def check_reset_law(law: str, *, delta: bool) -> None:
+    """Raise a ValueError if a reset law is unknown, or if it does not exist for the update."""
+    if law not in RESET_LAWS:
+        raise unknown("reset_law", law, list(RESET_LAWS))
+    if law == "printed" and delta:
+        raise ValueError("the paper prints its reset law for the linear update, so the delta rule has 'mask' alone")
+
+
+def _printed(
+    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g_fast: Tensor, initial_state: States | None,
+    output_final_state: bool, options: dict[str, Any],
+) -> tuple[Tensor, States | None]:  # fmt: skip
+    """Eqs. 10 to 12: two linear attentions. A reset erases the fast state, and its token enters both states."""
+    join(initial_state)
+    reset = g_slow != 0
+    pair = (None, None) if initial_state is None else initial_state
+    erased = torch.where(reset, -torch.inf, g_fast)
+    options |= {"output_final_state": output_final_state}
+    recent, fast = linear_attention(q, k, v, erased, initial_state=pair[0], **options)
+    added = torch.where(reset.unsqueeze(-1), k, 0)
+    old, slow = linear_attention(q, added, v, g_slow, initial_state=pair[1], **options)
+    return recent + old, None if fast is None or slow is None else (fast, slow)
 
 
 def join(states: Any) -> Tensor | None:

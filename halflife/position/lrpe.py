@@ -24,3 +24,23 @@ def lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
     exponent = torch.arange(heads * channels, device=x.device, dtype=wide) / (heads * channels)
     angle = position.to(wide)[..., None, None] * (base**-exponent).unflatten(0, (heads, channels))
     return torch.cat([x * angle.cos(), x * angle.sin()], -1).to(x.dtype)
+
+
+def half_lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+    """Encode the first half of the channels by LRPE and leave the rest, `[x₁ cos tθ, x₁ sin tθ, x₂]`.
+
+    Args:
+        x: queries or keys `[B, T, H, K]`. ⌊K/2⌋ channels are encoded.
+        position: `[T]` or `[B, T]`.
+        base: channel i of each head has the frequency `base^{−2 i / K}`.
+
+    Returns:
+        `[B, T, H, ⌊K/2⌋ + K]` in x's dtype (angles and products in float32 or wider).
+
+    Source: the RoPE rows of the Decay paper as its authors ran them.
+    """
+    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / max(half, 1))
+    angle = (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
+    encoded, rest = x[..., :half], x[..., half:]
+    return torch.cat([encoded * angle.cos(), encoded * angle.sin(), rest], -1).to(x.dtype)

@@ -51,6 +51,8 @@ class RunConfig(CellConfig):
         tests: measured after training.
         validation_examples: examples of each task in the validation.
         test_examples: examples of each test.
+        action_mask: whether the model gets the action masks of its examples, in training, validation and tests. Models
+            without spectral Koopman attention ignore them.
     """
 
     measure: ClassVar[str] = "accuracy"
@@ -60,6 +62,12 @@ class RunConfig(CellConfig):
     tests: tuple[TestSpec, ...]
     validation_examples: int = 256
     test_examples: int = 256
+    action_mask: bool = False
+
+    @property
+    def passes_action_mask(self) -> bool:
+        """Whether action masks are used: they are asked for, and the model has a layer that reads them."""
+        return self.action_mask and self.model.reads_action_mask
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,13 +100,14 @@ class TaskRun(ModelRun):
     def data(self, execution: ExecutionConfig) -> TaskStream:
         config = self.config
         stages = [[build_task(**task) for task in stage] for stage in config.stages]
-        return TaskStream(stages, config.steps, config.batch_size, config.seed)
+        return TaskStream(stages, config.steps, config.batch_size, config.seed, config.passes_action_mask)
 
     def validation(self) -> Callable[[nn.Module], float]:
         config = self.config
         tasks = [build_task(**task) for task in config.validation]
         settings: dict[str, Any] = {
-            "seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16
+            "seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16,
+            "action_mask": config.passes_action_mask,
         }  # fmt: skip
 
         def validate(objective: Any) -> float:
@@ -144,4 +153,7 @@ class TaskRun(ModelRun):
 
     def _test_settings(self, test: TestSpec) -> dict[str, Any]:
         examples = test.examples or self.config.test_examples
-        return {"split": "test", "seed": self.config.seed, "num_examples": examples, "bf16": self.config.bf16}
+        return {
+            "split": "test", "seed": self.config.seed, "num_examples": examples, "bf16": self.config.bf16,
+            "action_mask": self.config.passes_action_mask,
+        }  # fmt: skip

@@ -27,14 +27,21 @@ class TaskBatch:
         inputs: token ids `[N, T]`, int64.
         labels: token to predict at each position, `[N, T]`, int64; −100 at positions that are not scored.
         slices: numbers by which results are grouped, name → `[N]`, or `[N, T]` if they differ by position.
+        facts: whether each token belongs to a fact, `[N, T]`, bool; None if the task does not say. It is the action
+            mask of spectral Koopman attention (Echo, Appendices F and G.1). Fillers and the query are no facts.
     """
 
     inputs: Tensor
     labels: Tensor
     slices: dict[str, Tensor]
+    facts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def action_mask(self) -> Tensor:
+        """`facts`; a task that does not name its facts has all tokens in the mask."""
+        return torch.ones_like(self.inputs, dtype=torch.bool) if self.facts is None else self.facts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,9 @@ class RecallTask(Task):
     def with_query(self, inputs: Tensor, names: Tensor, at: Tensor, **slices: Tensor) -> TaskBatch:
         """Write the query `Q names…` at the end of complete contexts, and return the batch.
 
+        Facts are the keys and values of the context, and the marks of a call. Decoys count, because no token shows
+        that it is one.
+
         Args:
             inputs: contexts `[N, T]`, changed in place.
             names: tokens after Q, `[N, any number]`.
@@ -63,13 +66,16 @@ class RecallTask(Task):
             **slices: further slices.
         """
         start = self.length - 1 - names.shape[1]
+        marks = (inputs == CALL) | (inputs == RESULT)
+        facts = marks | ((inputs >= KEYS[0]) & (inputs < VALUES[1]))
+        facts[:, start:] = False
         inputs[:, start] = QUERY
         inputs[:, start + 1 :] = names
         labels = torch.full_like(inputs, IGNORED)
         labels[:, -1:] = inputs.gather(1, at)
         same = {"num_pairs": self.num_pairs, "length": self.length}
         shared = {name: torch.full((len(inputs),), size) for name, size in same.items()}
-        return TaskBatch(inputs, labels, {**shared, "gap": start - 1 - at.squeeze(1), **slices})
+        return TaskBatch(inputs, labels, {**shared, "gap": start - 1 - at.squeeze(1), **slices}, facts)
 
 
 def check_sizes(task: Task, shortest: int) -> None:

@@ -27,9 +27,10 @@ class MQAR(Task):
 
     Args:
         vocab_size: V. Values are the upper half of the ids; `filler` determines the others.
-        length: T, tokens of a sequence, at least 4K.
+        length: T, tokens of a sequence, at least 4K + gap.
         num_pairs: K.
         power: a in the distribution of the slots.
+        gap: number of fillers between the last pair and the first slot, the distractors of Echo (§4.2).
         filler: "disjoint", "zoology" or "recall". "disjoint": fillers are the lowest eighth of the ids, and keys the
             rest of the lower half. "zoology": keys are the lower half without 0, and a filler is any id, as in the
             published generator, so that a filler can repeat a key. "recall" (V = 128): the ids of the recall tasks
@@ -44,14 +45,20 @@ class MQAR(Task):
     num_pairs: int = 128
     power: float = 0.01
     filler: str = "disjoint"
+    gap: int = 0
 
     name = "mqar"
 
     def __post_init__(self) -> None:
         if self.filler not in FILLERS:
             raise unknown("filler", self.filler, list(FILLERS))
+        if self.gap < 0:
+            raise ValueError(f"gap must be 0 or more; got {self.gap}")
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
-            raise ValueError(f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K; got length {self.length}")
+            raise ValueError(
+                f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K + gap; got length {self.length} and "
+                f"gap {self.gap}"
+            )
         if self.filler == "recall" and self.vocab_size != VOCABULARY:
             raise ValueError(f'filler "recall" has {VOCABULARY} token ids; got vocab_size {self.vocab_size}')
         low, high = self.key_range
@@ -61,7 +68,7 @@ class MQAR(Task):
     @property
     def num_slots(self) -> int:
         """Number of slots, the positions at which a query can be placed."""
-        return (self.length - 2 * self.num_pairs) // 2
+        return (self.length - 2 * self.num_pairs - self.gap) // 2
 
     @property
     def key_range(self) -> tuple[int, int]:
@@ -97,10 +104,11 @@ class MQAR(Task):
         inputs = torch.randint(*self.filler_range, (num_examples, self.length), generator=draw)
         inputs[:, 0 : 2 * self.num_pairs : 2] = keys
         inputs[:, 1 : 2 * self.num_pairs : 2] = values
-        at = 2 * self.num_pairs + 2 * self._slots(num_examples, draw)
+        at = 2 * self.num_pairs + self.gap + 2 * self._slots(num_examples, draw)
         labels = torch.full_like(inputs, IGNORED)
         slices = {"num_pairs": torch.full((num_examples,), self.num_pairs)}
-        return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices)
+        facts = (torch.arange(self.length) < 2 * self.num_pairs).expand_as(inputs)
+        return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices, facts)
 
     def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
         """Draw slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""

@@ -76,7 +76,8 @@ def render(parts: list[Tensor], answer: Tensor, length: int, **slices: Tensor) -
     """Join the parts of the texts without their gaps, and label each character of the answer.
 
     Args:
-        parts: parts of the texts in their order, codes `[N, any shape]`, with 0 for no character.
+        parts: parts of the texts in their order, codes `[N, any shape]`, with 0 for no character. The first part holds
+            the facts.
         answer: codes of the answer, `[N, characters]`.
         length: T_max.
         **slices: further slices, `[N]` or `[N, 1]`.
@@ -87,5 +88,7 @@ def render(parts: list[Tensor], answer: Tensor, length: int, **slices: Tensor) -
     at = torch.where(present, present.cumsum(1) - 1, length)  # zeros go to an extra column, which is cut off
     inputs = torch.zeros(len(codes), length + 1, dtype=torch.int64).scatter_(1, at, codes)[:, :length].contiguous()
     end = present.sum(1, keepdim=True)
+    facts = torch.arange(length) < (parts[0].flatten(1) != 0).sum(1, keepdim=True)
     labels = torch.full_like(inputs, IGNORED).scatter_(1, end - size + torch.arange(size), answer)
-    return TaskBatch(inputs, labels, {"length": end.flatten(), **{name: ids.flatten() for name, ids in slices.items()}})
+    numbers = {"length": end.flatten(), **{name: ids.flatten() for name, ids in slices.items()}}
+    return TaskBatch(inputs, labels, numbers, facts)

@@ -23,10 +23,11 @@ class TrainConfig:
         learning_rate: the highest one, after the warm-up.
         weight_decay: AdamW's weight decay, on matrices only (see `models.param_groups`).
         warmup: the share of the steps in which the learning rate rises.
-        schedule: name of a scheduler of transformers.
+        schedule: name of a scheduler of transformers, or "linear_by_epoch", which falls once an epoch and has no
+            warm-up. Its option is `epochs`.
         schedule_options: settings of the scheduler.
         clip: largest norm of the gradient.
-        betas: AdamW's β₁ and β₂.
+        betas, epsilon: AdamW's β₁ and β₂, and its ε. RWKV-7's authors take an ε of 1e-18.
         bf16: whether to train with bfloat16 autocast.
         seed: determines the initial weights and the data.
         validate_every: steps between validations.
@@ -43,6 +44,7 @@ class TrainConfig:
     schedule_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
     bf16: bool = False
     seed: int = 0
     validate_every: int = 100
@@ -52,8 +54,9 @@ class TrainConfig:
         for name in ("steps", "batch_size", "validate_every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive; got {self.learning_rate}")
+        for name in ("learning_rate", "epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

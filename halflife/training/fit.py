@@ -17,6 +17,7 @@ from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json, write_
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
+from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
     from halflife.training.callbacks import Metrics
@@ -40,7 +41,7 @@ class Objective(nn.Module):
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """The mean loss in nats over the scored positions, as `{"loss": …}`.
 
@@ -50,9 +51,10 @@ class Objective(nn.Module):
             cu_seqlens: boundaries of packed sequences, `[N + 1]`.
             num_items_in_batch: for a micro-batch, the scored positions of the whole batch. The losses of its
                 micro-batches then add up to the loss of the batch.
+            action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
         """
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
-        hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, call=call)
+        hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, action_mask=action_mask, call=call)
         scored = labels != IGNORED
         loss = nn.functional.cross_entropy(self.model.logits(hidden[scored]).float(), labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
@@ -154,6 +156,7 @@ class StoppedBySignal(Exception):
 def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
     from transformers import TrainingArguments
 
+    by_epoch = config.schedule == BY_EPOCH  # `HalflifeTrainer.create_scheduler` makes it
     log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
     return TrainingArguments(
         output_dir=str(folder / CHECKPOINTS),
@@ -162,8 +165,8 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         gradient_accumulation_steps=execution.num_micro_batches(config.batch_size) // world_size(),
         train_sampling_strategy="sequential",
         learning_rate=config.learning_rate,
-        lr_scheduler_type=config.schedule,
-        lr_scheduler_kwargs=config.schedule_options,
+        lr_scheduler_type="constant" if by_epoch else config.schedule,
+        lr_scheduler_kwargs={} if by_epoch else config.schedule_options,
         warmup_steps=round(config.warmup * config.steps),
         max_grad_norm=config.clip,
         bf16=config.bf16,

@@ -7,6 +7,12 @@ from typing import Any
 from halflife.registry import unknown
 
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
+BY_EPOCH = "linear_by_epoch"  # our schedule beside those of transformers
+
+
+def rate_by_epoch(step: int, steps: int, epochs: int) -> float:
+    """The factor on the learning rate under `linear_by_epoch`: 1, then (E − 1)/E, …, 1/E, constant in each epoch."""
+    return 1 - min(step * epochs // steps, epochs - 1) / epochs
 
 
 def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay: float) -> tuple[str, dict[str, Any]]:

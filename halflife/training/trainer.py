@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from halflife.data.task_stream import unwrap_batch
 from halflife.models import param_groups
 from halflife.training import sharding
 from halflife.training.config import TrainConfig
+from halflife.training.schedules import BY_EPOCH, rate_by_epoch
 
 SCHEDULER = "scheduler.pt"
 
@@ -29,9 +31,17 @@ class HalflifeTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             trained: Any = self.model if model is None else model
-            groups = param_groups(trained, self.config.weight_decay)
-            self.optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate, betas=self.config.betas)
+            groups = param_groups(trained, self.config.weight_decay, self.config.learning_rate)
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=self.config.learning_rate, betas=self.config.betas, eps=self.config.epsilon
+            )
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.config.schedule == BY_EPOCH and self.lr_scheduler is None:
+            factor = partial(rate_by_epoch, steps=self.config.steps, **self.config.schedule_options)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        return super().create_scheduler(num_training_steps, optimizer)
 
 
 class FSDPTrainer(HalflifeTrainer):

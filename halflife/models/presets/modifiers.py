@@ -14,11 +14,12 @@ Options = dict[str, Any]
 MODIFIERS: Registry[Callable[[str, Options, PresetSizes], Options]] = Registry("modifier")
 
 EXCLUSIVE = (
-    ({"post", "post_norm", "post_optimal"}, "a decay is wrapped once"),
+    ({"post", "post_norm", "post_optimal", "post_paper", "post_released"}, "a decay is wrapped once"),
     ({"scalar", "vector"}, "a decay has one granularity"),
-    ({"rope", "lrpe", "tpe"}, "positions are encoded once"),
-    ({"delta", "dplr"}, "a state has one update"),
-    ({"attention", "ska"}, "a hybrid has one other mixer"),
+    ({"rope", "lrpe", "tpe", "rope_released", "tpe_released"}, "positions are encoded once"),
+    ({"delta", "dplr", "dplr_released"}, "a state has one update"),
+    ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
+    ({"attention", "ska", "ska_paper"}, "a hybrid has one other mixer"),
 )
 
 # Layers that are built from the design-space block, each with its settings.
@@ -34,6 +35,12 @@ class SKAPlacement(NamedTuple):
 
 # Source: Echo, §3.4. The keys are (hidden_size, num_layers).
 ECHO_SKA = {(448, 16): SKAPlacement((3, 7, 11, 15), 56), (768, 24): SKAPlacement((8, 16), 48)}
+
+
+# Options of SKA as the paper prints them (Echo, §3.2 and Appendix F).
+SKA_PAPER: Options = {
+    "power": 2, "mix": "koopman", "query_init": "own", "normalization": "paper", "decode_refresh": "token"
+}  # fmt: skip
 
 
 def check_modifiers(name: str, modifiers: list[str]) -> None:
@@ -83,6 +90,8 @@ def _require_design_space(base: str, model: Options, why: str) -> None:
 def _require_decay(base: str, model: Options, modifier: str) -> None:
     if model["mixer"] == "attention" or base == "deltanet":
         raise ValueError(f"{modifier} changes a decay, and {base} has none")
+    if model["mixer"] == "mamba3_echo":
+        raise ValueError(f"{modifier} changes a decay with parameters, and in {base} the input alone sets it")
 
 
 @MODIFIERS.add("post")
@@ -103,10 +112,52 @@ def post_optimal(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _post(base, model, train_length=sizes.train_length, reference_length=1, endpoints="optimal")
 
 
+@MODIFIERS.add("post_paper")
+def post_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """PoST as its paper prints it: Δ fixed at 0.05; GLA and RetNet are one model (Algorithms 2 to 4)."""
+    if base in ("gla", "retnet"):
+        model = _with_options(model, **_post_retnet(sizes), decay="retnet", granularity="scalar")
+    elif base in ("mamba2", "gated_deltanet"):
+        model = _with_options(model, decay_options={"step_bias": "frozen"})
+    elif base != "rwkv7":
+        raise _no_post_form(base, "paper")
+    return _post(base, model, train_length=sizes.train_length)
+
+
+@MODIFIERS.add("post_released")
+def post_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """PoST as its released code has it: Δ fixed for Mamba-2; other ranges for Gated DeltaNet, GLA and RetNet."""
+    options: Options = {"train_length": sizes.train_length}
+    if base in ("gla", "retnet"):
+        decay = {"decay": "mamba2_headwise", "granularity": "vector", "decay_rank": 0, "decay_bias": False}
+        model, options["rate_range"] = _with_options(model, **_post_retnet(sizes), **decay), [1.0, 16.0]
+    elif base == "gated_deltanet":
+        model = _with_options(model, decay_options={"step_bias": "random"})
+        options["rate_range"] = [1.0, float(sizes.train_length)]
+    elif base == "mamba2":
+        model = _with_options(model, decay_options={"step_bias": "frozen"})
+    elif base == "rwkv7":
+        options["learning_rate_factor"] = 2.0
+    else:
+        raise _no_post_form(base, "released code")
+    return _with_options(model, post=options)
+
+
+def _post_retnet(sizes: PresetSizes) -> Options:
+    """The options with which GLA and RetNet are one model under PoST: equal heads, K = V, and no positions."""
+    heads = sizes.heads(head_dim=128)
+    size = sizes.hidden_size // heads
+    return {"num_heads": heads, "head_dim": size, "value_dim": size, "position": "none"}
+
+
+def _no_post_form(base: str, where: str) -> ValueError:
+    return ValueError(f"PoST's {where} has mamba2, rwkv7, gated_deltanet, gla and retnet, but not {base}; take +post")
+
+
 def _post(base: str, model: Options, **options: Any) -> Options:
     _require_decay(base, model, "post")
     if base == "gla":
-        # PoST's GLA has the decays of its RetNet: one rate a head, independent of the input (PoST, App. E).
+        # The decays of PoST's RetNet: one rate a head, independent of the input. Keys keep GLA's size (`post_paper`).
         model = _with_options(model, decay="retnet", granularity="scalar")
     return _with_options(model, post=options)
 
@@ -118,6 +169,13 @@ def gate_rank(base: str, model: Options, sizes: PresetSizes) -> Options:
     if model["mixer"] == "rwkv7":
         raise ValueError("GateRank needs the linear or the delta update, and RWKV-7 has the DPLR update")
     return _with_options(model, gate_rank={})
+
+
+@MODIFIERS.add("gate_rank_paper")
+def gate_rank_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """GateRank with the paper's gate: one a layer, its bias before the convolution and 0, A as Mamba-2's (Eq. 8)."""
+    gates = {"gates": "layer", "bias": "before", "reset_rate": 0.5, "rate_start": "uniform_1_16"}
+    return _with_options(gate_rank(base, model, sizes), gate_rank=gates)
 
 
 @MODIFIERS.add("vector")
@@ -165,6 +223,13 @@ def dplr(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _with_options(model, update="dplr")
 
 
+@MODIFIERS.add("dplr_released")
+def dplr_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """DPLR as the Decay paper's authors ran it: the state decays first, β lies in (0, 2), and v has no β."""
+    _require_design_space(base, model, "has an update of its own")
+    return _with_options(model, update="dplr_released")
+
+
 @MODIFIERS.add("rope")
 def rope(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Rotary position embedding of queries and keys; the two channels of a pair then share a decay."""
@@ -177,6 +242,12 @@ def lrpe(base: str, model: Options, sizes: PresetSizes) -> Options:
     return _position(base, model, "lrpe")
 
 
+@MODIFIERS.add("rope_released")
+def rope_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """The RoPE rows as the Decay paper's authors ran them: cosine LRPE on half of the channels."""
+    return _position(base, model, "half_lrpe")
+
+
 def _position(base: str, model: Options, position: str) -> Options:
     if model["mixer"] == "attention":
         raise ValueError(f"{base} has RoPE already")
@@ -187,15 +258,32 @@ def _position(base: str, model: Options, position: str) -> Options:
 @MODIFIERS.add("tpe")
 def tpe(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Toeplitz layer after the embedding: it weighs past tokens by their distance alone."""
+    return _toeplitz(base, model, "tpe")
+
+
+@MODIFIERS.add("tpe_released")
+def tpe_released(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """TPE as the Decay paper's authors ran it: one decay a head, a norm and a projection, in place of the embedding."""
+    return _toeplitz(base, model, "tpe_released")
+
+
+def _toeplitz(base: str, model: Options, position: str) -> Options:
     if model["mixer"] in ("attention", "retnet"):
         raise ValueError(f"{base} has RoPE already")
-    return {**model, "position": "tpe"}
+    return {**model, "position": position}
 
 
 @MODIFIERS.add("ska")
 def ska(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Spectral Koopman attention in one layer of twelve, at least one, evenly spaced, never the first."""
     return _hybrid(base, model, sizes, "ska")
+
+
+@MODIFIERS.add("ska_paper")
+def ska_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """`ska` as Echo prints it: K = 2, μ = 1, projected queries, one norm a sequence, decoding by token."""
+    model = _hybrid(base, model, sizes, "ska")
+    return {**model, "hybrid": {**model["hybrid"], "options": {**model["hybrid"]["options"], **SKA_PAPER}}}
 
 
 @MODIFIERS.add("attention")
@@ -215,6 +303,6 @@ def _hybrid(base: str, model: Options, sizes: PresetSizes, mixer: str) -> Option
 @MODIFIERS.add("koopman_mlp")
 def koopman_mlp(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Echo's Koopman MLP in place of the MLP or of RWKV-7's channel mix."""
-    if model.get("mlp") == "koopman":
+    if str(model.get("mlp")).startswith("koopman"):
         raise ValueError(f"{base} has Koopman MLPs already")
     return {**model, "mlp": "koopman"}

@@ -9,7 +9,7 @@ import torch
 
 from halflife import layers
 from halflife.models.config import ModelConfig
-from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers, hybrid_layers
+from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers, hybrid_layers, ska_paper
 from halflife.models.presets.sizes import PresetSizes
 from halflife.registry import Registry
 
@@ -36,6 +36,12 @@ def mamba2(sizes: PresetSizes) -> Options:
 def mamba3(sizes: PresetSizes) -> Options:
     """Mamba-3 (SISO): trapezoidal steps, rotation by a data-dependent angle, no convolution."""
     return _base("mamba3", sizes.heads(expand=2))
+
+
+@PRESETS.add("mamba3_echo")
+def mamba3_echo(sizes: PresetSizes) -> Options:
+    """Mamba-3 as the baseline of Echo's tables: a convolution on the values, keys and angles a head (Appendix G)."""
+    return {**_base("mamba3_echo", sizes.heads(expand=2)), "tie_embeddings": False}
 
 
 @PRESETS.add("rwkv7")
@@ -107,7 +113,11 @@ def llama(sizes: PresetSizes) -> Options:
 
 @PRESETS.add("echo")
 def echo(sizes: PresetSizes) -> Options:
-    """Echo: Mamba-2 with a few layers of spectral Koopman attention, and Koopman MLPs (Echo, §3.4).
+    """Our Echo: Mamba-2 with a few layers of our spectral Koopman attention, and Koopman MLPs.
+
+    The layers and sizes are the paper's (§3.4), and so are the sums and the ridge regression of SKA. SKA differs in its
+    power K = 1 for the paper's 2, in a learned mixture with the ridge regression, in queries that start as keys, and in
+    a causal norm. One power maps a key to the key that followed it. `echo_paper` is the paper's form.
 
     Counted from 0, the SKA layers are {8, 16} of 24 in the 180M model and {3, 7, 11, 15} of 16 in the 50M model. The
     last layer of the 50M model contradicts the paper's "first and last layers are always Mamba-2". That rule holds here
@@ -116,6 +126,13 @@ def echo(sizes: PresetSizes) -> Options:
     """
     model = _base("mamba2", sizes.heads(expand=2), state_size=64)
     return {**model, "mlp": "koopman", "hybrid": hybrid_layers(sizes, "ska")}
+
+
+@PRESETS.add("echo_paper")
+def echo_paper(sizes: PresetSizes) -> Options:
+    """Echo as its paper prints it: SKA of `ska_paper`, and Koopman MLPs with moduli clamped at 1."""
+    model = ska_paper("echo_paper", _base("mamba2", sizes.heads(expand=2), state_size=64), sizes)
+    return {**model, "mlp": "koopman_paper"}
 
 
 def preset(

@@ -6,5 +6,6 @@ algebra, `readout` the power filter with its gradient, and `reference` the token
 
 from halflife.ops.koopman.call import KoopmanCall, check_settings
 from halflife.ops.koopman.op import KoopmanResult, attend, koopman_attention
+from halflife.ops.koopman.state import convert_state
 
-__all__ = ["KoopmanCall", "KoopmanResult", "attend", "check_settings", "koopman_attention"]
+__all__ = ["KoopmanCall", "KoopmanResult", "attend", "check_settings", "convert_state", "koopman_attention"]

@@ -12,7 +12,8 @@ from halflife.registry import unknown
 
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
-NORMALIZATIONS = ("causal", "sequence")
+NORMALIZATIONS = ("causal", "sequence", "paper")
+OPERATORS = ("whitened", "main_text")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class KoopmanCall:
     normalization: str = "causal"
     initial_state: KoopmanState | None = None
     cu_seqlens: Tensor | None = None
+    operator: str = "whitened"
+
+    @property
+    def is_paper_form(self) -> bool:
+        """Whether the call has a form of the paper that only the implementations in plain torch have."""
+        return self.operator != "whitened" or self.normalization == "paper"
 
     @property
     def tokens_per_operator(self) -> int:
@@ -60,15 +67,17 @@ class KoopmanCall:
         if mode != "chunk" and self.cu_seqlens is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
         check_cu_seqlens(self.cu_seqlens, *k.shape[:2])
-        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode)
+        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
 
 
 def check_settings(
-    ridge: float, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk"
-) -> None:
+    ridge: float, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk",
+    operator: str = "whitened",
+) -> None:  # fmt: skip
     """Raises a ValueError for a name or a number that `koopman_attention` does not take."""
     for kind, name, choices in (
         ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
+        ("operator", operator, OPERATORS),
     ):  # fmt: skip
         if name not in choices:
             raise unknown(kind, name, list(choices))

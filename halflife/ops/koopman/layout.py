@@ -98,6 +98,12 @@ class KoopmanLayout:
         ]
         return torch.cat(whole).flatten(0, 1) if whole else norms.flatten(0, 1)
 
+    def same_norm(self, initial: Sums) -> Tensor:
+        """The norm before the first token of each sequence, for each of its chunks: `[n rows, H]`."""
+        first = initial.norm.unflatten(0, (len(self.segments), self.rows))
+        spread = [first[i].expand(stop - start, -1, -1) for i, (start, stop, _) in enumerate(self.segments)]
+        return torch.cat(spread).flatten(0, 1) if spread else initial.norm
+
     def final(self, leaving: Sums, keys: Tensor, values: Tensor, memory: KoopmanMemory) -> KoopmanMemory:
         """The memory after the last token of the timelines `keys` and `values`."""
         whole = self.total // self.size * self.size

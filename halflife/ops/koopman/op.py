@@ -30,6 +30,7 @@ from halflife.ops.koopman.state import (
     KoopmanMemory,
     KoopmanState,
     add_pending,
+    freeze_norm,
     initial_memory,
     mask_keys,
     previous_keys,
@@ -60,6 +61,7 @@ def koopman_attention(
     output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
     backend: str = "auto",
+    operator: str = "whitened",
 ) -> tuple[Tensor, KoopmanState | None]:
     """Spectral Koopman attention; the equations stand at the top of the module.
 
@@ -74,12 +76,16 @@ def koopman_attention(
         mask: `[B, T]`, 0 where a token is left out of the sums. A pair of neighbours counts where both are in.
         chunk_size: tokens that share one operator.
         refresh: "token" fits one operator a token, as `chunk_size=1` does, by rank-one updates while decoding.
-        normalization: "causal", or "sequence": m over the whole sequence including the future, as the paper trains.
+        normalization: "causal"; "sequence": m over the whole sequence including the future; or "paper": m over all
+            keys of the first call with keys, masked ones and the future included, which later calls do not change.
         initial_state: the state before the first token (see `koopman.state`), or None. A sequence may be cut at any
             token.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
         backend: "auto", or one of `available_backends("koopman_attention")`. Modes "prefix" and "masked" have one form.
+            The forms "paper" and "main_text" run on "chunked" and "reference" alone.
+        operator: "whitened", or "main_text" for the paper's Eqs. 11 to 13, `A = M G̃⁻¹`, `A ← γ A / max(σ_max(A), 1)`
+            with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 
     Returns:
         `y [B, T, H, P]` in v's dtype (0 where an operator has seen no key), and the state or None.
@@ -88,8 +94,9 @@ def koopman_attention(
         ValueError: a shape, name or size does not fit, or the backend cannot run.
     """
     call = KoopmanCall(
-        q, k, v, gamma, mix, ridge, power, mode, mask, chunk_size, refresh, normalization, initial_state, cu_seqlens
-    )
+        q, k, v, gamma, mix, ridge, power, mode, mask, chunk_size, refresh, normalization, initial_state, cu_seqlens,
+        operator,
+    )  # fmt: skip
     y, state, _ = attend(call, backend)
     return y, state if output_final_state else None
 
@@ -111,14 +118,20 @@ class KoopmanResult(NamedTuple):
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     """`koopman_attention` with the count of repeated factorisations; raises as it does."""
     call.check()
+    if call.is_paper_form:
+        if backend not in ("auto", "chunked", "reference"):
+            raise ValueError(f"the paper's forms of koopman_attention run on chunked and reference; got {backend!r}")
+        backend = "chunked" if backend == "auto" else backend
     implementation, dtype = choose(OP, backend, call.k.device, call), compute_dtype(call.k)
     with torch.autocast(call.k.device.type, enabled=False):
         masked = replace(call, k=mask_keys(call.k, call.mask))
-        readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k)
+        readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator)
         memory = initial_memory(call.initial_state, call.k, call.v, call.num_sequences, call.tokens_per_operator)
+        if call.normalization == "paper":
+            memory = freeze_norm(memory, call.k.to(dtype), call.cu_seqlens)
         if call.mode != "chunk":
             implementation = _prefix
-        elif backend != "reference" and call.normalization == "causal" and _is_step(call, memory):
+        elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
         if implementation not in (native.run, _native_step):  # the kernels read bfloat16 as it is
             masked = replace(masked, **{name: getattr(masked, name).to(dtype) for name in "qkv"})
@@ -136,6 +149,8 @@ def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     """One operator for all tokens, those of the memory included; all queries read it."""
     k, v = with_pending(call.k, call.v, memory)
     sums = sum_tokens(k, v, previous_keys(k, memory.last)).after(memory.sums)
+    if call.normalization == "paper":
+        sums = sums._replace(norm=memory.sums.norm)
     y, retries = readout.read(sums, call.q.transpose(1, 2))
     last = k[:, -1] if k.shape[1] else memory.last
     return y.transpose(1, 2), memory.without_pending().full_chunks(sums, last), retries
@@ -150,7 +165,11 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     previous = layout.split(layout.previous(keys, memory.last))
     chunks = layout.split(keys)
     entering, leaving = layout.running_sums(chunks, previous, layout.split(values), memory.sums)
-    norm = None if call.normalization == "causal" else layout.largest_norm(chunks, memory.sums)
+    norm = None
+    if call.normalization == "sequence":
+        norm = layout.largest_norm(chunks, memory.sums)
+    elif call.normalization == "paper":
+        norm, leaving = layout.same_norm(memory.sums), leaving._replace(norm=memory.sums.norm)
     queries = layout.split(layout.place(call.q))
     y, retries = readout.read(entering, queries.flatten(0, 1), norm)
     return layout.restore(y.unflatten(0, queries.shape[:2])), layout.final(leaving, keys, values, memory), retries
@@ -169,7 +188,7 @@ def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> 
     key, value = call.k[:, 0], call.v[:, 0]
     if waits:
         return y, add_pending(key, value, memory), retries
-    memory, more = add_token(key, value, memory, inverse, readout.ridge)
+    memory, more = add_token(key, value, memory, inverse, readout.ridge, frozen=call.normalization == "paper")
     return y, memory, retries + more
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from halflife.ops.koopman.solve import cholesky, unit_of
+from halflife.ops.koopman.solve import cholesky, inverse_factor, unit_of
 from halflife.ops.koopman.state import Sums
 from halflife.precision import compute_dtype
 
@@ -16,7 +17,11 @@ from halflife.precision import compute_dtype
 class KoopmanReadout:
     """The power filter `y = C ((1 − μ) x + μ x_K)` with the op's γ, μ, ε and K (see `koopman.op`)."""
 
-    def __init__(self, gamma: float | Tensor, mix: float | Tensor, ridge: float, power: int, like: Tensor) -> None:
+    def __init__(
+        self, gamma: float | Tensor, mix: float | Tensor, ridge: float, power: int, like: Tensor,
+        operator: str = "whitened",
+    ) -> None:  # fmt: skip
+        self.operator = operator
         dtype, heads = compute_dtype(like), like.shape[2]
         self.gamma, self.mix = (
             torch.as_tensor(x, dtype=dtype, device=like.device).expand(heads)[:, None, None] for x in (gamma, mix)
@@ -35,6 +40,9 @@ class KoopmanReadout:
         Returns:
             The outputs `[n, H, S, P]`, and how many factorisations were repeated.
         """
+        if self.operator == "main_text":
+            factor = inverse_factor(sums if norm is None else sums._replace(norm=norm), self.ridge)
+            return self._read_main_text(factor.matrix, sums, norm, q), factor.retries
         unit = unit_of(sums.norm if norm is None else norm)[..., None, None]
         with torch.no_grad():  # `_Read` has the gradient
             scaled = sums.gram / unit
@@ -45,9 +53,41 @@ class KoopmanReadout:
 
     def read_by_inverse(self, inverse: Tensor, sums: Sums, q: Tensor) -> Tensor:
         """Read operators with `q [N, H, S, R]` through their inverse factors, which autograd differentiates."""
+        if self.operator == "main_text":
+            return self._read_main_text(inverse, sums, None, q)
         unit = unit_of(sums.norm)[..., None, None].detach()  # a constant, see `inverse_factor`
         xs = _powers(lambda b: b @ inverse @ inverse.mT, sums.transition, unit, q, self.gamma, self.power)
         return torch.lerp(xs[0], xs[-1], self.mix) @ sums.values.mT
+
+    def _read_main_text(self, inverse: Tensor, sums: Sums, norm: Tensor | None, q: Tensor) -> Tensor:
+        """Eqs. 11 to 13: `A = M G̃⁻¹`, normalised by its largest singular value, and applied to the whitened query.
+
+        Vectors are rows, so A is applied as `x Aᵀ`. `inverse` is L⁻ᵀ with `L Lᵀ = G̃ / m²`.
+        """
+        norm = sums.norm if norm is None else norm
+        unit = unit_of(norm)[..., None, None].detach()  # a constant, see `inverse_factor`
+        transposed = inverse @ inverse.mT @ (sums.transition / unit).mT  # Aᵀ = G̃⁻¹ Mᵀ
+        transposed = self.gamma / largest_singular_value(transposed).clamp(min=1) * transposed
+        whitened = q / unit @ inverse
+        filtered = whitened
+        for _ in range(self.power):
+            filtered = filtered @ transposed
+        return torch.lerp(whitened, filtered, self.mix) @ inverse.mT @ sums.values.mT
+
+
+POWER_ITERATIONS = 6
+
+
+@torch.no_grad()
+def largest_singular_value(a: Tensor) -> Tensor:
+    """Estimate σ_max of `a [..., R, R]` as the paper does, `[..., 1, 1]`, without a gradient.
+
+    Six power iterations start from the vector of ones; the paper does not give the start.
+    """
+    x = a.new_ones(*a.shape[:-1], 1)
+    for _ in range(POWER_ITERATIONS):
+        x = F.normalize(a.mT @ (a @ x), dim=-2)
+    return (a @ x).norm(dim=-2, keepdim=True)
 
 
 def _powers(

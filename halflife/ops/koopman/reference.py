@@ -39,7 +39,8 @@ def _loop(
         norm = torch.cat([memory.sums.norm.unsqueeze(1), k.square().sum(-1)], 1).amax(1)
 
     def sums_before(stop: int) -> Sums:
-        return sum_tokens(k[:, :stop], v[:, :stop], previous[:, :stop]).after(memory.sums)
+        sums = sum_tokens(k[:, :stop], v[:, :stop], previous[:, :stop]).after(memory.sums)
+        return sums._replace(norm=memory.sums.norm) if call.normalization == "paper" else sums
 
     rows, retries = [], 0
     for t in range(length):

@@ -122,6 +122,36 @@ def initial_memory(state: KoopmanState | None, k: Tensor, v: Tensor, sequences: 
     return KoopmanMemory.from_state({name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()})
 
 
+def convert_state(state: KoopmanState, chunk_size: int) -> KoopmanState:
+    """Return a state for operators of `chunk_size` tokens (1 for `refresh="token"`), from one for any other number.
+
+    If the numbers differ, the tokens that wait for their chunk enter the sums, and the next token begins a chunk.
+    """
+    if state["pending_keys"].shape[1] == chunk_size - 1:
+        return state
+    memory = KoopmanMemory.from_state(state)
+    keys, values, counts = memory.pending_keys, memory.pending_values, memory.pending
+    # Slots behind the pending tokens hold zeros, which change no sum.
+    sums = sum_tokens(keys, values, previous_keys(keys, memory.last)).after(memory.sums)
+    index = (counts - 1).clamp(min=0).view(-1, 1, 1, 1).expand(-1, 1, *keys.shape[2:])
+    newest = keys.gather(1, index)[:, 0] if keys.shape[1] else memory.last
+    last = torch.where((counts > 0)[:, None, None], newest, memory.last)
+    slots = [x.new_zeros(x.shape[0], chunk_size - 1, *x.shape[2:]) for x in (keys, values)]
+    return KoopmanMemory(sums, last, slots[0], slots[1], torch.zeros_like(counts)).to_state()
+
+
+def freeze_norm(memory: KoopmanMemory, k: Tensor, cu_seqlens: Tensor | None) -> KoopmanMemory:
+    """Set m² of the sequences that have none yet to the largest squared norm of their keys `k [B, T, H, R]`."""
+    if (memory.sums.norm > 0).all():
+        return memory  # the same tensors, for `cached_inverse_factor`
+    norms = k.square().sum(-1)
+    pieces = norms.unbind(0) if cu_seqlens is None else norms[0].split(cu_seqlens.diff().tolist())
+    largest = [piece.amax(0) if len(piece) else piece.new_zeros(piece.shape[1]) for piece in pieces]
+    first = torch.stack(largest) if largest else memory.sums.norm
+    known = memory.sums.norm
+    return memory._replace(sums=memory.sums._replace(norm=torch.where(known > 0, known, first)))
+
+
 # ---------------------------------------------------------------------------------------------- many tokens
 
 

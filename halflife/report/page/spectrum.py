@@ -95,7 +95,9 @@ def _layers(model: LanguageModel, positions: list[int], saved: dict[int, dict[st
         initial = fixed.get(index)
         if initial is None and index in saved and len(trained[index]) == 1:  # the same at all positions
             initial = _table(saved[index]["init"]["timescales"].values())[:1]
-        taper = decay.taper().numpy() if isinstance(decay, PoST) else None
+        taper = None
+        if isinstance(decay, PoST):
+            taper = decay.taper().view(decay.base_shape).expand(decay.shape).flatten().numpy()
         layers.append(_layer(index, trained[index], initial, taper))
     return layers
 

@@ -1,0 +1,206 @@
+"""The Decay paper's rows as its authors ran them: whole layers against literal token loops, in float64."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close
+
+from halflife import LanguageModel, decay, layers, preset
+from halflife.experiments import decay_design
+from halflife.position import half_lrpe
+
+WIDTH, HEADS, LENGTH, CHANNELS = 16, 2, 9, 8
+EXACT = 1e-10
+SIZES = {"hidden_size": WIDTH, "num_layers": 2, "vocab_size": 31, "num_heads": HEADS, "train_length": 16}
+
+
+def layer_of(**options):
+    """A design-space block in float64 with noise in every parameter, and its input."""
+    built = layers.build("linear", hidden_size=WIDTH, num_heads=HEADS, chunk_size=4, **options).double()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return built, torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+
+
+def per_head(x):
+    return x.unflatten(-1, (HEADS, -1))
+
+
+def loop(layer, x, q, k, v, step):
+    """The outputs of a recurrence `state → step(state, b, t, h)`, read by q, through the gate and the projection."""
+    outputs = torch.empty_like(v)
+    for b in range(x.shape[0]):
+        for h in range(HEADS):
+            state = torch.zeros(k.shape[-1], v.shape[-1], dtype=torch.float64)
+            for t in range(x.shape[1]):
+                state = step(state, b, t, h)
+                outputs[b, t, h] = state.T @ q[b, t, h] / math.sqrt(CHANNELS)
+    return layer.out_proj(layer.gate(outputs, x))
+
+
+# --------------------------------------------------------------------------------------------------- DPLR
+
+
+@pytest.mark.parametrize("granularity", ["scalar", "vector"])
+def test_released_dplr(granularity):
+    """Scalar: the gated delta rule. Vector: (I − β k kᵀ) diag(λ) S + k vᵀ, without β on v. β lies in (0, 2)."""
+    layer, x = layer_of(decay="simple", granularity=granularity, update="dplr_released")
+    q, k, v = map(per_head, layer.qkv_proj(x).chunk(3, -1))
+    q, k = (F.silu(part) for part in (q, k))
+    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    f = layer.decay_proj.up(layer.decay_proj.down(x))
+    f = f if granularity == "scalar" else per_head(f)
+    decays = (f + layer.decay.delta).sigmoid()
+    beta = 2 * layer.beta_proj(x).sigmoid()
+
+    def step(state, b, t, h):
+        key, value, eye = k[b, t, h], v[b, t, h], torch.eye(CHANNELS, dtype=torch.float64)
+        reflected = eye - beta[b, t, h] * torch.outer(key, key)
+        decayed = torch.diag(decays[b, t, h].expand(CHANNELS)) @ state
+        return reflected @ decayed + torch.outer(key, value) * (beta[b, t, h] if granularity == "scalar" else 1)
+
+    assert_close(layer(x)[0], loop(layer, x, q, k, v, step), EXACT)
+
+
+def test_released_dplr_differs_from_dplr():
+    one, x = layer_of(decay="simple", update="dplr_released")
+    other = layers.build("linear", hidden_size=WIDTH, num_heads=HEADS, decay="simple", update="dplr").double()
+    other.load_state_dict(one.state_dict())
+    assert (one(x)[0] - other(x)[0]).abs().max() > 0.01
+
+
+# --------------------------------------------------------------------------------------- positions and TPE
+
+
+@pytest.mark.parametrize("granularity", ["scalar", "vector"])
+def test_released_rope(granularity):
+    """Scores are Σ cos((t − s) θ_i) q_i k_i over the first half of the channels, and plain products over the rest."""
+    layer, x = layer_of(decay="mamba2", granularity=granularity, position="half_lrpe")
+    q, k, v = map(per_head, layer.qkv_proj(x).chunk(3, -1))
+    q, k = F.silu(q), F.silu(k)
+    f = layer.decay_proj.up(layer.decay_proj.down(x))
+    f = f if granularity == "scalar" else per_head(f)
+    g = -layer.decay.A_log.exp() * F.softplus(f + layer.decay.dt_bias)
+    theta = torch.tensor([10_000 ** (-2 * i / CHANNELS) for i in range(CHANNELS // 2)], dtype=torch.float64)
+    outputs = torch.zeros_like(v)
+    for b in range(2):
+        for h in range(HEADS):
+            for t in range(LENGTH):
+                for s in range(t + 1):
+                    weight = g[b, s + 1 : t + 1, h].sum(0).exp() * q[b, t, h] * k[b, s, h]
+                    weight[: CHANNELS // 2] *= ((t - s) * theta).cos()
+                    outputs[b, t, h] += weight.sum() * v[b, s, h] / math.sqrt(CHANNELS)
+    assert_close(layer(x)[0], layer.out_proj(layer.gate(outputs, x)), EXACT)
+    assert half_lrpe(k, torch.arange(LENGTH)).shape[-1] == CHANNELS + CHANNELS // 2
+
+
+def test_released_tpe():
+    """Σ aᵀb λ^{t−s} x_s with one λ a head, an RMS norm over each head and a projection."""
+    layer = layers.build("tpe_released", hidden_size=WIDTH, num_heads=HEADS, chunk_size=4).double()
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    values, decays = per_head(x), layer.kernel.logit.sigmoid()
+    mixed = torch.zeros_like(values)
+    for t in range(LENGTH):
+        for s in range(t + 1):
+            weight = (layer.kernel.read * layer.kernel.write).sum(-1) * decays ** (t - s)
+            mixed[:, t] += weight.view(1, HEADS, 1) * values[:, s]
+    normed = mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_close(layer(x)[0], layer.out_proj(normed.flatten(-2) * layer.norm.weight), EXACT)
+
+
+def test_released_tpe_replaces_the_embeddings():
+    model = LanguageModel(preset("simple+scalar+tpe_released", **SIZES)).double()
+    torch.nn.init.zeros_(model.tpe.out_proj.weight)
+    given = []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    model(torch.randint(31, (1, 5)))
+    assert given[0].count_nonzero() == 0
+
+
+# --------------------------------------------------------------------------------------------- LightNet
+
+
+def test_released_lightnet_with_shared_keys():
+    """λ_t = e^{z_{t−1} − z_t} and k_t = e^{f_{t−1} − z_t}, z the running log-sum-exp of f_0 = 0, f_1, …, f_t."""
+    layer, x = layer_of(decay="lightnet_released", share_keys=True)
+    q, v = map(per_head, layer.qkv_proj(x).chunk(2, -1))
+    f = per_head(layer.decay_proj.up(x))
+    f = torch.cat([torch.zeros_like(f[:, :1]), f], 1)
+    z = torch.stack([f[:, : t + 1].logsumexp(1) for t in range(LENGTH + 1)], 1)
+    k = (f[:, :-1] - z[:, 1:]).exp()
+    decays = (z[:, :-1] - z[:, 1:]).exp()
+
+    def step(state, b, t, h):
+        return decays[b, t, h].unsqueeze(-1) * state + torch.outer(k[b, t, h], v[b, t, h])
+
+    assert_close(layer(x)[0], loop(layer, x, F.silu(q), k, v, step), EXACT)
+
+
+def test_released_lightnet_streams_and_packs():
+    """At every cut, and in packed rows with an empty one."""
+    layer, x = layer_of(decay="lightnet_released", share_keys=True)
+    whole, _ = layer(x)
+    for cut in range(LENGTH + 1):
+        first, state = layer(x[:, :cut])
+        assert_close(torch.cat([first, layer(x[:, cut:], state)[0]], 1), whole, EXACT)
+    bounds = [0, 4, 4, 5, 9]
+    _, state = layer(torch.randn(4, 3, WIDTH, dtype=torch.float64))
+    packed, last = layer(x[:1], state, cu_seqlens=torch.tensor(bounds))
+    for row, (start, stop) in enumerate(pairwise(bounds)):
+        alone = {name: part[row : row + 1] for name, part in state.items()}
+        y, final = layer(x[:1, start:stop], alone)
+        assert_close(packed[:, start:stop], y, EXACT)
+        assert_close(last["decay"][row], final["decay"][0], EXACT)
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def test_tnl_contradicts_its_text():
+    """Table 1's λ has a median of 0.01 in layer 0, and the released one of 0.96."""
+    median = {
+        name: decay.build(name, num_heads=12, head_dim=2, num_layers=12)(torch.zeros(1, 1, 12)).exp().median().item()
+        for name in ("tnl", "tnl_released")
+    }
+    assert median["tnl"] < 0.02
+    assert median["tnl_released"] > 0.9
+
+
+def test_retnet_forms_agree_for_four_heads_only():
+    for heads in (2, 4, 8):
+        one, other = (decay.build(name, num_heads=heads, head_dim=2) for name in ("retnet", "retnet_paper"))
+        assert torch.allclose(one.log_rate, other.log_rate) == (heads == 4)
+
+
+def test_rows_of_the_grid_as_they_were_run():
+    """`name:released` is another model than the row, and the group has the rows for which it is one."""
+    released = decay_design.DecayDesign.groups["released"]
+    assert {name.split("/")[0] for name in released} == {"vector", "share", "scalar", "rope", "tpe", "dplr"}
+    settings = decay_design.SMOKE
+    for name in released:
+        one, other = (decay_design.variant_model(row, settings) for row in (name, name.split(":")[0]))
+        assert (one.mixer_options, one.position) != (other.mixer_options, other.position)
+        LanguageModel(one)(torch.zeros(1, 3, dtype=torch.long))
+    options = decay_design.variant_model("rope/tnl:released", settings).mixer_options
+    assert (options["decay"], options["position"]) == ("tnl_released", "half_lrpe")
+    assert decay_design.variant_model("tpe/gla:released", settings).position == "tpe_released"
+    with pytest.raises(ValueError, match="as the paper prints it"):
+        decay_design.find_variant("simple/0.9:released")
+    with pytest.raises(ValueError, match="unknown variant"):
+        decay_design.find_variant("simple/0.9:run")
+
+
+def test_rows_of_the_grid_can_be_named_like_presets():
+    """All 39 rows, as `halflife train vector/gla` has them; the sizes and options of the caller count."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
+    assert len(decay_design.VARIANTS) == 39
+    for name in decay_design.VARIANTS:
+        config = decay_design.row_or_preset(name, **sizes)
+        assert (config.name, config.hidden_size, config.vocab_size) == (name, 32, 31)
+    assert decay_design.row_or_preset("mamba2", **sizes) == preset("mamba2", **sizes)
+    options = decay_design.row_or_preset("vector/gla", **sizes, mixer_options={"chunk_size": 16}).mixer_options
+    assert (options["decay"], options["chunk_size"]) == ("gla", 16)

@@ -1,0 +1,108 @@
+"""GateRank as its paper prints it: Eqs. 8 and 10 to 12 against literal token loops, in float64."""
+
+import pytest
+import torch
+from helpers import assert_close
+
+import halflife
+from halflife.layers import GateRank
+from halflife.layers.gate_rank import SlowGate
+from halflife.ops import gate_rank
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
+
+
+def inputs(length=11):
+    q, k = torch.randn(2, 2, length, 3, 4, dtype=torch.float64)
+    v = torch.randn(2, length, 3, 5, dtype=torch.float64)
+    g_slow, g_fast = -torch.rand(2, 2, length, 3, dtype=torch.float64)
+    return {"q": q, "k": k, "v": v, "g_slow": torch.where(torch.rand(2, length, 3) < 0.3, g_slow, 0), "g_fast": g_fast}
+
+
+def printed(q, k, v, g_slow, g_fast, states=None):
+    """Eqs. 10 to 12, token by token and head by head."""
+    outputs = torch.zeros_like(v)
+    fast, slow = (torch.zeros(2, 3, 4, 5, dtype=torch.float64) for _ in range(2)) if states is None else states
+    fast, slow = fast.clone(), slow.clone()
+    for b in range(q.shape[0]):
+        for h in range(q.shape[2]):
+            for t in range(q.shape[1]):
+                new = torch.outer(k[b, t, h], v[b, t, h])
+                reset = g_slow[b, t, h] != 0
+                fast[b, h] = (0 if reset else g_fast[b, t, h].exp() * fast[b, h]) + new
+                slow[b, h] = g_slow[b, t, h].exp() * slow[b, h] + (fast[b, h] if reset else 0)
+                outputs[b, t, h] = q[b, t, h] @ (slow[b, h] + fast[b, h])
+    return outputs, (fast, slow)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 11])
+def test_printed_reset_law(cut):
+    """With states, in two pieces; the token of a reset is counted twice, and older fast content is lost."""
+    x = inputs()
+    expected, (fast, slow) = printed(**x)
+    pieces, states = [], None
+    for piece in (slice(0, cut), slice(cut, None)):
+        o, states = gate_rank(
+            **{name: part[:, piece] for name, part in x.items()}, scale=1, initial_state=states,
+            output_final_state=True, chunk_size=4, reset_law="printed",
+        )  # fmt: skip
+        pieces.append(o)
+    assert_close(torch.cat(pieces, 1), expected, 1e-13)
+    assert_close(dict(zip("fs", states, strict=True)), {"f": fast, "s": slow}, 1e-13)
+    mask, _ = gate_rank(**x, scale=1)
+    assert not torch.allclose(mask, expected, atol=0.1)
+
+
+def test_printed_reset_law_is_for_the_linear_update():
+    x = inputs()
+    with pytest.raises(ValueError, match="linear update"):
+        gate_rank(**x, beta=torch.ones(2, 11, 3).double(), reset_law="printed")
+    with pytest.raises(ValueError, match="unknown reset_law 'mark'"):
+        gate_rank(**x, reset_law="mark")
+    for name in ("gated_deltanet+gate_rank", "mamba3+gate_rank"):
+        with pytest.raises(ValueError, match=r"linear update|previous token"):
+            halflife.preset(name, **SIZES, mixer_options={"gate_rank": {"reset_law": "printed"}})
+
+
+def test_printed_gate():
+    """log α = −A relu(ShortConv(W x + b)), one number a layer; A starts in [1, 16], b at 0."""
+    gate = GateRank(32, 4, gates="layer", bias="before", reset_rate=0.5, rate_start="uniform_1_16").double()
+    assert gate.slow_gate.bias.item() == 0
+    assert 1 <= gate.slow_gate.A_log.exp().item() <= 16
+    torch.nn.init.constant_(gate.slow_gate.bias, 0.3)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    g, state = gate.slow_gate(gate.proj(x), None, None)
+    assert (g.shape, state.shape) == ((2, 9, 4), (2, 1, 3))
+    f = gate.proj(x)[..., 0] + 0.3
+    for b in range(2):
+        for t in range(9):
+            conv = sum(gate.slow_gate.taps[0, 3 - i] * f[b, t - i] for i in range(4) if t >= i)
+            expected = -gate.slow_gate.A_log.exp() * conv.clamp(min=0)
+            assert_close(g[b, t], expected.expand(4), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["mamba2+gate_rank_paper", "gated_deltanet+gate_rank_paper"])
+def test_paper_preset(name):
+    """It streams, it has one gate a layer, and its op is the mask's."""
+    model = halflife.LanguageModel(halflife.preset(name, **SIZES)).double()
+    ids = torch.randint(31, (2, 12))
+    whole, _ = model(ids)
+    first, state = model(ids[:, :5])
+    assert_close(torch.cat([first, model(ids[:, 5:], state)[0]], 1), whole, 1e-12)
+    gates = [module for module in model.modules() if isinstance(module, GateRank)]
+    assert [gate.proj.out_features for gate in gates] == [1, 1]
+    assert {gate.reset_law for gate in gates} == {"mask"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gates": "heads"}, "Did you mean 'head'"),
+        ({"bias": "inside"}, "unknown bias"),
+        ({"rate_start": "uniform"}, "unknown rate_start"),
+        ({"bias": "before", "reset_rate": 0.1}, "reset_rate 0.5"),
+    ],
+)
+def test_errors_say_what_is_wrong(options, message):
+    with pytest.raises(ValueError, match=message):
+        SlowGate(2, **{"reset_rate": 0.5, "conv_size": 4, **options})
