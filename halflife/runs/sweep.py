@@ -24,7 +24,7 @@ from halflife.runs.folder import (
 from halflife.runs.one import CellConfig, run_one
 from halflife.runs.scores import scores_of, write_scores
 from halflife.training.config import ExecutionConfig
-from halflife.training.fit import claim_run_folder
+from halflife.training.fit import check_run_folder
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _results(jobs: Mapping[Cell, Job]) -> dict[Cell, dict[str, Any]]:
     """The results of the finished cells, whichever process ran them."""
     found = {}
     for cell, job in jobs.items():
-        if (job.folder / RESULT_JSON).exists() and claim_run_folder(job.config, job.folder):
+        if (job.folder / RESULT_JSON).exists() and check_run_folder(job.config, job.folder):
             found[cell] = read_result(job.folder)
     return found
 
