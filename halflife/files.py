@@ -69,7 +69,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(folder: Path, older_than: float = 0.0) -> None:
+def remove_orphans(folder: Path, older_than: float = 0.0) -> None:
     """Delete the temporary files that killed processes left in `folder`.
 
     Args:

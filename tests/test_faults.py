@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny_runs import after_step, comparable, interrupt_after, run, tiny
 
-from halflife.files import atomic_path, read_bytes, read_json, sweep, write_json, write_text
+from halflife.files import atomic_path, read_bytes, read_json, remove_orphans, write_json, write_text
 from halflife.training import callbacks
 from halflife.training.checkpoints import checksums, last_checkpoint
 from halflife.training.fit import StoppedBySignal
@@ -68,11 +68,11 @@ def test_temporary_files_of_killed_processes_are_swept(tmp_path):
     for name in (*left, *kept):
         (tmp_path / name).write_text("x")
     (tmp_path / ".a.tmp").mkdir()
-    sweep(tmp_path, older_than=60)
+    remove_orphans(tmp_path, older_than=60)
     assert len(list(tmp_path.iterdir())) == len(left) + len(kept) + 1
-    sweep(tmp_path)
+    remove_orphans(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*kept, ".a.tmp"}
-    sweep(tmp_path / "nowhere")
+    remove_orphans(tmp_path / "nowhere")
 
 
 def test_json_is_strict(tmp_path):

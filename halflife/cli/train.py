@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from halflife.cli.options import reject_other_options, resumable, take_overrides
+from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
 from halflife.files import RUN_JSON
 
 if TYPE_CHECKING:
@@ -146,14 +146,16 @@ class Train:
             command, overrides = take_overrides(self, OPTIONS)
             config = command._configure(overrides, show=not self.quiet and rank() == 0)
         if rank() == 0:
-            print(f"writing to {folder}")
-        with resumable(f"halflife train --resume {shlex.quote(str(folder))}"):
+            say(f"writing to {folder}")
+        with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
             result = language.run_language(
                 config, folder, execution=execution, samples=self.prompts,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         if rank() == 0:
             print_language_run(result, folder)
+            if "diverged" in result:
+                raise SystemExit(FAILED)
 
     def _folder(self) -> Path:
         from halflife.training.config import world_size

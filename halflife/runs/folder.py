@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,13 @@ def folder_kind(path: Path) -> FolderKind:
 
 
 def cell_folder(model: str, learning_rate: float, seed: int) -> str:
-    """The folder of one run of a sweep, relative to the folder of the sweep."""
+    """The folder of one run of a sweep, relative to the folder of the sweep. Different rates have different folders."""
+    short = f"{learning_rate:g}"
+    return f"{_model_folder(model)}/lr{short if float(short) == learning_rate else repr(learning_rate)}-seed{seed}"
+
+
+def rounded_cell_folder(model: str, learning_rate: float, seed: int) -> str:
+    """`cell_folder` as earlier versions named it, with six digits of the learning rate."""
     return f"{_model_folder(model)}/lr{learning_rate:g}-seed{seed}"
 
 
@@ -132,7 +138,7 @@ def read(run_dir: str | Path) -> Comparison:
     table = path / RESULTS_CSV
     scores = list(read_scores(table, _text(table))) if table.exists() else []
     tasks = kind is FolderKind.COMPARISON
-    trainings = [t for model in config["models"] for t in _read_trainings(path, model, bool(scores), tasks)]
+    trainings = [t for model in config["models"] for t in _read_trainings(path, model, scores, tasks)]
     return Comparison(path, config, versions, scores, trainings)
 
 
@@ -164,11 +170,11 @@ def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:
     return files.read_metrics(path)
 
 
-def _read_trainings(sweep: Path, model: str, finished: bool, tasks: bool) -> list[Training]:
+def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: bool) -> list[Training]:
     """The trainings of one model of a sweep, by learning rate and seed.
 
     Args:
-        finished: whether every file must be there.
+        scores: the table. A training in it has ended, and all of its files must be there.
         tasks: whether the trainings are task runs; language runs have neither spectra nor tests by position.
     """
     trainings = []
@@ -176,13 +182,18 @@ def _read_trainings(sweep: Path, model: str, finished: bool, tasks: bool) -> lis
         name = re.fullmatch(r"lr(.+)-seed(\d+)", path.name)
         if name is None:
             continue
+        rate, seed = float(name[1]), int(name[2])
+        finished = any(
+            (score.model, score.seed) == (model, seed) and math.isclose(score.learning_rate, rate, rel_tol=1e-4)
+            for score in scores
+        )
         spectrum = path / SPECTRUM_JSON
         trainings.append(
             Training(
                 path=path,
                 model=model,
-                learning_rate=float(name[1]),
-                seed=int(name[2]),
+                learning_rate=rate,
+                seed=seed,
                 metrics=_read_metrics(path / METRICS_JSONL, finished),
                 spectrum=_unbounded(_present(read_json, spectrum)) if tasks and (finished or spectrum.exists()) else {},
                 positions=read_result(path).get("positions", []) if tasks and (path / RESULT_JSON).exists() else [],

@@ -22,7 +22,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from halflife.files import METRICS_JSONL, RUN_JSON
-from halflife.runs.sweep import Job, Runner, one_by_one, run_job
+from halflife.runs.sweep import Job, Runner, one_by_one, reason, run_job
 from halflife.training.fit import StoppedBySignal
 
 RETRIES = 5  # of a run whose worker died; each repeats at most the steps since the last checkpoint
@@ -55,7 +55,7 @@ def make_runner(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_
 class Pool:
     """Runs the jobs of a sweep as tasks of Ray; see `make_runner` for the fields.
 
-    If one run fails, the others still run. The error is printed at once, and raised after the last run.
+    If one run fails, the others still run. Its error is printed at once.
     """
 
     address: str
@@ -76,24 +76,21 @@ class Pool:
             except (OSError, OverflowError) as error:
                 raise ValueError(f"nothing answers at {self.address}: {error}") from None
 
-    def __call__(self, jobs: Sequence[Job], show: bool) -> None:
-        """Run the jobs.
+    def __call__(self, jobs: Sequence[Job], show: bool) -> dict[str, str]:
+        """Run the jobs, and return the reasons of those that failed, by label.
+
+        A run fails if it raises an error, or if its worker died `RETRIES` + 1 times.
 
         Raises:
-            ValueError: a run raised a ValueError, or this machine is too small for a run.
-            RuntimeError: a run raised another error, or its worker died `RETRIES` + 1 times.
+            ValueError: this machine is too small for a run, or no Ray answers.
         """
         if not jobs:
-            return
+            return {}
         jobs = [replace(job, folder=job.folder.absolute()) for job in jobs]
         for job in jobs:
             job.folder.mkdir(parents=True, exist_ok=True)
         with _cluster(self.address):
-            failed = _run_all(jobs, self._resources(), show)
-        if failed:
-            error = next(iter(failed.values()))
-            kind = ValueError if all(isinstance(e, ValueError) for e in failed.values()) else RuntimeError
-            raise kind("; ".join(f"{name}: {_reason(e)}" for name, e in failed.items())) from error
+            return _run_all(jobs, self._resources(), show)
 
     def _resources(self) -> dict[str, float]:
         """The processors and GPUs that each run asks Ray for."""
@@ -149,14 +146,14 @@ def run_job_in_worker(job: Job, threads: int) -> dict[str, Any]:
     return run_job(job, patience=PATIENCE)
 
 
-def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> dict[str, Exception]:
-    """Run all jobs, and return the errors of those that failed, by label. An interrupt cancels the running jobs."""
+def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> dict[str, str]:
+    """Run all jobs, and return the reasons of those that failed, by label. An interrupt cancels the running jobs."""
     import ray
     from ray.exceptions import RayError
 
     task = ray.remote(run_job_in_worker).options(**resources, max_retries=RETRIES, retry_exceptions=[StoppedBySignal])
     tasks = {task.remote(job, int(resources["num_cpus"])): job for job in jobs}
-    failed: dict[str, Exception] = {}
+    failed: dict[str, str] = {}
     board = ProgressBoard(jobs, show)
     try:
         with board.progress:
@@ -166,8 +163,8 @@ def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) ->
                     try:
                         board.finish(job, _outcome(job, ray.get(ref)))
                     except RayError as error:
-                        failed[job.name] = error
-                        board.finish(job, f"failed: {_reason(error)}")
+                        failed[job.name] = reason(getattr(error, "cause", None) or error)
+                        board.finish(job, f"failed: {failed[job.name]}")
                 board.update()
     finally:
         for ref in tasks:
@@ -179,12 +176,6 @@ def _outcome(job: Job, result: dict[str, Any]) -> str:
     """The line that a finished run leaves."""
     form = {"accuracy": ".1%", "loss": ".3f"}[job.config.measure]
     return result.get("diverged") or f"validation {result['validation']:{form}}"
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the error that the run raised, or the error of Ray."""
-    cause = getattr(error, "cause", None) or error
-    return _first_line(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {_first_line(cause)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from halflife.files import METRICS_JSONL, finite, read_metrics, silence_stdout, write_text
+from halflife.files import METRICS_JSONL, finite, read_metrics, write_text
 from halflife.layers import gate_statistics
 from halflife.training.speed import Speed
 
@@ -159,14 +158,6 @@ def _line(values: dict[str, Any]) -> str:
     return json.dumps(finite(values), allow_nan=False) + "\n"
 
 
-class _PatientConsole(Console):
-    """A console that falls silent when its reader goes away, as in `halflife train … | head -1`."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        silence_stdout()
-
-
 class ProgressBar(TrainerCallback):
     """A progress bar with steps, loss, validation, speed and remaining time."""
 
@@ -176,7 +167,7 @@ class ProgressBar(TrainerCallback):
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(6), MofNCompleteColumn(), TextColumn("{task.fields[info]}"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True), TextColumn("{task.fields[clock]}"),
-            refresh_per_second=2, console=_PatientConsole(),
+            refresh_per_second=2,
         )  # fmt: skip
         self.task: TaskID | None = None
         self.loss = float("nan")

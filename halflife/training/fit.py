@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, sweep, write_json
+from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
@@ -88,7 +88,7 @@ def check_run_folder(config: TrainConfig, folder: Path) -> bool:
 def claim_run_folder(config: TrainConfig, folder: Path) -> None:
     """Write `run.json`, and remove what killed processes left in the folder."""
     if rank() == 0:
-        sweep(folder)
+        remove_orphans(folder)
         write_json(folder / RUN_JSON, config.to_dict())
 
 
