@@ -21,6 +21,7 @@ from typing import Any
 CONFIG_JSON = "config.json"
 WEIGHTS = "model.safetensors"
 RUN_JSON = "run.json"
+VERSIONS_JSON = "versions.json"  # versions of the packages, the device, and the command of a language run
 METRICS_JSONL = "metrics.jsonl"
 RESULT_JSON = "result.json"
 CHECKPOINTS = "checkpoints"  # a folder
@@ -193,6 +194,28 @@ def _unpack(path: Path) -> bytes:
     if len(data) > UNPACKED:
         raise ValueError(f"{path} unpacks to more than {UNPACKED >> 20} MB; unpack it with gunzip, and name that file")
     return data
+
+
+def check_new_folder(folder: Path) -> None:
+    """Check that a command may fill `folder`.
+
+    Raises:
+        FileExistsError: the folder is not empty.
+        NotADirectoryError: it is a file.
+    """
+    if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+        raise FileExistsError(f"{folder.absolute()} is not empty; choose another folder")
+
+
+def check_writable(folder: Path) -> None:
+    """Make `folder`, and check that files can be made in it, before hours of work.
+
+    Raises:
+        OSError: that is not so; the error names the folder.
+    """
+    with atomic_path(folder / ".writable"):
+        pass
+    (folder / ".writable").unlink()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny
 
+from halflife import preset
 from halflife.cli import main
+from halflife.cli.options import resumable
+from halflife.data.documents import find
 from halflife.experiments import compare as comparison
+from halflife.models import LanguageModel, checkpoint
 from halflife.runs import sweep
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell, Job, RunsFailed, _select_rate
@@ -189,3 +194,133 @@ def test_training_goes_on_without_the_reader_of_its_bar(tmp_path):
 def test_a_terminal_of_ascii_shows_everything(tmp_path):
     done = shell("halflife list", tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ bad settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--clip", "nan"], "clip must be positive; got nan"),
+        (["--clip", "0"], "clip must be positive"),
+        (["--weight-decay", "nan"], "weight_decay must be 0 or more"),
+        (["--weight-decay", "-3"], "weight_decay must be 0 or more; got -3.0"),
+        (["--warmup", "5"], "warmup must be a share"),
+        (["--warmup", "nan"], "warmup must be a share of the steps between 0 and 1; got nan"),
+        (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
+        (["--seed", "-1"], "seed must lie between 0"),
+        (["--fsdp"], "torchrun"),
+        (["--data", ""], "name a file, a folder or a glob"),
+        (["--data", "pipe"], "pipe is a pipe or a device"),
+        (["--output", ""], "is not empty; choose another folder"),
+        (["--output", "text"], "is not empty; choose another folder"),
+        (["--output", "text/0.txt"], "0.txt"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(place, options, message, capsys):
+    before = sorted(place.rglob("*"))
+    assert command("train", *TRAIN, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert sorted(path for path in place.rglob("*") if "cache" not in path.parts) == before
+    assert not any(path.name == ".lock" for path in place.rglob("*"))
+
+
+TRAIN = [
+    "mamba2", "--data", "text", "--tokens", "256", "--context", "16", "--batch-size", "4", "--hidden-size", "16",
+    "--num-layers", "1", "--num-heads", "2", "--held-out", "0.1", "--output", "out", "--quiet",
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder, with 20 documents in `text` and a named pipe."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i} forgets slowly. " * 8)
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def test_a_stray_rank_is_refused(place, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert command("train", *TRAIN) == 2
+    assert "RANK=1" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "first")
+    assert command("train", *TRAIN) == 2
+    assert "RANK='first'" in capsys.readouterr().err
+
+
+def test_a_run_does_not_read_other_runs(place, capsys):
+    (place / "text" / "run").mkdir()
+    (place / "text" / "run" / "run.json").write_text("{}")
+    (place / "text" / "run" / "samples.txt").write_text("text of a model")
+    (place / "text" / "a-comparison").mkdir()
+    for name in ("config.json", "versions.json", "summary.md"):
+        (place / "text" / "a-comparison" / name).write_text("{}")
+    assert [path.name for path in find(["text"])] == sorted(f"{i}.txt" for i in range(20))
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(place, monkeypatch):
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    (place / "text" / "secret").mkdir()
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="secret"):
+        find(["text"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"of_tomorrow": 1}, "does not know: of_tomorrow"),
+        ({"digest": None}, "has no digest"),
+        ({"steps": "many"}, "steps in .*run.json must be a whole number; got 'many'"),
+        ({"data": {"sources": []}}, "is damaged: a setting has a value that cannot be"),
+        ({"model": []}, "damaged"),
+        ({"clip": -1.0}, "clip must be positive"),
+    ],
+)
+def test_an_edited_run_is_refused_by_name(place, changes, message, capsys):
+    fixture = Path(__file__).parent / "fixtures" / "version_0_1" / "language" / "run.json"
+    written = {**json.loads(fixture.read_text()), **changes}
+    (place / "out").mkdir()
+    (place / "out" / "run.json").write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
+    before = sorted(place.rglob("*"))
+    assert command("train", "--resume", "out") == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, monkeypatch, capsys):
+    from halflife.experiments import train
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run_language", interrupt)
+    assert command("train", *TRAIN) == 130
+    assert "nothing was written yet" in capsys.readouterr().err
+    (place / "out").mkdir()
+    (place / "out" / "run.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop, resumable("halflife train --resume out", place / "out" / "run.json"):
+        interrupt()
+    assert stop.value.code == 130
+    assert "resume with: halflife train --resume out" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, capsys):
+    checkpoint.save(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)), "model")
+    monkeypatch.setattr("halflife.evaluation.ruler.evaluate", pytest.fail)
+    arguments = ["eval", "model", "--tasks", "niah_single_1", "--lengths", "64", "--output"]
+    assert command(*arguments, "text/0.txt/a") == 2
+    assert "a file stands where a folder is needed" in capsys.readouterr().err

@@ -275,8 +275,8 @@ def arguments(text, folder, *more):
 
 
 @pytest.fixture
-def environment(tmp_path):
-    return {**os.environ, "HALFLIFE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+def environment(tmp_path_factory):
+    return {**os.environ, "HALFLIFE_CACHE": str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
 
 
 def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_path, capsys, monkeypatch):

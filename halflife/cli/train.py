@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
-from halflife.files import RUN_JSON
+from halflife.files import RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
@@ -158,7 +158,7 @@ class Train:
                 raise SystemExit(FAILED)
 
     def _folder(self) -> Path:
-        from halflife.training.config import world_size
+        from halflife.training.config import rank, world_size
 
         if self.model is None or not self.data:
             raise ValueError("give a model and --data, or --resume and the folder of a run")
@@ -167,6 +167,8 @@ class Train:
         folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model}"
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
+        if rank() == 0 and not (folder / RUN_JSON).exists():
+            check_new_folder(folder)
         return folder
 
     def _configure(self, overrides: dict[str, Any], show: bool) -> LanguageConfig:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife import files
-from halflife.files import CONFIG_JSON, METRICS_JSONL, RESULT_JSON, RUN_JSON, read_json, read_json_object
+from halflife.files import CONFIG_JSON, METRICS_JSONL, RESULT_JSON, RUN_JSON, VERSIONS_JSON, read_json, read_json_object
 from halflife.runs.records import Comparison, LanguageRun, Training, flatten, mean
 from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
 
@@ -38,7 +38,6 @@ __all__ = [
     "read_any", "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
-VERSIONS_JSON = "versions.json"  # versions of the packages, the device, and the command of a language run
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
 RESULTS_JSON = "results.json"  # of a grid: results by variant and seed, and the paper's losses

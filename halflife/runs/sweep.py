@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-from halflife.files import RESULT_JSON, RUN_JSON, folder_lock, read_json, read_json_object, remove_orphans, write_json
+from halflife.files import (
+    RESULT_JSON,
+    RUN_JSON,
+    check_new_folder,
+    folder_lock,
+    read_json,
+    read_json_object,
+    remove_orphans,
+    write_json,
+)
 from halflife.runs.folder import (
     CONFIG_JSON,
     RESULTS_CSV,
@@ -218,10 +227,11 @@ def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     """Create the folder of a sweep, with its configuration and the versions of the packages that run it.
 
     Raises:
-        FileExistsError: the folder holds a sweep already.
+        FileExistsError: the folder holds a sweep already, or something else.
     """
     if (folder / CONFIG_JSON).exists():
         raise FileExistsError(f"{folder} holds a comparison already; continue it with --resume {folder}")
+    check_new_folder(folder)
     write_json(folder / CONFIG_JSON, config)
     write_json(folder / VERSIONS_JSON, versions())
     return folder
