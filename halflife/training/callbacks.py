@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 
 from halflife.files import METRICS_JSONL, finite, read_metrics, write_text
 from halflife.layers import gate_statistics
+from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed
 
 
@@ -48,10 +49,6 @@ def check_weights(model: nn.Module, step: int) -> None:
         torch.distributed.all_reduce(bad)
     if bad:
         raise Diverged(f"a weight is not finite after step {step}")
-
-
-# A job manager sends one of these before it kills a process, or a terminal that closes does.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
 
 
 class Metrics(TrainerCallback):

@@ -6,10 +6,14 @@ import dataclasses
 import json
 import math
 import os
+import signal
 from dataclasses import dataclass
 from typing import Any
 
 from halflife.models import ModelConfig
+
+# A job manager sends one of these before it kills a process, or a terminal that closes does.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
 
 
 @dataclass(frozen=True, kw_only=True)
