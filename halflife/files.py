@@ -51,13 +51,25 @@ def atomic_path(path: Path) -> Iterator[Path]:
     mode = os.fstat(descriptor).st_mode
     os.close(descriptor)
     try:
-        yield temporary
-        os.chmod(temporary, mode)  # safetensors puts a file of mode 0600 in its place
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
+        with naming(path):
+            yield temporary
+            os.chmod(temporary, mode)  # safetensors puts a file of mode 0600 in its place
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the name of a file to the errors of writing into it, which do not have it: a full disk, a limit of size."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -75,6 +75,12 @@ def test_a_session_that_cannot_be_is_refused(tmp_path, about, tensors):
         Session(session.model).load(path)
 
 
+def test_equal_content_has_equal_bytes(tmp_path):
+    expected = checkpoint.save(model(), tmp_path / "x").joinpath("model.safetensors").read_bytes()
+    for i in range(8):  # the order of the strings in the header would differ in one of two files
+        assert checkpoint.save(model(), tmp_path / str(i)).joinpath("model.safetensors").read_bytes() == expected
+
+
 def test_files_without_a_checksum_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
 

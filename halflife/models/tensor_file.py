@@ -22,6 +22,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     contiguous = {name: x.detach().contiguous() for name, x in tensors.items()}
     with atomic_path(path) as temporary:
         save_file(contiguous, temporary, {**about, CHECKSUM: checksum(contiguous, about)})
+        _sort_metadata(temporary)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the strings in a safetensors header, whose order is random. Equal content then has equal bytes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(data) == size:
+            file.seek(8)
+            file.write(data)
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:

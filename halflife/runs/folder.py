@@ -149,10 +149,10 @@ def read_result(folder: Path) -> dict[str, Any]:
     """
     path = folder / RESULT_JSON
     result = _rename(read_json_object(path))
-    if missing := [name for name in ("parameters", "validation", "tests") if name not in result]:
+    if missing := [name for name in ("parameters", "validation") if name not in result]:
         raise ValueError(f"{path} holds no result of a run: it has no {', '.join(missing)}")
     result["validation"] = number(result["validation"])  # NaN after a divergence, null in the file
-    for test in result["tests"]:
+    for test in result.get("tests", ()):  # version 0.1.0 wrote none for a run on text
         test |= {name: number(test[name]) for name in ("accuracy", "loss") if name in test}
     return result
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from halflife.files import METRICS_JSONL, finite, read_metrics, write_text
+from halflife.files import METRICS_JSONL, finite, naming, read_metrics, write_text
 from halflife.layers import gate_statistics
 from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed
@@ -144,7 +144,7 @@ class Metrics(TrainerCallback):
     def _write(self, state, line: dict[str, Any]) -> None:
         if not state.is_world_process_zero:
             return
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line({"step": state.global_step, **line}))
         for name, value in line.items():
             if self._tensorboard is not None and isinstance(value, float):

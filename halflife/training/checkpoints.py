@@ -71,7 +71,8 @@ class CheckpointStore:
         for path in written.rglob("*"):
             sync(path)
         place = self.folder / written.name
-        shutil.rmtree(place, ignore_errors=True)  # a damaged one: the run would not have come to this step otherwise
+        # What stands there is damaged: the run would not have come to this step otherwise.
+        place.unlink() if place.is_file() else shutil.rmtree(place, ignore_errors=True)
         written.rename(place)
         sync(self.folder)
         self.whole = [*(path for path in self.whole if path != place), place][-KEPT:]
