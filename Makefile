@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: native demo test slow coverage lint format docs bench gpu chromium clean
+.PHONY: native demo test slow faults coverage lint format docs bench gpu chromium clean
 
 # The stamps are newer than pyproject.toml once everything that it names is installed.
 $(VENV)/installed: pyproject.toml
@@ -36,6 +36,10 @@ test: $(VENV)/installed-dev chromium native
 
 slow: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
+
+# Kills, damaged files, limits and foreign input. The last line says how many faults were survived.
+faults: $(VENV)/installed-dev native
+	$(BIN)/python -m pytest -p no:cacheprovider --quiet tests/faults/fault_*.py
 
 coverage: $(VENV)/installed-dev chromium native
 	$(BIN)/coverage erase

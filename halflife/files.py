@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
+import re
+import secrets
+import sys
+import time
+import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ from typing import Any
 CONFIG_JSON = "config.json"
 WEIGHTS = "model.safetensors"
 RUN_JSON = "run.json"
+VERSIONS_JSON = "versions.json"  # versions of the packages, the device, and the command of a language run
 METRICS_JSONL = "metrics.jsonl"
 RESULT_JSON = "result.json"
 CHECKPOINTS = "checkpoints"  # a folder
@@ -25,16 +32,68 @@ FORECAST_JSON = "forecast.json"  # from `halflife forecast`
 THEORY_JSON = "theory.json"  # from `halflife theory`
 
 
+UNPACKED = 1 << 28  # bytes; the largest text that `read_bytes` decompresses
+# What `atomic_path` and safetensors leave beside a file when the process is killed.
+_ORPHAN = re.compile(r"\..+\.tmp|\.tmp[0-9A-Za-z]{6}")
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Give a temporary path in the same folder. It is moved to `path` at the end, or deleted after an exception."""
+    """Give a temporary path in the same folder. It is moved to `path` at the end, or deleted after an exception.
+
+    The content is on the disk before the move, so that a crash of the machine leaves the old file or the new one. The
+    name is random and the file is created exclusively: processes of two machines never share it. The file has the
+    permissions that the user's umask gives.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    os.close(descriptor)
     try:
-        yield temporary
-        os.replace(temporary, path)
+        with naming(path):
+            yield temporary
+            os.chmod(temporary, mode)  # safetensors puts a file of mode 0600 in its place
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the name of a file to the errors of writing into it, which do not have it: a full disk, a limit of size."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems cannot sync a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_orphans(folder: Path, older_than: float = 0.0) -> None:
+    """Delete the temporary files that killed processes left in `folder`.
+
+    Args:
+        folder: the folder, of which the caller is the owner; it need not exist.
+        older_than: seconds; younger files stay, because another process may be writing them.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _ORPHAN.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime >= older_than or not older_than:
+                    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -44,8 +103,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write `data` as JSON atomically."""
-    write_text(path, json.dumps(data, indent=2) + "\n")
+    """Write `data` as JSON atomically. A number that is not finite becomes null, see `finite`."""
+    write_text(path, json.dumps(finite(data), indent=2, allow_nan=False) + "\n")
+
+
+def finite(data: Any) -> Any:
+    """Return the data with None in place of numbers that are not finite, which JSON cannot hold."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def read_json(path: Path) -> Any:
@@ -55,10 +123,11 @@ def read_json(path: Path) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: the file is truncated or not JSON; the message names it.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: its brackets are nested too deeply") from None
+    except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} is truncated or no JSON: {error}") from error
 
 
@@ -81,22 +150,84 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     raise ValueError(f"{path} holds no JSON object")
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, one dict with the key "step" each; no lines if there is no file.
+
+    A killed process can leave half of a last line, which is left out. Other lines that are damaged are left out with a
+    warning that counts them.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines, damaged = [], 0
+    for line in text.splitlines(keepends=True):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            values = None
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            lines.append(values)
+        else:
+            damaged += line.endswith("\n")
+    if damaged:
+        warnings.warn(f"{path} has {damaged} damaged line{'s' * (damaged > 1)}, which are left out", stacklevel=2)
+    return lines
+
+
+def silence_stdout() -> None:
+    """Send what is printed from now on nowhere, after the reader of a pipe has gone away."""
+    with suppress(OSError, ValueError):  # a stream without a descriptor, or a closed one
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a text file, decompressed if its name ends in `.gz`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is empty or not complete gzip data; the message names it.
+        ValueError: the file is empty, not complete gzip data, or larger than `UNPACKED` when it is decompressed; the
+            message names it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        data = _unpack(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is truncated or no gzip: {error}") from error
     if not data:
         raise ValueError(f"{path} is empty")
     return data
+
+
+def _unpack(path: Path) -> bytes:
+    """The decompressed bytes of a file; a file of some megabytes may stand for any number of gigabytes."""
+    with gzip.open(path) as file:
+        data = file.read(UNPACKED + 1)
+    if len(data) > UNPACKED:
+        raise ValueError(f"{path} unpacks to more than {UNPACKED >> 20} MB; unpack it with gunzip, and name that file")
+    return data
+
+
+def check_new_folder(folder: Path) -> None:
+    """Check that a command may fill `folder`.
+
+    Raises:
+        FileExistsError: the folder is not empty.
+        NotADirectoryError: it is a file.
+    """
+    if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+        raise FileExistsError(f"{folder.absolute()} is not empty; choose another folder")
+
+
+def check_writable(folder: Path) -> None:
+    """Make `folder`, and check that files can be made in it, before hours of work.
+
+    Raises:
+        OSError: that is not so; the error names the folder.
+    """
+    with atomic_path(folder / ".writable"):
+        pass
+    (folder / ".writable").unlink()
 
 
 @contextmanager

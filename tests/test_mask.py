@@ -215,10 +215,10 @@ def test_capturing_changes_nothing():
     gate = model.blocks[0].mixer.gate_rank
     model(ids)
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    modes, counts = [m.training for m in model.modules()], gate._sums.clone()
+    modes, counts = [m.training for m in model.modules()], gate.counts.clone()
     capture_gates(model, ids)
     assert [m.training for m in model.modules()] == modes
-    assert torch.equal(gate._sums, counts)
+    assert torch.equal(gate.counts, counts)
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

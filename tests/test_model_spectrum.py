@@ -16,6 +16,7 @@ from halflife.analysis.model_spectrum import model_spectrum, spectrum_at, taper_
 from halflife.analysis.spectrum import effective_modes, layer_decays
 from halflife.cli import main
 from halflife.decay import DECAYS, SpectralDecay
+from halflife.files import finite
 from halflife.models import LanguageModel, ModelConfig, checkpoint, preset
 from halflife.models.load import checkpoints, load_any
 from halflife.report.figures import spectrum as model_spectrum_figures
@@ -145,7 +146,7 @@ def test_every_decay(decay, granularity, post):
     channels = 2 if granularity == "scalar" else 12
     for ids in (None, ids_of(2, 8)):
         found = model_spectrum(model, ids)
-        assert json.loads(json.dumps(tables.finite(found.to_dict()), allow_nan=False))
+        assert json.loads(json.dumps(finite(found.to_dict()), allow_nan=False))
         assert [layer.layer for layer in found.layers] == [0, 1]
         for layer in found.layers:
             assert (layer.taper is not None) == post

@@ -138,9 +138,9 @@ def test_an_error_of_one_run_names_it_and_leaves_the_others_alone(cluster, tmp_p
     folder = new(tmp_path / "x", ["mamba2"])
     with pytest.raises(SystemExit) as stop:
         main(["compare", "--resume", str(folder), "--on", "ray"])
-    assert stop.value.code == 2
+    assert stop.value.code == 3
     out, error = capsys.readouterr()
-    assert error == "halflife: mamba2 lr 0.01 seed 0: the moon is full\n"
+    assert error == "halflife: mamba2 lr 0.01 seed 0 failed: the moon is full\n"
     assert "mamba2 lr 0.01 seed 0: failed: the moon is full" in out
     assert "1 running" in out or "2 done" in out
     assert (folder / Cell("mamba2", 1e-2, 0).folder / "attempts").read_text() == "x"  # there was no second attempt

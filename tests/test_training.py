@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from tiny_runs import TASK, comparable, interrupt_after, run, tiny
 
-from halflife import preset, tasks
+from halflife import tasks
 from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy
 from halflife.experiments import EXPERIMENTS, SCALES
@@ -24,53 +24,11 @@ from halflife.experiments.mqar import mqar_model
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.report.tables.comparison import summarise
-from halflife.runs.one import run_one
 from halflife.runs.sweep import Cell
-from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
 from halflife.training import checkpoints
-from halflife.training.config import ExecutionConfig
 from halflife.training.fit import Objective
-
-TASK = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 2}
-
-
-def tiny(model="mamba2+post", **options):
-    config = preset(
-        model, hidden_size=16, num_layers=1, vocab_size=64, num_heads=2, train_length=16, mlp="none",
-        tie_embeddings=False,
-    )  # fmt: skip
-    defaults = {
-        "model": config, "stages": (({**TASK, "num_pairs": 1},), (TASK,)), "validation": (TASK,),
-        "tests": (TestSpec(name="capacity", task=TASK), TestSpec(name="persist", task={**TASK, "length": 32})),
-        "steps": 12, "batch_size": 4, "learning_rate": 1e-2, "validate_every": 4, "save_every": 4,
-        "validation_examples": 32, "test_examples": 32,
-    }  # fmt: skip
-    return RunConfig(**{**defaults, **options})
-
-
-def run(config, folder):
-    return run_one(config.open(), folder, name="x", execution=ExecutionConfig(show=False))
-
-
-def comparable(folder):
-    """Return all numbers that must not depend on interruptions. Times are left out."""
-    result = json.loads((folder / "result.json").read_text())
-    result.pop("tokens_per_second")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return result, lines, (folder / "model.safetensors").read_bytes(), (folder / "spectrum.json").read_text()
-
-
-class Interrupt(TrainerCallback):
-    """Interrupt a run after a step, as Ctrl-C does."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def test_a_run_writes_what_it_did(tmp_path):
@@ -106,14 +64,7 @@ def test_same_seed_same_numbers_other_seed_others(tmp_path):
 @pytest.mark.parametrize("step", [6, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 8, 11))])
 def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step):
     run(tiny(), tmp_path / "whole")
-    marked = checkpoints.MarkComplete
-    monkeypatch.setattr(checkpoints, "MarkComplete", lambda: [marked(), Interrupt(step)])
-    original = __import__("transformers").Trainer.__init__
-
-    def flat(self, *args, callbacks=(), **kwargs):
-        original(self, *args, callbacks=[c for x in callbacks for c in (x if isinstance(x, list) else [x])], **kwargs)
-
-    monkeypatch.setattr("transformers.Trainer.__init__", flat)
+    interrupt_after(monkeypatch, step)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), tmp_path / "cut")
     assert not (tmp_path / "cut" / "result.json").exists()
@@ -281,7 +232,9 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     # The process is killed once the first checkpoint exists.
     deadline = time.monotonic() + 120
     while (
-        not list(killed.glob("*/*/checkpoints/*/complete")) and time.monotonic() < deadline and process.poll() is None
+        not list(killed.glob("*/*/checkpoints/*/complete.json"))
+        and time.monotonic() < deadline
+        and process.poll() is None
     ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)

@@ -13,7 +13,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as dicts, lists and numbers. An optional field (default None) without a value is omitted.
 
-        Numbers that are not finite stay as they are, see `halflife.analysis.tables.finite`.
+        Numbers that are not finite stay as they are, see `halflife.files.finite`.
         """
         values = {field: getattr(self, field.name) for field in fields(self)}
         return {

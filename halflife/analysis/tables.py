@@ -36,7 +36,7 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     writer.writeheader()
     writer.writerows({"model": model["model"], **row} for model in models for row in table_rows(model))
     files = [folder / DECAYS_JSON, folder / "decays.csv"]
-    write_json(files[0], finite({**result, "models": models}))
+    write_json(files[0], {**result, "models": models})
     write_text(files[1], table.getvalue())
     return files
 
@@ -50,15 +50,6 @@ def table_rows(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**layer, "state": "fast" if "slow" in layer else "", **spectrum, **ends}
         if "slow" in layer:
             yield {"layer": layer["layer"], "state": "slow", **layer["slow"]}
-
-
-def finite(data: Any) -> Any:
-    """Return the data with None in place of numbers that are not finite, which JSON cannot hold."""
-    if isinstance(data, dict):
-        return {key: finite(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def from_finite(data: Any) -> Any:

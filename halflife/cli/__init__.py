@@ -20,7 +20,7 @@ from halflife.cli.forecast import Forecast
 from halflife.cli.generate import Generate
 from halflife.cli.mask import Mask
 from halflife.cli.memory import Memory
-from halflife.cli.options import read_options
+from halflife.cli.options import one_line_errors, read_options
 from halflife.cli.spectrum import Spectrum
 from halflife.cli.theory import Theory
 from halflife.cli.train import Train
@@ -71,6 +71,7 @@ def _commands(brief: bool) -> Any:
 Command = _commands(brief=False)
 
 
+@one_line_errors()
 def main(arguments: list[str] | None = None) -> None:
     """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback.
 

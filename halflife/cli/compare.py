@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from tyro.conf import Positional
 
-from halflife.cli.options import reject_other_options, resumable, take_overrides
+from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
+from halflife.files import CONFIG_JSON
 
 # Options of the experiment: a setting that is given replaces that of the scale.
 SETTINGS = (
@@ -131,6 +132,7 @@ class Compare:
         from halflife.report.tables.comparison import print_comparison
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
         from halflife.runs.pool import make_runner
+        from halflife.runs.sweep import RunsFailed
 
         runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:
@@ -138,16 +140,33 @@ class Compare:
             folder = self.resume
         else:
             folder = self._create()
-        print(f"writing to {folder}")
-        with resumable(shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])):
-            rows = compare.run_comparison(
-                folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner
-            )
-        if compare.load_experiment(folder)[0].measure == "loss":
-            print((folder / SUMMARY_MD).read_text(encoding="utf-8"))
-        else:
+        say(f"writing to {folder}")
+        failed: Mapping[str, str] = {}
+        command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
+        with resumable(command, folder / CONFIG_JSON):
+            try:
+                rows = compare.run_comparison(
+                    folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner
+                )
+            except RunsFailed as error:
+                rows, failed = error.rows, error.failed
+        if rows and compare.load_experiment(folder)[0].measure == "loss":
+            say((folder / SUMMARY_MD).read_text(encoding="utf-8"))
+        elif rows:
             print_comparison(rows)
-        print(f"report: {folder / REPORT_HTML}")
+        if rows:
+            say(f"report: {folder / REPORT_HTML}")
+        self._report_failures(rows, failed)
+
+    def _report_failures(self, rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> None:
+        """Name the runs that raised an error and the models whose runs all diverged, and end with an exit code."""
+        diverged = {row["model"] for row in rows} - {row["model"] for row in rows if row["selected"]}
+        lines = [f"{name} failed: {reason}" for name, reason in failed.items()]
+        lines += [f"every run of {model} diverged; try a lower --lr" for model in sorted(diverged)]
+        for line in lines:
+            print(f"halflife: {line}", file=sys.stderr)
+        if lines:
+            raise SystemExit(FAILED)
 
     def _create(self) -> Path:
         from halflife.experiments import ExperimentSettings, compare

@@ -12,6 +12,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from halflife.cli.options import default_device
+from halflife.files import check_writable
 
 RULER_OPTIONS = ("lengths", "examples", "essay")
 HARNESS_OPTIONS = ("include", "limit", "num_fewshot", "max_length")
@@ -77,20 +78,26 @@ class Eval:
         model = load_model(self.checkpoint).to(device).eval()
         tokenizer = load_tokenizer(self.checkpoint, model.config.vocab_size)
         output = self.output or self.checkpoint / "eval" / time.strftime("%Y%m%d-%H%M%S")
+        check_writable(output)  # an evaluation of hours must be able to write its results
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
         result: dict[str, Any] = {
             "settings": settings, "versions": versions(), "model": model.config.name,
             "parameters": model.num_parameters(), "rows": [],
         }  # fmt: skip
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-            # The result is written after each part, so that a failure of the second part does not lose the first.
-            if needles:
-                self._add_ruler(result, output, model, tokenizer, needles, essay)
-                write_evaluation(result, output)
-            if others:
-                self._add_harness(result, model, tokenizer, others)
-                write_evaluation(result, output)
-        print_evaluation(result["rows"])
+        try:
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+                # The result is written after each part, so that a failure of the second part does not lose the first.
+                if needles:
+                    self._add_ruler(result, output, model, tokenizer, needles, essay)
+                    write_evaluation(result, output)
+                if others:
+                    self._add_harness(result, model, tokenizer, others)
+                    write_evaluation(result, output)
+        finally:
+            if result["rows"]:
+                print_evaluation(result["rows"])  # also if they could not be written
+            elif not any(output.iterdir()):
+                output.rmdir()
         if truncated := result.get("harness", {}).get("truncated"):
             print(f"{truncated} texts were longer than {self.max_length} tokens and have lost their beginning")
         print(f"written to {output}: {', '.join(sorted(file.name for file in output.iterdir()))}")

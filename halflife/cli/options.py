@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from halflife.files import silence_stdout
 from halflife.registry import unknown
 
 Command = TypeVar("Command")
 NOT_IN_FILES = ("config", "resume")
+FAILED = 3  # the exit code of a command that has ended its work, of which a part failed or diverged
 
 
 def read_options(command: Command) -> Command:
@@ -86,10 +91,14 @@ def reject_other_options(command: Any, *allowed: str) -> None:
 
 
 @contextmanager
-def resumable(command: str) -> Iterator[None]:
+def resumable(command: str, begun: Path) -> Iterator[None]:
     """End an interrupted job with a message that shows `command`, which resumes it.
 
-    An interruption is Ctrl-C, or SIGTERM for a job that saves on it.
+    An interruption is Ctrl-C, or a signal on which a job saves.
+
+    Args:
+        command: the command line.
+        begun: the file without which there is nothing to resume.
     """
     from halflife.training.fit import StoppedBySignal
 
@@ -97,10 +106,92 @@ def resumable(command: str) -> Iterator[None]:
         yield
     except StoppedBySignal as stopped:
         print(f"\n{stopped}; resume with: {command}", file=sys.stderr)
-        raise SystemExit(143) from None
+        raise SystemExit(128 + stopped.number) from None
     except KeyboardInterrupt:
-        print(f"\ninterrupted; resume with: {command}", file=sys.stderr)
+        hint = f"resume with: {command}" if begun.exists() else "nothing was written yet, so give the command again"
+        print(f"\ninterrupted; {hint}", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def say(text: str) -> None:
+    """Print a line of a long job, which goes on if the reader of a pipe has gone away."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence_stdout()
+
+
+ADVICE = {
+    errno.ENOSPC: "make room on the disk; a run then continues with --resume",
+    errno.EDQUOT: "make room in your quota; a run then continues with --resume",
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f); a run then continues with --resume",
+    errno.EROFS: "choose a folder on a disk that can be written",
+    errno.EACCES: "change its permissions, or choose another folder",
+    errno.EPERM: "change its permissions, or choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed; move it, or choose another folder",
+    errno.EISDIR: "a folder stands where a file is needed; move it, or name a file",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End a command with one line on stderr, and an exit code of docs/commands.md, where the machine stops it.
+
+    The system refuses a file, memory is short, a key interrupts the command, or the reader of its output goes away. Any
+    other exception passes.
+    """
+    from rich.console import Console
+
+    Console.on_broken_pipe = _fall_silent
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for terminals that know ASCII alone
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence_stdout()
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except OSError as error:
+        _end(os_error(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        if (message := memory_error(error)) is None:
+            raise
+        _end(message, 2)
+
+
+def _fall_silent(self: Any) -> None:
+    """Print nothing more after the reader of a pipe has gone away. By default rich then ends the process."""
+    self.quiet = True
+    silence_stdout()
+
+
+def _end(message: str, code: int) -> None:
+    print(f"halflife: {message}", file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+def os_error(error: OSError) -> str:
+    """The file that the system refused, its reason, and what to do."""
+    if error.strerror is None:
+        return " ".join(str(error).split())
+    advice = ADVICE.get(error.errno or 0)
+    return f"{error.filename or 'a file'}: {error.strerror}{f'; {advice}' if advice else ''}"
+
+
+def memory_error(error: Exception) -> str | None:
+    """The message of an error that too little memory raised; None for other errors."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, MemoryError) and "out of memory" not in text and "can't allocate memory" not in text:
+        return None
+    asked = re.search(r"tried to allocate ([\d.]+ ?\w+)", text)
+    return (
+        f"there is not enough memory{f' for {asked[1]} more' if asked else ''}; choose a smaller model, batch or "
+        "context, or for training --micro-batch-size and --gradient-checkpointing"
+    )
 
 
 def default_device(device: str | None) -> str:

@@ -50,7 +50,8 @@ class Spectrum:
         import torch
 
         from halflife.analysis.survey import measure_models
-        from halflife.analysis.tables import finite, write_tables
+        from halflife.analysis.tables import write_tables
+        from halflife.files import finite
         from halflife.report.figures.decays import decays
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.operators import operators

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from halflife.cli.options import reject_other_options, resumable, take_overrides
-from halflife.files import RUN_JSON
+from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
+from halflife.files import RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
@@ -146,17 +146,19 @@ class Train:
             command, overrides = take_overrides(self, OPTIONS)
             config = command._configure(overrides, show=not self.quiet and rank() == 0)
         if rank() == 0:
-            print(f"writing to {folder}")
-        with resumable(f"halflife train --resume {shlex.quote(str(folder))}"):
+            say(f"writing to {folder}")
+        with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
             result = language.run_language(
                 config, folder, execution=execution, samples=self.prompts,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         if rank() == 0:
             print_language_run(result, folder)
+            if "diverged" in result:
+                raise SystemExit(FAILED)
 
     def _folder(self) -> Path:
-        from halflife.training.config import world_size
+        from halflife.training.config import rank, world_size
 
         if self.model is None or not self.data:
             raise ValueError("give a model and --data, or --resume and the folder of a run")
@@ -165,6 +167,8 @@ class Train:
         folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model.replace('/', '-')}"
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
+        if rank() == 0 and not (folder / RUN_JSON).exists():
+            check_new_folder(folder)
         return folder
 
     def _configure(self, overrides: dict[str, Any], show: bool) -> LanguageConfig:

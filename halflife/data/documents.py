@@ -4,7 +4,8 @@
 |--------------------|---------------------------------------------------------------------------------|
 | `.jsonl`           | one per line: the string in `field` of the JSON object                          |
 | `.parquet`         | one per row: the string in column `field` (needs pyarrow)                       |
-| anything else      | the file (a folder gives its `.txt`, `.md`, `.jsonl` and `.parquet` files only) |
+| anything else      | the file; a folder gives its `.txt`, `.md`, `.jsonl` and `.parquet` files, but  |
+|                    | leaves out the folders of runs                                                  |
 | `hf:owner/name`    | one per row of a data set of the hub (needs datasets, see `halflife.data.hub`)  |
 | `python:`          | one per source file of Python's standard library, which every machine has       |
 
@@ -17,12 +18,15 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
+
+from halflife.files import CONFIG_JSON, RUN_JSON, VERSIONS_JSON
 
 PIECE = 1 << 20  # bytes; longer documents are tokenised in pieces
 LINE = 1 << 30  # bytes; a longer line means that the file is not JSON lines
@@ -95,14 +99,17 @@ def _files(source: str | Path, field: str, cache: Path | None) -> list[Path]:
         from halflife.data.hub import fetch
 
         return [fetch(str(source), field, cache)]
+    if not str(source).strip():
+        raise ValueError('a source has the name ""; name a file, a folder or a glob')
     path = Path(source).expanduser()
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if not _hidden(p.relative_to(path)) and p.is_file())
-        files = sorted(p for p in inside if kind(p) in SUFFIXES)
+        files = sorted(p for p in _below(path) if kind(p) in SUFFIXES)
         if not files:
             raise FileNotFoundError(f"the folder {path} has no {', '.join(SUFFIXES)} file (.gz or not)")
         return files
     if path.exists():
+        if not path.is_file():
+            raise ValueError(f"{path} is a pipe or a device; a corpus is read twice, so write the text into a file")
         return [path]
     if not glob.has_magic(str(path)):
         raise FileNotFoundError(f"there is no file {path}")
@@ -112,8 +119,23 @@ def _files(source: str | Path, field: str, cache: Path | None) -> list[Path]:
     return files
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _below(root: Path) -> Iterator[Path]:
+    """The files in and below a folder. Hidden ones are left out, and so are the folders of runs.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for name, folders, files in os.walk(root, onerror=refuse):
+        folder = Path(name)
+        if folder != root and (RUN_JSON in files or {VERSIONS_JSON, CONFIG_JSON} <= {*files}):
+            folders.clear()
+            continue
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        yield from (folder / each for each in files if not each.startswith(".") and (folder / each).is_file())
 
 
 def kind(path: Path) -> str:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class Writer:
             self.tokens = stack.enter_context((folder / f"{split}.tokens").open("wb"))
             self.offsets = stack.enter_context((folder / f"{split}.offsets").open("wb"))
             self.files = stack.pop_all()
-        self.checksum, self.dtype = hashlib.sha256(), dtype
+        self.checksum, self.token_checksum, self.dtype = hashlib.sha256(), hashlib.sha256(), dtype
         self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
         self.started = False  # whether the current document has a token
 
@@ -69,7 +71,9 @@ class Writer:
         if len(ids) and not self.started:
             self._offset()
         self.started = (self.started or len(ids) > 0) and not last
-        self.tokens.write(ids.astype(self.dtype).tobytes())
+        data = ids.astype(self.dtype).tobytes()
+        self.tokens.write(data)
+        self.token_checksum.update(data)
         self.counts["tokens"] += len(ids)
         self.counts["bytes"] += size
 
@@ -86,10 +90,10 @@ class Writer:
         self.files.close()
 
     def finish(self) -> dict[str, Any]:
-        """Write the last offset, which is the end; return the counts and the checksum for the index."""
+        """Write the last offset, which is the end; return the counts and the checksums for the index."""
         self._offset()
         self.counts["documents"] -= 1  # the end is not a document
-        return {**self.counts, "offsets": self.checksum.hexdigest()}
+        return {**self.counts, "offsets": self.checksum.hexdigest(), "sha256": self.token_checksum.hexdigest()}
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
@@ -155,7 +159,7 @@ def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dic
             warnings.warn(f"the cache {folder} is damaged ({reason}) and is made again", stacklevel=2)
         for left in folder.parent.glob(f".{folder.name}.*"):  # of processes that were killed
             shutil.rmtree(left, ignore_errors=True)
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
         try:
             index = make(temporary)
             write_json(temporary / "index.json", {**index, "checksum": _checksum(index)})
@@ -171,7 +175,7 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def read_index(folder: Path, key: str) -> dict[str, Any]:
-    """Read the index of a cache, and check the index, the offsets and the sizes of the files.
+    """Read the index of a cache, and check the index and the files by their sizes and checksums.
 
     Raises:
         OSError, ValueError: the cache is incomplete, damaged, or of another corpus.
@@ -186,10 +190,23 @@ def read_index(folder: Path, key: str) -> dict[str, Any]:
         size = (folder / f"{split}.tokens").stat().st_size
         if size != found["tokens"] * itemsize:
             raise ValueError(f"{split}.tokens has {size} bytes, not {found['tokens'] * itemsize}")
-        with (folder / f"{split}.offsets").open("rb") as file:
-            content = hashlib.sha256()
-            while chunk := file.read(READ):
-                content.update(chunk)
-        if content.hexdigest() != found["offsets"]:
-            raise ValueError(f"{split}.offsets has another checksum")
+        for name, written in (("offsets", found["offsets"]), ("tokens", found.get("sha256"))):
+            # Version 0.1.0 wrote no checksum of the tokens.
+            if written is not None and _file_checksum(folder / f"{split}.{name}") != written:
+                raise ValueError(f"{split}.{name} has another checksum")
     return index
+
+
+def _file_checksum(path: Path) -> str:
+    """SHA-256 of a file, computed once in a process for each version of the file."""
+    status = path.stat()
+    return _sha256(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _sha256(path: Path, *version: int) -> str:
+    content = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(READ):
+            content.update(chunk)
+    return content.hexdigest()

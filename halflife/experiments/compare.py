@@ -13,7 +13,7 @@ from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSetting
 from halflife.experiments.overrides import check_parts
 from halflife.files import CONFIG_JSON, read_json
 from halflife.registry import unknown
-from halflife.runs.sweep import Cell, Runner, create_sweep, one_by_one, run_sweep
+from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
 
 MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
@@ -107,12 +107,15 @@ def run_comparison(
     Raises:
         FileNotFoundError: the folder holds no comparison.
         ValueError: the comparison was made by a version that this version cannot continue.
+        RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
     experiment, settings = load_experiment(folder)
-    rows = run_sweep(
+    rows, failed = run_sweep(
         folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner
     )
     experiment.write_report(folder, rows)
+    if failed:
+        raise RunsFailed(failed, rows)
     return rows
 
 

@@ -7,16 +7,17 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from halflife.data.corpus import Corpus
+from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.experiments.decay_design import row_or_preset
-from halflife.files import RUN_JSON, folder_lock, read_json, write_json
+from halflife.experiments.values import convert
+from halflife.files import RUN_JSON, folder_lock, read_json_object, write_json
 from halflife.models import ModelConfig
 from halflife.models.presets.sizes import SIZES
 from halflife.registry import unknown
 from halflife.runs.folder import VERSIONS_JSON, FolderKind, folder_kind
-from halflife.runs.language_run import LanguageConfig
+from halflife.runs.language_run import CorpusRun, LanguageConfig
 from halflife.runs.one import run_one
 from halflife.runs.sweep import versions
 from halflife.training.config import ExecutionConfig, rank
@@ -76,15 +77,32 @@ def load_config(folder: Path) -> LanguageConfig:
 
     Raises:
         FileNotFoundError: the folder holds no run.
-        ValueError: the folder holds a run of another kind.
+        ValueError: the folder holds a run of another kind, or its `run.json` is damaged or of a newer version; the
+            message names the settings.
     """
-    if not (folder / RUN_JSON).exists():
+    path = folder / RUN_JSON
+    if not path.exists():
         raise FileNotFoundError(f"{folder} holds no run (it has no {RUN_JSON})")
-    data = read_json(folder / RUN_JSON)
-    fields = {f.name for f in dataclasses.fields(LanguageConfig)}
-    if folder_kind(folder) is not FolderKind.LANGUAGE_RUN or not set(data) <= fields:
+    data = read_json_object(path)
+    if folder_kind(folder) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{folder} holds no run of `halflife train`")
-    return LanguageConfig(**{**data, "model": ModelConfig.from_dict(data["model"]), "betas": tuple(data["betas"])})
+    fields = {f.name: f for f in dataclasses.fields(LanguageConfig)}
+    if unknown_names := [name for name in data if name not in fields]:
+        raise ValueError(
+            f"{path} has settings that this version does not know: {', '.join(unknown_names)}. Use the version of "
+            "halflife that wrote it (versions.json names it)"
+        )
+    required = [name for name, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in data]:
+        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}")
+    hints = get_type_hints(LanguageConfig)
+    values = {name: convert(f"{name} in {path}", x, hints[name]) for name, x in data.items() if name != "model"}
+    try:
+        config = LanguageConfig(**values, model=ModelConfig.from_dict(data["model"]))
+        CorpusConfig.from_dict(config.data)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: a setting has a value that cannot be ({error!r})") from error
+    return config
 
 
 def run_language(
@@ -99,7 +117,9 @@ def run_language(
     """
     first = rank() == 0
     with folder_lock(folder) if first else nullcontext():
-        run = config.open(show=execution.show and first)
+        # A folder may come from somebody else, and its cache folder is a place that is written and emptied.
+        opened = dataclasses.replace(config, data={**config.data, "cache_dir": None}).open(execution.show and first)
+        run = CorpusRun(config, opened.corpus)
         if first and not (folder / VERSIONS_JSON).exists():
             write_json(folder / VERSIONS_JSON, {**versions(), "command": command})
         result = run_one(run, folder, name=config.model.name, execution=execution)

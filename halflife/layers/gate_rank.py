@@ -120,7 +120,7 @@ class GateRank(nn.Module):
         self.proj = UniformLinear(hidden_size, self.slow_gate.num_gates, gain=math.sqrt(3))
         check_reset_law(reset_law, delta=False)
         self.reset_law = reset_law
-        self._sums: Tensor | None = None
+        self.counts: Tensor | None = None  # sums since the last call of `statistics`
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
@@ -146,7 +146,7 @@ class GateRank(nn.Module):
         resets, tokens = (g_slow != 0).sum(), g_slow.new_tensor(g_slow.numel())
         segments = resets + fast.shape[0] * fast.shape[1]
         sums = torch.stack([resets, segments, tokens, fast.square().sum(), slow.square().sum()]).float()
-        self._sums = sums if self._sums is None else self._sums + sums
+        self.counts = sums if self.counts is None else self.counts + sums
 
     def statistics(self) -> dict[str, float]:
         """Return statistics of the training steps since the last call, or an empty dict if there were none.
@@ -156,10 +156,10 @@ class GateRank(nn.Module):
             resets, where a sequence without resets is one segment; and `slow_share`, the share of ‖slow‖² in
             ‖fast‖² + ‖slow‖² of the final states.
         """
-        if self._sums is None:
+        if self.counts is None:
             return {}
-        resets, segments, tokens, fast, slow = self._sums.tolist()
-        self._sums = None
+        resets, segments, tokens, fast, slow = self.counts.tolist()
+        self.counts = None
         return {
             "reset_rate": resets / max(tokens, 1), "segment_length": tokens / max(segments, 1),
             "slow_share": slow / max(fast + slow, 1e-30),

@@ -212,7 +212,6 @@ class LinearMixer(Mixer):
         self.beta_scale = 2 if allow_neg_eigval or update == "dplr_released" else 1
         self.qk_norm = update != "linear" if qk_norm is None else qk_norm
         self.share_keys, self.chunk_size, self.backend = share_keys, chunk_size, backend
-
         rotated = position == "rope" and vector
         if position == "rope":
             check_pairs(self.head_dim)
@@ -230,10 +229,8 @@ class LinearMixer(Mixer):
         )  # fmt: skip
         self.decay_proj = None
         if self.decay is not None and self.decay.data_dependent:
-            rank = hidden_size // num_heads if decay_rank is None else decay_rank
-            self.decay_proj = DecayProjection(
-                hidden_size, self.decay.shape, None if share_keys else rank or None, decay_bias
-            )
+            rank = None if share_keys else (hidden_size // num_heads if decay_rank is None else decay_rank) or None
+            self.decay_proj = DecayProjection(hidden_size, self.decay.shape, rank, decay_bias)
         self.splits = [num_heads * self.head_dim] * (1 if share_keys else 2) + [num_heads * self.value_dim]
         self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from halflife.files import CONFIG_JSON, WEIGHTS, atomic_path, read_json, write_json
+from halflife.files import CONFIG_JSON, WEIGHTS, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
+from halflife.models.tensor_file import read_tensors, write_tensors
 
 FORMAT = 1  # increased when older checkpoints can no longer be read
 
@@ -26,12 +27,8 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
         folder: the folder, which is created if needed.
         tokenizer: name of the model's built-in tokenizer ("bytes", "bytes+eos"), or None.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder / WEIGHTS) as temporary:
-        save_file({name: x.contiguous() for name, x in model.state_dict().items()}, temporary, {"format": "pt"})
+    write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt"})
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
     named = {} if tokenizer is None else {"tokenizer": tokenizer}
@@ -44,11 +41,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the format is another one, a file is truncated, or the weights do not fit the configuration.
+        ValueError: the format is another one, a file is damaged, or the weights do not fit the configuration.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
     if not isinstance(config, dict) or "format" not in config:
@@ -57,15 +51,12 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         raise ValueError(f"{folder} holds a checkpoint of format {config['format']}; this version reads {FORMAT}")
     if "model" not in config:
         raise ValueError(f"{folder} holds a damaged checkpoint: its config.json describes no model")
-    weights = folder / WEIGHTS
-    if not weights.exists():
-        raise FileNotFoundError(f"{weights} is missing")
-    with torch.device("meta"):
-        model = LanguageModel(ModelConfig.from_dict(config["model"]))
+    tensors, _ = read_tensors(folder / WEIGHTS, device)
     try:
-        tensors = load_file(weights, device=str(device))
+        with torch.device("meta"):
+            model = LanguageModel(ModelConfig.from_dict(config["model"]))
         model.load_state_dict(tensors, assign=True)
-    except (SafetensorError, RuntimeError) as error:
+    except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{weights} is truncated or of another model: {reason}") from error
+        raise ValueError(f"{folder / WEIGHTS} is of another model: {reason}") from error
     return model

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halflife.files import atomic_path
 from halflife.models.lm import LanguageModel, ModelState
+from halflife.models.tensor_file import read_tensors, write_tensors
 
 FORMAT = 1  # increased when older files can no longer be read
 BYTES = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
@@ -176,48 +176,43 @@ class Session:
         Raises:
             ValueError: the session has read nothing yet.
         """
-        from safetensors.torch import save_file
-
         tensors = {"logits": self.next_logits, "last": self._last}
         for i, layer in enumerate(self.state or ()):
             tensors |= {f"{i}.{name}": part for name, part in layer.items()}
         about = {"format": str(FORMAT), "model": self._fingerprint(), "position": str(self.position)}
         # Tensors of a state may share memory, but those of a safetensors file may not.
         copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if x is not None}
-        with atomic_path(Path(path)) as temporary:
-            save_file(copies, temporary, about)
+        write_tensors(Path(path), copies, about)
         return Path(path)
 
     def load(self, path: str | Path) -> Session:
-        """Continue from the state that `save` wrote, and return the session.
+        """Continue from the state that `save` wrote, and return the session. After an error it is as it was before.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is truncated or of another format, or its state belongs to a model of another
+            ValueError: the file is damaged or of another format, or its state belongs to a model of another
                 configuration. Weights are not compared.
         """
-        from safetensors import SafetensorError, safe_open
-
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-        device = str(self.model.embedding.weight.device)
-        try:
-            with safe_open(path, "pt", device=device) as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is truncated or is not the state of a session: {error}") from error
+        tensors, about = read_tensors(Path(path), self.model.embedding.weight.device)
         if about.get("format") != str(FORMAT):
             raise ValueError(f"{path} holds a state of format {about.get('format')}; this version reads {FORMAT}")
         if about.get("model") != self._fingerprint():
             raise ValueError(f"{path} holds the state of a model of another configuration")
-        self._logits, self._last = tensors.pop("logits"), tensors.pop("last")
-        self.position = int(about["position"])
-        layers: list[dict[str, Tensor]] = [{} for _ in {name.split(".")[0] for name in tensors}]
-        for name, part in tensors.items():
-            layer, key = name.split(".", 1)
-            layers[int(layer)][key] = part
-        self.state = tuple(layers)
+        layers: dict[int, dict[str, Tensor]] = {}
+        try:
+            position, logits, last = int(about["position"]), tensors.pop("logits"), tensors.pop("last")
+            for name, part in tensors.items():
+                layer, key = name.split(".", 1)
+                layers.setdefault(int(layer), {})[key] = part
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path} holds no state of a session: {error!r}") from error
+        if sorted(layers) != list(range(len(layers))):
+            raise ValueError(f"{path} holds no state of a session: its layers are {sorted(layers)}")
+        vocabulary = self.model.config.vocab_size
+        if position < 1 or logits.shape != (vocabulary,) or last.shape != (1,) or not 0 <= int(last) < vocabulary:
+            raise ValueError(f"{path} holds no state of a session: its position, logits or last token cannot be")
+        self.state = tuple(layers[i] for i in range(len(layers)))
+        self.position, self._logits, self._last = position, logits, last
         return self
 
     def _fingerprint(self) -> str:

@@ -18,16 +18,17 @@ the others. `folder_kind` decides the kind of a folder. `scores` holds the schem
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from halflife.files import CONFIG_JSON, METRICS_JSONL, RESULT_JSON, RUN_JSON, read_json
+from halflife import files
+from halflife.files import CONFIG_JSON, METRICS_JSONL, RESULT_JSON, RUN_JSON, VERSIONS_JSON, read_json, read_json_object
 from halflife.runs.records import Comparison, LanguageRun, Training, flatten, mean
-from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, read_scores
+from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
 
 __all__ = [
     "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON",
@@ -36,7 +37,6 @@ __all__ = [
     "read_any", "read_grid", "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
-VERSIONS_JSON = "versions.json"  # versions of the packages, the device, and the command of a language run
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
 RESULTS_JSON = "results.json"  # of a grid, see `read_grid`
@@ -83,7 +83,13 @@ def folder_kind(path: Path) -> FolderKind:
 
 
 def cell_folder(model: str, learning_rate: float, seed: int) -> str:
-    """The folder of one run of a sweep, relative to the folder of the sweep."""
+    """The folder of one run of a sweep, relative to the folder of the sweep. Different rates have different folders."""
+    short = f"{learning_rate:g}"
+    return f"{_model_folder(model)}/lr{short if float(short) == learning_rate else repr(learning_rate)}-seed{seed}"
+
+
+def rounded_cell_folder(model: str, learning_rate: float, seed: int) -> str:
+    """`cell_folder` as earlier versions named it, with six digits of the learning rate."""
     return f"{_model_folder(model)}/lr{learning_rate:g}-seed{seed}"
 
 
@@ -130,7 +136,7 @@ def read(run_dir: str | Path) -> Comparison:
     table = path / RESULTS_CSV
     scores = list(read_scores(table, _text(table))) if table.exists() else []
     tasks = kind is FolderKind.COMPARISON
-    trainings = [t for model in config["models"] for t in _read_trainings(path, model, bool(scores), tasks)]
+    trainings = [t for model in config["models"] for t in _read_trainings(path, model, scores, tasks)]
     return Comparison(path, config, versions, scores, trainings)
 
 
@@ -145,20 +151,38 @@ def read_grid(folder: Path) -> dict[str, Any]:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """The `result.json` of a finished run; keys that version 0.1.0 wrote have their present names."""
-    return _rename(read_json(folder / RESULT_JSON))
+    """The `result.json` of a finished run; keys that version 0.1.0 wrote have their present names.
+
+    Raises:
+        ValueError: the file is damaged, or holds no result; the message names it.
+    """
+    path = folder / RESULT_JSON
+    result = _rename(read_json_object(path))
+    if missing := [name for name in ("parameters", "validation") if name not in result]:
+        raise ValueError(f"{path} holds no result of a run: it has no {', '.join(missing)}")
+    result["validation"] = number(result["validation"])  # NaN after a divergence, null in the file
+    for test in result.get("tests", ()):  # version 0.1.0 wrote none for a run on text
+        test |= {name: number(test[name]) for name in ("accuracy", "loss") if name in test}
+    return result
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the `metrics.jsonl` of a run, one dict each; a half-written last line is left out."""
+    """The lines of the `metrics.jsonl` of a run, one dict each; see `files.read_metrics`."""
     return _read_metrics(folder / METRICS_JSONL, finished=False)
 
 
-def _read_trainings(sweep: Path, model: str, finished: bool, tasks: bool) -> list[Training]:
+def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:
+    """The lines of a metrics file. Unless the run is finished, the file and the end of its last line may be missing."""
+    if finished and not _present(Path.read_bytes, path).endswith(b"\n"):
+        raise ValueError(f"{path} is truncated: its last line has no end")
+    return files.read_metrics(path)
+
+
+def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: bool) -> list[Training]:
     """The trainings of one model of a sweep, by learning rate and seed.
 
     Args:
-        finished: whether every file must be there.
+        scores: the table. A training in it has ended, and all of its files must be there.
         tasks: whether the trainings are task runs; language runs have neither spectra nor tests by position.
     """
     trainings = []
@@ -166,35 +190,33 @@ def _read_trainings(sweep: Path, model: str, finished: bool, tasks: bool) -> lis
         name = re.fullmatch(r"lr(.+)-seed(\d+)", path.name)
         if name is None:
             continue
+        rate, seed = float(name[1]), int(name[2])
+        finished = any(
+            (score.model, score.seed) == (model, seed) and math.isclose(score.learning_rate, rate, rel_tol=1e-4)
+            for score in scores
+        )
         spectrum = path / SPECTRUM_JSON
         trainings.append(
             Training(
                 path=path,
                 model=model,
-                learning_rate=float(name[1]),
-                seed=int(name[2]),
+                learning_rate=rate,
+                seed=seed,
                 metrics=_read_metrics(path / METRICS_JSONL, finished),
-                spectrum=_present(read_json, spectrum) if tasks and (finished or spectrum.exists()) else {},
+                spectrum=_unbounded(_present(read_json, spectrum)) if tasks and (finished or spectrum.exists()) else {},
                 positions=read_result(path).get("positions", []) if tasks and (path / RESULT_JSON).exists() else [],
             )
         )
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))
 
 
-def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:
-    """The lines of a metrics file. Unless the run is finished, the file and the end of its last line may be missing."""
-    if not finished and not path.exists():
-        return []
-    lines = _text(path).splitlines(keepends=True)
-    if lines and not finished and not lines[-1].endswith("\n"):
-        lines.pop()
-    parsed = []
-    for i, line in enumerate(lines, start=1):
-        try:
-            parsed.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is truncated or damaged: line {i}: {error}") from error
-    return parsed
+def _unbounded(spectrum: Any) -> Any:
+    """The content of `spectrum.json` with infinity in place of null, the time-scale of a channel that never decays."""
+    if isinstance(spectrum, dict):
+        return {key: _unbounded(value) for key, value in spectrum.items()}
+    if isinstance(spectrum, list):
+        return [_unbounded(value) for value in spectrum]
+    return math.inf if spectrum is None else spectrum
 
 
 def _text(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from torch.utils.data import Dataset
 from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.folder import read_result
+from halflife.training.checkpoints import UnreadableCheckpoint
 from halflife.training.config import ExecutionConfig, TrainConfig, rank
-from halflife.training.fit import claim_run_folder, fit
+from halflife.training.fit import check_run_folder, claim_run_folder, fit
 from halflife.training.speed import Speed
 
 
@@ -94,19 +96,27 @@ def run_one(run: ModelRun, folder: Path, *, name: str, execution: ExecutionConfi
         divergence "validation" is NaN and "diverged" gives the reason. Processes other than the first return `{}`.
 
     Raises:
-        ValueError: the folder belongs to a run with another configuration.
-        StoppedBySignal: the process received SIGTERM and has saved a checkpoint.
+        ValueError: the folder belongs to a run with another configuration, or `run.json` was edited.
+        StoppedBySignal: the process received a signal to end and has saved a checkpoint.
     """
     execution, config = execution or ExecutionConfig(), run.config
     data, validate = run.data(execution), run.validation()
-    if claim_run_folder(config, folder):
+    if check_run_folder(config, folder):
+        if rank() == 0:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of a process that was killed before it could
         return read_result(folder)
-    torch.manual_seed(config.seed)
-    model = LanguageModel(config.model)
-    diverged, metrics = fit(
-        model, config, data, folder, validate=validate, measure=config.measure, name=name, execution=execution,
-        speed=run.before_training(model),
-    )  # fmt: skip
+    diverged = metrics = None
+    while metrics is None:
+        torch.manual_seed(config.seed)
+        model = LanguageModel(config.model)
+        claim_run_folder(config, folder)
+        try:
+            diverged, metrics = fit(
+                model, config, data, folder, validate=validate, measure=config.measure, name=name, execution=execution,
+                speed=run.before_training(model),
+            )  # fmt: skip
+        except UnreadableCheckpoint as error:
+            warnings.warn(f"{error}; the run continues from an older checkpoint, or from its start", stacklevel=2)
     if execution.fsdp:
         model = _gather_shards(model, config)
     if rank() != 0:

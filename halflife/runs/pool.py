@@ -10,10 +10,14 @@ import importlib.util
 import logging
 import os
 import re
+import secrets
+import signal
 import socket
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,14 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from halflife.files import METRICS_JSONL, RUN_JSON
-from halflife.runs.sweep import Job, Runner, one_by_one, run_job
+from halflife.files import METRICS_JSONL, RUN_JSON, write_text
+from halflife.runs.sweep import Job, Runner, one_by_one, reason, run_job
+from halflife.training.config import SIGNALS
 from halflife.training.fit import StoppedBySignal
 
 RETRIES = 5  # of a run whose worker died; each repeats at most the steps since the last checkpoint
+WORKER = ".worker"  # in the folder of a run that a worker is doing: its machine and process
+GRACE = 30.0  # seconds in which workers that are asked to end must have saved
 PATIENCE = 60.0  # seconds; a file server can hold the lock of a dead machine for about this long
 
 
@@ -55,7 +62,7 @@ def make_runner(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_
 class Pool:
     """Runs the jobs of a sweep as tasks of Ray; see `make_runner` for the fields.
 
-    If one run fails, the others still run. The error is printed at once, and raised after the last run.
+    If one run fails, the others still run. Its error is printed at once.
     """
 
     address: str
@@ -76,24 +83,21 @@ class Pool:
             except (OSError, OverflowError) as error:
                 raise ValueError(f"nothing answers at {self.address}: {error}") from None
 
-    def __call__(self, jobs: Sequence[Job], show: bool) -> None:
-        """Run the jobs.
+    def __call__(self, jobs: Sequence[Job], show: bool) -> dict[str, str]:
+        """Run the jobs, and return the reasons of those that failed, by label.
+
+        A run fails if it raises an error, or if its worker died `RETRIES` + 1 times.
 
         Raises:
-            ValueError: a run raised a ValueError, or this machine is too small for a run.
-            RuntimeError: a run raised another error, or its worker died `RETRIES` + 1 times.
+            ValueError: this machine is too small for a run, or no Ray answers.
         """
         if not jobs:
-            return
+            return {}
         jobs = [replace(job, folder=job.folder.absolute()) for job in jobs]
         for job in jobs:
             job.folder.mkdir(parents=True, exist_ok=True)
-        with _cluster(self.address):
-            failed = _run_all(jobs, self._resources(), show)
-        if failed:
-            error = next(iter(failed.values()))
-            kind = ValueError if all(isinstance(e, ValueError) for e in failed.values()) else RuntimeError
-            raise kind("; ".join(f"{name}: {_reason(e)}" for name, e in failed.items())) from error
+        with _cluster(self.address), _signals_raise():
+            return _run_all(jobs, self._resources(), show)
 
     def _resources(self) -> dict[str, float]:
         """The processors and GPUs that each run asks Ray for."""
@@ -111,14 +115,38 @@ class Pool:
 
 
 @contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Raise `StoppedBySignal` on a signal to end. Ray's handler would end the process without a word to the runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> None:
+        raise StoppedBySignal("the comparison was stopped", number)
+
+    previous = {number: signal.signal(number, stop) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
 def _cluster(address: str) -> Iterator[None]:
-    """Connect to Ray, and disconnect at the end. A local Ray that runs already is used, and keeps running."""
+    """Connect to Ray, and disconnect at the end. A local Ray that runs already is used, and keeps running.
+
+    The servers of Ray listen on all interfaces, and run what they are sent. A cluster that starts here therefore gets a
+    random token, without which it refuses every request.
+    """
+    if address == "ray" and "RAY_AUTH_MODE" not in os.environ:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     if address == "ray" and ray.is_initialized():
         yield
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"address": address}
     if address == "ray":
         options = {"address": "local", "include_dashboard": False, "object_store_memory": 100 << 20}  # bytes
@@ -146,17 +174,37 @@ def run_job_in_worker(job: Job, threads: int) -> dict[str, Any]:
             f"{socket.gethostname()} has no {job.folder}; all machines must share the file system of the sweep"
         )
     torch.set_num_threads(threads)
-    return run_job(job, patience=PATIENCE)
+    worker = job.folder / WORKER
+    write_text(worker, f"{socket.gethostname()} {os.getpid()}")
+    try:
+        return run_job(job, patience=PATIENCE)
+    finally:
+        worker.unlink(missing_ok=True)
 
 
-def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> dict[str, Exception]:
-    """Run all jobs, and return the errors of those that failed, by label. An interrupt cancels the running jobs."""
+def _stop_workers(jobs: Iterable[Job]) -> None:
+    """Ask the workers of this machine to save and end, and wait until they have done so, at most `GRACE` seconds."""
+    asked = []
+    for job in jobs:
+        with suppress(OSError, ValueError):
+            host, pid = (job.folder / WORKER).read_text(encoding="utf-8").split()
+            # The number may have gone to another process by now; Ray names its workers.
+            if host == socket.gethostname() and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                os.kill(int(pid), signal.SIGTERM)
+                asked.append(job.folder / WORKER)
+    deadline = time.monotonic() + GRACE
+    while any(path.exists() for path in asked) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) -> dict[str, str]:
+    """Run all jobs, and return the reasons of those that failed, by label. An interrupt cancels the running jobs."""
     import ray
     from ray.exceptions import RayError
 
     task = ray.remote(run_job_in_worker).options(**resources, max_retries=RETRIES, retry_exceptions=[StoppedBySignal])
     tasks = {task.remote(job, int(resources["num_cpus"])): job for job in jobs}
-    failed: dict[str, Exception] = {}
+    failed: dict[str, str] = {}
     board = ProgressBoard(jobs, show)
     try:
         with board.progress:
@@ -166,9 +214,12 @@ def _run_all(jobs: Sequence[Job], resources: Mapping[str, float], show: bool) ->
                     try:
                         board.finish(job, _outcome(job, ray.get(ref)))
                     except RayError as error:
-                        failed[job.name] = error
-                        board.finish(job, f"failed: {_reason(error)}")
+                        failed[job.name] = reason(getattr(error, "cause", None) or error)
+                        board.finish(job, f"failed: {failed[job.name]}")
                 board.update()
+    except (KeyboardInterrupt, StoppedBySignal):
+        _stop_workers(tasks.values())
+        raise
     finally:
         for ref in tasks:
             ray.cancel(ref, force=True)
@@ -179,12 +230,6 @@ def _outcome(job: Job, result: dict[str, Any]) -> str:
     """The line that a finished run leaves."""
     form = {"accuracy": ".1%", "loss": ".3f"}[job.config.measure]
     return result.get("diverged") or f"validation {result['validation']:{form}}"
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the error that the run raised, or the error of Ray."""
-    cause = getattr(error, "cause", None) or error
-    return _first_line(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {_first_line(cause)}"
 
 
 def _first_line(error: BaseException) -> str:

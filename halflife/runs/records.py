@@ -93,8 +93,9 @@ class Comparison:
         """Trainings of a model at its selected learning rate; all trainings before a rate is selected."""
         runs = [run for run in self.trainings if run.model == model]
         rates = {score.learning_rate for score in self.select(model)}
-        # The name of a folder rounds the rate.
-        return [
+        exact = [run for run in runs if run.learning_rate in rates]
+        # Earlier versions rounded the rate in the name of a folder.
+        return exact or [
             run for run in runs if not rates or any(math.isclose(run.learning_rate, r, rel_tol=1e-4) for r in rates)
         ]
 

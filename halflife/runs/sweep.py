@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import platform
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,18 +16,28 @@ from typing import Any
 
 import torch
 
-from halflife.files import RESULT_JSON, folder_lock, read_json, write_json
+from halflife.files import (
+    RESULT_JSON,
+    RUN_JSON,
+    check_new_folder,
+    folder_lock,
+    read_json,
+    read_json_object,
+    remove_orphans,
+    write_json,
+)
 from halflife.runs.folder import (
     CONFIG_JSON,
     RESULTS_CSV,
     VERSIONS_JSON,
     cell_folder,
     read_result,
+    rounded_cell_folder,
 )
 from halflife.runs.one import CellConfig, run_one
 from halflife.runs.scores import scores_of, write_scores
 from halflife.training.config import ExecutionConfig
-from halflife.training.fit import claim_run_folder
+from halflife.training.fit import StoppedBySignal, check_run_folder
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,22 @@ class Job:
     name: str
 
 
-# Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars.
-Runner = Callable[[Sequence[Job], bool], None]
+# Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars. The result
+# has the reasons of the jobs that failed, by their labels.
+Runner = Callable[[Sequence[Job], bool], dict[str, str]]
+
+
+class RunsFailed(Exception):
+    """Some runs of a sweep raised an error; all others have ended.
+
+    Attributes:
+        failed: the reasons by the labels of the runs.
+        rows: the rows of `results.csv`, of the runs that ended.
+    """
+
+    def __init__(self, failed: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__("; ".join(f"{name} failed: {reason}" for name, reason in failed.items()))
+        self.failed, self.rows = failed, rows
 
 
 def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -> Iterator[Cell]:
@@ -67,10 +94,29 @@ def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -
                 yield Cell(model, rate, seed)
 
 
-def one_by_one(jobs: Sequence[Job], show: bool) -> None:
-    """Run the jobs of a sweep one after the other, in this process."""
+def one_by_one(jobs: Sequence[Job], show: bool) -> dict[str, str]:
+    """Run the jobs of a sweep one after the other, in this process. An error of one does not stop the others.
+
+    Raises:
+        OSError: a file cannot be read or written, which would also stop the others.
+        StoppedBySignal: the process received a signal to end.
+    """
+    failed = {}
     for job in jobs:
-        run_job(job, show=show)
+        try:
+            run_job(job, show=show)
+        except (OSError, StoppedBySignal):
+            raise
+        except Exception as error:
+            failed[job.name] = reason(error)
+            print(f"{job.name} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    return failed
+
+
+def reason(error: BaseException) -> str:
+    """One line about an error that a run raised. A ValueError needs no name, because its message is for users."""
+    first = str(error).strip().partition("\n")[0]
+    return first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}"
 
 
 def run_job(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, Any]:
@@ -94,7 +140,7 @@ def run_sweep(
     seeds: Sequence[int] | None = None,
     show: bool = True,
     runner: Runner = one_by_one,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Run every cell of the sweep that `folder/config.json` describes, and write `results.csv`.
 
     Cells that have a result are not run again, and interrupted cells continue from their last checkpoint. A second
@@ -110,17 +156,28 @@ def run_sweep(
     Returns:
         The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.folder.Score`). `selected`
         marks each model's learning rate with the best validation, averaged over seeds. Tests do not influence it.
+        Besides them, the reasons of the runs that failed, by their labels.
+
+    Raises:
+        RunsFailed: no run has ended.
+        ValueError: `seeds` has none of the sweep's seeds.
     """
     config = read_json(folder / CONFIG_JSON)
+    remove_orphans(folder, older_than=60)  # other processes may share the folder
+    if not (folder / VERSIONS_JSON).exists():  # the process was killed between the two files
+        write_json(folder / VERSIONS_JSON, versions())
     jobs = {
-        cell: Job(configure(cell), folder / cell.folder, cell.title)
+        cell: Job(configure(cell), _place(folder, cell), cell.title)
         for cell in cells(config["learning_rates"], config["seeds"])
     }
+    wanted = [cell for cell in jobs if seeds is None or cell.seed in seeds]
+    if not wanted:
+        raise ValueError(f"there is nothing to run: the seeds of {folder} are {', '.join(map(str, config['seeds']))}")
     done = _results(jobs)
-    runner([job for cell, job in jobs.items() if cell not in done and (seeds is None or cell.seed in seeds)], show)
+    failed = runner([jobs[cell] for cell in wanted if cell not in done], show)
     results = _results(jobs)
     if not results:
-        raise ValueError(f"there is nothing to run: the seeds of {folder} are {', '.join(map(str, config['seeds']))}")
+        raise RunsFailed(failed, [])
     selected = {model: _select_rate(model, jobs, results) for model in dict.fromkeys(cell.model for cell in results)}
     scores = [
         score
@@ -128,37 +185,53 @@ def run_sweep(
         for score in scores_of(result, selected=cell.learning_rate == selected[cell.model], **asdict(cell))
     ]
     write_scores(folder / RESULTS_CSV, scores)
-    return [asdict(score) for score in scores]
+    return [asdict(score) for score in scores], failed
+
+
+def _place(folder: Path, cell: Cell) -> Path:
+    """The folder of a run. Earlier versions rounded the learning rate in its name; their runs stay where they are."""
+    rounded = folder / rounded_cell_folder(cell.model, cell.learning_rate, cell.seed)
+    if rounded != folder / cell.folder and (rounded / RUN_JSON).exists():
+        with suppress(ValueError):
+            if read_json_object(rounded / RUN_JSON).get("learning_rate") == cell.learning_rate:
+                return rounded
+    return folder / cell.folder
 
 
 def _results(jobs: Mapping[Cell, Job]) -> dict[Cell, dict[str, Any]]:
     """The results of the finished cells, whichever process ran them."""
     found = {}
     for cell, job in jobs.items():
-        if (job.folder / RESULT_JSON).exists() and claim_run_folder(job.config, job.folder):
+        if (job.folder / RESULT_JSON).exists() and check_run_folder(job.config, job.folder):
             found[cell] = read_result(job.folder)
     return found
 
 
-def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Mapping[Cell, dict[str, Any]]) -> float:
-    """The learning rate with the best mean validation; a run that diverged has the worst possible value."""
-    sign, worst = (1, 0.0) if next(iter(jobs.values())).config.measure == "accuracy" else (-1, math.inf)
+def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Mapping[Cell, dict[str, Any]]) -> float | None:
+    """The learning rate with the fewest diverged runs, and among these the best mean validation of the others.
+
+    None if every run of the model diverged.
+    """
+    sign = 1 if next(iter(jobs.values())).config.measure == "accuracy" else -1
     values: dict[float, list[float]] = {}
     for cell, result in results.items():
         if cell.model == model:
-            value = result["validation"]
-            values.setdefault(cell.learning_rate, []).append(worst if math.isnan(value) else value)
-    return max(values, key=lambda rate: sign * fmean(values[rate]))
+            values.setdefault(cell.learning_rate, []).append(result["validation"])
+    diverged = {rate: sum(map(math.isnan, found)) for rate, found in values.items()}
+    whole = {rate: [x for x in found if not math.isnan(x)] for rate, found in values.items()}
+    candidates = [rate for rate in values if whole[rate]]
+    return max(candidates, key=lambda rate: (-diverged[rate], sign * fmean(whole[rate])), default=None)
 
 
 def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     """Create the folder of a sweep, with its configuration and the versions of the packages that run it.
 
     Raises:
-        FileExistsError: the folder holds a sweep already.
+        FileExistsError: the folder holds a sweep already, or something else.
     """
     if (folder / CONFIG_JSON).exists():
         raise FileExistsError(f"{folder} holds a comparison already; continue it with --resume {folder}")
+    check_new_folder(folder)
     write_json(folder / CONFIG_JSON, config)
     write_json(folder / VERSIONS_JSON, versions())
     return folder

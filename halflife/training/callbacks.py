@@ -23,15 +23,32 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from halflife.files import METRICS_JSONL, write_text
+from halflife.files import METRICS_JSONL, finite, naming, read_metrics, write_text
 from halflife.layers import gate_statistics
+from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed
 
 
 class Diverged(RuntimeError):
-    """The loss is not finite."""
+    """The loss, the norm of the gradient or a weight is not finite."""
+
+
+def check_weights(model: nn.Module, step: int) -> None:
+    """Check the weights after the last step, whose gradient no later loss shows.
+
+    Raises:
+        Diverged: a weight is not finite.
+    """
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in (p.detach() for p in model.parameters()))
+    bad = torch.tensor(float(any(not x.isfinite().all() for x in local)))
+    if torch.distributed.is_initialized():
+        bad = bad.to(next(model.parameters()).device)
+        torch.distributed.all_reduce(bad)
+    if bad:
+        raise Diverged(f"a weight is not finite after step {step}")
 
 
 class Metrics(TrainerCallback):
@@ -63,9 +80,9 @@ class Metrics(TrainerCallback):
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        lines = [line for line in _whole_lines(self.path) if line["step"] <= state.global_step]
+        lines = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
         if state.is_world_process_zero:
-            write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+            write_text(self.path, "".join(map(_line, lines)))
             if self.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -81,7 +98,9 @@ class Metrics(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self.step_seconds.append(time.perf_counter() - self._step_start)
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+        last = state.global_step == state.max_steps
+        control.should_log |= last  # so that the loss of every step is part of a line, and a divergence is seen
+        if state.global_step % self.every == 0 or last:
             self.validation = self.validate(kwargs["model"])
             self._write(state, {f"validation_{self.measure}": self.validation})
 
@@ -101,8 +120,9 @@ class Metrics(TrainerCallback):
         gates = gate_statistics(kwargs["model"])
         self._write(state, {**line, "gates": gates} if gates else line)
         self._warn_of_idle_states(gates, state.global_step)
-        if not math.isfinite(logs["loss"]):
-            raise Diverged(f"the loss is {logs['loss']} at step {state.global_step}")
+        for name, key in (("loss", "loss"), ("norm of the gradient", "grad_norm")):
+            if not math.isfinite(logs.get(key, 0.0)):
+                raise Diverged(f"the {name} is {logs[key]} at step {state.global_step}")
 
     def _warn_of_idle_states(self, gates: dict[str, dict[str, float]], step: int) -> None:
         """Warn once per layer if it never or always resets. Such a layer uses one of its two states only."""
@@ -124,22 +144,15 @@ class Metrics(TrainerCallback):
     def _write(self, state, line: dict[str, Any]) -> None:
         if not state.is_world_process_zero:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, **line}) + "\n")
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(_line({"step": state.global_step, **line}))
         for name, value in line.items():
             if self._tensorboard is not None and isinstance(value, float):
                 self._tensorboard.add_scalar(name, value, state.global_step)
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file. A half-written last line, which a killed process can leave, is dropped."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(finite(values), allow_nan=False) + "\n"
 
 
 class ProgressBar(TrainerCallback):
@@ -185,30 +198,35 @@ class ProgressBar(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """On SIGTERM, saves a checkpoint after the current step and ends the training.
+    """On a signal to end (`SIGNALS`), saves a checkpoint after the current step and ends the training.
 
-    Job managers send SIGTERM some seconds before they kill a process. All processes of a run stop after the same step,
-    even if only one of them received the signal.
+    Job managers send such a signal some seconds before they kill a process. All processes of a run stop after the same
+    step, even if only one of them received it. A signal that is ignored, as SIGHUP under nohup, stays ignored.
+
+    Attributes:
+        received: the number of the signal, or None.
     """
 
     def __init__(self) -> None:
-        self.received = False
-        self.previous_handler = None
+        self.received: int | None = None
+        self.previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
-            self.previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self.previous[number] = signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
-        self.received = True
+    def _on_signal(self, number: int, _: object) -> None:
+        self.received = number
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if torch.distributed.is_initialized():
-            received = torch.tensor(float(self.received), device=args.device)
+            received = torch.tensor(float(self.received or 0), device=args.device)
             torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
-            self.received = bool(received)
-        if self.received:
+            self.received = int(received) or None
+        if self.received is not None:
             control.should_save = control.should_training_stop = True
 
     def restore(self) -> None:
-        """Restore the signal handler that was there before."""
-        if self.previous_handler is not None:
-            signal.signal(signal.SIGTERM, self.previous_handler)
+        """Restore the signal handlers that were there before."""
+        for number, handler in self.previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

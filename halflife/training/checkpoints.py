@@ -3,29 +3,121 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
 
-from halflife.files import COMPLETE_JSON, write_json
+from halflife.files import COMPLETE_JSON, read_json_object, sync, write_json
+
+PARTIAL = ".partial"  # the folder in which a checkpoint is written
+KEPT = 2  # checkpoints of a run
 
 
-class MarkComplete(TrainerCallback):
-    """Writes the checksums of a checkpoint after every process has written its files.
+class UnreadableCheckpoint(Exception):
+    """A checkpoint whose checksums are right and that cannot be loaded all the same."""
 
-    A process that is killed while it saves leaves a folder without checksums, which is never loaded. The Trainer
-    removes an old checkpoint only after it has written a new one, so one complete checkpoint always exists.
+
+class CheckpointStore:
+    """The checkpoints of a run, `checkpoint-<step>/` in one folder.
+
+    A checkpoint is written into another folder, gets its checksums, and is then renamed. A process that is killed at
+    any moment therefore leaves either a whole checkpoint or none. The two newest ones by their steps are kept. Times of
+    files are never compared, because a clock can be wrong.
+
+    Args:
+        folder: the folder; it need not exist.
     """
 
-    def on_save(self, args, state, control, **kwargs) -> None:
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        if state.is_world_process_zero:
-            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            write_json(folder / COMPLETE_JSON, checksums(folder))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        newest = last_checkpoint(folder)
+        self.whole = [] if newest is None else [newest]  # checkpoints of this run whose files are known to be right
+
+    @property
+    def newest(self) -> Path | None:
+        """The checkpoint from which the run continues."""
+        return self.whole[-1] if self.whole else None
+
+    @contextmanager
+    def write(self, step: int) -> Iterator[Path]:
+        """Give the folder into which every process writes `checkpoint-<step>/`; publish the checkpoint at the end.
+
+        Raises:
+            OSError: the checkpoint cannot be written, for example because the disk is full.
+        """
+        partial, first = self.folder / PARTIAL, _is_first()
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / f"checkpoint-{step}").mkdir(parents=True)
+        _barrier()
+        try:
+            yield partial
+            _barrier()
+            if first:
+                self._publish(partial / f"checkpoint-{step}")
+        except Exception as error:
+            raise self._error(step, error) from error
+        finally:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+        _barrier()
+
+    def _publish(self, written: Path) -> None:
+        write_json(written / COMPLETE_JSON, checksums(written))
+        for path in written.rglob("*"):
+            sync(path)
+        place = self.folder / written.name
+        # What stands there is damaged: the run would not have come to this step otherwise.
+        place.unlink() if place.is_file() else shutil.rmtree(place, ignore_errors=True)
+        written.rename(place)
+        sync(self.folder)
+        self.whole = [*(path for path in self.whole if path != place), place][-KEPT:]
+        for path in self.folder.glob("checkpoint-*"):
+            if path not in self.whole:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def discard(self, path: Path) -> None:
+        """Remove the checksums of a checkpoint that cannot be loaded, so that it is never tried again."""
+        _barrier()
+        if _is_first():
+            (path / COMPLETE_JSON).unlink(missing_ok=True)
+        _barrier()
+
+    def _error(self, step: int, error: Exception) -> OSError:
+        """The error of a checkpoint that was not written, with the numbers that explain a full disk."""
+        usage = shutil.disk_usage(self.folder)
+        size = sum(file.stat().st_size for file in (self.newest or self.folder).rglob("*") if file.is_file())
+        needed = f"; the last checkpoint has {size:,} bytes" if self.newest else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return OSError(
+            f"cannot write the checkpoint of step {step} into {self.folder}: {reason} ({usage.free:,} bytes are free "
+            f"there{needed}). Make room, then resume the run"
+        )
+
+
+@contextmanager
+def loading(checkpoint: Path) -> Iterator[None]:
+    """Turn the errors of whatever reads `checkpoint` into `UnreadableCheckpoint`. Errors of the disk stay errors."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnreadableCheckpoint(f"{checkpoint} cannot be loaded ({reason})") from error
+
+
+def _is_first() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -44,22 +136,25 @@ def _sha256(path: Path) -> str:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in `folder`, or None. A damaged checkpoint is skipped with a warning."""
-    marked = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE_JSON}")]
-    for path in sorted(marked, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+    marked = [p.parent for p in folder.glob(f"checkpoint-*/{COMPLETE_JSON}") if p.parent.name[11:].isdecimal()]
+    for path in sorted(marked, key=lambda path: int(path.name[11:]), reverse=True):
         damaged = _damaged(path)
         if not damaged:
             return path
-        warnings.warn(f"{path} is damaged ({', '.join(damaged)}); continuing from an older checkpoint", stacklevel=2)
+        warnings.warn(
+            f"{path} is damaged ({', '.join(damaged)}); the run continues from an older checkpoint, or from its start",
+            stacklevel=2,
+        )
     return None
 
 
 def _damaged(folder: Path) -> list[str]:
-    """The files of a checkpoint that are missing or have changed."""
+    """The files of a checkpoint that are missing, have changed, or were not there when it was written."""
     try:
-        written = json.loads((folder / COMPLETE_JSON).read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        written = None
-    if not isinstance(written, dict):
+        written = read_json_object(folder / COMPLETE_JSON)
+    except ValueError:
+        written = {}
+    if not written:
         return [COMPLETE_JSON]
     present = checksums(folder)
-    return [name for name, value in written.items() if present.get(name) != value]
+    return [name for name in {**written, **present} if present.get(name) != written.get(name)]

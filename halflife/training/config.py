@@ -6,10 +6,14 @@ import dataclasses
 import json
 import math
 import os
+import signal
 from dataclasses import dataclass
 from typing import Any
 
 from halflife.models import ModelConfig
+
+# A job manager sends one of these before it kills a process, or a terminal that closes does.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +56,19 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "validate_every", "save_every"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < 1 << 62:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        for name in ("learning_rate", "epsilon"):
+        for name in ("learning_rate", "epsilon", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be 0 or more; got {self.weight_decay}")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup must be a share of the steps between 0 and 1; got {self.warmup}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers of 0 or more and less than 1; got {self.betas}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed must lie between 0 and {(1 << 32) - 1}; got {self.seed}")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -82,6 +94,16 @@ class ExecutionConfig:
     tensorboard: bool = False
     show: bool = True
 
+    def __post_init__(self) -> None:
+        if "WORLD_SIZE" not in os.environ:
+            if self.fsdp:
+                raise ValueError("fsdp shards over the processes of torchrun: start the command with torchrun")
+            if rank() != 0:
+                raise ValueError(
+                    f"the environment has RANK={os.environ['RANK']} and no WORLD_SIZE, so this process would save "
+                    "nothing; start the command with torchrun, or unset RANK"
+                )
+
     def num_micro_batches(self, batch_size: int) -> int:
         """The number of micro-batches of a batch, over all processes.
 
@@ -100,12 +122,19 @@ class ExecutionConfig:
 
 def world_size() -> int:
     """The number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _from_environment("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """The number of this process, from 0."""
-    return int(os.environ.get("RANK", "0"))
+    return _from_environment("RANK", 0)
+
+
+def _from_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise ValueError(f"the environment has {name}={value!r}, which is no number; unset it, or use torchrun")
+    return int(value)
 
 
 def as_json(data: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json, write_json
+from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
@@ -60,25 +61,58 @@ class Objective(nn.Module):
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 
-def claim_run_folder(config: TrainConfig, folder: Path) -> bool:
-    """Claim `folder` for a run of this configuration: write `run.json`. Returns whether the run is finished already.
+def check_run_folder(config: TrainConfig, folder: Path) -> bool:
+    """Check that `folder` can hold a run of this configuration. Returns whether the run is finished already.
 
     Raises:
-        ValueError: the folder belongs to a run with another configuration.
+        ValueError: the folder belongs to a run with another configuration, or `run.json` was edited after the first
+            checkpoint; the message names what differs.
     """
-    settings = as_json(config.to_dict())
-    if (folder / RUN_JSON).exists() and _with_defaults(read_json(folder / RUN_JSON), config) != settings:
-        raise ValueError(f"{folder} belongs to a run with another configuration; choose another folder")
+    if (folder / RUN_JSON).exists() and (differing := _differences(read_json_object(folder / RUN_JSON), config)):
+        raise ValueError(
+            f"{folder} belongs to a run with another configuration; choose another folder. There and here: {differing}"
+        )
     if (folder / RESULT_JSON).exists():
         return True
-    if rank() == 0:
-        write_json(folder / RUN_JSON, settings)
+    for saved in folder.glob(f"{CHECKPOINTS}/checkpoint-*/{RUN_JSON}"):
+        try:
+            trained = read_json_object(saved)
+        except ValueError:  # a damaged checkpoint, which is passed over later
+            continue
+        if differing := _differences(trained, config):
+            raise ValueError(
+                f"{folder / RUN_JSON} was changed after {saved.parent.name} was written. A run cannot change its "
+                f"settings: restore the file, or start a new run. There and here: {differing}"
+            )
     return False
+
+
+def claim_run_folder(config: TrainConfig, folder: Path) -> None:
+    """Write `run.json`, and remove what killed processes left in the folder."""
+    if rank() == 0:
+        remove_orphans(folder)
+        write_json(folder / RUN_JSON, config.to_dict())
+
+
+def _differences(saved: dict[str, Any], config: TrainConfig) -> str:
+    """The settings that differ between a `run.json` and a configuration, with both values; "" if none differ."""
+    there, here = _flatten(_with_defaults(saved, config)), _flatten(as_json(config.to_dict()))
+    names = [name for name in {**here, **there} if name not in here or name not in there or here[name] != there[name]]
+    return "; ".join(f"{name} = {there.get(name, 'missing')} and {here.get(name, 'missing')}" for name in names[:4])
+
+
+def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     """A saved configuration, completed with the defaults of fields that newer versions have added."""
-    model = {**defaults(config.model), **saved.get("model", {})}
+    model = saved.get("model")
+    model = {**defaults(config.model), **(model if isinstance(model, dict) else {})}
     return as_json({**defaults(config), **saved, "model": model})
 
 
@@ -113,15 +147,21 @@ def fit(
         The reason of a divergence (None if the run did not diverge), and the metrics callback.
 
     Raises:
-        StoppedBySignal: the process received SIGTERM and has saved a checkpoint.
+        StoppedBySignal: the process received a signal to end and has saved a checkpoint.
+        UnreadableCheckpoint: the newest checkpoint cannot be loaded. It does not count any more: call this again with a
+            fresh model, and the run continues from the checkpoint before.
+        ValueError: the checkpoint is sharded and this run is not, or the other way round.
     """
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from halflife.training import sharding
-    from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal
-    from halflife.training.checkpoints import MarkComplete, last_checkpoint
+    from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
+    from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
     from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
+    store = CheckpointStore(folder / CHECKPOINTS)
+    if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
+        raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
     metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
     objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
@@ -129,28 +169,45 @@ def fit(
         sharding.shard(objective, model, arguments.device)
     trainer = (FSDPTrainer if execution.fsdp else HalflifeTrainer)(
         config,
+        store,
         model=objective,
         args=arguments,
         train_dataset=data,
-        callbacks=[metrics, stop, MarkComplete(), *([bar] if execution.show and rank() == 0 else [])],
+        callbacks=[metrics, stop, *([bar] if execution.show and rank() == 0 else [])],
     )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
-    resumed = last_checkpoint(folder / CHECKPOINTS)
     try:
-        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
+        check_weights(model, config.steps)
     except Diverged as error:
         return str(error), metrics
+    except UnreadableCheckpoint:
+        assert trainer.resumed is not None
+        store.discard(trainer.resumed)
+        raise
     finally:
         bar.close()
         stop.restore()
-    if trainer.state.global_step < config.steps:
-        raise StoppedBySignal(f"stopped after step {trainer.state.global_step} of {config.steps}")
+    if stop.received is not None:
+        raise StoppedBySignal(f"stopped after step {trainer.state.global_step} of {config.steps}", stop.received)
     return None, metrics
 
 
 class StoppedBySignal(Exception):
-    """A run that received SIGTERM has saved a checkpoint and stopped. It can be resumed."""
+    """A run that received a signal has saved a checkpoint and stopped. It can be resumed.
+
+    Args:
+        message: what happened.
+        number: of the signal.
+    """
+
+    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(message, number)
+        self.message, self.number = message, int(number)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
@@ -175,7 +232,7 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         logging_steps=log_every,
         logging_nan_inf_filter=False,
         save_steps=config.save_every,
-        save_total_limit=2,
+        save_total_limit=None,  # the `CheckpointStore` removes old ones
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -42,26 +43,38 @@ def shard(objective: nn.Module, model: LanguageModel, device: torch.device) -> N
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write a checkpoint into `folder`; every process writes its shards."""
+    """Write a checkpoint into `folder`; every process writes its shards.
+
+    Raises:
+        OSError: a process could not write.
+    """
     writer = HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True)
-    write(cast(Any, _tensors(model, optimizer)), storage_writer=writer)
+    try:
+        write(cast(Any, _tensors(model, optimizer)), storage_writer=writer)
+    except CheckpointException as error:  # no Exception, so that callers would miss it
+        raise OSError(_first_failure(error)) from error
 
 
 def load(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Load a checkpoint of `save`. The number of processes may differ from that of `save`.
 
     Raises:
-        ValueError: the checkpoint is not sharded.
+        ValueError: a shard cannot be read.
     """
-    if not (folder / SHARDS).is_dir():
-        raise ValueError(f"{folder} is not a sharded checkpoint; resume the run without --fsdp, as it started")
     tensors = _tensors(model, optimizer)
-    read(cast(Any, tensors), storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
+    try:
+        read(cast(Any, tensors), storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
+    except CheckpointException as error:
+        raise ValueError(_first_failure(error)) from error
     settings = {k: v for k, v in _optimizer(model, optimizer).items() if not isinstance(v, torch.Tensor)}
     weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
     moments = {k.removeprefix("optimizer/"): v for k, v in tensors.items() if k.startswith("optimizer/")}
     set_model_state_dict(model, cast(Any, weights))
     set_optimizer_state_dict(model, optimizer, cast(Any, {**settings, **moments}), options=FLAT)
+
+
+def _first_failure(error: CheckpointException) -> str:
+    return next((f"process {rank}: {failure[0]}" for rank, failure in error.failures.items()), str(error))
 
 
 def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

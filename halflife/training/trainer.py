@@ -10,23 +10,97 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from halflife.data.task_stream import unwrap_batch
+from halflife.files import RUN_JSON, read_json_object, write_json
+from halflife.layers.gate_rank import GateRank
 from halflife.models import param_groups
 from halflife.training import sharding
+from halflife.training.checkpoints import CheckpointStore, loading
 from halflife.training.config import TrainConfig
 from halflife.training.schedules import BY_EPOCH, rate_by_epoch
 
 SCHEDULER = "scheduler.pt"
+WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not logged yet
 
 
 class HalflifeTrainer(Trainer):
-    """A Trainer with AdamW on `param_groups`. Each item of its data set is a whole micro-batch."""
+    """A Trainer with AdamW on `param_groups` and checkpoints in a `CheckpointStore`.
 
-    def __init__(self, config: TrainConfig, **settings: Any) -> None:
-        self.config = config
+    Each item of its data set is a whole micro-batch.
+
+    Args:
+        config: of the run.
+        store: of the checkpoints.
+        settings: arguments of the Trainer.
+    """
+
+    def __init__(self, config: TrainConfig, store: CheckpointStore, **settings: Any) -> None:
+        self.config, self.store = config, store
+        self.resumed: Path | None = None
+        self._written_to: str | None = None  # the folder of the checkpoint that is being written
         super().__init__(data_collator=unwrap_batch, **settings)
+        self.add_callback(_Window(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **settings: Any) -> Any:
+        self.resumed = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
+        if self.resumed is not None:
+            with loading(self.resumed):  # the Trainer reads this file among other work
+                TrainerState.load_from_json(str(self.resumed / TRAINER_STATE_NAME))
+        return super().train(resume_from_checkpoint, **settings)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._written_to or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        window = {"loss": self._mean(self._tr_loss), "logged": self._globalstep_last_logged, "gates": self._gates()}
+        with self.store.write(step) as folder:
+            self._written_to = str(folder)
+            try:
+                super()._save_checkpoint(model, trial)
+                if self.args.should_save:
+                    write_json(folder / f"checkpoint-{step}" / WINDOW, window)
+                    write_json(folder / f"checkpoint-{step}" / RUN_JSON, self.config.to_dict())
+            finally:
+                self._written_to = None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with loading(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with loading(Path(checkpoint)):
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    def restore_window(self) -> None:
+        """Continue the averages that the next line of `metrics.jsonl` shows; older checkpoints do not have them."""
+        if self.resumed is None or not (self.resumed / WINDOW).exists():
+            return
+        window = read_json_object(self.resumed / WINDOW)
+        self._tr_loss += window["loss"]
+        self._globalstep_last_logged = window["logged"]
+        for name, module in self._gate_modules().items():
+            if (sums := window["gates"].get(name)) is not None:
+                module.counts = torch.tensor(sums, device=self.args.device)
+
+    def _gate_modules(self) -> dict[str, GateRank]:
+        model: Any = self.model
+        return {name: module for name, module in model.named_modules() if isinstance(module, GateRank)}
+
+    def _gates(self) -> dict[str, list[float] | None]:
+        return {name: None if m.counts is None else m.counts.tolist() for name, m in self._gate_modules().items()}
+
+    def _mean(self, value: torch.Tensor) -> float:
+        """The mean of a scalar over the processes."""
+        if torch.distributed.is_initialized():
+            value = value.clone()
+            torch.distributed.all_reduce(value)
+            value /= torch.distributed.get_world_size()
+        return value.item()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -44,6 +118,16 @@ class HalflifeTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
 
+class _Window(TrainerCallback):
+    """Restores the averages of a resumed run after the Trainer has set them to zero."""
+
+    def __init__(self, trainer: HalflifeTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.trainer.restore_window()
+
+
 class FSDPTrainer(HalflifeTrainer):
     """A `HalflifeTrainer` for a model that `sharding.shard` has sharded.
 
@@ -51,8 +135,8 @@ class FSDPTrainer(HalflifeTrainer):
     Trainer is told to leave it alone. Every process writes and reads checkpoints.
     """
 
-    def __init__(self, config: TrainConfig, **settings: Any) -> None:
-        super().__init__(config, **settings)
+    def __init__(self, config: TrainConfig, store: CheckpointStore, **settings: Any) -> None:
+        super().__init__(config, store, **settings)
         self.is_distributed_loading_by_transformers = True  # the Trainer then neither wraps nor gathers the model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -87,8 +171,9 @@ class FSDPTrainer(HalflifeTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            sharding.load(self.model, self._inner(), Path(checkpoint))
-            self._schedule().load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+            with loading(Path(checkpoint)):
+                sharding.load(self.model, self._inner(), Path(checkpoint))
+                self._schedule().load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
             for group, rate in zip(self._inner().param_groups, self._schedule().get_last_lr(), strict=True):
                 group["lr"] = rate  # of the next step; a sharded checkpoint does not hold it
 

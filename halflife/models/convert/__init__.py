@@ -25,6 +25,7 @@ from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
 from halflife.models.convert.mamba2 import from_transformers_mamba2, to_transformers_mamba2
 from halflife.models.convert.qwen3_next import qwen3_next_mixer
 from halflife.models.convert.source import SOURCES, assemble
+from halflife.models.tensor_file import has_checksum
 from halflife.registry import unknown
 
 __all__ = [
@@ -52,8 +53,12 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     source, target = Path(source), Path(target)
     if to not in FORMATS:
         raise unknown("format", to, list(FORMATS))
-    for name in (CONFIG_JSON, WEIGHTS, "layer.json", "layer.safetensors"):
-        if (target / name).exists():
+    for name, described_by in (
+        (CONFIG_JSON, None), ("layer.json", None), (WEIGHTS, CONFIG_JSON), ("layer.safetensors", "layer.json")
+    ):  # fmt: skip
+        # Weights alone are what a conversion leaves that was killed before it wrote their description.
+        killed = described_by and not (target / described_by).exists() and has_checksum(target / name)
+        if (target / name).exists() and not killed:
             raise FileExistsError(f"{target} holds {name} already; give another folder")
     config = read_json_object(source / CONFIG_JSON)
     ours, kind = "format" in config, config.get("model_type")

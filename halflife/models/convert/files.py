@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from halflife import layers
-from halflife.files import CONFIG_JSON, WEIGHTS, atomic_path, read_json_object, write_json
+from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object, write_json
 from halflife.layers import Mixer
+from halflife.models.tensor_file import write_tensors
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -36,6 +37,9 @@ class Checkpoint(Mapping[str, Tensor]):
         placed = read_json_object(index).get("weight_map")
         if not isinstance(placed, dict):
             raise ValueError(f"{index} has no weight_map")
+        for shard in placed.values():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise ValueError(f"{index} names the shard {shard!r}, which is no file of its folder")
         self.files: dict[str, Any] = {}
         for shard in sorted(set(placed.values())):
             self.files |= _open(folder / shard)
@@ -68,17 +72,9 @@ def _open(path: Path) -> dict[str, Any]:
     return dict.fromkeys(file.keys(), file)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; after a failure no partial file remains."""
-    from safetensors.torch import save_file
-
-    with atomic_path(path) as temporary:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, temporary, {"format": "pt"})
-
-
 def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write a Hugging Face folder, `config.json` and `model.safetensors`, and return it."""
-    write_tensors(folder / WEIGHTS, tensors)
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     write_json(folder / CONFIG_JSON, config)
     return folder
 
@@ -93,7 +89,7 @@ def save_layer(folder: str | Path, name: str, options: dict[str, Any], tensors: 
         tensors: state dict of the layer.
     """
     folder = Path(folder)
-    write_tensors(folder / "layer.safetensors", tensors)
+    write_tensors(folder / "layer.safetensors", tensors, {"format": "pt"})
     write_json(folder / "layer.json", {"format": LAYER_FORMAT, "layer": name, "options": options})
     return folder
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from halflife.analysis.tables import finite
 from halflife.files import FORECAST_JSON, read_json, write_json, write_text
 
 LAGS = ("half_lag", "forecast_half_lag", "fade_lag", "fill_lag", "energy_lag")
@@ -94,7 +93,7 @@ def print_forecasts(result: Mapping[str, Any]) -> None:
 def write_forecasts(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `forecast.json` (null for a lag beyond the longest one) and `forecast.md`; return both files."""
     files = [folder / FORECAST_JSON, folder / "forecast.md"]
-    write_json(files[0], finite(result))
+    write_json(files[0], result)
     write_text(files[1], markdown(result))
     return files
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.operators import DELTA, KEPT, RHO
-from halflife.analysis.tables import finite
 from halflife.files import KOOPMAN_JSON, write_json, write_text
 from halflife.report.tables.terminal import print_sections
 
@@ -48,7 +47,7 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
         for model in result["models"] for layer in model["layers"] for head in layer["heads"]
     )  # fmt: skip
     files = [folder / KOOPMAN_JSON, folder / "koopman.csv"]
-    write_json(files[0], finite(result))
+    write_json(files[0], result)
     write_text(files[1], table.getvalue())
     return files
 

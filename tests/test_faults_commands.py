@@ -1,0 +1,326 @@
+"""Commands under faults: one line, a documented exit code, and work that can go on."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import tiny
+
+from halflife import preset
+from halflife.cli import main
+from halflife.cli.options import resumable
+from halflife.data.documents import find
+from halflife.experiments import compare as comparison
+from halflife.models import LanguageModel, checkpoint
+from halflife.runs import sweep
+from halflife.runs.folder import read
+from halflife.runs.sweep import Cell, Job, RunsFailed, _select_rate
+
+SMALL = {
+    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 4,
+    "batch_size": 4, "test_examples": 8, "validation_examples": 8, "save_every": 2, "validate_every": 2,
+}  # fmt: skip
+
+
+def create(folder, models=("mamba2", "llama"), **options):
+    return comparison.create_comparison(models, settings=SMALL, output=folder, **options)
+
+
+def failing(monkeypatch, *, name, error):
+    """Lets the runs of one model raise an error."""
+    run_one = sweep.run_one
+
+    def sometimes(run, folder, **options):
+        if name in options["name"]:
+            raise error
+        return run_one(run, folder, **options)
+
+    monkeypatch.setattr(sweep, "run_one", sometimes)
+
+
+def command(*arguments):
+    """The exit code of a command; what it printed is left to capsys."""
+    try:
+        main(list(arguments))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def test_a_model_that_raises_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
+    folder = create(tmp_path / "x")
+    with monkeypatch.context() as patch:
+        failing(patch, name="mamba2", error=RuntimeError("the moon is full"))
+        assert command("compare", "--resume", str(folder), "--quiet") == 3
+    out, error = capsys.readouterr()
+    assert "halflife: mamba2 lr 0.01 seed 0 failed: RuntimeError: the moon is full\n" in error
+    assert "llama" in out
+    assert (folder / "report.html").exists()
+    assert {score.model for score in read(folder).scores} == {"llama"}
+    (folder / "versions.json").unlink()  # killed before it was written
+    assert command("compare", "--resume", str(folder), "--quiet") == 0
+    assert {score.model for score in read(folder).scores} == {"mamba2", "llama"}
+    assert json.loads((folder / "versions.json").read_text())["torch"]
+
+
+def test_a_full_disk_ends_the_comparison_at_once(tmp_path, monkeypatch, capsys):
+    folder = create(tmp_path / "x")
+    failing(monkeypatch, name="", error=OSError(28, "No space left on device", "x/weights"))
+    assert command("compare", "--resume", str(folder), "--quiet") == 2
+    assert capsys.readouterr().err == (
+        "halflife: x/weights: No space left on device; make room on the disk; a run then continues with --resume\n"
+    )
+
+
+def test_a_model_that_diverges_is_not_selected(tmp_path, monkeypatch, capsys):
+    from halflife.training import callbacks
+
+    def diverged(model, step):
+        raise callbacks.Diverged("a weight is not finite after step 4")
+
+    folder = create(tmp_path / "x", ["mamba2"])
+    monkeypatch.setattr(callbacks, "check_weights", diverged)
+    assert command("compare", "--resume", str(folder), "--quiet") == 3
+    out, error = capsys.readouterr()
+    assert "every run of mamba2 diverged" in error
+    assert "diverged" in out
+    assert not any(score.selected for score in read(folder).scores)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({0.1: [1.0, math.nan], 0.2: [0.2, 0.3]}, 0.2),
+        ({0.1: [0.9, math.nan], 0.2: [math.nan, 0.3]}, 0.1),
+        ({0.1: [math.nan], 0.2: [math.nan]}, None),
+    ],
+)
+def test_the_rate_with_the_fewest_divergences_is_selected(values, expected):
+    results = {Cell("m", lr, seed): {"validation": x} for lr, own in values.items() for seed, x in enumerate(own)}
+    jobs = {cell: Job(tiny(), Path(cell.folder), cell.title) for cell in results}
+    assert _select_rate("m", jobs, results) == expected
+
+
+def test_similar_learning_rates_have_folders_of_their_own(tmp_path):
+    rates = (0.0123456789, 0.0123456788, 0.01)
+    folders = [Cell("mamba2", rate, 0).folder for rate in rates]
+    assert folders == ["mamba2/lr0.0123456789-seed0", "mamba2/lr0.0123456788-seed0", "mamba2/lr0.01-seed0"]
+    old = tmp_path / "mamba2" / "lr0.0123457-seed0"  # as earlier versions named it
+    old.mkdir(parents=True)
+    (old / "run.json").write_text(json.dumps({"learning_rate": rates[0]}))
+    places = [sweep._place(tmp_path, Cell("mamba2", rate, 0)) for rate in rates]
+    assert places == [old, *(tmp_path / folder for folder in folders[1:])]
+
+
+def test_nothing_that_ended_is_an_error(tmp_path, monkeypatch):
+    folder = create(tmp_path / "x", ["mamba2"])
+    failing(monkeypatch, name="", error=ValueError("the moon is full"))
+    with pytest.raises(RunsFailed, match=r"mamba2 lr 0.01 seed 0 failed: the moon is full"):
+        comparison.run_comparison(folder, show=False)
+
+
+# ------------------------------------------------------------------------------------------------ exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (PermissionError(13, "Permission denied", "a/b"), 2, "a/b: Permission denied; change its permissions"),
+        (NotADirectoryError(20, "Not a directory", "a/b"), 2, "a file stands where a folder is needed"),
+        (OSError(36, "File name too long", "a" * 300), 2, "choose a shorter name"),
+        (OSError("a line\nand another"), 2, "a line and another"),
+        (MemoryError(), 2, "there is not enough memory; choose a smaller model"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes."),
+            2,
+            "800 bytes more",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(error, code, message, monkeypatch, capsys):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr("halflife.cli.read_command", refuse)
+    assert command("list") == code
+    text = capsys.readouterr().err
+    assert text.startswith("halflife: ")
+    assert message in text
+    assert len(text.splitlines()) == 1
+
+
+def test_an_error_of_ours_stays_a_traceback(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("halflife.cli.read_command", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["list"])
+
+
+def shell(line, cwd, **environment):
+    """Run a line of bash in which `halflife` is this version."""
+    line = line.replace("halflife", f"{sys.executable} -W ignore -m halflife.cli")
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], cwd=cwd, env={**os.environ, **environment}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    done = shell("halflife list | head -1; echo ${PIPESTATUS[0]}", tmp_path)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""
+
+
+def test_training_goes_on_without_the_reader_of_its_bar(tmp_path):
+    (tmp_path / "text.txt").write_text("the state forgets slowly. " * 300)
+    arguments = "--tokens 1K --context 32 --batch-size 4 --hidden-size 16 --num-layers 1 --held-out 0.1"
+    line = f"halflife train mamba2 --data text.txt {arguments} --output out | head -1; echo ${{PIPESTATUS[0]}}"
+    done = shell(line, tmp_path, HALFLIFE_CACHE=str(tmp_path / "cache"))
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
+    assert (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_terminal_of_ascii_shows_everything(tmp_path):
+    done = shell("halflife list", tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ bad settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--clip", "nan"], "clip must be positive; got nan"),
+        (["--clip", "0"], "clip must be positive"),
+        (["--weight-decay", "nan"], "weight_decay must be 0 or more"),
+        (["--weight-decay", "-3"], "weight_decay must be 0 or more; got -3.0"),
+        (["--warmup", "5"], "warmup must be a share"),
+        (["--warmup", "nan"], "warmup must be a share of the steps between 0 and 1; got nan"),
+        (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
+        (["--seed", "-1"], "seed must lie between 0"),
+        (["--fsdp"], "torchrun"),
+        (["--data", ""], "name a file, a folder or a glob"),
+        (["--data", "pipe"], "pipe is a pipe or a device"),
+        (["--output", ""], "is not empty; choose another folder"),
+        (["--output", "text"], "is not empty; choose another folder"),
+        (["--output", "text/0.txt"], "0.txt"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(place, options, message, capsys):
+    before = sorted(place.rglob("*"))
+    assert command("train", *TRAIN, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert sorted(path for path in place.rglob("*") if "cache" not in path.parts) == before
+    assert not any(path.name == ".lock" for path in place.rglob("*"))
+
+
+TRAIN = [
+    "mamba2", "--data", "text", "--tokens", "256", "--context", "16", "--batch-size", "4", "--hidden-size", "16",
+    "--num-layers", "1", "--num-heads", "2", "--held-out", "0.1", "--output", "out", "--quiet",
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder, with 20 documents in `text` and a named pipe."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i} forgets slowly. " * 8)
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def test_a_stray_rank_is_refused(place, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert command("train", *TRAIN) == 2
+    assert "RANK=1" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "first")
+    assert command("train", *TRAIN) == 2
+    assert "RANK='first'" in capsys.readouterr().err
+
+
+def test_a_run_does_not_read_other_runs(place, capsys):
+    (place / "text" / "run").mkdir()
+    (place / "text" / "run" / "run.json").write_text("{}")
+    (place / "text" / "run" / "samples.txt").write_text("text of a model")
+    (place / "text" / "a-comparison").mkdir()
+    for name in ("config.json", "versions.json", "summary.md"):
+        (place / "text" / "a-comparison" / name).write_text("{}")
+    assert [path.name for path in find(["text"])] == sorted(f"{i}.txt" for i in range(20))
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(place, monkeypatch):
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    (place / "text" / "secret").mkdir()
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="secret"):
+        find(["text"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"of_tomorrow": 1}, "does not know: of_tomorrow"),
+        ({"digest": None}, "has no digest"),
+        ({"steps": "many"}, "steps in .*run.json must be a whole number; got 'many'"),
+        ({"data": {"sources": []}}, "is damaged: a setting has a value that cannot be"),
+        ({"model": []}, "damaged"),
+        ({"clip": -1.0}, "clip must be positive"),
+    ],
+)
+def test_an_edited_run_is_refused_by_name(place, changes, message, capsys):
+    fixture = Path(__file__).parent / "fixtures" / "version_0_1" / "language" / "run.json"
+    written = {**json.loads(fixture.read_text()), **changes}
+    (place / "out").mkdir()
+    (place / "out" / "run.json").write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
+    before = sorted(place.rglob("*"))
+    assert command("train", "--resume", "out") == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, monkeypatch, capsys):
+    from halflife.experiments import train
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run_language", interrupt)
+    assert command("train", *TRAIN) == 130
+    assert "nothing was written yet" in capsys.readouterr().err
+    (place / "out").mkdir()
+    (place / "out" / "run.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop, resumable("halflife train --resume out", place / "out" / "run.json"):
+        interrupt()
+    assert stop.value.code == 130
+    assert "resume with: halflife train --resume out" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, capsys):
+    checkpoint.save(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)), "model")
+    monkeypatch.setattr("halflife.evaluation.ruler.evaluate", pytest.fail)
+    arguments = ["eval", "model", "--tasks", "niah_single_1", "--lengths", "64", "--output"]
+    assert command(*arguments, "text/0.txt/a") == 2
+    assert "a file stands where a folder is needed" in capsys.readouterr().err

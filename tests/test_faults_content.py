@@ -1,0 +1,134 @@
+"""Content that changed after it was written, or that nobody of us wrote."""
+
+import json
+
+import pytest
+import torch
+
+from halflife import preset
+from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.files import write_json
+from halflife.models import LanguageModel, checkpoint
+from halflife.models.convert import convert
+from halflife.models.convert.files import Checkpoint
+from halflife.models.session import Session
+from halflife.models.tensor_file import read_tensors, write_tensors
+
+
+def model(**options):
+    torch.manual_seed(0)
+    config = preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=31, **options)
+    return LanguageModel(config).eval()
+
+
+def flip(path, at):
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [-1, -300, -1000])
+def test_a_flipped_bit_in_weights_is_seen(tmp_path, at):
+    checkpoint.save(model(), tmp_path)
+    flip(tmp_path / "model.safetensors", at)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: .* Copy it again"):
+        checkpoint.load(tmp_path)
+
+
+def test_every_flipped_bit_in_a_session_is_seen(tmp_path):
+    session = Session(model()).feed([1, 2, 3])
+    path = session.save(tmp_path / "a.session")
+    size, expected = path.stat().st_size, session.next_logits
+    draw = torch.Generator().manual_seed(0)
+    for at in {8, 20, 40, *torch.randint(8, size, (40,), generator=draw).tolist()}:
+        flip(path, at)
+        other = Session(session.model).feed([5])
+        before = (other.state, other.position, other.next_logits)
+        try:
+            other.load(path)
+        except ValueError:
+            assert (other.state, other.position, other.next_logits) == before  # nothing of the file is left in it
+        else:  # the bit was in the name of the checksum
+            assert torch.equal(other.next_logits, expected)
+        flip(path, at)
+    assert torch.equal(Session(session.model).load(path).next_logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("about", "tensors"),
+    [
+        ({"position": "-5"}, {}),
+        ({"position": "x"}, {}),
+        ({}, {"last": torch.tensor([31])}),
+        ({}, {"9.memory": torch.ones(1)}),
+        ({}, {"memory": torch.ones(1)}),
+        ({}, {"logits": torch.ones(3)}),
+    ],
+)
+def test_a_session_that_cannot_be_is_refused(tmp_path, about, tensors):
+    session = Session(model()).feed([1, 2, 3])
+    path = session.save(tmp_path / "a.session")
+    read, written = read_tensors(path)
+    write_tensors(path, {**read, **tensors}, {**written, **about})
+    with pytest.raises(ValueError, match="holds no state of a session"):
+        Session(session.model).load(path)
+
+
+def test_equal_content_has_equal_bytes(tmp_path):
+    expected = checkpoint.save(model(), tmp_path / "x").joinpath("model.safetensors").read_bytes()
+    for i in range(8):  # the order of the strings in the header would differ in one of two files
+        assert checkpoint.save(model(), tmp_path / str(i)).joinpath("model.safetensors").read_bytes() == expected
+
+
+def test_files_without_a_checksum_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    expected = model()
+    checkpoint.save(expected, tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", {"format": "pt"})
+    found = checkpoint.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_flipped_bit_in_tokens_makes_the_cache_again(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 20)
+    config = CorpusConfig(sources=(tmp_path,), fractions=(0.1, 0.0), cache_dir=tmp_path / "cache")
+    corpus = Corpus.open(config, show=False)
+    expected = corpus.split("train").files.tokens.tobytes()
+    flip(corpus.folder / "train.tokens", 100)
+    with pytest.warns(UserWarning, match=r"train\.tokens has another checksum\) and is made again"):
+        again = Corpus.open(config, show=False)
+    assert again.split("train").files.tokens.tobytes() == expected
+
+
+def test_a_cache_of_version_0_1_is_read(tmp_path):
+    from halflife.data.store import _checksum
+
+    (tmp_path / "a.txt").write_text("document " * 200)
+    config = CorpusConfig(sources=(tmp_path / "a.txt",), fractions=(0.0, 0.0), cache_dir=tmp_path / "cache")
+    corpus = Corpus.open(config, show=False)
+    index = json.loads((corpus.folder / "index.json").read_text())
+    del index["checksum"]
+    for counts in index["splits"].values():
+        del counts["sha256"]
+    write_json(corpus.folder / "index.json", {**index, "checksum": _checksum(index)})
+    assert Corpus.open(config, show=False).digest == corpus.digest
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+def test_shards_lie_in_their_folder(tmp_path, shard):
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": shard}})
+    with pytest.raises(ValueError, match="which is no file of its folder"):
+        Checkpoint(tmp_path)
+
+
+def test_a_conversion_that_was_killed_is_done_again(tmp_path):
+    checkpoint.save(model(mlp="none"), tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "target", to="transformers")
+    (tmp_path / "target" / "config.json").unlink()
+    convert(tmp_path / "source", tmp_path / "target", to="transformers")
+    assert (tmp_path / "target" / "config.json").exists()
+    with pytest.raises(FileExistsError):
+        convert(tmp_path / "source", tmp_path / "target", to="transformers")
