@@ -3,17 +3,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test slow coverage lint format docs bench gpu chromium clean
+.PHONY: demo test slow test-oldest test-newest coverage lint format docs bench gpu dist constraints chromium clean
 
-# The stamps are newer than pyproject.toml once everything that it names is installed.
-$(VENV)/installed: pyproject.toml
+# The stamps are newer than these files once everything that they name is installed.
+$(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP) --constraint constraints.txt --editable '.[cli,train,report]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -32,6 +33,28 @@ test: $(VENV)/installed-dev chromium
 
 slow: $(VENV)/installed-dev chromium
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
+
+# The fast tests with the oldest torch that pyproject.toml allows, and with the newest that pip can find. On a machine
+# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA.
+test-oldest: TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/torch==\1.*/p' pyproject.toml)
+test-newest: TORCH := torch
+test-oldest test-newest: chromium
+	$(PYTHON) -m venv $(VENV)-$@
+	grep -v '^torch==' constraints.txt > $(VENV)-$@/constraints.txt
+	$(VENV)-$@/bin/python -m pip install --quiet --upgrade --constraint $(VENV)-$@/constraints.txt \
+	  '$(TORCH)' --editable '.[dev]'
+	$(VENV)-$@/bin/python -m $(PYTEST)
+
+# The source archive and the wheel, both the same to the byte wherever they are built.
+dist: $(VENV)/installed-dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# Write the versions in .venv into constraints.txt, after an upgrade whose tests are green.
+constraints: $(VENV)/installed-dev
+	$(BIN)/python .ci/constraints.py > constraints.new
+	mv constraints.new constraints.txt
+	touch $(VENV)/installed $(VENV)/installed-dev
 
 coverage: $(VENV)/installed-dev chromium
 	$(BIN)/coverage erase
@@ -64,4 +87,4 @@ gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-test-* build dist *.egg-info

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import halflife
 from halflife.cli import COMMANDS, main, read_command
 from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
@@ -104,6 +106,26 @@ def test_info_checks_this_machine(capsys):
     out = capsys.readouterr().out
     for expected in ("torch", "linear_attention", "chunked, reference", "selfcheck on cpu: all right"):
         assert expected in out
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"halflife {halflife.__version__}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
+def test_a_command_starts_within_a_second_of_torch(arguments):
+    """In seconds of the processor, the least of three measurements."""
+    torch = min(processor_seconds("-c", "import torch") for _ in range(3))
+    assert min(processor_seconds("-m", "halflife.cli", *arguments) for _ in range(3)) < torch + 1
+
+
+def processor_seconds(*arguments):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_help_of_every_command_shows_examples(capsys):

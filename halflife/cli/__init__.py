@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
-import tyro
-
-from halflife.cli.about import Info, List
-from halflife.cli.compare import Compare
-from halflife.cli.convert import Convert
-from halflife.cli.evaluate import Eval
-from halflife.cli.figures import Figures
-from halflife.cli.forecast import Forecast
-from halflife.cli.generate import Generate
-from halflife.cli.mask import Mask
-from halflife.cli.memory import Memory
-from halflife.cli.options import read_options
-from halflife.cli.spectrum import Spectrum
-from halflife.cli.theory import Theory
-from halflife.cli.train import Train
+from halflife import __version__
+from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
 
@@ -40,42 +29,47 @@ examples:
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
 
-`halflife COMMAND --help` shows the options and examples of a command.
+`halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
 """
 
+# Name of a command → module of `halflife.cli` and class. A command's module is imported when the command is typed.
 COMMANDS = {
-    "list": List, "info": Info, "compare": Compare, "train": Train, "generate": Generate, "eval": Eval,
-    "spectrum": Spectrum, "memory": Memory, "mask": Mask, "forecast": Forecast, "theory": Theory, "figures": Figures,
-    "convert": Convert,
+    "list": "about.List", "info": "about.Info", "compare": "compare.Compare", "train": "train.Train",
+    "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
+    "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
+    "figures": "figures.Figures", "convert": "convert.Convert",
 }  # fmt: skip
-
-
-def _commands(brief: bool) -> Any:
-    """The type that tyro parses. `brief` leaves the first line of each command's help, for the list of commands."""
-
-    def description(command: type) -> str | None:
-        return (command.__doc__ or "").splitlines()[0] if brief else None
-
-    return reduce(
-        or_,
-        (
-            Annotated[command, tyro.conf.subcommand(name, description=description(command))]
-            for name, command in COMMANDS.items()
-        ),
-    )
-
-
-Command = _commands(brief=False)
+_TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
+_PAGE = (*_FIGURES, "jinja2", "plotly")
+# Packages that a command always needs. Without this table it would miss them after minutes of work.
+NEEDS = {
+    "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
+    "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        print(f"halflife {__version__}")
+        return
     try:
-        read_command(arguments).run()
+        command = read_command(arguments)
+        require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
+        command.run()
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
-        print(f"halflife: {error}", file=sys.stderr)
+        print(f"halflife: {_say(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _say(error: Exception) -> str:
+    """Return the error's message. Python's own message about a missing package is replaced by what to install."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if name in EXTRAS and str(error).startswith("No module named"):
+        what = "the command line" if EXTRAS[name] == "cli" else "this command"
+        return f"{missing(what, name)}, or {install('all')} for every command"
+    return str(error)
 
 
 def read_command(arguments: list[str]) -> Any:
@@ -85,6 +79,8 @@ def read_command(arguments: list[str]) -> Any:
         FileNotFoundError, ValueError: the file is missing or wrong, or the command has another name now.
         SystemExit: tyro refuses the command line.
     """
+    from halflife.cli.options import read_options
+
     if arguments[:1] == ["reproduce"]:
         raise ValueError("`halflife reproduce` is now `halflife compare --experiment decay-design`")
     command = parse(arguments)
@@ -98,8 +94,30 @@ def read_command(arguments: list[str]) -> Any:
 
 def parse(arguments: list[str], **options: Any) -> Any:
     """Return the command of a command line, or end with tyro's message."""
-    commands = Command if arguments and arguments[0] in COMMANDS else _commands(brief=True)
-    return tyro.cli(
-        commands, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,), description=DESCRIPTION,
-        **options,
-    )  # fmt: skip
+    import tyro
+
+    options = {"config": (tyro.conf.OmitArgPrefixes,), **options}
+    if arguments and arguments[0] in COMMANDS:
+        name, *rest = arguments
+        return tyro.cli(command_class(name), args=rest, prog=f"halflife {name}", **options)
+    return tyro.cli(_any_command(COMMANDS), args=arguments, prog="halflife", description=DESCRIPTION, **options)
+
+
+def command_class(name: str) -> type:
+    """Import the class of a command."""
+    module, _, class_name = COMMANDS[name].partition(".")
+    return getattr(importlib.import_module(f"halflife.cli.{module}"), class_name)
+
+
+def _any_command(names: Iterable[str]) -> Any:
+    """The type that tyro parses into one of the commands. The list of commands shows the first line of their help."""
+    from tyro.conf import subcommand
+
+    classes = {name: command_class(name) for name in names}
+    return reduce(
+        or_,
+        (
+            Annotated[cls, subcommand(name, description=(cls.__doc__ or "").splitlines()[0])]
+            for name, cls in classes.items()
+        ),
+    )

@@ -110,7 +110,7 @@ class Train:
     fsdp: bool = False
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     tensorboard: bool = False
-    """Also write <output>/tensorboard (needs halflife[tensorboard])."""
+    """Also write <output>/tensorboard (needs halflife-lm[tensorboard])."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
     quiet: bool = False

@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from halflife.extras import missing
+
 PIECE = 1 << 20  # bytes; longer documents are tokenised in pieces
 LINE = 1 << 30  # bytes; a longer line means that the file is not JSON lines
 PYTHON = "python:"  # the source that names Python's standard library
@@ -242,7 +244,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
         import pyarrow  # pyright: ignore
         import pyarrow.parquet as parquet  # pyright: ignore
     except ImportError as error:
-        raise ImportError(f"{path} needs the package pyarrow: pip install pyarrow") from error
+        raise missing(str(path), "pyarrow") from error
     row = 0
     with _opened(path) as file:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halflife.data.cache import cache_folder, locked
+from halflife.extras import missing
 from halflife.files import atomic_path
 
 GRAMMAR = "hf:owner/name[@revision][:configuration[:split]], the split as in train or train[:10000]"
@@ -92,7 +93,7 @@ def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
     try:
         import datasets  # pyright: ignore
     except ImportError as error:
-        raise ImportError(f"hf:{wanted.name} needs the package datasets: pip install datasets") from error
+        raise missing(f"hf:{wanted.name}", "datasets") from error
     _commit(wanted)  # raises at once if the hub cannot be reached; `datasets` would retry for half a minute
     try:
         rows = datasets.load_dataset(

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from halflife.extras import require
 from halflife.models import ModelConfig
 
 
@@ -71,6 +72,9 @@ class ExecutionConfig:
             holds all of them (DDP).
         tensorboard: whether to write `tensorboard/` as well.
         show: whether to draw a progress bar.
+
+    Raises:
+        ImportError: `tensorboard` is asked for and not installed.
     """
 
     micro_batch_size: int | None = None
@@ -78,6 +82,10 @@ class ExecutionConfig:
     fsdp: bool = False
     tensorboard: bool = False
     show: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tensorboard:
+            require("--tensorboard", "tensorboard")
 
     def num_micro_batches(self, batch_size: int) -> int:
         """The number of micro-batches of a batch, over all processes.
