@@ -196,6 +196,7 @@ def test_a_saved_run_is_a_file_of_options(text):
         ["mamba2+ska", "--set", "ska.power=2", "mixer.state_size=8", "training.betas=[0.9, 0.99]", "model.mlp=none"],
         ["gla", "--schedule", "linear", "--set", "decay.tau=8", "training.validation_tokens=64", "mixer.conv_size=2"],
         ["gated_deltanet+gate_rank", "--schedule", "constant", "--set", "gate_rank.reset_rate=0.3"],
+        ["hgrn2", "--data", "text/0*.txt=0.7", "text/1*.txt=2"],
         ["simple", "--set", "training.schedule=inverse_sqrt", "training.schedule_options={timescale: 5}"],
     ):
         run = configured(read_command(["train", *arguments, "--config", "run.yaml"]))

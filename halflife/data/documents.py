@@ -140,16 +140,21 @@ def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterato
         return
     empty = True
     for document in reader(path, field):
-        start = 0
-        while len(document) - start > limit:
-            cut = start + _cut(document[start : start + limit + 1], limit)
-            yield Piece(document[start:cut], False)
-            start = cut
-        if document:
-            yield Piece(document[start:], True)
-            empty = False
+        yield from cut_document(document, limit)
+        empty = empty and not document
     if empty:
         raise ValueError(f"{path} is empty: none of its documents has text")
+
+
+def cut_document(document: bytes, limit: int) -> Iterator[Piece]:
+    """Yield the pieces of at most `limit` bytes of one document, as `pieces` does; an empty document has none."""
+    start = 0
+    while len(document) - start > limit:
+        cut = start + _cut(document[start : start + limit + 1], limit)
+        yield Piece(document[start:cut], False)
+        start = cut
+    if document:
+        yield Piece(document[start:], True)
 
 
 @contextmanager
