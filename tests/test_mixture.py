@@ -1,15 +1,19 @@
 """Mixtures of sources: the shares of rows are counted, and a batch is a pure function of its step."""
 
+import json
+import pickle
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from corpora import text
 
 from halflife.data.batches import TokenFiles
 from halflife.data.corpus import Corpus, CorpusConfig
-from halflife.data.mixture import PERIOD, MixedBatches, MixedFiles, shares
+from halflife.data.mixture import PERIOD, Concatenated, MixedBatches, MixedFiles, read_weights, shares
 from halflife.runs.language_run import documents
+from halflife.tasks import IGNORED
 
 SIZES = (40, 90, 200)  # tokens of the sources; token i of source s is 1000 s + i
 CONTEXT = 8
