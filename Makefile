@@ -81,6 +81,7 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/throughput.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/throughput.py --bf16 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/loss.py --write docs/benchmarks.md
 
 # Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
 gpu:
