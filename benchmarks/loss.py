@@ -24,8 +24,8 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from halflife.models.loss import ChunkedLoss  # noqa: E402
 
-WIDTH, TOKENS = 512, 2048
-VOCABULARIES = (32_000, 128_256)
+WIDTH, TOKENS = 512, 1024
+VOCABULARIES = (128_256,)
 MARK = "<!-- loss -->"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -70,8 +70,8 @@ def report(tokens: int, vocabularies: tuple[int, ...]) -> Iterator[str]:
     yield ""
     yield "`python benchmarks/loss.py --write docs/benchmarks.md`"
     yield ""
-    yield f"Forward and backward of {tokens:,} tokens of width {WIDTH}, one thread, torch {torch.__version__}: seconds of"
-    yield "the processor, peak memory beyond the inputs and the two gradients, and the loss."
+    yield f"Forward and backward of {tokens:,} tokens of width {WIDTH}, one thread, torch {torch.__version__}. Seconds"
+    yield "of the processor, peak memory beyond the inputs and the two gradients, and the loss."
     yield ""
     yield "| vocabulary | dtype | loss | seconds | MB | value |"
     yield "|---:|---|---|---:|---:|---:|"
