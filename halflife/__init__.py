@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from halflife import decay, layers, ops, renamed, tasks
+from halflife import decay, extensions, layers, ops, renamed, tasks
 from halflife.extras import require
 from halflife.models import SIZES, LanguageModel, ModelConfig, param_groups, preset
 from halflife.models.session import Session
@@ -31,3 +31,6 @@ def __getattr__(name: str) -> Any:
         require("halflife.hf", "transformers")
         return importlib.import_module("halflife.hf")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+extensions.load()

@@ -10,7 +10,7 @@ from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
-from halflife import __version__
+from halflife import __version__, extensions
 from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
@@ -30,6 +30,7 @@ examples:
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
 
 `halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
+`halflife --import MODULE COMMAND …` first imports a module of yours that registers decays, layers, presets or tasks.
 """
 
 # Name of a command → module of `halflife.cli` and class. A command's module is imported when the command is typed.
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"halflife {__version__}")
         return
     try:
+        arguments = _import_extensions(arguments)
         command = read_command(arguments)
         require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
         command.run()
@@ -63,12 +65,26 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(2) from None
 
 
+def _import_extensions(arguments: list[str]) -> list[str]:
+    """Import the modules that `--import MODULE` names, before or after the command; return the other arguments."""
+    others = list(arguments)
+    while "--import" in others:
+        at = others.index("--import")
+        if at + 1 == len(others):
+            raise ValueError("--import needs the name of a module")
+        extensions.add(others[at + 1])
+        del others[at : at + 2]
+    return others
+
+
 def _say(error: Exception) -> str:
     """Return the error's message. Python's own message about a missing package is replaced by what to install."""
     name = (getattr(error, "name", None) or "").partition(".")[0]
     if name in EXTRAS and str(error).startswith("No module named"):
         what = "the command line" if EXTRAS[name] == "cli" else "this command"
         return f"{missing(what, name)}, or {install('all')} for every command"
+    if isinstance(error, OSError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
+        return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from halflife import extensions
 from halflife.registry import unknown
 
 Command = TypeVar("Command")
@@ -93,6 +94,8 @@ def resumable(command: str) -> Iterator[None]:
     """
     from halflife.training.fit import StoppedBySignal
 
+    for name in extensions.names():
+        command = command.replace("halflife ", f"halflife --import {name} ", 1)
     try:
         yield
     except StoppedBySignal as stopped:

@@ -21,8 +21,8 @@ def mean_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
 
     Up to `LOGITS` logits are computed at once. More are computed by `ChunkedLoss`; its gradients cannot be
-    differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU it takes 2.5 to
-    5 times as long, and for bfloat16 its loss is a bfloat16 number (docs/log.md).
+    differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its chunks take
+    5 to 13 times as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
 
     Args:
         hidden: `[N, D]`. Under autocast, the products have its precision.
