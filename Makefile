@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test slow test-oldest test-newest coverage lint format docs bench gpu dist constraints chromium clean
+.PHONY: native demo test slow test-oldest test-newest coverage lint format docs bench gpu dist constraints chromium clean
 
 # The stamps are newer than these files once everything that they name is installed.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -17,7 +17,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(VENV)/installed
+# Kernels for this CPU, compiled once. Without a C++ compiler everything runs, slower; the line printed says so.
+native: $(VENV)/installed
+	$(BIN)/halflife build || true
+
+demo: native
 	$(BIN)/halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
 
 # The report page is tested in a browser. Who is not root installs one, or sees why those tests are skipped.
@@ -28,10 +32,10 @@ chromium:
 # Two workers with one thread each; a file's tests share its fixtures, so a file stays with one worker.
 PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-dev chromium
+test: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST)
 
-slow: $(VENV)/installed-dev chromium
+slow: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
 
 # The fast tests with the oldest torch that pyproject.toml allows, and with the newest that pip can find. On a machine
@@ -56,7 +60,7 @@ constraints: $(VENV)/installed-dev
 	mv constraints.new constraints.txt
 	touch $(VENV)/installed $(VENV)/installed-dev
 
-coverage: $(VENV)/installed-dev chromium
+coverage: $(VENV)/installed-dev chromium native
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(PYTEST)
 	$(BIN)/coverage combine --quiet
@@ -74,7 +78,7 @@ format: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(VENV)/installed-dev
+bench: $(VENV)/installed-dev native
 	$(BIN)/python benchmarks/ops.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/layers.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/decode.py --write docs/benchmarks.md

@@ -64,8 +64,8 @@ def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
         times.append(timing.medians({n: _step(mixer, states[n]) for n, mixer in mixers.items()}, seconds))
         sizes.append({n: sum(x.nbytes for x in state.values()) for n, state in states.items() if state is not None})
     yield f"One layer, d {HIDDEN}, one sequence, float32, {torch.get_num_threads()} threads: ms a token (state kB)."
-    yield "While it decodes, SKA also keeps the inverse factor of its operator, r² numbers a head: in its state for an"
-    yield "operator a token, beside it for an operator a chunk (110 kB here)."
+    yield "SKA also stores the inverse factor of its operator, r² numbers a head. With an operator a token, the state"
+    yield "contains it. With an operator a chunk, it comes on top (110 kB here)."
     yield ""
     yield "| layer | " + " | ".join(f"after {length:,} tokens" for length in lengths) + " |"
     yield "|---|" + "---:|" * len(lengths)
@@ -109,10 +109,10 @@ def _step(mixer: Mixer, state: State | None):
 
 def updates(seconds: float) -> Iterator[str]:
     """Yield Markdown lines on the cost of a token with rank-one updates and with factorisations of its operator."""
-    yield f"An operator a token, P {WIDTH}, K 2, {HEADS} heads: ms a token. *Update*: what is solved with, by a"
-    yield "rank-one update or a Cholesky factorisation. *Token*: that, the read-out (K + 1 solves, K products with M,"
-    yield "one with C) and the three sums, which all need. *As the paper*: A_w and B_v are formed anew (Eq. 11 to 13,"
-    yield "without the power iterations)."
+    yield f"An operator a token, P {WIDTH}, K 2, {HEADS} heads: ms a token. *Update* is the time of a rank-one"
+    yield "update of the inverse factor, or of a Cholesky factorisation. *Token* adds the read-out (K + 1 solves, K"
+    yield "products with M, one with C) and the three sums, which every variant needs. *As the paper* forms A_w and B_v"
+    yield "for each token (Eq. 11 to 13, without the power iterations)."
     yield ""
     yield "| r | sequences | update, rank one | factorised (×) | token, rank one | factorised (×) | as the paper (×) |"
     yield "|---:|---:|---:|---:|---:|---:|---:|"

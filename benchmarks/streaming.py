@@ -69,7 +69,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
     yield "`python benchmarks/streaming.py --write docs/benchmarks.md`"
     yield ""
     yield f"Hidden size {SIZES['hidden_size']}, {SIZES['num_layers']} layers, float32, one thread, torch"
-    yield f"{torch.__version__}. Median ms a token in the stretch that ends there (MB of the process at its end)."
+    yield f"{torch.__version__}. Median ms a token in the stretch that ends at a token (MB of the process there)."
     yield ""
     yield from table(found)
     yield ""

@@ -189,9 +189,9 @@ def train(models: dict[str, Any], lengths: list[int], arguments: argparse.Namesp
 def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.Namespace) -> Iterator[str]:
     """Yield one row a model: tokens/s and the share of the GEMM rate at each length, and the memory of a step."""
     at = max((length for length in speeds if length <= MEMORY_AT), default=min(speeds))
-    yield "Tokens/s of training (MFU: 3 × the matrix products of a forward pass, softmax attention's in full, over the"
-    yield "rate of one product of 2048³ in the same rounds). Memory: what a fresh process grows by in its first step,"
-    yield "gradients and AdamW's moments included."
+    yield "Tokens/s of training. The MFU in brackets is 3 × the matrix products of a forward pass (with all of softmax"
+    yield "attention's), divided by the rate of one product of 2048³ in the same rounds. Memory is the growth of a"
+    yield "fresh process in its first step, with gradients and AdamW's moments."
     yield ""
     yield f"| model | layers | parameters | {' | '.join(f'T {length:,}' for length in speeds)} | MB (T {at:,}) |"
     yield "|---|---:|---:|" + "---:|" * (len(speeds) + 1)
@@ -217,11 +217,11 @@ def ratio_table(speeds: Speeds) -> Iterator[str]:
         ratios = {n: found[name] / max(found["llama"], found[LLAMA]) for n, found in speeds.items()}
         yield f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios.values())} | {faster_from(ratios)} |"
     yield ""
-    yield "Target: faster from T 2,048."
+    yield "The target is to be faster from T 2,048 on."
     for n, found in speeds.items():
         if MAMBA in found:
             ratio = found[BARE] / found[MAMBA]
-            yield f"Target: ≥ 10 × {MAMBA}, of the same function ({BARE}); at T {n:,}: {ratio:.1f} ×."
+            yield f"The target is ≥ 10 × {MAMBA} with the same function ({BARE}). At T {n:,} we measured {ratio:.1f} ×."
 
 
 def faster_from(ratios: dict[int, float]) -> str:

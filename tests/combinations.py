@@ -1,4 +1,4 @@
-"""Which preset combinations there are, found by trying them."""
+"""The combinations of presets and modifiers that exist, from trying them."""
 
 from halflife import preset
 from halflife.models import MODIFIERS, PRESETS
@@ -7,7 +7,7 @@ SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "
 
 
 def combinations():
-    """(names that mean something, names that do not): every base, with none, one or two modifiers."""
+    """Return (valid names, invalid names): every base with none, one or two modifiers."""
     names = [*PRESETS]
     names += [f"{base}+{modifier}" for base in PRESETS for modifier in MODIFIERS]
     names += [f"{base}+{pair}" for base in PRESETS for pair in ("post+rope", "vector+share", "scalar+post")]

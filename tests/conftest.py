@@ -1,4 +1,4 @@
-"""Before any test: shape annotations are checked, one thread, and the same random numbers every time."""
+"""Settings for all tests: shape annotations are checked, torch has one thread, and random numbers are seeded."""
 
 import os
 
@@ -6,23 +6,42 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Without a GPU our Triton kernels run in Triton's interpreter, which must be asked for before triton is imported.
+# Without a GPU, our Triton kernels run in Triton's interpreter. It must be chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Processes that tests start have one thread as well.
+# Processes that tests start also have one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Nothing is fetched: without this a wrong name is looked up on the hub, with half a minute of retries.
+# Tests download nothing. Without this setting a wrong name is looked up on the hub, with half a minute of retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Every annotation of halflife is checked at run time, here only; the hook must precede the first import.
+# Every annotation of halflife is checked at run time, in tests only. The hook must precede the first import.
 install_import_hook("halflife", "typecheck.check")
 
-# The tensors are small: more threads gain nothing, and on a busy machine they wait for each other (10x slower).
+# The tensors are small, so more threads gain nothing. On a busy machine threads wait for each other (10x slower).
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that runs a command, checks that it ends with one line on stderr and code 2, and returns the line."""
+
+    def run(*arguments):
+        from halflife.cli import main
+
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        error = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert error.startswith("halflife: ")
+        assert len(error.strip().splitlines()) == 1
+        return error
+
+    return run

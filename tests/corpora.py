@@ -1,4 +1,4 @@
-"""Documents and corpora that the tests of text share."""
+"""Documents and corpora for the tests on text."""
 
 import gzip
 import json
@@ -9,12 +9,12 @@ WORDS = ("state", "decay", "forgets", "λ", "holds", "gate", "🙂", "writes")
 
 
 def text(i):
-    """Document i: some words, by their number, so that every document is another one."""
+    """Return document i, whose words depend on i. No two documents are equal."""
     return " ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 11)) + f" {i}"
 
 
 def write_documents(place):
-    """Forty documents in three kinds of files of a new folder."""
+    """Write forty documents into a new folder, in three kinds of files."""
     (place / "deep").mkdir(parents=True)
     (place / "b.txt").write_text(text(0))
     (place / "deep/a.md.gz").write_bytes(gzip.compress(text(1).encode()))

@@ -1,4 +1,4 @@
-"""Crosses of many axes: a small table with every pair (or every single) value is fast, the rest is slow."""
+"""Crosses of many axes: a small table that contains every pair of values is fast, and the rest is slow."""
 
 from itertools import combinations, product
 
@@ -6,13 +6,13 @@ import pytest
 
 
 def covering_rows(axes, strength=2):
-    """Rows of the cross of `axes` (lists), as index tuples, with every combination of values of `strength` axes."""
+    """Return rows of the cross of `axes`, as index tuples, with every combination of values of `strength` axes."""
     cases = list(product(*(range(len(axis)) for axis in axes)))
     pairs = [
         {(which, *(case[i] for i in which)) for which in combinations(range(len(axes)), strength)} for case in cases
     ]
     missing, chosen = set().union(*pairs), set()
-    for wanted in range(len(pairs[0]), 0, -1):  # first the rows that bring many new pairs
+    for wanted in range(len(pairs[0]), 0, -1):  # rows with many new pairs come first
         for case, its in zip(cases, pairs, strict=True):
             if len(its & missing) >= wanted:
                 chosen.add(case)
@@ -21,7 +21,7 @@ def covering_rows(axes, strength=2):
 
 
 def crossed(strength=2, **axes):
-    """Parametrise a test by the cross of the axes, name → values; rows beyond `covering_rows` are marked slow."""
+    """Parametrise a test by the cross of the axes (name → values). Rows beyond `covering_rows` are marked slow."""
     values = [list(axis) for axis in axes.values()]
     fast = covering_rows(values, strength)
     rows = [
@@ -40,5 +40,5 @@ def _label(value):
 
 
 def slow_beyond(fast, names):
-    """The names as rows of one parameter, those that are not among `fast` marked slow."""
+    """Parametrise a test by the names. Names that are not in `fast` are marked slow."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -19,7 +19,7 @@ DATA = {"models": [model("mamba2", [[20.0] * 8, [None] + [30.0] * 7]), model("ma
 @pytest.mark.parametrize("logs", [np.array([2.0]), np.zeros(5), np.random.default_rng(0).normal(1, 0.7, 200)])
 def test_densities_hold_one(logs):
     x, y = allocation.density(logs)
-    assert np.trapezoid(y, x) == pytest.approx(1, abs=3e-3)  # of a Gaussian's tail beyond three widths
+    assert np.trapezoid(y, x) == pytest.approx(1, abs=3e-3)  # the part of a Gaussian beyond three widths
     assert (x[0] < logs.min()) & (x[-1] > logs.max())
 
 
@@ -33,7 +33,7 @@ def test_a_density_is_that_of_scipy():
 
 
 def test_a_geometric_spectrum_is_a_straight_line():
-    """Checks the right panel of `distributions`, whose axis is logarithmic."""
+    """Check the right panel of `distributions`, whose axis is logarithmic."""
     _, right = allocation.distributions(DATA).axes
     line = right.lines[1]
     x, y = line.get_xdata(), np.log10(line.get_ydata())

@@ -15,12 +15,12 @@ from halflife.theory import approximation as approx
 from halflife.theory.approximation_survey import SPECTRA, error_by_channels, error_by_position, slopes
 from halflife.theory.spectra import response_as_run
 
-AGREES = 4 * 6.6e-4  # with linear programs, four times the worst measured: the solver stops when within 1e-3
-ROUNDED = 4 * 2.2e-16  # a few roundings of float64
+AGREES = 4 * 6.6e-4  # against linear programs: four times the worst measured error; the solver stops at 1e-3
+ROUNDED = 4 * 2.2e-16  # a few roundings in float64
 
 
 def linear_program(columns, target):
-    """min max |target − columns · w| by HiGHS, scaled by the least-squares error, as its tolerances are absolute."""
+    """Return min max |target − columns · w| by HiGHS, whose absolute tolerances need a scaled problem."""
     basis, target = np.linalg.qr(columns.numpy())[0], target.numpy()
     residual = target - basis @ (basis.T @ target)
     size, one = abs(residual).max(), np.ones((len(target), 1))
@@ -74,7 +74,7 @@ def test_weights_reach_the_error_at_every_integer(rates):
     assert found.lower <= found.error <= (1 + AGREES) * found.lower + rounding
     assert found.rank == 16
     turns = torch.sign(found.residual[found.residual.abs() > 0.99 * found.error]).diff().count_nonzero()
-    assert turns == 16  # 17 alternating peaks: Chebyshev's mark of the best
+    assert turns == 16  # 17 alternating peaks, as Chebyshev's theorem requires of the best approximation
 
 
 def test_closed_forms():
@@ -84,8 +84,8 @@ def test_closed_forms():
     found = approx.fit(twins, 50)
     assert found.rank == 1
     assert found.error == pytest.approx(approx.minimax_error(twins[:1], 50), rel=AGREES)
-    assert approx.minimax_error(approx.geometric_rates(4, 4, 0.3, 3), 4) < 1e-13  # 4 weights for 4 positions
-    # A single exponential on {1, 2}: w e^{−r} and w e^{−2r} miss by the same, with opposite signs.
+    assert approx.minimax_error(approx.geometric_rates(4, 4, 0.3, 3), 4) < 1e-13  # 4 weights and 4 positions
+    # The best single exponential on {1, 2} has the errors w e^{−r} and w e^{−2r}, equal with opposite signs.
     rate = torch.tensor([0.7], dtype=torch.float64)
     a, b = math.exp(-0.7), math.exp(-1.4)
     expected = 1 - a * (1 + 2**-0.5) / (a + b)
@@ -93,7 +93,7 @@ def test_closed_forms():
 
 
 def test_spans_that_float64_cannot_tell_apart():
-    """64 rates are dependent up to rounding. More channels are never worse, and no solver fails."""
+    """Rounding makes 64 rates dependent. More channels are never worse, and the solver never fails."""
     few, many = (approx.fit(approx.geometric_rates(n, 1e4, 3e-5, 5), 1e4) for n in (12, 64))
     assert many.rank < 64
     assert many.error < 1e-6 * few.error
@@ -129,11 +129,11 @@ def test_spectra_are_what_they_are_called():
 @pytest.mark.parametrize("reference", [1, 64])
 @pytest.mark.parametrize("position", [1, 5, 64, 1000])
 def test_adapted_rates_are_those_of_the_layer(reference, position):
-    """PoST in the models has the same rates, geometric at the start, in float32."""
+    """PoST in a model starts with the same geometric rates, in float32."""
     own = decay.build("retnet", num_heads=6, head_dim=4, granularity="scalar", layer_idx=0, num_layers=1)
     post = decay.PoST(own, train_length=64, reference_length=reference, endpoints=(0.5, 4.0))
     rates = approx.adapted_rates(approx.geometric_rates(6, 64, 0.5 / 64, 4), position, reference)
-    # The layer's taper corrects for T, which with these ends is not their ratio; it stays linear in k.
+    # The layer's taper corrects for T. With these ends T is not their ratio, but the taper stays linear in k.
     assert (1 / post.timescales(position)).tolist() == pytest.approx(rates.tolist(), rel=4 * 4.2e-7)
     if reference == 64:
         assert rates.tolist() == pytest.approx(approx.geometric_rates(6, position, 0.5 / position, 4).tolist())
@@ -143,7 +143,7 @@ def test_adapted_rates_are_those_of_the_layer(reference, position):
 
 
 def test_known_figures():
-    """Checks T = 1e4, N = 16, β = 0.5 over the interval."""
+    """The statements are checked for T = 1e4, N = 16, β = 0.5 over the interval."""
 
     def error(rates):
         return approx.minimax_error(rates, 1e4, continuous=True)
@@ -154,7 +154,7 @@ def test_known_figures():
     drawn = torch.tensor([[error(approx.random_rates(16, 1e4, draw, law)) for _ in range(15)] for law in approx.LAWS])
     uniform, log_uniform = drawn.median(-1).values.tolist()
     assert uniform == pytest.approx(6e-2, rel=0.3)
-    assert log_uniform < 2e-2  # random logarithms beat the best linear spectrum
+    assert log_uniform < 2e-2  # random logarithms are better than the best linear spectrum
     assert error(approx.geometric_rates(16, 1e4, 5e-5, 4)) == pytest.approx(8e-6, rel=0.3)
 
 
@@ -168,14 +168,14 @@ def test_best_endpoints_lie_a_little_outside():
         assert approx.minimax_error(approx.geometric_rates(16, 1e4, low * a, high * b), 1e4, continuous=True) > best
     far = approx.geometric_rates(16, 1e4, 1e-5, 6)
     dense = torch.logspace(0, 4, 800, dtype=torch.float64)
-    assert program_of(far, dense, 0.5) > 2e-5  # a lower bound: fewer positions
+    assert program_of(far, dense, 0.5) > 2e-5  # fewer positions give a lower bound
 
 
 @pytest.mark.slow
 def test_rates_of_convergence():
-    """The rate is π² / (log T + C₆) a channel with the best ends, C₆ about 3, and a fraction of it with the paper's.
+    """With the best ends the rate per channel is π² / (log T + C₆), C₆ about 3. The paper's ends have a part of it.
 
-    Linear rates: Table 1's Ω(N^{−β}) holds while N is far below √T, as Lemma 4.3 says; beyond, they do much better.
+    For linear rates, Table 1's Ω(N^{−β}) holds while N is far below √T, as Lemma 4.3 says. Larger N are much better.
     """
     data = error_by_channels([8, 12, 16], [100, 1e4], draws=3)
     assert list(data["errors"]) == list(SPECTRA)
@@ -204,9 +204,11 @@ def test_slopes_are_least_squares():
 
 
 def test_static_and_adapted():
-    """Adapted rates are better at t < T (Prop. 4.9), whose bound of the static error rises as t falls, while the
-    error does not. With the gates of each position, adaptation is useless with the paper's ends, but not with a far
-    slow end."""
+    """Adapted rates are better at t < T (Prop. 4.9).
+
+    The proposition's bound of the static error rises as t falls, but the error does not. With the gates of each
+    position, adaptation does not help with the paper's ends. It helps with a far slow end.
+    """
     positions = [10, 100, 1000]
     paper = error_by_position(16, 1000, positions)["errors"]
     assert all(a <= (1 + AGREES) * b for a, b in zip(paper["static"], paper["static"][1:], strict=False))
@@ -241,4 +243,4 @@ def test_best_endpoints_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(power_law, "_FOUND", {})
     assert (approx.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)) == ends
     with pytest.raises(TypeError):
-        approx.best_endpoints(3, 50, continuous=True, cache=cache)  # another question
+        approx.best_endpoints(3, 50, continuous=True, cache=cache)  # the cache holds the answer to another question

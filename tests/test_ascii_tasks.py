@@ -1,10 +1,11 @@
-"""Tasks in text: solvers by the definitions, scores of simple guessers, formats, sizes, seeds."""
+"""Tasks in text: solvers from the definitions, scores of simple guessers, formats, sizes, seeds."""
 
 import re
 from collections import Counter
 
 import pytest
 import torch
+from helpers import near_level
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
@@ -14,7 +15,7 @@ from halflife.tasks.text import render, table
 NAMES = ("toolcalling", "economy", "amnesia")
 TIERS = [(name, tier) for name in NAMES for tier in TASKS[name].tiers]
 CASES = [(name, TASKS[name].tiers[tier]) for name, tier in TIERS]
-CASES += [  # the smallest sizes, and others that the paper does not have
+CASES += [  # the smallest sizes, and sizes that the paper does not use
     ("toolcalling", {"length": 17, "min_calls": 1, "max_calls": 1}),
     ("toolcalling", {"length": 2312, "min_calls": 250, "max_calls": 256}),
     ("economy", {"length": 8, "num_agents": 2, "min_steps": 0, "max_steps": 0}),
@@ -93,10 +94,6 @@ def guess_amnesia(text):
     return text[2]
 
 
-def close(measured, level, count):
-    return abs(measured - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
-
-
 @each_case
 def test_a_solver_from_the_definition_is_always_right(name, config):
     batch = tasks.build(name, **config).generate(150, seed=0)
@@ -144,15 +141,15 @@ def test_levels_are_those_of_real_guessers(name, config):
         common = Counter(answers[:1000]).most_common(1)[0][0]  # estimated on some examples, tested on others
         rest = answers[1000:]
         # Two counts may be nearly equally common.
-        assert close(rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2)
+        assert near_level(rest.count(common) / len(rest), task.shortcut_accuracy, len(rest) / 2)
     else:
         guessed = sum(globals()[f"guess_{name}"](text) == answer for text, answer in found)
-        assert close(guessed / count, task.shortcut_accuracy, count)
+        assert near_level(guessed / count, task.shortcut_accuracy, count)
     size = len(answers[0])
     assert task.chance == 10**-size
     uniform = torch.randint(10**size, (count,)).tolist()
     right = sum(f"{u:0{size}}" == answer for u, answer in zip(uniform, answers, strict=True)) / count
-    assert close(right, task.chance, count)
+    assert near_level(right, task.chance, count)
 
 
 def test_guess_levels():
@@ -198,13 +195,13 @@ def test_toolcalling_pairs_are_called_once_and_results_spread():
         assert len({name for name, _ in calls}) == len(calls)
         count = Counter(result for _, result in calls)
         assert max(count.values()) == -(-len(calls) // 100)
-        assert count[calls[-1][1]] == max(count.values())  # the guess is the result of the last call
+        assert count[calls[-1][1]] == max(count.values())  # the guesser answers with the result of the last call
         assert len(count) == 100
 
 
 def test_toolcalling_asks_any_call():
     slices = tasks.build("toolcalling", min_calls=10, max_calls=10).generate(5000, seed=0).slices
-    assert all(close(n / 5000, 1 / 10, 5000) for n in torch.bincount(slices["depth"], minlength=10).tolist())
+    assert all(near_level(n / 5000, 1 / 10, 5000) for n in torch.bincount(slices["depth"], minlength=10).tolist())
 
 
 def test_economy_rejects_some_moves_of_every_kind_that_can_fail():
@@ -217,7 +214,7 @@ def test_economy_rejects_some_moves_of_every_kind_that_can_fail():
             kind = move.split(":")[1].split()[0]
             made[kind], rejected[kind], before = made[kind] + 1, rejected[kind] + now - before, now
     total = sum(made.values())
-    assert all(close(n / total, 1 / 3, total) for n in made.values())
+    assert all(near_level(n / total, 1 / 3, total) for n in made.values())
     assert all(0.05 < rejected[kind] / made[kind] < 0.6 for kind in ("mine", "trade", "build"))
 
 

@@ -1,8 +1,9 @@
-"""Which implementation runs: the order, the limits, and that nothing is swapped silently."""
+"""The choice of an implementation: its order, its limits, and errors instead of silent replacements."""
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from halflife import ops
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
+from halflife.ops.backends.native import build
 from halflife.ops.call import OpCall
 from halflife.report.tables.about import refusals
 
@@ -21,7 +23,7 @@ EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")
 
 @pytest.fixture
 def op(monkeypatch):
-    """An op with every backend, each of which returns its name; `op["fla"] = reason` limits one."""
+    """An op with all backends, each of which returns its name. `op["fla"] = reason` makes a backend refuse."""
     reasons = {}
     functions = {name: lambda call, name=name: (name, None) for name in reversed(backends.ORDER)}
     monkeypatch.setitem(backends._OPS._entries, "op", functions)
@@ -32,14 +34,14 @@ def op(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """CPU tensors pass for those of a CUDA machine with fla-core: the interpreter takes them, fla judges shapes."""
+    """Treat CPU tensors as those of a CUDA machine with fla-core. Triton is interpreted, and fla checks shapes only."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fla, "_versions", lambda: ((0, 6, 0), (3, 8, 0)))
     monkeypatch.setattr(fla, "_capability", lambda device: 9)
 
 
 def taken(op, backend, device, call=None):
-    """The name of the backend that `choose` returns."""
+    """Return the name of the backend that `choose` returns."""
     function = backends.choose(op, backend, device, call)
     return next(name for name, known in backends._OPS[op].items() if known is function)
 
@@ -56,8 +58,8 @@ def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16):
 
 
 def test_the_best_that_fits(op):
-    """Whatever the order of registration; each refusal hands on to the next."""
-    for best in ("triton", "fla", "chunked", "reference"):
+    """The choice does not depend on the order of registration. After each refusal the next backend is chosen."""
+    for best in ("triton", "fla", "native", "chunked", "reference"):
         assert taken("op", "auto", CUDA) == best
         assert ops.available_backends("op", CUDA)[0] == ("mask" if best == "reference" else best)
         op[best] = "not today"
@@ -66,7 +68,7 @@ def test_the_best_that_fits(op):
 def test_auto_never_takes_the_mask_or_the_interpreter(op):
     assert taken("op", "auto", CPU) == "fla"
     assert "triton" not in ops.available_backends("op", CPU)
-    op |= {"fla": "no", "chunked": "no"}
+    op |= {"fla": "no", "native": "no", "chunked": "no"}
     assert taken("op", "auto", CPU) == "reference"
     assert taken("op", "mask", CPU) == "mask"
     assert taken("op", "triton", CPU) == "triton"
@@ -76,17 +78,22 @@ def test_a_name_that_cannot_run_says_why(op):
     op["triton"] = "it is out of order"
     with pytest.raises(CannotRun, match=r"'triton' cannot run this op: it is out of order\. Those .*: auto, fla,"):
         backends.choose("op", "triton", CUDA)
-    with pytest.raises(ValueError, match=r"unknown backend of op on cuda 'fa'.*mean 'fla'.*: auto, fla, chunked"):
+    with pytest.raises(
+        ValueError, match=r"unknown backend of op on cuda 'fa'.*mean 'fla'.*: auto, fla, native, chunked"
+    ):
         backends.choose("op", "fa", CUDA)
     assert backends.why("op", "triton", CUDA) == "it is out of order"
     assert backends.why("op", "fla", CUDA) is None
 
 
-def test_a_single_token_goes_through_the_token_loop(op):
+def test_a_single_token_goes_through_the_native_step_or_the_token_loop(op):
     def run(backend, length, cu_seqlens=None):
         q = torch.zeros(1, length, 1, 4)
         return unchecked(backends.dispatch)(OpCall("op", q, q, q, cu_seqlens=cu_seqlens), backend, True)[0]
 
+    op["fla"] = "no"
+    assert run("auto", 1) == run("auto", 2) == "native"
+    op |= {"fla": None, "native": "no"}
     assert run("auto", 1) == "reference"
     assert run("auto", 2) == run("auto", 1, torch.tensor([0, 1])) == "fla"
     assert run("chunked", 1) == "chunked"
@@ -105,13 +112,28 @@ def test_limits_see_the_call(op, monkeypatch):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_on_a_cpu(name, monkeypatch):
+@pytest.mark.parametrize("built", [True, False])
+def test_on_a_cpu(name, built, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert ops.available_backends(name) == ["chunked", *(["mask"] if name == "gate_rank" else []), "reference"]
-    assert taken(name, "auto", CPU) == "chunked"
+    monkeypatch.setattr(build, "why_not", lambda: None if built else "not built here")
+    first = ["native"] if built and "native" in backends.registered(name) else []
+    assert ops.available_backends(name) == [*first, "chunked", *(["mask"] if name == "gate_rank" else []), "reference"]
+    assert taken(name, "auto", CPU) == [*first, "chunked"][0]
     for backend in set(backends.registered(name)) - set(ops.available_backends(name)):
-        with pytest.raises(CannotRun, match="CUDA"):
+        with pytest.raises(CannotRun, match=r"CUDA|not built here"):
             backends.choose(name, backend, CPU)
+
+
+@pytest.mark.parametrize("name", [*OPS, "gate_rank"])
+def test_native_takes_float32_and_bfloat16(name, monkeypatch):
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    for dtype, expected in ((torch.float32, "native"), (torch.bfloat16, "native"), (torch.float64, "chunked")):
+        assert taken(name, "auto", CPU, call_of(name, dtype=dtype)) == expected
+    with pytest.raises(CannotRun, match="in float32 or all in bfloat16; got float64"):
+        backends.choose(name, "native", CPU, call_of(name, dtype=torch.float64))
+    mixed = replace(call_of(name), v=torch.zeros(1, 3, 2, 16))
+    with pytest.raises(CannotRun, match="got bfloat16, float32"):
+        backends.choose(name, "native", CPU, mixed)
 
 
 @pytest.mark.parametrize("name", [*OPS, "gate_rank"])
@@ -164,7 +186,7 @@ def test_the_interpreter_by_name(name, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "triton" not in ops.available_backends(name)
     assert taken(name, "triton", CPU, call_of(name)) == "triton"
-    assert taken(name, "auto", CPU, call_of(name)) == "chunked"
+    assert taken(name, "auto", CPU, call_of(name)) in ("native", "chunked")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(CannotRun, match="TRITON_INTERPRET=1"):
         backends.choose(name, "triton", CPU, call_of(name))
@@ -206,7 +228,7 @@ def test_selfcheck_of_some(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["chunked", "mask"])
 def test_selfcheck_sees_a_broken_gate_rank(backend, monkeypatch):
-    """In either state, not in the output alone."""
+    """The error may be in one of the two states alone."""
     right = backends._OPS["gate_rank"][backend]
 
     def broken(call):

@@ -151,7 +151,7 @@ def test_longer_contexts_predict_source_code_better():
 
 
 def test_noise_has_eight_bits():
-    """Noise cannot be predicted, and a good smoothing loses little on it: 0.07 bits here, after 1 MB."""
+    """Noise cannot be predicted, and a good smoothing loses little on it (here 0.07 bits after 1 MB)."""
     noise = random.Random(0).randbytes(1_000_000)
     assert 8 <= kneser_ney_bits_per_byte([noise], [random.Random(1).randbytes(20_000)]) < 8.1
 

@@ -1,4 +1,4 @@
-"""Batches of a corpus: which tokens they have, in what order, and which of them a model sees together."""
+"""Batches of a corpus: their tokens, their order, and the tokens that a model reads together."""
 
 import itertools
 import pickle
@@ -12,7 +12,7 @@ from halflife import LanguageModel, preset
 from halflife.data.batches import Batches, TokenFiles, permuted
 from halflife.tasks import IGNORED
 
-LENGTHS = (5, 1, 30, 8, 3, 16, 2, 41, 7, 4)  # of documents; token i is i, so that a batch says where it comes from
+LENGTHS = (5, 1, 30, 8, 3, 16, 2, 41, 7, 4)  # of the documents; token i has id i, so that a batch shows its origin
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def numbered(folder, lengths):
     return TokenFiles(folder, "train", "uint16")
 
 
-STARTS = {sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)}  # and the end
+STARTS = {sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)}  # and the end of the last document
 
 
 @pytest.mark.parametrize("context", [1, 4, 7, 8, 39])
@@ -46,12 +46,12 @@ def test_an_epoch_has_every_token_once(files, mode, batch_size, context):
         orders.append(seen)
     assert len({tuple(order) for order in orders}) > 1
     if (dropped := total - len(seen)) and total // context > batch_size:
-        assert len(left) > dropped  # not the same ones every time
+        assert len(left) > dropped  # different tokens are left out each time
 
 
 @pytest.mark.parametrize("context", [1, 4, 7, 16])
 def test_packed_rows_start_anew_at_documents(files, context):
-    """Against a walk over the tokens, one by one."""
+    """The batches equal those of a walk over the tokens, one by one."""
     for batch in Batches(files, 3, context, seed=2):
         assert batch["input_ids"].shape == batch["labels"].shape == (1, 3 * context)
         assert batch["cu_seqlens"].dtype == torch.int32
@@ -69,14 +69,14 @@ def test_concatenated_rows_go_through_documents(files):
         assert ids.shape == (3, 13)
         assert torch.equal(ids, ids[:, :1] + torch.arange(13))
         expected = ids + 1
-        expected[expected == sum(LENGTHS)] = IGNORED  # nothing follows
+        expected[expected == sum(LENGTHS)] = IGNORED  # no token follows the last one
         assert torch.equal(batch["labels"], expected)
 
 
 @pytest.mark.parametrize("mode", ["packed", "concatenated"])
 def test_a_batch_depends_on_its_step_alone(files, mode):
     batches = Batches(files, 2, 8, seed=5, mode=mode, steps=30)
-    later = pickle.loads(pickle.dumps(batches))  # as a worker process gets it, without having asked before
+    later = pickle.loads(pickle.dumps(batches))  # as a worker process receives it, before the first access
     assert len(pickle.dumps(batches)) < 1000
     other = Batches(files, 2, 8, seed=6, mode=mode, steps=30)
     for step in (29, 3, 17):
@@ -126,9 +126,10 @@ def test_a_permutation(count):
     orders = [permuted(np.arange(count), count, key).tolist() for key in range(200)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert permuted(np.array([count - 1]), count, 7).tolist() == orders[7][-1:]
-    # Where the first goes is uniform: mean (count − 1)/2, deviation count/√12 over √200 keys; four of them.
+    # The first place is uniform, with mean (count − 1)/2 and deviation count/√12. Over 200 keys, four deviations are
+    # allowed.
     assert abs(np.mean([order[0] for order in orders]) - (count - 1) / 2) <= 4 * count / (12 * 200) ** 0.5
-    if count >= 64:  # and so is the step from one to the next: no order is a shifted or strided one
+    if count >= 64:  # The next step is uniform too: no order is a shifted or strided one.
         assert len(set(np.diff(orders[3]) % count)) > count // 3
 
 
@@ -138,7 +139,7 @@ def folder(tmp_path):
 
 
 def test_packed_documents_do_not_see_each_other(folder, tmp_path):
-    """The model's logits on a batch are those on each of its sequences alone; measured: 1.7e-16 apart."""
+    """The logits on a batch are those on each of its sequences alone (measured: 1.7e-16 apart)."""
     batches = open_corpus(folder, tmp_path, context=40).split("train").batches(batch_size=2)
     batch = max(batches, key=lambda batch: len(batch["cu_seqlens"]))
     model = LanguageModel(preset("mamba2+post", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)).double()

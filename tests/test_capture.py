@@ -82,7 +82,7 @@ def test_evaluating_restores_each_module():
 
 
 def test_blocks_run_again_from_other_states():
-    """From its own state a block ends where the model does; from zeros, where a model with an empty state does."""
+    """A block that starts from its saved state ends where the model does. From zeros, it ends as without a past."""
     model, ids = tiny("mamba2", num_layers=2).double().eval(), torch.randint(256, (2, 12))
     with torch.no_grad():
         before = model.hidden(ids[:, :5])[1]
@@ -94,7 +94,7 @@ def test_blocks_run_again_from_other_states():
             assert torch.equal(after[layer][name], value)
             assert torch.equal(same[layer][name], value)
         assert not torch.equal(empty[layer]["memory"], expected[layer]["memory"])
-    with torch.no_grad():  # the first block has the same inputs in both
+    with torch.no_grad():  # the first block reads the same inputs in both models
         bare = model.hidden(ids[:, 5:], tuple(zeros))[1]
     assert torch.equal(empty[0]["memory"], bare[0]["memory"])
 
@@ -118,7 +118,7 @@ class Outer(Record):
 
 
 def test_records_become_plain_data():
-    """None is written where it is an answer, and omitted where it means that there is nothing to say."""
+    """A None that is a result is written. A None that means "not applicable" is omitted."""
     outer = Outer(None, Inner(1.0), {"a": Inner(2.0, 3)}, [Inner(math.inf)])
     assert outer.to_dict() == {
         "length": None, "inner": {"value": 1.0}, "named": {"a": {"value": 2.0, "extra": 3}},

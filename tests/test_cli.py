@@ -1,6 +1,7 @@
 """The command line as a user types it: output, files, exit codes, one-line errors."""
 
 import json
+import os
 import random
 import resource
 import subprocess
@@ -61,7 +62,7 @@ def test_compare_end_to_end(tmp_path, capsys):
     assert len(list(folder.glob("*/*/model.safetensors"))) == 8
     main(["compare", "--resume", str(folder), "--quiet"])
     table = out[out.index("tokens/s") : out.index("report")]
-    assert table in capsys.readouterr().out  # nothing is trained again: speeds too are as they were
+    assert table in capsys.readouterr().out  # nothing is trained again, so the printed speeds are the same
 
 
 @pytest.mark.parametrize(
@@ -83,15 +84,9 @@ def test_compare_end_to_end(tmp_path, capsys):
         (["reproduce", "decay_design"], "halflife compare --experiment decay-design"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
-    assert error.startswith("halflife: ")
-    assert len(error.strip().splitlines()) == 1
+    assert message in refused(*arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -143,7 +138,7 @@ def test_help_of_every_command_shows_examples(capsys):
 
 @pytest.fixture
 def text(tmp_path, monkeypatch):
-    """40 documents of words; the current folder is their parent."""
+    """Write 40 documents of words below the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text").mkdir()
@@ -161,7 +156,7 @@ TRAIN = {
 
 
 def configured(command):
-    """The configuration of the run that a `train` command starts."""
+    """Return the configuration of the run that a `train` command starts."""
     changed, overrides = take_overrides(command, OPTIONS)
     return changed._configure(overrides, show=False)
 
@@ -248,13 +243,10 @@ def test_files_of_version_0_1_are_files_of_options():
         ("set: {mixer: {powr: 1}}", "unknown mixer option of mamba2 'powr'"),
     ],
 )
-def test_wrong_files(written, message, text, capsys):
+def test_wrong_files(written, message, text, refused):
     (text / "run.yaml").write_text(written)
-    with pytest.raises(SystemExit) as stop:
-        main(["train", *(["mamba2", "--data", "text"] if written.startswith("set") else []), "--config", "run.yaml"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
+    given = ["mamba2", "--data", "text"] if written.startswith("set") else []
+    assert message in refused("train", *given, "--config", "run.yaml")
 
 
 def test_a_resumed_run_takes_no_file(text, capsys):
@@ -266,3 +258,16 @@ def test_a_resumed_run_takes_no_file(text, capsys):
 def test_installed_command():
     command = Path(sys.executable).parent / "halflife"
     assert "compare" in subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"]])
+def test_output_without_a_reader_ends_quietly(arguments, monkeypatch, capfd):
+    """As under `| head -1`, every write to stdout is a broken pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+    assert stop.value.code == 141
+    assert capfd.readouterr() == ("", "")

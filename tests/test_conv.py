@@ -1,4 +1,4 @@
-"""The short convolution: equal to torch's, cut or packed anywhere, in both implementations."""
+"""The short convolution equals torch's, for cut and packed sequences, in both implementations."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def inputs(length, *, batch=2, channels=3, width=4, sequences=None):
 
 
 def by_torch(x, weight, bias, initial_state):
-    """The definition by `F.conv1d`: outputs and the last W − 1 inputs."""
-    if x.shape[1] == 0:  # which conv1d refuses
+    """Define the convolution by `F.conv1d`: return the outputs and the last W − 1 inputs."""
+    if x.shape[1] == 0:  # conv1d refuses an empty input
         return x, initial_state
     extended = torch.cat([initial_state, x.transpose(1, 2)], -1)
     y = F.conv1d(extended, weight.unsqueeze(1), bias, groups=len(weight))
@@ -32,7 +32,7 @@ def by_torch(x, weight, bias, initial_state):
 
 @pytest.fixture(params=["chunked", "reference"])
 def conv(request, monkeypatch):
-    """`causal_conv1d` with a state returned, by each implementation."""
+    """Return `causal_conv1d` of each implementation, with the final state."""
     implementation = getattr(conv_module, request.param)
     monkeypatch.setattr(conv_module, "choose", lambda *_: implementation)
     return lambda **arguments: causal_conv1d(**arguments, output_final_state=True)
@@ -70,7 +70,7 @@ def test_cut_anywhere_equals_uncut(cuts):
 
 @pytest.mark.parametrize("lengths", [[5, 0, 1, 2, 9], [3], [0, 0], [1, 1, 1, 1]], ids=str)
 def test_packed_equals_separate(conv, lengths):
-    """Sequences shorter than W − 1 keep part of their state; gradients too."""
+    """Sequences shorter than W − 1 keep a part of their state. The gradients agree too."""
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     arguments = leaves(inputs(bounds[-1], batch=1, sequences=len(lengths)))
     packed = conv(**arguments, cu_seqlens=torch.tensor(bounds))
@@ -104,7 +104,7 @@ def test_no_tap_crosses_a_boundary_or_looks_ahead(conv):
 
 
 def test_bfloat16_computes_in_float32(conv):
-    """One rounding at the end, not one a tap: within half a bfloat16 step of the exact result."""
+    """The result is rounded once, at its end. It is within half a bfloat16 step of the exact result."""
     narrow = {name: x.bfloat16() for name, x in inputs(40).items()}
     y, after = conv(**{**narrow, "weight": narrow["weight"].float(), "bias": narrow["bias"].float()})
     assert y.dtype == after.dtype == torch.bfloat16

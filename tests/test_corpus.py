@@ -46,10 +46,10 @@ def test_every_document_is_in_one_split(folder, tmp_path):
 
 def test_splits_by_the_hash():
     keys = np.random.default_rng(0).integers(0, 2**64, 10_000, dtype=np.uint64)
-    keys[5000:] = keys[:5000]  # every document twice
+    keys[5000:] = keys[:5000]  # every document occurs twice
     found = splits.assign(keys, (0.1, 0.05))
     assert np.array_equal(found[:5000], found[5000:])
-    # A binomial of 5000: 0.1 ± 0.0042, 0.05 ± 0.0031; four standard deviations.
+    # Counts are binomial over 5000 documents: 0.1 ± 0.0042 and 0.05 ± 0.0031. Four standard deviations are allowed.
     assert abs((found == 1).mean() - 0.1) < 0.017
     assert abs((found == 2).mean() - 0.05) < 0.0125
     some = splits.assign(keys[:1000], (0.1, 0.05))
@@ -79,7 +79,7 @@ def test_one_document_is_cut_at_its_end(tmp_path, monkeypatch):
         corpus = open_corpus(tmp_path / "a.txt", tmp_path)
     found = [bytes(tokens) for tokens in tokens_of(corpus).values()]
     assert b"".join(found) == whole
-    # 420, 120 and 60 bytes, each cut up to three bytes later so that no character is.
+    # The limits are 420, 120 and 60 bytes. A cut moves up to three bytes, so that no character is cut.
     for part, size in zip(found, (420, 120, 60), strict=True):
         part.decode()
         assert abs(len(part) - size) <= 3
@@ -91,7 +91,7 @@ def test_one_document_is_cut_at_its_end(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 99])
 def test_a_cut_may_fall_anywhere(size):
-    """Whatever the pieces, here of `size` characters, a new document starts at the next character."""
+    """A new document starts at the next character, for pieces of any `size` (in characters)."""
     characters = "aλ🙂bλ" * 3
     whole = characters.encode()
     parts = [characters[i : i + size].encode() for i in range(0, len(characters), size)]
@@ -165,7 +165,7 @@ def test_a_damaged_cache_is_made_again(folder, tmp_path, damage, message):
     if message:
         with pytest.warns(UserWarning, match=f"is damaged.*{message}.*made again"):
             corpus = open_corpus(folder, tmp_path)
-    else:  # without its last line break JSON is whole
+    else:  # JSON without its last line break is complete
         corpus = open_corpus(folder, tmp_path)
     assert tokens_of(corpus) == expected
     assert tokens_of(open_corpus(folder, tmp_path)) == expected
@@ -191,7 +191,7 @@ def test_a_killed_process_leaves_nothing_that_counts(folder, tmp_path, monkeypat
     corpora = tmp_path / "cache/corpora"
     assert all(path.suffix == ".lock" for path in corpora.iterdir())
     corpus = open_corpus(folder, tmp_path / "other")
-    left = corpora / f".{corpus.digest}.12345"  # what kill -9 leaves
+    left = corpora / f".{corpus.digest}.12345"  # a file that kill -9 leaves
     left.mkdir()
     assert tokens_of(open_corpus(folder, tmp_path)) == tokens_of(corpus)
     assert not left.exists()
@@ -235,7 +235,7 @@ def test_files_that_change_meanwhile(folder, tmp_path, monkeypatch):
 
 
 def read_with_peak(tmp_path, name, size):
-    """Bytes of memory that it takes to make a corpus of one line of this size."""
+    """Return the bytes of memory that a corpus of one line of this size needs."""
     packed, record = name.endswith(".gz"), ".jsonl" in name
     with gzip.open(tmp_path / name, "wb", 1) if packed else (tmp_path / name).open("wb") as file:
         file.write(b'{"text": "' if record else b"")
@@ -266,14 +266,14 @@ def test_a_long_line_takes_little_memory(tmp_path, monkeypatch, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_line_of_200_mb_takes_little_memory(tmp_path, name):
-    """Measured: 24 and 21 MiB of memory; four times that is less than half of the text."""
+    """Measured are 24 and 21 MiB of memory. Four times that is less than half of the text."""
     assert read_with_peak(tmp_path, name, 200 << 20) < 4 * 24 * (1 << 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_record_of_200_mb_takes_three_times_its_size(tmp_path, name):
-    """Measured: 600 MiB: a line of JSON must fit, as bytes, as a string and as its value."""
+    """Measured are 600 MiB. A line of JSON must fit into memory as bytes, as a string and as its value."""
     assert read_with_peak(tmp_path, name, 200 << 20) < 4 * (200 << 20)
 
 
@@ -291,7 +291,7 @@ def test_ends_of_documents(folder, tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    """A folder with a tokenizer of whole words, ids by hand."""
+    """Write a tokenizer of whole words, with known ids, into a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -316,7 +316,7 @@ def test_a_tokenizer_of_hugging_face(words, tmp_path, monkeypatch):
 
 
 def write_as(name, folder, data):
-    """A text of bytes in a file of this kind."""
+    """Write a text of bytes into a file of this kind."""
     if name.endswith(".jsonl"):
         data = b'{"text": "' + data + b'"}'
     if name.endswith(".parquet"):
@@ -329,7 +329,7 @@ def write_as(name, folder, data):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
 def test_text_that_is_no_utf8(words, tmp_path, name):
-    """Bytes are all kept; what characters cannot say is counted, replaced, or refused."""
+    """The bytes tokenizer keeps all bytes. A tokenizer of characters counts, replaces or refuses invalid ones."""
     place = tmp_path / "text"
     place.mkdir()
     data = "one \ufffd two".encode() + b" \xff \xfe\xfe"
@@ -347,14 +347,14 @@ def test_text_that_is_no_utf8(words, tmp_path, name):
 
 
 def test_the_largest_id_says_which_models_a_tokenizer_fits(words):
-    """Five words, the last of which is id 300."""
+    """Return five words, the last of which has id 300."""
     assert load_tokenizer(words, 301).vocab_size == 301
     with pytest.raises(ValueError, match="has 301 ids, more than the model's vocab_size 300"):
         load_tokenizer(words, 300)
 
 
 def test_bits_per_byte():
-    """A uniform guess among 256 bytes costs eight bits; two bytes a token halve the bits of a token."""
+    """A uniform guess among 256 bytes costs eight bits. With two bytes a token, a byte costs half of a token's bits."""
     assert bits_per_byte(math.log(256), 10, 10) == pytest.approx(8)
     assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="at least one byte"):

@@ -1,4 +1,4 @@
-"""Every decay is the law that its paper states, by value, and keeps its parameters in float32 and in range."""
+"""Every decay equals the formula of its paper, and keeps its parameters in float32 and in range."""
 
 import math
 from itertools import pairwise
@@ -13,7 +13,7 @@ from halflife.decay import DECAYS, PoST, SpectralDecay
 
 HEADS, CHANNELS, LAYER, LAYERS = 4, 3, 2, 5
 
-# Parameters are float32; four times the worst measured, relative to the largest entry.
+# Parameters are float32. The tolerance is four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 1.9e-7
 
 CASES = [(name, granularity) for name in DECAYS for granularity in DECAYS[name].granularities]
@@ -32,7 +32,7 @@ def activations(decay, batch=2, length=9, dtype=torch.float64):
     return 3 * torch.randn(batch, length, *decay.shape, dtype=dtype)
 
 
-# Every strategy, and every spectral one under PoST.
+# Every decay, and every spectral decay under PoST.
 KINDS = [(*case, False) for case in CASES] + [(*case, True) for case in SPECTRAL]
 each_kind = pytest.mark.parametrize(("name", "granularity", "post"), KINDS)
 
@@ -46,7 +46,7 @@ def build_kind(name, granularity, post):
 
 
 def lightnet(decay, f):
-    """Running log-sum-exps of everything before, and of everything so far."""
+    """The ratio of two running sums of e^f: over all earlier tokens, and over the tokens so far."""
     seen = torch.stack([f[:, : t + 1].logsumexp(1) for t in range(f.shape[1])], 1)
     before = torch.cat([torch.full_like(seen[:, :1], -torch.inf), seen[:, :-1]], 1)
     return (before - seen).exp()
@@ -67,11 +67,11 @@ LAWS = {
     "mamba2_no_a": lambda decay, f: (-f - decay.dt_bias.double()).sigmoid(),
     "mamba2_no_dt": lambda decay, f: (-f).sigmoid() ** decay.A_log.double().exp(),
     "mamba2_no_a_dt": lambda decay, f: (-f).sigmoid(),
-    "gla": lambda decay, f: f.sigmoid() ** (1 / 16),  # not sigmoid(f / 16)
+    "gla": lambda decay, f: f.sigmoid() ** (1 / 16),  # differs from sigmoid(f / 16)
     "hgrn2": hgrn2,
     "lightnet": lightnet,
     "tnl": tnl,
-    "tnl_l": tnl,  # starts at TNL
+    "tnl_l": tnl,  # it starts at TNL's decays
     "retnet": lambda decay, f: (1 - 2.0 ** (-5 - 3 * torch.arange(HEADS).double() / (HEADS - 1))).expand(f.shape),
     "simple": lambda decay, f: (f + math.log(0.99 / 0.01)).sigmoid(),
     "rwkv7": lambda decay, f: torch.exp(-math.exp(-0.5) * (f + decay.logit.double()).sigmoid()),
@@ -85,7 +85,7 @@ def test_law(name, granularity):
     g, expected = decay(f), LAWS[name](decay, f)
     assert g.dtype == torch.float64
     assert_close(g.exp(), expected, TOLERANCE)
-    # Of g too, which says more of a λ near 1 than λ does; LightNet's first is −inf.
+    # For λ near 1, g is a stricter comparison than λ. LightNet's first g is −inf.
     assert_close(g[:, 1:], expected[:, 1:].log(), TOLERANCE)
 
 
@@ -93,10 +93,10 @@ def test_law(name, granularity):
 def test_base_log_rate_is_the_rate_at_rest(name, granularity, post):
     decay = build_kind(name, granularity, post)
     assert decay.base_log_rate().shape == decay.timescales().shape == decay.shape
-    if name != "lightnet":  # whose rate depends on the context alone
+    if name != "lightnet":  # LightNet's rate depends on the context alone
         rest = torch.zeros(1, 1, *decay.shape)
         if post and name == "rwkv7":
-            rest = rest - decay.decay.zigzag  # base rates do not count it
+            rest = rest - decay.decay.zigzag  # base rates do not include the zigzag
         assert_close(decay.base_log_rate().exp(), -decay(rest)[0, 0], TOLERANCE)
     if not post and name != "lightnet":
         assert_close(decay.timescales(), (-decay.base_log_rate()).exp(), TOLERANCE)
@@ -142,7 +142,7 @@ def test_mamba2_initialisation():
     assert rate.mean().item() == pytest.approx(8.5, rel=0.05)
     assert 1e-3 * (1 - 1e-4) <= step.min() < 1.1e-3
     assert 0.09 < step.max() <= 0.1 * (1 + 1e-4)
-    assert step.log().mean().item() == pytest.approx(math.log(1e-2), rel=0.05)  # log-uniform
+    assert step.log().mean().item() == pytest.approx(math.log(1e-2), rel=0.05)  # log-uniform rates
 
 
 # ------------------------------------------------------------------------------------------ LightNet's state
@@ -174,7 +174,7 @@ def test_lightnet_restarts_in_each_packed_sequence(granularity):
 
 
 def test_lightnet_shared_keys_are_a_running_softmax():
-    """With k = 1 − λ, token j weighs exp(f_j) / Σ exp(f) at every later time."""
+    """With k = 1 − λ, the weight of token j is exp(f_j) / Σ exp(f) at every later time."""
     decay = build("lightnet", "vector")
     f = activations(decay)
     g = decay(f)
@@ -204,7 +204,7 @@ def test_extreme_activations(name, granularity, post, extreme):
     g = decay(f)
     assert (g <= 0).all()
     assert g[:, 1:].isfinite().all()
-    loss = g.exp().sum() + g[:, 1:].sum() + 0 * f.sum()  # fixed strategies do not use f
+    loss = g.exp().sum() + g[:, 1:].sum() + 0 * f.sum()  # fixed decays do not use f
     for gradient in torch.autograd.grad(loss, [f, *decay.parameters()]):
         assert gradient.isfinite().all()
 

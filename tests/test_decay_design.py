@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Forty documents, one of them gzip."""
+    """Write forty documents, one of them compressed."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(39):
         (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)
@@ -80,7 +80,7 @@ def test_the_standard_library_is_a_source(monkeypatch, tmp_path):
     corpus = Corpus.open(CorpusConfig(sources=(PYTHON,), fractions=(0.1, 0.1)), show=False)
     assert corpus.documents == 20
     saved = corpus.config.to_dict()
-    assert saved["sources"] == [PYTHON]  # a name, not a path
+    assert saved["sources"] == [PYTHON]  # a name and no path
     assert CorpusConfig.from_dict(json.loads(json.dumps(saved))) == corpus.config
 
 
@@ -120,7 +120,7 @@ def test_a_run_learns_writes_and_is_not_run_twice(settings, tmp_path):
 
 
 def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
-    """By hand: rows of the test split, one after the other."""
+    """The loss is computed by hand on the rows of the test split, one after the other."""
     result = run(settings, tmp_path)
     model = checkpoint.load(tmp_path).eval()
     split = Corpus.open(settings.corpus(), show=False).split("test")
@@ -135,8 +135,8 @@ def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_after_its_last_step_needs_no_more(settings, tmp_path, monkeypatch):
-    """Nothing is trained again, and the result is that of the whole run; only its speed is not known."""
+def test_a_run_killed_after_its_last_step_repeats_no_step(settings, tmp_path, monkeypatch):
+    """No step is repeated, and the result is that of the uninterrupted run except for its speed."""
     whole = run(settings, tmp_path / "whole")
 
     def kill(*_):
@@ -154,7 +154,7 @@ def test_a_run_killed_after_its_last_step_needs_no_more(settings, tmp_path, monk
 
 
 def test_a_run_of_an_older_version_goes_on(settings, tmp_path):
-    """Fields that came to the configuration since then have their defaults; any other difference is refused."""
+    """A field that is newer than the run has its default. Any other difference is an error."""
     result = run(settings, tmp_path)
     saved = json.loads((tmp_path / "run.json").read_text())
     older = {key: value for key, value in saved.items() if key != "clip"}
@@ -179,7 +179,7 @@ def test_every_variant_of_the_paper_builds_and_trains(name, settings):
     assert cell.model.name == name
 
 
-def test_findings_speak_of_variants_that_the_core_covers():
+def test_findings_compare_variants_of_the_core():
     named = {name for finding in FINDINGS for pair in finding.pairs for name in pair}
     assert named <= set(decay_design.VARIANTS)
     assert set(decay_design.CORE) <= set(decay_design.VARIANTS)
@@ -188,7 +188,7 @@ def test_findings_speak_of_variants_that_the_core_covers():
 
 
 def test_variants_differ_by_the_decay_alone():
-    """Same sizes elsewhere: parameters within 10 % of the vector Mamba-2 block (Decay, App. A.2)."""
+    """All variants have the parameters of the vector Mamba-2 block within 10 % (Decay, App. A.2)."""
     small = GRID.scales["small"]
     with torch.device("meta"):
         counts = {
@@ -210,7 +210,7 @@ def test_verdicts(differences, equal, expected):
 
 
 def test_the_papers_own_losses_bear_out_its_findings():
-    """Where they do not, as for TPE, which is better than Mamba-2's scalar decay by 0.029, the table says so."""
+    """One pair contradicts its finding: TPE is better than Mamba-2's scalar decay by 0.029, and the table says so."""
     papers = {name: variant.paper for name, variant in decay_design.VARIANTS.items()}
     failed = {
         pair for finding in FINDINGS for pair in finding.pairs
@@ -240,14 +240,22 @@ def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp
     for expected in ("| vector/mamba2 |", "2.947", "vector decay is better than scalar", "RoPE and TPE are negligible"):
         assert expected in printed
     assert (tmp_path / "whole/summary.md").read_text() in printed
-    assert (tmp_path / "whole/results.png").stat().st_size > 10_000
+    assert (tmp_path / "whole/figures/results.png").stat().st_size > 10_000
+    page = (tmp_path / "whole/report.html").read_text()
+    for expected in (
+        "lowest test loss",
+        "RoPE and TPE are negligible” holds here in",
+        "2.947",
+        "Loss against the paper",
+    ):
+        assert expected in page
     main(arguments(text, tmp_path / "parts", *variants, "--only-seeds", "1"))
     assert not list((tmp_path / "parts").rglob("lr*-seed0"))
     assert {tuple(runs) for runs in losses(tmp_path / "parts").values()} == {("1",)}
     main(["compare", "--resume", str(tmp_path / "parts"), "--quiet"])
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    (tmp_path / "parts/results.png").unlink()
-    assert tmp_path / "parts/results.png" in redraw(tmp_path / "parts")
+    (tmp_path / "parts/figures/results.png").unlink()
+    assert tmp_path / "parts/figures/results.png" in redraw(tmp_path / "parts", ("png",))
     with pytest.raises(SystemExit):
         main(["compare", "--resume", str(tmp_path / "parts"), "--steps", "3"])
     assert "leave out steps" in capsys.readouterr().err
@@ -277,12 +285,9 @@ def test_groups_stand_for_their_variants(text, tmp_path):
         (["--train-length", "0"], "at least 1"),
     ],
 )
-def test_bad_choices_fail_at_once(text, tmp_path, capsys, more, message):
+def test_bad_choices_fail_at_once(text, tmp_path, refused, more, message):
     given = [option for option in arguments(text, tmp_path / "x") if option.split("=")[0] not in more]
-    with pytest.raises(SystemExit) as stopped:
-        main([given[0], *more, *given[1:]])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
+    error = refused(given[0], *more, *given[1:])
     assert re.search(message, error), error
     assert not (tmp_path / "x").exists()
 
@@ -299,7 +304,7 @@ def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_experiment_goes_on(text, tmp_path):
-    """kill −9 in the middle of a run, then --resume: the numbers of an uninterrupted experiment."""
+    """kill −9 in the middle of a run and --resume give the numbers of an uninterrupted experiment."""
     variants = ["vector/gla", "--seeds", "1"]
     command = [sys.executable, "-m", "halflife.cli", *arguments(text, tmp_path / "killed", *variants), "--steps=40"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=dict(os.environ))

@@ -14,8 +14,8 @@ from halflife.models import PRESETS, LanguageModel, preset
 from halflife.ops.gate_rank import masks
 
 WITHOUT = ("llama", "deltanet")
-ROUNDING = 4 * 6e-8  # of one number in float32, relative
-EXACT = 4 * 8.4e-16  # of sums and horizons in float64, relative; worst measured
+ROUNDING = 4 * 6e-8  # relative, of one number in float32
+EXACT = 4 * 8.4e-16  # relative, of sums and horizons in float64; worst measured error
 
 
 def tiny(name, **sizes):
@@ -32,7 +32,7 @@ def medians(row):
 
 
 def lower(values, level):
-    """A quantile that is one of the values: the lower of two equally near ones."""
+    """Return a quantile that is one of the values, the lower of two equally near ones."""
     values = sorted(torch.as_tensor(values).flatten().tolist())
     return values[math.floor(level * (len(values) - 1))]
 
@@ -102,7 +102,7 @@ def test_lightnet_is_recorded_where_it_scans():
     past = torch.stack([f[:, : t + 1].logsumexp(1) for t in range(6)], 1)
     torch.testing.assert_close(g[:, 1:], past[:, :-1] - past[:, 1:])
     row = measure_decays(model, ids[:, :2])[0]
-    assert (row.q05, row.median, row.half_life) == (0, 0, 0)  # half of the tokens are first ones
+    assert (row.q05, row.median, row.half_life) == (0, 0, 0)  # half of the tokens are at the start of a sequence
     assert 0 < row.q75 < 1
     assert row.slowest_half_life > 0
 
@@ -129,10 +129,10 @@ def test_above_the_limit_every_nth_token_counts(monkeypatch):
     whole = measure_decays(model, ids)[0]
     monkeypatch.setattr(recorder, "MAX_VALUES", 3 * 8 * 2 // 4)
     row = measure_decays(model, ids)[0]
-    chosen = found[0].flatten(0, 1)[::5].exp()  # 4 would meet the same positions in each sequence
+    chosen = found[0].flatten(0, 1)[::5].exp()  # 4 would select the same positions in each sequence
     assert row.median == pytest.approx(lower(chosen, 0.5))
     assert row.mean == pytest.approx(chosen.mean().item())
-    assert row.slowest_half_life == whole.slowest_half_life  # sums are of all tokens
+    assert row.slowest_half_life == whole.slowest_half_life  # sums include all tokens
 
 
 @pytest.mark.parametrize("name", ["lightnet", "mamba2", "mamba2+post"])
@@ -158,12 +158,12 @@ def test_the_recorder_leaves_the_model_as_it_was(name):
 
 
 def loop_energy(g, lag, starts):
-    """E[e^{2 Σ g}] over tokens, by products; `g [T]` of floats."""
+    """Compute E[e^{2 Σ g}] over tokens by products, for `g [T]` of floats."""
     return sum(math.exp(2 * sum(g[j + 1 : j + lag + 1])) for j in starts) / len(starts)
 
 
 def test_a_constant_decay_has_its_timescale_as_horizon():
-    """This also holds if the time-scale is no lag or no whole number. Beyond half of the text it is infinite."""
+    """This also holds if the time-scale is not a lag or not a whole number. Beyond half of the text it is infinite."""
     scales = torch.tensor([0.3, 1.0, 3.7, 17.0, 31.9, 32.1], dtype=torch.float64)
     sums = (-1 / scales).expand(64, -1).unsqueeze(-1).cumsum(0)
     lags = horizons.horizon_lags(64)
@@ -181,7 +181,7 @@ def test_lags_go_from_one_to_half_of_the_text():
     assert horizons.horizon_lags(2048).tolist()[:9] == list(range(1, 10))
 
 
-def test_the_horizon_is_of_sums_along_the_text_not_of_a_mean_decay():
+def test_the_horizon_comes_from_sums_along_the_text():
     """With a reset every 20 tokens and no decay in between, the mean decay e^{−3/20} would give 6.7 tokens."""
     model, ids = tiny("simple+scalar", num_layers=1, num_heads=1), ids_of(1, 80)
     g = [-3.0 if t % 20 == 0 else 0.0 for t in range(80)]
@@ -192,7 +192,7 @@ def test_the_horizon_is_of_sums_along_the_text_not_of_a_mean_decay():
     model.blocks[0].mixer.decay.scan, model.blocks[0].mixer.decay.stateful = fixed, True
     (row,) = measure_decays(model, ids)
     starts = list(range(40))
-    # The share 1 − lag/20 of the tokens has no reset ahead: it falls below e^{−2} between 17 and 18 tokens.
+    # The share 1 − lag/20 of the tokens has no reset ahead. It falls below e^{−2} between 17 and 18 tokens.
     energies = [loop_energy(g, lag, starts) for lag in (17, 18)]
     assert energies[0] > math.exp(-2) > energies[1]
     assert 17 < row.horizon < 18
@@ -211,7 +211,7 @@ def test_many_tokens_are_thinned_evenly(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gated_deltanet+gate_rank", "mamba2+gate_rank"])
 def test_slow_and_fast_states_are_told_apart(name):
-    """Compares with the mask of `ops.gate_rank`, against which the op is tested too."""
+    """The mask of `ops.gate_rank` gives the same numbers. The op is tested against this mask too."""
     model, ids = tiny(name, num_layers=1), ids_of(2, 33)
     gate = model.blocks[0].mixer.gate_rank.slow_gate
     with torch.no_grad():

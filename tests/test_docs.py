@@ -40,8 +40,8 @@ LANGUAGES = (*RUN, "text", "yaml", "mermaid")
 MARK = re.compile(r"slow: \d+ (second|minute|hour)s?|needs: [^<>]+|record")
 BUILTINS = ("cd", "export")
 NEED_ARGUMENTS = ("spectrum", "forecast", "train", "generate", "eval", "convert", "compare", "figures")
-SHELL = re.compile(r"[|<>&;$*]")  # a line with one of these needs a shell
-SECONDS = 300  # for a fast block, on a busy machine
+SHELL = re.compile(r"[|<>&;$*]")  # a line that contains one of these needs a shell
+SECONDS = 300  # seconds for a fast block on a busy machine
 WRITTEN = {"results.md", "summary.md", "table.md"}  # files that runs write into their folders
 
 BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n\n?)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S)
@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 def blocks(text):
-    """Return all blocks. Raise a ValueError for an unknown mark or language, and if a block was not seen."""
+    """Return all blocks. Raise a ValueError for an unknown mark or language, or if a block was missed."""
     found = []
     for match in BLOCK.finditer(text):
         line, mark = text.count("\n", 0, match.start()) + 1, match["mark"] or ""
@@ -178,7 +178,7 @@ def run(page, marks, seconds, capsys, shell=False):
 
 
 def call(arguments):
-    """Run a `halflife` command in this process; its warnings are no errors, as for a reader."""
+    """Run a `halflife` command in this process. Its warnings are not errors, as for a reader."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         main(arguments)
@@ -207,7 +207,7 @@ def test_every_block_is_accounted_for(page):
             assert isinstance(yaml.safe_load(block.code), dict)
 
 
-@of_pages([page for page in PAGES if page.name != "log.md"])  # a log says what was so on its day
+@of_pages([page for page in PAGES if page.name != "log.md"])  # the log describes the project on the day of an entry
 def test_commands_in_sentences_and_tables_exist(page):
     for words in mentions(page.read_text()):
         if words[1] in NEED_ARGUMENTS and len(words) == 2:
@@ -224,12 +224,12 @@ def test_blocks_run(page, folder, capsys):
 @pytest.mark.slow
 @of_pages(BASH)
 def test_all_blocks_run_in_a_shell(page, folder, capsys):
-    """The slow blocks too, with every command started from bash."""
+    """Run the slow blocks too, with every command started from bash."""
     run(page, ("", "slow"), None, capsys, shell=True)
 
 
 def test_named_files_exist():
-    """Every Markdown file that a text file of the project names is in the project; `docs/log.md` is history."""
+    """Every Markdown file that a text file of the project names exists; `docs/log.md` may name old files."""
     documents = [f"/{name(page)}" for page in [*PAGES, ROOT / "CHANGELOG.md"]]
     texts = [file for suffix in ("md", "yml", "toml") for file in ROOT.glob(f"*.{suffix}")]
     for part in ("halflife", "tests", "benchmarks", "docs"):
@@ -249,7 +249,7 @@ def test_readme_is_short():
 
 
 def test_the_picture_of_the_architecture_has_the_floors():
-    """The diagram in `docs/architecture.md` has the folders of `tests/test_house.py`, floor by floor, from the top."""
+    """The diagram in `docs/architecture.md` has the floors of `tests/test_house.py`, from the top."""
     page = blocks((ROOT / "docs/architecture.md").read_text())
     diagram = next(block for block in page if block.language == "mermaid")
     drawn = [set(floor.split(" · ")) for floor in re.findall(r'\["<b>(.*?)</b>', diagram.code)]

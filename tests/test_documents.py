@@ -1,4 +1,4 @@
-"""Documents of files, and what is wrong with some."""
+"""Documents of files, and errors for damaged files."""
 
 import gzip
 import sys
@@ -20,7 +20,7 @@ def test_documents_of_a_folder_in_their_order(folder):
     assert list(documents.documents([folder])) == expected
     assert list(documents.documents([folder / "b.txt", str(folder / "**/*.md.gz"), folder])) == expected
     assert list(documents.documents([folder / "deep/*"])) == expected[1:]
-    assert list(documents.documents([folder / "ignored.py"])) == [b"no text"]  # when it is named
+    assert list(documents.documents([folder / "ignored.py"])) == [b"no text"]  # a pattern that names the file reads it
 
 
 def test_another_field(tmp_path):
@@ -99,7 +99,7 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
 
 
 def write_parquet(path, column, **others):
-    """A file of parquet whose column `text` is `column`."""
+    """Write a parquet file whose column `text` is `column`."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": column, **others}), path)
 
@@ -115,7 +115,7 @@ def test_parquet(tmp_path):
 
 
 def test_strings_of_parquet(tmp_path):
-    """Of every type that pyarrow has for them, and of bytes that are no UTF-8: it writes those and cannot read them."""
+    """Strings may have any of pyarrow's types. pyarrow also writes invalid UTF-8, which it cannot read back."""
     pyarrow = pytest.importorskip("pyarrow")
     rows = pyarrow.array(["λ", "", "x"])
     for column in (rows, rows.cast("large_string"), rows.dictionary_encode()):
@@ -133,7 +133,7 @@ def test_strings_of_parquet(tmp_path):
         lambda data: data[:300],
         lambda data: data[:-1],
         lambda data: b"text" * 99,
-        lambda data: data[:40] + bytes(60) + data[100:],  # its footer is whole
+        lambda data: data[:40] + bytes(60) + data[100:],  # the footer is intact
     ],
 )
 def test_damaged_parquet(tmp_path, damage):

@@ -1,4 +1,4 @@
-"""The adapter to fla-core, as far as a CPU can tell: conventions against fla's own plain recurrences; limits."""
+"""The adapter to fla-core, as far as a CPU can test it: conventions against fla's plain recurrences, and limits."""
 
 import dataclasses
 import importlib
@@ -17,20 +17,20 @@ from halflife.ops.call import OpCall
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 
-# Both sides compute in float32; four times the worst measured difference, relative to the largest entry.
+# Both sides compute in float32. The tolerance is four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 3.8e-7
 CUDA = torch.device("cuda")
 
 
 def module(name):
-    """A module of fla.ops, imported only when its test runs."""
+    """Return a module of fla.ops, imported when a test needs it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that neither a GPU nor flash-attn is there
+        warnings.simplefilter("ignore")  # a warning that there is no GPU and no flash-attn
         return importlib.import_module(f"fla.ops.{name}")
 
 
 def heads_first(function):
-    """For functions that take and give `[B, H, T, …]` and scale by K^−½ themselves."""
+    """Adapt a function that takes and returns `[B, H, T, …]` and scales by K^−½ itself."""
 
     def call(q, k, v, *, scale, initial_state, output_final_state, **rest):
         q = q * (scale * q.shape[-1] ** 0.5)
@@ -42,12 +42,12 @@ def heads_first(function):
 
 
 def undecayed(function):
-    """`g=None`, as the kernel has it, for a recurrence that wants zeros."""
+    """Adapt a recurrence that needs zeros to the kernel's `g=None`."""
     return lambda q, k, v, g, **rest: function(q, k, v, q.new_zeros(q.shape[:3]) if g is None else g, **rest)
 
 
 def unscaled(function):
-    """For a recurrence that scales by K^−½ itself and names its decay gk."""
+    """Adapt a recurrence that scales by K^−½ itself and names its decay gk."""
     return lambda q, k, v, g, scale, **rest: function(q * (scale * q.shape[-1] ** 0.5), k, v, gk=g, **rest)
 
 
@@ -55,7 +55,7 @@ def renamed(function):
     return lambda a, b, **rest: function(alpha=a, beta=b, **rest)
 
 
-# the kernel → fla's recurrence for it, in plain torch, and what turns the kernel's arguments into its own
+# kernel → module and name of fla's plain recurrence, and the function that adapts its arguments
 KERNELS = {
     "simple_gla.chunk_simple_gla": ("simple_gla.naive", "naive_recurrent_simple_gla", undecayed),
     "gla.chunk_gla": ("gla.naive", "naive_recurrent_gla", unscaled),
@@ -69,7 +69,7 @@ KERNELS = {
 
 
 def stand_in(kernel, recurrence):
-    """`recurrence` under the kernel's exact signature, with what the kernel demands of its arguments."""
+    """Return `recurrence` with the kernel's signature. It checks the kernel's demands on its arguments."""
     signature = inspect.signature(kernel)
 
     def call(*positional, **named):
@@ -93,7 +93,7 @@ def stand_in(kernel, recurrence):
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    """Lets backend="fla" run here: recurrences in the place of the kernels, no limits. The kernels called, in order."""
+    """Let backend="fla" run on a CPU: recurrences replace the kernels, without limits. Returns the kernels called."""
     called = []
     for name, (where, recurrence, wrap) in KERNELS.items():
         function = getattr(module(where), recurrence)
@@ -149,7 +149,7 @@ def test_packed(op, granularity, dtype, on_a_cpu):
 @each_op
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 def test_full_resets(op, granularity, on_a_cpu):
-    """−inf reaches the kernels as a number, and such a log-decay has exactly no gradient."""
+    """−inf reaches the kernels as a finite number. The gradient of such a log-decay is exactly 0."""
     arguments = rounded(op_inputs(op, granularity, 40, decay="mixed"), torch.float32)
     got = run_op(op, arguments, backend="fla")
     expected = run_op(op, arguments, backend="reference")
@@ -160,12 +160,12 @@ def test_full_resets(op, granularity, on_a_cpu):
 @on_linux
 @each_op
 def test_low_precision_keeps_its_dtypes(op, on_a_cpu):
-    """Inputs go over as they are, decays and states in float32; outputs come back in v's dtype."""
+    """Inputs keep their dtype, decays and states are float32, and outputs have the dtype of v."""
     arguments = rounded(op_inputs(op, "scalar", 20), torch.bfloat16)
     got = run_op(op, arguments, backend="fla")
     assert got["o"].dtype == got["dq"].dtype == torch.bfloat16
     assert got["state"].dtype == got["dg"].dtype == torch.float32
-    # Both round inputs and outputs only, and o to bfloat16: half a unit in the last place of 8 bits.
+    # Both sides round inputs and outputs only. o is rounded to bfloat16, by half a unit in the last of 8 bits.
     assert relative_error(got["o"], run_op(op, arguments, backend="reference")["o"]) < 2**-8
 
 
@@ -174,7 +174,7 @@ def test_low_precision_keeps_its_dtypes(op, on_a_cpu):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretends to be a CUDA machine: `machine(capability=9, triton=(3, 6, 0), fla=(0, 6, 0))`."""
+    """Pretend to be a CUDA machine: `machine(capability=9, triton=(3, 6, 0), fla=(0, 6, 0))`."""
 
     def pretend(capability=8, triton=(3, 8, 0), release=(0, 6, 0)):
         monkeypatch.setattr(fla, "_versions", lambda: (release, triton))
@@ -184,7 +184,7 @@ def machine(monkeypatch):
 
 
 def call_of(op="linear_attention", granularity="scalar", dtype=torch.bfloat16, gradients=True, **sizes):
-    """A call of the op as `dispatch` makes it."""
+    """Return a call of the op as `dispatch` makes it."""
     found = rounded(op_inputs(op, granularity, **{"length": 3, "key": 16, "value": 16, **sizes}), dtype)
     del found["initial_state"]
     return OpCall(op, **{name: x.detach().requires_grad_(gradients) for name, x in found.items()})
@@ -233,7 +233,7 @@ def test_one_dtype(machine):
 
 @pytest.mark.parametrize("triton", [(3, 4, 0), (3, 6, 0), (3, 7, 0)])
 def test_gated_gradients_on_hopper(triton, machine):
-    """Refused exactly where fla's kernels would raise (or, before they did, be wrong): scalar decay, with gradients."""
+    """Calls with scalar decay and gradients are refused, because fla's kernels raise (earlier ones were wrong)."""
     machine(capability=9, triton=triton)
     for op in ("linear_attention", "delta_rule"):
         assert "wrong on Hopper" in fla.unsupported(op, CUDA, call_of(op))

@@ -1,4 +1,4 @@
-"""GateRank in layers: gates at the start, streaming, β in (0, 2), statistics, the warning; the experiments."""
+"""GateRank in layers: gates at the start, streaming, β in (0, 2), statistics, the warning, the experiments."""
 
 import json
 import math
@@ -33,10 +33,10 @@ def built(name, **options):
 
 @pytest.mark.parametrize("rate", [0.5, 0.1, 0.01])
 def test_the_share_of_resets_at_the_start(rate):
-    """On inputs of unit mean square, in the mean over gates."""
+    """The share holds for inputs of unit mean square, as a mean over gates."""
     gate = GateRank(256, 200, reset_rate=rate)
     g, _ = gate.slow_gate(gate.proj(torch.randn(8, 64, 256)), None, None)
-    # Of 200 gates × 512 tokens; four neighbouring sums share inputs.
+    # The mean is over 200 gates × 512 tokens. Four neighbouring sums share inputs.
     assert (g != 0).float().mean().item() == pytest.approx(rate, rel=0.05)
     assert (g <= 0).all()
 
@@ -96,7 +96,7 @@ def test_every_gate_parameter_learns():
 def test_two_states_are_counted():
     one, two = built("gated_deltanet"), built("gated_deltanet+gate_rank")
     heads, size = 4, 8
-    # A second state and the convolution's three inputs a head, in each of two layers.
+    # Each of two layers has a second state and three inputs of the convolution for each head.
     assert two.state_size() - one.state_size() == 2 * (heads * size * size + heads * 3)
 
 
@@ -132,7 +132,7 @@ def test_gate_options_are_checked(options, message):
 
 
 def test_beta_up_to_two_flips_the_state():
-    """`I − 2 k kᵀ` is a reflection: with β = 2 and v = 0 the state's part along k changes sign at every token."""
+    """`I − 2 k kᵀ` is a reflection. With β = 2 and v = 0, the state's part along k changes sign at every token."""
     torch.manual_seed(0)
     mixer = halflife.layers.build(
         "gated_deltanet", hidden_size=32, num_heads=2, allow_neg_eigval=True, conv_size=0, decay=None
@@ -167,7 +167,7 @@ def test_statistics_count_what_happened():
     model(torch.randint(31, (2, 24)))
     model(torch.randint(31, (3, 10)))
     model.eval()
-    model(torch.randint(31, (3, 10)))  # not counted
+    model(torch.randint(31, (3, 10)))  # evaluation does not count
     found = gate_statistics(model)
     assert len(found) == 2
     for values, gate in zip(found.values(), gates, strict=True):
@@ -191,7 +191,7 @@ def test_a_layer_with_one_state_is_named_once(bias, word, tmp_path):
     with pytest.warns(UserWarning, match=rf"blocks\.1.*{word}"):
         metrics.on_log(None, state, None, {"loss": 1.0}, model=model)
     model(torch.randint(31, (2, 24)))
-    metrics.on_log(None, state, None, {"loss": 1.0}, model=model)  # a second warning would be an error here
+    metrics.on_log(None, state, None, {"loss": 1.0}, model=model)  # a second warning would raise an error
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["gates"]["blocks.1.mixer.gate_rank"]["reset_rate"] == (0 if bias < 0 else 1)
 

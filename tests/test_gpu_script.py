@@ -1,4 +1,4 @@
-"""The script that `make gpu` runs, at toy sizes on a CPU: it ends well, and says so where a kernel does not."""
+"""The script of `make gpu`, at toy sizes on a CPU. It ends normally and reports the kernels that fail."""
 
 import dataclasses
 import importlib
@@ -34,7 +34,7 @@ def run(output, **environment):
 
 
 def timed_rows(text, backend):
-    """The cells of the speed table's rows of one backend: each has both times and both ratios to the floor."""
+    """Return the cells of the speed table's rows of one backend. Each row must have both times and both ratios."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.count("|") == 15]
     found = [cells for cells in rows if cells[3] == backend]
     for cells in found:
@@ -52,7 +52,7 @@ def test_ends_well_on_a_cpu(tmp_path):
     assert "WRONG" not in text
     assert "FAILED" not in text
     for op in ("linear_attention", "delta_rule", "gate_rank, linear", "gate_rank, delta"):
-        assert f"| {op} | 16 | chunked |" in text  # where it passes softmax attention
+        assert f"| {op} | 16 | chunked |" in text  # the lengths from which on it is faster than softmax attention
     assert len(timed_rows(text, "chunked")) == 2 * 4
     assert len(timed_rows(text, "SDPA")) == 2
     assert all(cells[8] and cells[13] for cells in timed_rows(text, "chunked") if cells[2].startswith("gate_rank"))
@@ -62,7 +62,7 @@ def test_ends_well_on_a_cpu(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="triton has Linux wheels only")
 def test_ends_well_in_the_interpreter(tmp_path):
-    """A minute: Triton's interpreter runs the kernels, forward and backward."""
+    """Triton's interpreter runs the kernels forward and backward in a minute."""
     done = run(tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(timed_rows(done.stdout, "triton")) == 2 * 4
@@ -81,7 +81,7 @@ def test_no_gpu_is_an_error():
 
 
 def breaking(monkeypatch, how):
-    """Puts `how(call, right)` in the place of DPLR's chunked form, except in float64, the measure of the others."""
+    """Replace DPLR's chunked form by `how(call, right)`, except in float64, with which the others are compared."""
     right = backends._OPS["dplr"]["chunked"]
 
     def broken(call):
@@ -134,7 +134,7 @@ def test_parity_lets_a_backend_refuse(monkeypatch):
 
 
 def test_speed_leaves_out_a_wrong_kernel(monkeypatch):
-    """What is timed is compared with the chunked form first; the others' rows stay."""
+    """Every timed kernel is first compared with the chunked form. The rows of the others stay."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     right = backends._OPS["delta_rule"]["chunked"]
     wrong = lambda call: tuple(1.1 * x for x in right(call))  # noqa: E731
@@ -160,7 +160,7 @@ def test_speed_stops_in_time():
 
 
 def test_ratios():
-    """By hand: floors of 2 ms (2 GFLOP at 1 TFLOP/s) forward and 3 ms (3 × 4 GB at 4 TB/s) with the backward pass."""
+    """Floors by hand: 2 ms (2 GFLOP at 1 TFLOP/s) forward, and 3 ms (3 × 4 GB at 4 TB/s) with the backward pass."""
     size = {"K": 64, "T": 1024}
     common = {**size, "flops": (2e9, 2e9), "bytes": 4e9}
     rows = [
@@ -183,7 +183,7 @@ def test_ratios():
         ({1024: 3.0, 2048: 1.5}, "> 2048"),
         ({1024: 0.9, 2048: 0.5}, "≤ 1024"),
         ({1024: 2.0, 4096: 0.5}, "2048"),
-        ({2048: 0.5, 1024: 1.2, 512: 0.9}, "1183"),  # 1024 · 2^(ln 1.2 / ln 2.4): after the last length above 1
+        ({2048: 0.5, 1024: 1.2, 512: 0.9}, "1183"),  # 1024 · 2^(ln 1.2 / ln 2.4): the last crossing counts
     ],
 )
 def test_crossing(ratios, expected):
@@ -208,5 +208,5 @@ def test_a_worker_out_of_time_is_ended():
 
 def test_a_worker_that_dies_is_said():
     rows, (died,) = finish(script("gpu").Job("parity", ["dplr, scalar", "nothing"], "cpu", [], time.time() + 100))
-    assert len(rows) == 4  # what came before it
+    assert len(rows) == 4  # the rows before the error
     assert died == "parity dplr, scalar, nothing: exit status 1: KeyError: 'nothing'"

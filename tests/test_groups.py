@@ -7,6 +7,7 @@ from math import lcm
 
 import pytest
 import torch
+from helpers import near_level
 
 from halflife import tasks
 from halflife.tasks import stream_seed
@@ -50,10 +51,6 @@ def solve(group, words):
         product = multiply(group, product, meant[word])
         answers.append(meant.index(product))
     return answers
-
-
-def close(measured, level, count):
-    return abs(measured - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
 
 
 @each_group
@@ -156,10 +153,10 @@ def test_levels_are_those_of_real_guessers(group, length):
     batch = task.generate(count, seed=1)
     assert task.chance == 1 / SIZES[group]
     uniform = torch.randint(SIZES[group], batch.labels.shape, generator=torch.Generator().manual_seed(0))
-    assert close((uniform == batch.labels).float().mean().item(), task.chance, count * length)
+    assert near_level((uniform == batch.labels).float().mean().item(), task.chance, count * length)
     named = batch.inputs == batch.labels  # the last token
     assert named[:, 0].all()
-    assert all(close(n, task.chance, count) for n in named[:, 1:].float().mean(0).tolist())
+    assert all(near_level(n, task.chance, count) for n in named[:, 1:].float().mean(0).tolist())
     # At the first position the guess is always right.
     assert abs(named.float().mean().item() - task.shortcut_accuracy) <= 4 * (task.chance / (count * length)) ** 0.5
 
@@ -189,7 +186,7 @@ def test_the_guess_at_swaps_is_that_of_a_real_guesser():
     batch = task.generate(20000, seed=2)
     named = batch.inputs == batch.labels
     # The last token is the product if the product before it was the identity.
-    assert close(named[:, 2].double().mean().item(), 1 / 10, 20000)
+    assert near_level(named[:, 2].double().mean().item(), 1 / 10, 20000)
     assert task.chance == 1 / 60
 
 

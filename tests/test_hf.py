@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from combinations import SIZES
-from helpers import assert_close
+from helpers import add_noise, assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -22,12 +22,9 @@ TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.
 
 
 def build(name="mamba2", **options):
-    """Build a float64 model whose every parameter has an effect: noise moves those that start at zero."""
+    """Build a float64 model in which every parameter has an effect."""
     model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **{**TINY, **options})).eval().double()
-    with torch.no_grad():
-        for x in model.parameters():
-            x += 0.2 * torch.randn_like(x)
-    return model
+    return add_noise(model, 0.2)
 
 
 def tokens(*shape):
@@ -197,7 +194,7 @@ def test_folders_of_halflife_load(tmp_path):
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)
 
 
-def test_missing_weights_are_drawn_by_their_own_law_and_loaded_ones_stay(tmp_path):
+def test_missing_weights_are_drawn_and_loaded_ones_stay(tmp_path):
     """This also holds in a module with some missing parameters, and in a PoST around a decay."""
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,4 @@
-"""The house: who may import whom, read off the syntax trees; the sizes of rooms; what `import halflife` costs."""
+"""The floors of the package, from the imports in its files; the sizes of folders and files; the cost of an import."""
 
 import ast
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "halflife"
 
-# From the ground up. A part may import those of the floors below it, and those named beside it here.
+# Floors from the lowest to the highest. A part may import lower floors and the parts named beside it.
 FLOORS = (
     ("shapes", "registry", "files", "precision", "renamed", "extras", "extensions"),
     ("decay", "position", "ops", "tasks"),
@@ -39,14 +39,14 @@ def part_of(path):
 
 
 NAMES = {name_of(path): path for path in MODULES}
-# The kernels' own files are imported when one of them is asked for.
+# The files of kernels are imported when one of their kernels is needed.
 KERNELS = [p for p in MODULES if p.parent.name == "triton" and p.name != "__init__.py"]
 LIGHT = {"__init__", *(name for floor in FLOORS[:6] for name in floor)} - {"hf", "training"}
 CORE = [p for p in MODULES if part_of(p) in LIGHT and p not in KERNELS]
 
 
 def allowed(part):
-    """The parts that a part may import."""
+    """Return the parts that a part may import."""
     if part == "__init__":
         return {"decay", "extensions", "extras", "layers", "models", "ops", "renamed", "tasks"}
     rank = next(i for i, floor in enumerate(FLOORS) if part in floor)
@@ -54,7 +54,7 @@ def allowed(part):
 
 
 def imports(path, top_level_only=False):
-    """The modules that a file names in its imports, with the module a name is taken from spelled out."""
+    """Yield the modules that a file imports. `from a import b` gives `a.b` if this is a module, and otherwise `a`."""
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level_only else ast.walk(tree)
     for node in nodes:
@@ -67,7 +67,7 @@ def imports(path, top_level_only=False):
 
 
 def circles(arrows):
-    """Groups of two and more names that reach each other (Tarjan's strongly connected components)."""
+    """Return groups of names that reach each other (Tarjan's strongly connected components, without single names)."""
     index, low, stack, found = {}, {}, [], []
 
     def visit(name):
@@ -97,12 +97,12 @@ def test_imports_only_what_stands_below(path):
     for name in imports(path):
         if name.startswith("halflife."):
             used = name.split(".")[1]
-            # The package itself offers its version and its public names to the top of the house.
+            # Every part may import the version from the package itself.
             assert used in allowed(part) or (used == "__version__"), f"{part} imports {name}"
 
 
-def test_no_circle_inside_a_room_neither():
-    """A package's `__init__` hands names on, so what is taken from the package itself is no arrow."""
+def test_no_circle_of_imports():
+    """The `__init__` of a package re-exports names, so an import from the package itself is no edge."""
     faces = {name for name, path in NAMES.items() if path.name == "__init__.py"}
     arrows = {name: {n for n in imports(path) if n in NAMES} - {name} - faces for name, path in NAMES.items()}
     assert sum(map(len, arrows.values())) > 300
@@ -118,8 +118,8 @@ def test_core_imports_no_heavy_library_at_its_top(path):
     assert not [name for name in imports(path, top_level_only=True) if name.split(".")[0] in LAZY]
 
 
-def test_kernels_are_imported_by_name_alone():
-    """Nothing names their modules at its top but themselves."""
+def test_only_kernels_import_kernels():
+    """No other file imports the modules of kernels at its top level."""
     names = {name_of(path) for path in KERNELS}
     assert len(names) > 3
     for path in set(MODULES) - set(KERNELS):
@@ -151,7 +151,7 @@ def test_every_part_stands_on_a_floor():
     assert parts == {name for floor in FLOORS for name in floor}
 
 
-if __name__ == "__main__":  # prints the floors, from the top down
+if __name__ == "__main__":  # print the floors, the highest first
     for floor in reversed(FLOORS):
         for part in floor:
             files = [path for path in MODULES if part_of(path) == part]

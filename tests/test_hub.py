@@ -1,4 +1,4 @@
-"""Data sets of the hub: their names, and what `datasets` reads of one that lies in a folder."""
+"""Data sets of the Hugging Face hub: their names, and reading one from a folder with `datasets`."""
 
 import json
 import socket
@@ -58,7 +58,7 @@ def write_lines(path, rows):
 
 @pytest.fixture
 def data_set(tmp_path, monkeypatch):
-    """A folder as a data set's repository is, in place of the hub; it has a commit, as the hub would say."""
+    """A folder with the files of a data set's repository, which replaces the hub and has a commit."""
     datasets, huggingface_hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -97,7 +97,7 @@ def test_a_data_set_is_read_once(data_set, tmp_path, monkeypatch):
     data_set.rename(tmp_path / "gone")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert find([source], "text", tmp_path) == first
-    assert find([f"hf:{data_set}"], "text", tmp_path) == first  # by its newest commit, which is this one
+    assert find([f"hf:{data_set}"], "text", tmp_path) == first  # the newest commit, which is this one
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_data_set_without_its_library(tmp_path, monkeypatch):
 @pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, listens, revision):
-    """Refused, or silent for longer than we wait: one line, and soon (`datasets` itself tries for half a minute)."""
+    """A connection that is refused or gets no answer gives one line soon; `datasets` itself tries for half a minute."""
     constants = pytest.importorskip("huggingface_hub.constants")
     pytest.importorskip("datasets")
     monkeypatch.setattr(hub, "TIMEOUT", 0.5)
@@ -154,6 +154,6 @@ def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, listens, revision):
         start = time.monotonic()
         with pytest.raises(ConnectionError, match=r"^cannot ask the hub about a/b \(.*hf:owner/name@commit$") as error:
             find([f"hf:a/b{revision}"], "text", tmp_path)
-    assert time.monotonic() - start < 8  # measured: 0.1 and 0.5
+    assert time.monotonic() - start < 8  # measured seconds: 0.1 and 0.5
     assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("*.jsonl"))

@@ -1,4 +1,4 @@
-"""Spectral Koopman attention against the paper's long form, a loop that solves every prefix, numpy, and itself."""
+"""Spectral Koopman attention against the paper's long form, a loop over prefixes, numpy, and its other paths."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ from halflife.ops.koopman.state import COMMITTED
 
 HEADS, RANK, WIDTH = 2, 5, 3
 
-# Four times the worst measured, relative to the largest entry.
-EXACT = 4 * 1.4e-11  # float64: an operator of a few keys has the condition 1/ε
-INVERTED = 4 * 2e-9  # against forms that multiply by explicit inverses, gradients included
-SINGLE = 4 * 3e-5  # float32 against float64, relative to what K = 0 reads: the power filter may leave next to nothing
-STEPPED = 4 * 7e-4  # the same for 20 keys of one direction, whose condition is 20/ε; 1e-5 for others
+# Four times the worst measured error, relative to the largest entry.
+EXACT = 4 * 1.4e-11  # float64: the operator of a few keys has the condition number 1/ε
+INVERTED = 4 * 2e-9  # against forms that multiply by explicit inverses, and for gradients
+SINGLE = 4 * 3e-5  # float32 against float64, relative to the read-out with K = 0 (the filter may leave very little)
+STEPPED = 4 * 7e-4  # the same for 20 keys of one direction with condition number 20/ε; 1e-5 for others
 
 
 def inputs(length, batch=2, dtype=torch.float64, grad=False):
@@ -27,12 +27,12 @@ def inputs(length, batch=2, dtype=torch.float64, grad=False):
 
 
 def remembered(state):
-    """A state without what can be computed from the rest of it, which single tokens leave there for the next."""
+    """Remove the inverse factor, which single tokens cache in the state and which follows from the rest of it."""
     return {name: x for name, x in state.items() if name != "inverse"}
 
 
 def long_form(keys, values, query, gamma, mix, ridge, power):
-    """One head, as the paper writes it (Appendix I): whitened operator, its power, and back."""
+    """Compute one head as in the paper (Appendix I): whiten, apply the power of the operator, and go back."""
     m = keys.norm(dim=-1).max()
     before = torch.cat([torch.zeros_like(keys[:1]), keys[:-1]])
     gram = keys.T @ keys + ridge * m**2 * torch.eye(RANK, dtype=keys.dtype)
@@ -45,7 +45,7 @@ def long_form(keys, values, query, gamma, mix, ridge, power):
 
 
 def loop(q, k, v, chunk_size, gamma=1.0, mix=1.0, ridge=1e-3, power=2):
-    """Every token's operator from the chunks before its own, solved anew by the long form."""
+    """Solve for the operator of every token from all chunks before its chunk, by the long form."""
     y = []
     for t in range(q.shape[1]):
         stop = t // chunk_size * chunk_size
@@ -93,7 +93,7 @@ def test_every_prefix_solved_directly(chunk_size, refresh):
 
 @crossed(length=[0, 1, 2, 7, 8, 9], chunk_size=[1, 2, 3, 7, 8, 64], normalization=["causal", "sequence"])
 def test_chunked_is_the_reference(length, chunk_size, normalization):
-    """Outputs, states, and the gradients of both."""
+    """Return outputs, final states, and the gradients of both."""
     found = {}
     for backend in ("chunked", "reference"):
         x = inputs(length, grad=True)
@@ -119,7 +119,7 @@ def test_settings_of_each_head():
 
 @pytest.mark.parametrize("mode", ["prefix", "chunk"])
 def test_without_power_it_is_ridge_regression(mode):
-    """K = 0 is the least-squares solution of the system augmented by the ridge, by numpy (Proposition I.2)."""
+    """With K = 0 the result is numpy's least-squares solution of the system augmented by the ridge (Prop. I.2)."""
     q, k, v = inputs(14, batch=1)
     if mode == "prefix":
         y, _ = koopman_attention(q[:, 7:], k[:, :7], v[:, :7], power=0, mode="prefix")
@@ -135,7 +135,7 @@ def test_without_power_it_is_ridge_regression(mode):
 
 
 def test_normalising_by_the_sequence_is_a_ridge():
-    """Keys and queries divided by the largest norm, ridge ε, is raw keys and queries with the ridge ε m²."""
+    """Dividing keys and queries by the largest norm m, with ridge ε, equals raw ones with the ridge ε m²."""
     q, k, v = inputs(12, batch=1)
     y, _ = koopman_attention(q, k, v, chunk_size=3, normalization="sequence")
     m = k.square().sum(-1).amax(1, keepdim=True).sqrt().unsqueeze(-1)
@@ -153,7 +153,7 @@ def test_normalising_by_the_sequence_is_a_ridge():
 
 
 def test_the_whitened_operator_never_expands():
-    """σ_max(A_w) ≤ 1 for any keys: the paper's spectral normalisation cannot act (docs/equations.md, section 5)."""
+    """σ_max(A_w) ≤ 1 for any keys, so the paper's spectral normalisation is idle (docs/equations.md, section 5)."""
     for trial in range(200):
         draw = generator("contraction", trial)
         keys = torch.randn(1 + trial % 17, RANK, generator=draw, dtype=torch.float64) * 10 ** (trial % 5 - 2)
@@ -185,7 +185,7 @@ def test_streams_like_the_full_pass_at_every_cut(chunk_size):
 
 @pytest.mark.parametrize("power", [0, 2])
 def test_gradients_flow_through_rank_one_updates(power):
-    """Token by token, to every input and setting, with the state's factor from the token before."""
+    """Token by token, all inputs and settings get gradients, through the factor of the token before."""
     x = inputs(9, grad=True)
     settings = {name: torch.tensor([a, b], dtype=torch.float64, requires_grad=True) for name, a, b in
                 (("gamma", 1.1, 1.4), ("mix", 0.3, 0.9))}  # fmt: skip
@@ -205,7 +205,7 @@ def test_gradients_flow_through_rank_one_updates(power):
 
 @pytest.mark.parametrize("growing", [False, True])
 def test_an_operator_a_token_by_rank_one_updates(growing):
-    """Every token against the loop, with norms that sometimes grow, and always."""
+    """Every token equals the loop, with norms that sometimes grow and with norms that always grow."""
     q, k, v = inputs(24)
     if growing:
         k = k / k.norm(dim=-1, keepdim=True) * torch.arange(1, 25, dtype=torch.float64)[:, None, None]
@@ -221,7 +221,7 @@ def test_an_operator_a_token_by_rank_one_updates(growing):
 
 @torch.no_grad()
 def test_rank_one_updates_do_not_drift():
-    """2,000 tokens in float32, read by what followed from update to update, and by a factorisation of the end."""
+    """After 2,000 tokens in float32, the updated factor and a new factorisation both give exact outputs."""
     x, state = inputs(2001, batch=1, dtype=torch.float32), None
     options = {"refresh": "token", "output_final_state": True}
     for t in range(2000):
@@ -236,7 +236,7 @@ def test_rank_one_updates_do_not_drift():
 
 @torch.no_grad()
 def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
-    """A step is O(r²) with an operator a chunk too: one factorisation where a chunk ends, and one for the next."""
+    """With an operator a chunk, a step is O(r²) except where a chunk ends and where the next one begins."""
     x, whole = inputs(21), koopman_attention(*inputs(21), chunk_size=5)[0]
     first, state = koopman_attention(*(part[:, :6] for part in x), chunk_size=5, output_final_state=True)
     calls, cholesky, outputs = [], solve.cholesky, [first]
@@ -251,8 +251,8 @@ def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_factorisation_is_kept_for_the_sums_that_it_is_of():
-    """Not for others: changed in place, of another ridge, with another norm, or where gradients flow."""
+def test_a_factorisation_is_reused_for_the_same_sums_only():
+    """It is not used after a change in place, with another ridge or norm, or where gradients flow."""
     x = inputs(6)
     _, state = koopman_attention(*(part[:, :5] for part in x), chunk_size=4, output_final_state=True)
     one = [part[:, 5:] for part in x]
@@ -285,7 +285,7 @@ def test_rank_one_update(rank):
 
 
 def test_a_prefix_is_the_next_chunk():
-    """One operator for a whole prefix, read by queries of their own, with a state before it and one after it."""
+    """A whole prefix has one operator, which other queries read. There is a state before it and one after it."""
     q, k, v = inputs(9)
     more = inputs(4, batch=2)
     y, state = koopman_attention(more[0], k, v, mode="prefix", output_final_state=True)
@@ -313,7 +313,7 @@ def test_a_state_has_as_many_numbers_as_the_paper_says():
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 7, 64])
 def test_packed_equals_separate(chunk_size):
-    """Twice in a row, so that states with unequal pending chunks are tested."""
+    """A second call continues from the first, so that states with unequal numbers of pending tokens are tested."""
     options = {"chunk_size": chunk_size, "output_final_state": True}
     state, alone = None, [None] * 4
     for lengths in ([5, 0, 1, 7], [2, 3, 0, 4]):
@@ -330,8 +330,8 @@ def test_packed_equals_separate(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_later_tokens_move_nothing_and_other_documents_neither(chunk_size, dtype):
-    """To the bit, wherever they begin, and the gradient across is exactly 0."""
+def test_later_tokens_and_other_documents_change_nothing(chunk_size, dtype):
+    """Outputs do not change by a bit when later tokens or other documents do. The gradient across is exactly 0."""
     q, k, v = inputs(17, batch=1, dtype=dtype)
     before, _ = koopman_attention(q, k, v, chunk_size=chunk_size)
     for cut in range(17):
@@ -353,7 +353,7 @@ def test_normalising_by_the_sequence_leaks_the_future():
 
 @pytest.mark.parametrize("mode", ["masked", "chunk"])
 def test_a_mask_leaves_tokens_out_of_the_sums(mode):
-    """Left-out tokens are as if their keys were zero: no pair crosses them; their own output still is theirs."""
+    """Excluded tokens have no effect, as if their keys were zero. No pair crosses them, and they still get outputs."""
     q, k, v = inputs(10)
     mask = torch.ones(2, 10)
     mask[:, 3:6] = 0
@@ -371,7 +371,7 @@ def test_a_mask_leaves_tokens_out_of_the_sums(mode):
 
 @pytest.mark.parametrize("chunk_size", [1, 3])
 def test_a_mask_of_packed_sequences(chunk_size):
-    """In pieces, so that masked tokens wait, and are last ones; any number but 0 means that a token is in."""
+    """In pieces of a sequence, masked tokens may be pending or last. Any mask value but 0 includes a token."""
     bounds, state, alone = torch.tensor([0, 4, 4, 11]), None, [None] * 3
     for seed in range(2):
         x = inputs(11, batch=1)
@@ -401,13 +401,13 @@ def test_what_a_mask_leaves_out_may_be_anything():
 
 
 def extreme(kind, scale, length):
-    """float32 queries, keys and values that want gradients; keys as `kind` says, times `scale`, as the queries."""
+    """Return float32 queries, keys and values with gradients; keys and queries are of a `kind`, times `scale`."""
     q, k, v = inputs(length, dtype=torch.float32)
     if kind == "zero":
         k = k * 0
     elif kind == "one direction":
         k = k[:, :1].expand_as(k)
-    elif kind == "mixed":  # within one sequence, from one end of the scale to the other
+    elif kind == "mixed":  # norms within one sequence go from one end of the scale to the other
         exponents = torch.linspace(-6, 6, length) - np.clip(np.log10(scale), -6, 6)
         k = k * 10.0 ** exponents[:, None, None]
     elif kind == "mixed, falling":
@@ -421,20 +421,20 @@ KINDS = ("random", "zero", "one direction", "mixed", "mixed, falling")
 
 @crossed(scale=SCALES, kind=KINDS, length=[0, 1, 4, 20], chunk_size=[1, 3])
 def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chunk_size):
-    """Also fewer keys than the rank."""
+    """Some sequences have fewer keys than the rank."""
     x = extreme(kind, scale, length)
     y, state = koopman_attention(*x, chunk_size=chunk_size, gamma=1.5, output_final_state=True)
     assert y.isfinite().all()
     assert all(part.isfinite().all() for part in state.values())
     assert all(g.isfinite().all() for g in grads(y, x))
-    if kind == "random":  # the scale of keys and queries drops out
+    if kind == "random":  # the scale of keys and queries cancels
         assert_close(y, koopman_attention(*extreme(kind, 1, length), chunk_size=chunk_size, gamma=1.5)[0], 10 * SINGLE)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_extreme_keys_one_at_a_time(scale, kind):
-    """Rank-one updates, and factorisations anew where norms grow; the float64 loop says what they should give."""
+    """Rank-one updates, with new factorisations where norms grow, agree with the float64 loop."""
     x = extreme(kind, scale, 20)
     state, outputs = None, []
     for t in range(20):
@@ -463,13 +463,13 @@ def test_float32_and_autocast(length):
     narrow, state = koopman_attention(*rounded, chunk_size=2, output_final_state=True)
     assert narrow.dtype == torch.bfloat16
     assert all(x.dtype == torch.float32 for x in state.values() if x.is_floating_point())
-    # It computes in float32, so that all that is lost is the rounding of the output: 2^−9.
+    # The op computes in float32, so that only the output is rounded, by 2^−9.
     wide, _ = koopman_attention(*(x.float() for x in rounded), chunk_size=2)
     assert ((narrow - wide).abs() <= 2**-8 * wide.abs()).all()
 
 
 def test_a_factorisation_that_fails_is_repeated_and_counted():
-    """A ridge below the rounding errors of a long sum: not silent, and not NaN."""
+    """The ridge is below the rounding errors of a long sum. The result is no NaN, and the retries are counted."""
     q, k, v = inputs(400, batch=1, dtype=torch.float32)
     k = k[:, :1].expand_as(k) + 1e-5 * k
     result = attend(KoopmanCall(q, k, v, ridge=1e-12, chunk_size=50))

@@ -15,10 +15,10 @@ from halflife.theory.koopman import Operator, norm
 
 RANK, WIDTH = 5, 4
 
-# float64, four times the worst measured, relative to the largest entry.
+# In float64, four times the worst measured error, relative to the largest entry.
 EXACT = 4 * 1.7e-15
-INVERTED = 4 * 8.4e-12  # against explicit inverses, at conditions up to 1e5
-SLACK = 1 + 1e-12  # of inequalities, which rounding may break where they are equalities
+INVERTED = 4 * 8.4e-12  # against explicit inverses, at condition numbers up to 1e5
+SLACK = 1 + 1e-12  # of inequalities, which rounding may violate where they are equalities
 
 anything = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 seeds = st.integers(0, 10**6)
@@ -33,7 +33,7 @@ def tokens(*key, length=12, rank=RANK, width=WIDTH):
 
 @st.composite
 def any_tokens(draw):
-    """Keys of any rank and size, of very different sizes, with repetitions and runs, and no keys at all."""
+    """Keys of any rank and size, of very different sizes, with repetitions and runs, and without keys."""
     rank, length = draw(st.integers(1, 6)), draw(st.integers(0, 25))
     keys, values = tokens(draw(seeds), length=length, rank=rank)
     if draw(st.booleans()):
@@ -144,7 +144,7 @@ def test_it_is_the_least_squares_predictor_of_the_next_key():
 @anything
 @given(any_tokens())
 def test_whitened_and_both_unwhitened_operators_are_similar(found):
-    """Checks Prop. A.3, and that G̃⁻¹ M is similar too, which Remark 2 denies."""
+    """Prop. A.3 holds. G̃⁻¹ M is similar too, which Remark 2 denies."""
     operator = Operator.of_tokens(*found)
     inverse = torch.linalg.inv(operator.regularised)
     expected = traces(operator.whitened)
@@ -190,7 +190,7 @@ def test_modes():
 
 
 def test_what_a_key_that_turns_is_called():
-    """A key that alternates in sign has |λ| = 1 but is not a persistent mode of Theorem I.11. K = 2 hides its sign."""
+    """A key with alternating signs has |λ| = 1 but no persistent mode of Theorem I.11. K = 2 hides its sign."""
     keys = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64).repeat(500, 1)
     operator = Operator.of_tokens(keys, keys)
     turning = operator.eigenvalues[operator.eigenvalues.abs().argmax()]
@@ -217,7 +217,7 @@ def test_tables_of_proposition_d1(power, left):
 @anything
 @given(any_tokens(), st.integers(0, 5), st.floats(1, 1.5))
 def test_the_filter_expands_by_gamma_at_most(found, power, gamma):
-    """Checks Prop. D.2 (γ = 1, without any normalisation) and D.3."""
+    """Prop. D.2 (γ = 1, without any normalisation) and Prop. D.3 hold."""
     operator = Operator.of_tokens(*found)
     assert norm(operator.power(power, gamma)) <= gamma**power * SLACK
 
@@ -230,7 +230,7 @@ def test_the_filter_reaches_gamma():
 @anything
 @given(any_tokens())
 def test_no_eigenvalue_lies_below_the_ridge(found):
-    """Checks Lemma A.4, with equality if the keys do not span the space, and `condition`."""
+    """Lemma A.4 holds, with equality if the keys do not span the space, and agrees with `condition`."""
     operator = Operator.of_tokens(*found)
     assert koopman.lambda_min(operator) >= operator.ridge
     if len(found[0]) < found[0].shape[1]:
@@ -245,7 +245,7 @@ def test_no_eigenvalue_lies_below_the_ridge(found):
 @anything
 @given(any_tokens(), seeds, st.sampled_from([1e-3, 0.1, 10.0]))
 def test_excess_risk_identity(found, seed, ridge):
-    """Checks L(B) − L(B*) = ‖(B − B*) L‖² (Prop. I.3), `loss` and `residual` for any B."""
+    """L(B) − L(B*) = ‖(B − B*) L‖² (Prop. I.3), and `loss` and `residual` are right for any B."""
     keys, values = found
     keys = keys / keys.norm(dim=-1).max().clamp(min=1e-300) if len(keys) else keys
     operator = Operator.of_tokens(keys, values, ridge)
@@ -272,7 +272,7 @@ def test_readout_is_the_minimiser():
 @anything
 @given(any_tokens(), seeds)
 def test_linear_attention_is_near_ridge_when_the_gram_is_isotropic(found, seed):
-    """Checks Theorem I.6 at its a, and in the mean over queries."""
+    """Theorem I.6 holds for its a, and in the mean over queries."""
     operator = Operator.of_tokens(*found)
     query = tokens("q", seed, length=1, rank=found[0].shape[1])[0][0]
     scale, bound = koopman.linear_scale(operator), koopman.linear_bound(operator)
@@ -315,7 +315,7 @@ def test_the_distance_over_all_queries_is_the_smallest():
 @pytest.mark.parametrize("mix", [1.0, 0.3])
 @pytest.mark.parametrize("power", [0, 1, 2, 4])
 def test_bias_of_the_filter(power, mix):
-    """Checks both identities of Prop. I.10 with the long form in the paper."""
+    """Both identities of Prop. I.10 hold with the long form of the paper."""
     keys, values = tokens("bias")
     operator, gamma = Operator.of_tokens(keys, values), 1.2
     factor = torch.linalg.cholesky(operator.regularised)
@@ -341,7 +341,7 @@ def error(operator, query, target, power, gamma):
     st.integers(0, 4), st.sampled_from([1.0, 1.25, 1.5]), seeds,
 )  # fmt: skip
 def test_regime_bound(modes, power, gamma, seed):
-    """Checks Theorem I.11 and its sharper form for normal operators whose modes are of the two kinds."""
+    """Theorem I.11 and its sharper form hold for normal operators whose modes are of the two kinds."""
     delta, rho = 0.2, 0.5
     discs = [(radius * complex(math.cos(angle), math.sin(angle)), lasting) for radius, angle, lasting in modes]
     operator = normal([(1 + delta * z if lasting else rho * z) / gamma for z, lasting in discs], seed)
@@ -430,14 +430,14 @@ def farthest(ours, theirs):
 @anything
 @given(seeds, st.integers(1, 5), st.sampled_from([1e-6, 1e-3, 0.1, 1.0, 10.0]))
 def test_perturbation_bounds(seed, rank, size):
-    """Checks Theorem C.1, Bauer–Fike (C.3), Corollary C.4, and the sharper bounds."""
+    """Theorem C.1, Bauer–Fike (C.3), Corollary C.4 and the sharper bounds hold."""
     ours, theirs = perturbed(seed, rank, size)
     moved = unwhitened(theirs) - unwhitened(ours)
     bound = koopman_bounds.perturbation_bound(ours, theirs)
     assert norm(moved) <= bound.sharp * SLACK + 1e-12
     assert bound.sharp <= bound.paper * SLACK
     far = farthest(ours.eigenvalues, theirs.eigenvalues)
-    # Rounding moves eigenvalues too: by κ(V) times the error in A_w.
+    # Rounding moves eigenvalues too, by κ(V) times the error in A_w.
     rounding = 1e-12 * koopman_bounds.eigenvector_condition(ours.whitened)
     assert all(far <= x * SLACK + rounding for x in koopman_bounds.eigenvalue_bound(ours, theirs))
     assert far <= koopman_bounds.bauer_fike(unwhitened(ours), moved) * SLACK + rounding
@@ -479,7 +479,7 @@ def test_eigenvectors():
 @pytest.mark.parametrize(("rank", "width"), [(1, 1), (24, 32), (48, 64), (56, 64)])
 @pytest.mark.parametrize("chunk_size", [1, 64])
 def test_memory_crossover(rank, width, chunk_size):
-    """Counts the numbers of Prop. I.14, and with chunks also those of the incomplete chunk."""
+    """Count the numbers of Prop. I.14, and with chunks those of the incomplete chunk too."""
     k, v = torch.zeros(1, 70, 1, rank), torch.zeros(1, 70, 1, width)
     _, state = koopman_attention(k, k, v, chunk_size=chunk_size, output_final_state=True)
     floats = sum(x.numel() for x in state.values() if x.is_floating_point())

@@ -1,4 +1,4 @@
-"""Echo's channel mixer by value: complex numbers, the unit disc, parameters, gradients, in models."""
+"""Echo's channel mixer by value: complex numbers, the unit disc, parameters, gradients, models."""
 
 import math
 
@@ -16,7 +16,7 @@ SIZE, WIDTH = 6, 8
 
 
 def mlp(gated):
-    """In float64 (its eigenvalues stay float32), these anywhere in the unit disc."""
+    """Build a layer in float64, with eigenvalues (float32) anywhere in the unit disc."""
     layer = KoopmanMLP(SIZE, WIDTH, gated=gated).double()
     with torch.no_grad():
         layer.eigenvalues.modulus_logit.normal_()
@@ -25,7 +25,7 @@ def mlp(gated):
 
 
 def rotation(layer):
-    """R `[width, width]`, entry by entry from Eq. 14, its eigenvalues from the parameters."""
+    """Build R `[width, width]` entry by entry from Eq. 14 and the eigenvalue parameters."""
     eigenvalues, pairs = layer.eigenvalues, layer.lift.out_features // 2
     matrix = torch.zeros(2 * pairs, 2 * pairs, dtype=torch.float64)
     for i in range(pairs):
@@ -38,7 +38,7 @@ def rotation(layer):
 
 
 def by_hand(layer, x, turned):
-    """`W_read (turned ⊙ σ(W_gate x))`, or without the gate."""
+    """Compute `W_read (turned ⊙ σ(W_gate x))`, or the same without the gate."""
     gate = 1.0 if layer.gate is None else (x @ layer.gate.weight.T).sigmoid()
     return (turned * gate) @ layer.read.weight.T
 
@@ -48,7 +48,7 @@ def by_hand(layer, x, turned):
 
 @each_gate
 def test_equals_equation_14(gated):
-    """Neighbours are the pairs: row i of a block is `(γ, ω)`, then `(−ω, γ)`."""
+    """Pairs are neighbours: the rows of a block are `(γ, ω)` and `(−ω, γ)`."""
     layer, x = mlp(gated), torch.randn(2, 3, SIZE, dtype=torch.float64)
     lifted = F.silu(x @ layer.lift.weight.T)
     torch.testing.assert_close(layer(x), by_hand(layer, x, lifted @ rotation(layer).T), rtol=0, atol=1e-14)
@@ -56,7 +56,7 @@ def test_equals_equation_14(gated):
 
 @each_gate
 def test_is_a_complex_product(gated):
-    """By λ's conjugate: `z₁ + i z₂ = (γ − iω)(g₁ + i g₂)`, so that a positive angle turns from g₁ towards −g₂."""
+    """The factor is the conjugate of λ: `z₁ + i z₂ = (γ − iω)(g₁ + i g₂)`. A positive angle turns g₁ towards −g₂."""
     layer, x = mlp(gated), torch.randn(5, SIZE, dtype=torch.float64)
     lifted = torch.view_as_complex(F.silu(x @ layer.lift.weight.T).unflatten(-1, (-1, 2)))
     eigenvalues = torch.polar(layer.eigenvalues.modulus_logit.double().sigmoid(), layer.eigenvalues.angle.double())
@@ -80,7 +80,7 @@ EXTREME = st.one_of(FINITE, st.sampled_from([0.0, 17.0, 90.0, -90.0, 1e4, -1e4, 
 @given(logits=st.lists(EXTREME, min_size=4, max_size=4), angles=st.lists(EXTREME, min_size=4, max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_eigenvalues_stay_in_the_unit_disc(logits, angles):
-    """Whatever the parameters: up to a rounding of γ and ω, which float32 is too narrow for."""
+    """This holds for any parameters, up to the rounding of γ and ω in float32."""
     eigenvalues = KoopmanMLP(SIZE, WIDTH).eigenvalues
     with torch.no_grad():
         eigenvalues.modulus_logit.copy_(torch.tensor(logits))
@@ -92,7 +92,7 @@ def test_eigenvalues_stay_in_the_unit_disc(logits, angles):
 @given(logit=st.floats(-6, 6), angle=st.floats(-10, 10))
 @settings(max_examples=50, deadline=None)
 def test_contracts_by_the_modulus(logit, angle):
-    """Both singular values of a block are |λ| (App. J.7), so norms shrink by it: R is orthogonal only at modulus 1."""
+    """Both singular values of a block are |λ| (App. J.7), and norms shrink by it. R is orthogonal at modulus 1 only."""
     layer = KoopmanMLP(2, 2).double()
     with torch.no_grad():
         layer.lift.weight.copy_(torch.eye(2))
@@ -108,7 +108,7 @@ def test_contracts_by_the_modulus(logit, angle):
 
 
 def test_is_orthogonal_at_modulus_one_alone():
-    """§3.3 calls R orthogonal; its singular values start at 0.95, and the largest logits only bring them to 1."""
+    """§3.3 calls R orthogonal. Its singular values start at 0.95 and reach 1 for the largest logits only."""
     layer = KoopmanMLP(SIZE, WIDTH)
     assert torch.linalg.svdvals(rotation(layer)).sub(0.95).abs().max() < 1e-6
     with torch.no_grad():
@@ -122,7 +122,10 @@ def test_is_orthogonal_at_modulus_one_alone():
 
 @pytest.mark.parametrize(("size", "width"), [(16, 64), (96, 256), (128, 384), (448, 1216), (768, 2048)])
 def test_parameters(size, width):
-    """d_k = ⌈8d/3⌉ to a multiple of 64; 2 d d_k and two a pair; gated, a SwiGLU's and those."""
+    """The width is d_k = ⌈8d/3⌉, rounded up to 64.
+
+    The layer has 2 d d_k parameters and two for each pair. With a gate it has those of a SwiGLU and two for each pair.
+    """
     plain, gated, swiglu = (
         sum(p.numel() for p in layer.parameters())
         for layer in (KoopmanMLP(size), KoopmanMLP(size, gated=True), SwiGLU(size))
@@ -142,9 +145,9 @@ def test_an_odd_width_is_an_error():
 
 @each_gate
 def test_gradients(gated):
-    """Of the input and of every parameter, against differences."""
+    """Gradients of the input and of all parameters equal finite differences."""
     layer = mlp(gated)
-    # Eigenvalues stay float32 through `.double()`: too narrow for differences.
+    # Eigenvalues stay float32 through `.double()`, which is too inexact for differences.
     for parameter in layer.eigenvalues.parameters():
         parameter.data = parameter.data.double()
     x = torch.randn(3, SIZE, dtype=torch.float64, requires_grad=True)
@@ -159,7 +162,7 @@ def test_gradients(gated):
 @pytest.mark.parametrize("kind", ["koopman", "koopman_gated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_in_a_model(kind, dtype):
-    """In every block; every parameter has a gradient; eigenvalues stay float32."""
+    """Every block has the layer, every parameter has a gradient, and eigenvalues stay float32."""
     config = preset("mamba2+koopman_mlp", hidden_size=32, num_layers=2, vocab_size=31, num_heads=4)
     assert config.mlp == "koopman"
     model = LanguageModel(preset("mamba2", hidden_size=32, num_layers=2, vocab_size=31, num_heads=4, mlp=kind)).to(

@@ -25,17 +25,17 @@ from halflife.theory.koopman import Operator
 from halflife.theory.koopman_bounds import eigenvector_condition
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
-SINGLE = 4 * 4.4e-6  # the state is float32; worst measured, relative
+SINGLE = 4 * 4.4e-6  # the state is float32; worst measured error, relative
 HEADS, RANK = 2, 6
 
 
 def read_operators(folders, text, **reading):
-    """The operators as `halflife spectrum` reads them."""
+    """Return the operators as `halflife spectrum` reads them."""
     return koopman_report.operators_of(measure_models(folders, text, **reading).to_dict())
 
 
 def hybrid(base="mamba2", layers=(1,), num_layers=3, **options):
-    """A small untrained model in which some layers are SKA with chunks of 8."""
+    """Build a small untrained model in which some layers are SKA with chunks of 8."""
     config = preset(f"{base}+ska", hidden_size=16, num_layers=num_layers, num_heads=2, train_length=32)
     options = {"num_heads": HEADS, "rank": RANK, "chunk_size": 8, **options}
     return LanguageModel(
@@ -48,7 +48,7 @@ def ids_of(batch, length):
 
 
 def projections(model, layer, ids):
-    """Keys and values `[N, T, H, …]` of a layer, from hooks that only this test uses."""
+    """Return keys and values `[N, T, H, …]` of a layer, from hooks that only this test uses."""
     mixer, found = model.blocks[layer].mixer, {}
     for name in ("k_proj", "v_proj"):
         getattr(mixer, name).register_forward_hook(lambda module, x, y, name=name: found.__setitem__(name, y))
@@ -110,8 +110,8 @@ def test_numbers_are_those_of_the_keys_and_values(refresh, length):
 
 def test_memory_of_a_head():
     (layer,) = measure_operators(hybrid(), ids_of(1, 16))
-    assert layer.state_floats == 2 * RANK**2 + 8 * RANK + RANK + 1 + 7 * (RANK + 8)
-    assert layer.crossover == layer.state_floats / (RANK + 8)
+    assert layer.state_size == 2 * RANK**2 + 8 * RANK + RANK + 1 + 7 * (RANK + 8)
+    assert layer.crossover == layer.state_size / (RANK + 8)
 
 
 def test_repeated_factorisations_are_counted_where_they_happen():
@@ -164,13 +164,13 @@ def run_dir(tmp_path):
 
 
 def show_operators(result, output):
-    """The part of `halflife spectrum` that shows operators."""
+    """Run the part of `halflife spectrum` that shows operators."""
     koopman_report.print_operators(result)
     return [*koopman_report.write_tables(result, output), *save(operators(result), output, "koopman")]
 
 
 def write_all(folder, text, output):
-    """Print and write the same as `halflife spectrum`."""
+    """Print and write what `halflife spectrum` prints and writes."""
     options = {"length": 32, "sequences": 3}
     result = measure_models([folder], [text], **options).to_dict()
     return [*tables.write_tables(result, output), *show_operators(koopman_report.operators_of(result), output)]
@@ -238,7 +238,7 @@ def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):
 
 
 def made_up(layers, heads, power=2):
-    """The result of `operators_of` for made-up models with the given numbers of layers."""
+    """Return the result of `operators_of` for made-up models with the given numbers of layers."""
     draw = generator("made up")
 
     def head(h):

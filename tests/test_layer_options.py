@@ -89,7 +89,7 @@ def test_every_layer_says_what_it_is(name):
 
 @pytest.mark.parametrize("position", ["none", "rope", "lrpe"])
 def test_dplr_without_decay_is_the_delta_rule(position):
-    """Both read the state beside the decay, or after it: without one they are the same map of x."""
+    """DPLR reads the state while it decays, and the delta rule after it. Without decay both are the same map of x."""
     options = {"hidden_size": 32, "decay": None, "granularity": "scalar", "position": position}
     delta = layers.build("linear", update="delta", **options).double()
     dplr = layers.build("linear", update="dplr", **options).double()
@@ -99,7 +99,7 @@ def test_dplr_without_decay_is_the_delta_rule(position):
 
 
 def test_dplr_by_the_token_loop():
-    """S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ: written with β, which a known implementation forgets."""
+    """S_t = (diag λ_t − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ. A known implementation writes without β."""
     layer = layers.build("linear", hidden_size=8, num_heads=1, update="dplr", gate="none").double()
     x = torch.randn(1, 5, 8, dtype=torch.float64)
     q, k, v = (part[0] for part in layer.qkv_proj(x).split(8, -1))
@@ -125,7 +125,7 @@ def test_lrpe_gives_cosines_of_the_distance():
 
 
 def test_lrpe_depends_on_distance_alone():
-    """With a vector decay too: the cosine and the sine of a channel share its decay."""
+    """This holds for a vector decay too, because the cosine and the sine of a channel share its decay."""
     layer = layers.build("linear", hidden_size=32, position="lrpe", conv_size=4).double()
     x = torch.randn(2, 9, 32, dtype=torch.float64)
     _, nothing = layer(x[:, :0])
@@ -135,7 +135,7 @@ def test_lrpe_depends_on_distance_alone():
 
 
 def test_tpe_is_a_toeplitz_product():
-    """y_t = Σ_s r_{t−s} x_s with r_n = Σ_i a_i b_i λ_i^n, one kernel a head."""
+    """y_t = Σ_s r_{t−s} x_s with r_n = Σ_i a_i b_i λ_i^n, one kernel for each head."""
     layer = layers.build("tpe", hidden_size=6, num_heads=2, state_size=3, chunk_size=4).double()
     x, kernel = torch.randn(1, 11, 6, dtype=torch.float64), layer.kernel
     with torch.no_grad():
@@ -151,8 +151,8 @@ def test_tpe_is_a_toeplitz_product():
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "lightnet", "mamba2", "simple"])
-def test_a_shared_key_is_one_minus_the_decay_of_its_own_token(name):
-    """By the token loop; a known implementation of LightNet takes the decay of the token before."""
+def test_a_shared_key_is_one_minus_the_decay_of_its_token(name):
+    """A token loop gives the same. A known implementation of LightNet takes the decay of the token before."""
     layer = layers.build(
         "linear", hidden_size=8, num_heads=1, decay=name, share_keys=True, gate="none", layer_idx=1, num_layers=3
     ).double()

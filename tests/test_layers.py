@@ -1,4 +1,4 @@
-"""Every layer, cut, padded or packed anyhow, is the same function of each sequence; and it trains in any dtype."""
+"""Every layer is the same function of each sequence if it is cut, padded or packed, and it trains in any dtype."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from halflife.precision import Float32Module
 
 HIDDEN, LENGTH = 32, 11
 
-# Four times the worst measured, relative to the largest entry: bfloat16 weights and activations, and float64.
+# Four times the worst measured error, relative to the largest entry: bfloat16 weights and activations, and float64.
 BFLOAT16, EXACT = 4 * 1.6e-2, 4 * 6e-14
-RIDGE = 4 * 1e-10  # Koopman attention: operators of few keys have the condition 1/ε
+RIDGE = 4 * 1e-10  # the Koopman operators of a few keys have the condition number 1/ε
 
-# Small options for the layers whose defaults are large; every other one is built with its defaults.
+# Small options for layers with large defaults. All other layers are built with their defaults.
 SMALL = {
     "mamba2": {"state_size": 8, "num_groups": 2},
     "mamba3": {"state_size": 8, "num_groups": 2},
@@ -23,7 +23,7 @@ SMALL = {
 }
 POST = {"post": {"train_length": 16}}
 
-# Every registered layer, and what else a layer can hold that must survive cutting and packing.
+# Every registered layer, and other parts of layers that must survive cutting and packing.
 CASES = {name: (name, SMALL.get(name, {})) for name in LAYERS}
 CASES |= {
     f"{name}+post": (name, {**SMALL.get(name, {}), **POST})
@@ -53,7 +53,7 @@ def build(case, **options):
 
 
 def wake(layer):
-    """Noise in what starts at zero: a layer whose output map does would pass by saying nothing (RWKV-7)."""
+    """Add noise to parameters that start at zero. Otherwise a zero output map (RWKV-7) would pass every test."""
     with torch.no_grad():
         for parameter in layer.parameters():
             if not parameter.any():
@@ -66,7 +66,7 @@ def inputs(batch=2, length=LENGTH, dtype=torch.float64):
 
 
 def slow_down(layer):
-    """Makes memory last, so that what leaks from one sequence to another would show."""
+    """Make memory last, so that a leak from one sequence to another is visible."""
     slow = {"A_log": -9.0, "theta": -12.0, "decay.delta": 9.0, "decay.logit": -9.0}
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -81,20 +81,20 @@ def slow_down(layer):
 
 @each_layer
 def test_streams_like_the_full_pass(case):
-    """At every cut, the empty ones included: outputs and states."""
+    """Outputs and states agree for every cut, with empty pieces too."""
     layer, x = build(case).double(), inputs()
     whole, last = layer(x)
     for cut in range(LENGTH + 1):
         first, state = layer(x[:, :cut])
         second, state = layer(x[:, cut:], state)
         assert_close(torch.cat([first, second], 1), whole, exact(case))
-        state.pop("inverse", None)  # SKA keeps it between single tokens, and makes it anew where it is not given
+        state.pop("inverse", None)  # SKA caches it between single tokens, and computes it again where it is missing
         assert_close(state, last, exact(case))
 
 
 @each_layer
 def test_decodes_like_the_full_pass(case):
-    """Token by token from nothing, then several tokens on a filled state."""
+    """Single tokens from an empty state, then several tokens after a filled state, give the full pass."""
     layer, x = build(case).double(), inputs()
     whole, _ = layer(x)
     state, outputs = None, []
@@ -135,7 +135,7 @@ def test_shortest_sequences(case, length):
 
 @pytest.mark.parametrize("case", ["retnet", "vector+rope"])
 def test_rope_depends_on_distance_alone(case):
-    """With a vector decay too, because the two channels of a rotated pair share one."""
+    """This holds for a vector decay too, because the two channels of a rotated pair share a decay."""
     layer, x = build(case).double(), inputs()
     _, nothing = layer(x[:, :0])
     later = {**nothing, "position": nothing["position"] + 1000}
@@ -147,7 +147,7 @@ def test_rope_depends_on_distance_alone(case):
 
 @each_layer
 def test_packed_equals_separate(case):
-    """Twice in a row, so that the states, of sequences of different lengths, are tested as well."""
+    """A second call continues from the first, so that states of sequences of different lengths are tested as well."""
     layer = build(case).double()
     state, alone = None, [None] * 4
     for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
@@ -162,7 +162,7 @@ def test_packed_equals_separate(case):
 
 @each_layer
 def test_packed_documents_do_not_leak(case):
-    """To the bit, with slow decay; the gradient across is exactly 0."""
+    """With a slow decay, other documents change no bit of an output. The gradient across is exactly 0."""
     layer = slow_down(build(case))
     x, bounds = inputs(batch=1, length=18, dtype=torch.float32), torch.tensor([0, 6, 11, 18])
     before, _ = layer(x, cu_seqlens=bounds)
@@ -189,7 +189,7 @@ def test_nothing_looks_ahead(case):
 @each_layer
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(case, side):
-    """Outputs are those of the unpadded rows, 0 at pads; no gradient at pads; and decoding goes on from there."""
+    """Outputs equal those of the unpadded rows, and are 0 at pads. Pads get no gradient. Decoding continues."""
     layer, lengths = build(case).double(), [4, LENGTH]
     x, steps = inputs(), inputs(length=3)
     position = torch.arange(LENGTH).expand(2, -1)
@@ -234,14 +234,14 @@ def test_every_parameter_learns(case):
 
 
 def float32_parameters(layer):
-    """Parameters and buffers of the modules that must stay in float32."""
+    """Return the parameters and buffers of the modules that must stay in float32."""
     kept = [module for module in layer.modules() if isinstance(module, Float32Module)]
     return [x for module in kept for x in (*module.parameters(), *module.buffers())]
 
 
 @each_layer
 def test_bfloat16(case):
-    """Weights are narrow; decays, D and the memory stay float32; the result is the float32 one, roughly."""
+    """Weights are bfloat16; decays, D and the state stay float32. The result is close to that of float32."""
     layer, x = build(case), inputs(dtype=torch.bfloat16)
     exact, _ = layer(x.float())
     layer.bfloat16()
@@ -262,7 +262,7 @@ def test_autocast(case):
     exact, _ = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(x)
-        y, state = layer(x, state)  # a state from autocast is taken back
+        y, state = layer(x, state)  # a state that was computed under autocast is accepted
         y, _ = layer(x)
     assert state.get("memory", torch.zeros(())).dtype == torch.float32
     assert_close(y, exact, BFLOAT16)

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import near_level
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
@@ -55,10 +56,6 @@ def examples(batch):
     return zip(batch.inputs.tolist(), batch.labels.tolist(), strict=True)
 
 
-def close(measured, level, count):
-    return abs(measured - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
-
-
 def small(name):
     return {"length": 24, "num_tokens": 3} if name == "selective_copy" else {"length": 24, "num_pairs": 3}
 
@@ -94,12 +91,12 @@ def test_levels_are_those_of_real_guessers(name, config):
     scored = batch.labels != IGNORED
     right = (batch.labels == torch.tensor(guesses).unsqueeze(1))[scored].float().mean().item()
     # The results of one guess depend on each other within an example, so an example counts as one draw.
-    assert close(right, task.shortcut_accuracy, count)
+    assert near_level(right, task.shortcut_accuracy, count)
     assert task.chance == 1 / answers
     draw = torch.Generator().manual_seed(0)
     low = 0 if name == "selective_copy" else task.ranges[1][0]
     uniform = torch.randint(low, low + answers, batch.labels.shape, generator=draw)
-    assert close((uniform == batch.labels)[scored].float().mean().item(), task.chance, int(scored.sum()))
+    assert near_level((uniform == batch.labels)[scored].float().mean().item(), task.chance, int(scored.sum()))
 
 
 @each_name
@@ -109,7 +106,7 @@ def test_all_answers_are_asked_alike(name):
     shares = torch.bincount(labels[labels != IGNORED]) / (labels != IGNORED).sum()
     shares = shares[shares > 0]
     assert len(shares) == round(1 / task.chance)
-    assert all(close(share, task.chance, count) for share in shares.tolist())
+    assert all(near_level(share, task.chance, count) for share in shares.tolist())
 
 
 @each_name
@@ -124,9 +121,9 @@ def test_every_part_follows_the_seed():
         copy = tasks.build("selective_copy").generate(20, seed).inputs
         recall = tasks.build("noisy_recall", noise=0.5).generate(20, seed).inputs
         noisy = recall >= 16
-        yield (copy < 14).tolist()  # places of the tokens
+        yield (copy < 14).tolist()  # positions of the tokens
         yield copy[copy < 14].tolist()
-        yield noisy.tolist()  # places of the noise
+        yield noisy.tolist()  # positions of the noise
         yield recall[noisy].tolist()
         yield recall[~noisy][::2].tolist()  # keys, values
         yield recall[~noisy][1::2].tolist()
@@ -164,14 +161,14 @@ def test_selective_copy_places_all_ways_alike():
     inputs = task.generate(count, seed=0).inputs
     ways = Counter(map(tuple, inputs[:, :5].tolist()))
     assert len(ways) == 40  # 2 of 5 places, 2 × 2 tokens
-    assert all(close(n / count, 1 / 40, count) for n in ways.values())
+    assert all(near_level(n / count, 1 / 40, count) for n in ways.values())
     assert (inputs[:, 5] == 3).all()
 
 
 def test_selective_copy_last_token_may_stand_anywhere():
     """The last token need not precede the copy token directly, as it always does in MAD's generator."""
     inputs = tasks.build("selective_copy").generate(2000, seed=0).inputs
-    assert close((inputs[:, 238] < 14).float().mean().item(), 16 / 239, 2000)
+    assert near_level((inputs[:, 238] < 14).float().mean().item(), 16 / 239, 2000)
 
 
 def test_noisy_recall_pairs_are_drawn_with_replacement():
@@ -187,11 +184,11 @@ def test_noisy_recall_pairs_are_drawn_with_replacement():
             whole = [*row, key]
             expected[tuple(whole.index(k) for k in whole)] += 1 / 27 / len(set(row))
     assert set(patterns) == set(expected)
-    assert all(close(n / count, expected[pattern], count) for pattern, n in patterns.items())
+    assert all(near_level(n / count, expected[pattern], count) for pattern, n in patterns.items())
 
 
 @pytest.mark.parametrize(("noise", "motifs"), [(0.0, 0), (0.2, 26), (0.4, 51), (0.6, 77), (0.8, 102)])
-def test_noisy_recall_has_the_share_of_noise_that_was_asked(noise, motifs):
+def test_noisy_recall_has_the_requested_share_of_noise(noise, motifs):
     inputs = tasks.build("noisy_recall", noise=noise).generate(300, seed=0).inputs
     noisy = inputs >= 16
     assert torch.equal(noisy[:, ::2], noisy[:, 1::2])

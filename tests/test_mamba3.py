@@ -1,4 +1,4 @@
-"""Mamba-3's layer against its equations, written out token by token, and what rotation and trapezoid mean."""
+"""Mamba-3's layer against its equations, token by token, and the effects of its rotation and trapezoidal steps."""
 
 import math
 
@@ -13,10 +13,10 @@ from halflife.ops import linear_attention
 
 HIDDEN, HEADS, SIZE, VALUE = 12, 4, 8, 6
 
-# Four times the worst measured, relative to the largest entry.
+# Four times the worst measured error, relative to the largest entry.
 OUTPUTS = 4 * 2.9e-15
 GRADIENTS = 4 * 1.2e-14
-TURNS = 4 * 2.8e-6  # of a float32 angle, after 20,000 tokens
+TURNS = 4 * 2.8e-6  # of a float32 angle after 20,000 tokens
 
 each_variant = pytest.mark.parametrize(
     "options",
@@ -27,7 +27,7 @@ each_variant = pytest.mark.parametrize(
 
 
 def build(**options):
-    """In float64, several chunks in a short sequence, and no weight at a 0 or 1 that would hide a term."""
+    """Build a float64 layer with several chunks in a short sequence. No weight is 0 or 1, which could hide a term."""
     layer = layers.build(
         "mamba3", hidden_size=HIDDEN, num_heads=HEADS, state_size=SIZE, head_dim=VALUE, chunk_size=4, **options
     ).double()
@@ -44,7 +44,7 @@ def inputs(length, batch=1):
 
 
 def rotation(angle):
-    """The matrices `[…, K, K]` that turn the pair (i, i + P) by `angle [..., P]`."""
+    """Return the matrices `[…, K, K]` that rotate the pair (i, i + P) by `angle [..., P]`."""
     pairs = angle.shape[-1]
     rotated = torch.eye(SIZE, dtype=angle.dtype).repeat(*angle.shape[:-1], 1, 1)
     for i in range(pairs):
@@ -55,14 +55,14 @@ def rotation(angle):
 
 
 def per_head(x, part):
-    """`[B, G·K]` → `[B, H, K]`: the norm of each group, a weight a channel, a bias a head."""
+    """Normalise each group, multiply by a weight per channel and add a bias per head: `[B, G·K]` → `[B, H, K]`."""
     x = x.unflatten(-1, (-1, SIZE))
     x = x / (x.square().mean(-1, keepdim=True) + part.eps).sqrt() * part.weight
     return x.repeat_interleave(HEADS // x.shape[1], 1) + part.bias
 
 
 def token_loop(layer, x):
-    """The definition: `y [B, T, D]` and the last state of `x [B, T, D]`, from nothing."""
+    """The definition: return `y [B, T, D]` and the last state for `x [B, T, D]`, from an empty state."""
     batch, length, _ = x.shape
     memory = x.new_zeros(batch, HEADS, SIZE, VALUE)
     angle = x.new_zeros(batch, HEADS, layer.splits[-1])
@@ -101,7 +101,7 @@ def test_is_its_equations(options):
 
 @each_variant
 def test_packed_pieces_are_its_equations(options):
-    """Sequences that are empty, begin late, pause or end early, continued over four calls, one without tokens."""
+    """Four sequences go over four calls: some are empty, begin late, pause or end early. One call has no tokens."""
     layer, pieces = build(**options), ([5, 0, 1, 7], [0, 0, 0, 0], [2, 3, 0, 1], [0, 6, 1, 0])
     state, seen, outputs = None, [[] for _ in range(4)], [[] for _ in range(4)]
     for lengths in pieces:
@@ -117,7 +117,7 @@ def test_packed_pieces_are_its_equations(options):
 
 
 def steered(layer, x, *, trapezoid):
-    """The layer and inputs with every trapezoid logit as given and all angles 0."""
+    """Return the layer and inputs with every trapezoid logit at the given value and all angles at 0."""
     x[..., 0] = 1
     *_, trap, rate = layer.in_proj.weight.split(layer.splits)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def steered(layer, x, *, trapezoid):
 
 
 def test_ending_every_step_without_rotation_is_mamba2():
-    """λ = 1 is Euler's rule: key B, query C, value Δ x."""
+    """λ = 1 is Euler's rule, with key B, query C and value Δ x."""
     layer, x = steered(build(), inputs(11), trapezoid=1e4)
     y, state = layer(x)
     z, v, b, c, f, _, _ = layer.in_proj(x).split(layer.splits, -1)
@@ -141,7 +141,7 @@ def test_ending_every_step_without_rotation_is_mamba2():
 
 
 def test_beginning_every_step_writes_a_token_later():
-    """λ = 0: no token reads what it writes, the last one is not in memory, and a first token finds nothing."""
+    """With λ = 0 no token reads its own write. The last token is not in memory, and the first one reads zeros."""
     layer, x = steered(build(), inputs(2), trapezoid=-1e4)
     _, first = layer(x[:, :1])
     assert first["memory"].count_nonzero() == 0
@@ -154,7 +154,7 @@ def test_beginning_every_step_writes_a_token_later():
 
 @each_variant
 def test_only_differences_of_angles_count(options):
-    """From another initial angle everything is turned, memory included, and outputs are the same."""
+    """Another initial angle rotates the whole memory, and the outputs are the same."""
     layer, x = build(**options), inputs(11)
     _, nothing = layer(x[:, :0])
     offset = torch.randn_like(nothing["angle"])
@@ -174,7 +174,7 @@ def test_whole_turns_do_not_count():
 
 
 def test_long_sums_of_angles_lose_nothing():
-    """A thousand turns in float32, packed, continued: one plain sum would be off by 3e-5."""
+    """A thousand turns in float32, packed and continued, stay exact. A plain sum would be wrong by 3e-5."""
     lengths = [1, 20_000, 0, 130]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     turns, start = 0.1 * torch.rand(1, sum(lengths), 2, 3), torch.rand(4, 2, 3) - 0.5

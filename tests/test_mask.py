@@ -23,7 +23,7 @@ from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures import masks as mask_figure
 from halflife.report.figures.masks import Head, example_gates, example_symbols, most_resets
 
-ROUNDING = 4 * 3e-15  # 4 times the largest σ₃/σ₁ (one decay: σ₂/σ₁) measured over 30 seeds, that of 80 tokens
+ROUNDING = 4 * 3e-15  # 4 times the largest σ₃/σ₁ (with one decay σ₂/σ₁) measured over 30 seeds of 80 tokens
 
 
 def tiny(name, **sizes):
@@ -32,13 +32,13 @@ def tiny(name, **sizes):
 
 
 def random_gates(length, rate, heads=1):
-    """Mild decays, for which no singular value is small but not 0."""
+    """Draw mild decays, for which no singular value is small without being 0."""
     slow = -0.5 * torch.rand(1, length, heads).double() * (torch.rand(1, length, heads) < rate)
     return slow, -0.05 - 0.5 * torch.rand(1, length, heads).double()
 
 
 def by_recurrence(slow, fast):
-    """The mask of one head, from gates `[T]` and the two states. Each token writes a 1 into its own column."""
+    """Compute the mask of one head from gates `[T]` and the two states. Each token writes a 1 into its column."""
     length = len(fast)
     rows, state, taken = (
         torch.zeros(length, length).double(),
@@ -60,7 +60,7 @@ def rank(matrix):
 
 
 def predicted(slow, fast, rows, columns):
-    """The rank from the condition of the proof: two kinds of keys, and a fast decay that differs between rows."""
+    """Return the rank by the condition of the proof: two kinds of keys, and a fast decay that varies between rows."""
     resets = (slow != 0).nonzero().flatten().tolist()
     last = max(columns)
     taken = [any(j < r <= last for r in resets) for j in columns]
@@ -91,7 +91,7 @@ def test_every_submatrix_below_the_diagonal_has_rank_2_at_most(rate):
 
 
 def test_more_segments_do_not_give_more():
-    """Checks 2 to 40 segments: the singular values of every cut, and those of the masks Γ and Λ alone."""
+    """Masks of 2 to 40 segments: the singular values of every cut, and those of Γ and Λ alone."""
     for segments in (2, 3, 5, 10, 40):
         slow, fast = random_gates(80, 0)
         slow[:, :: 80 // segments] = -0.1
@@ -224,7 +224,7 @@ def test_capturing_changes_nothing():
 
 
 def test_numbers_of_a_head():
-    """Reads two sequences of 8 tokens. The reset at the first token of one has no effect."""
+    """Read two sequences of 8 tokens. The reset at the first token of one has no effect."""
     slow, fast = torch.zeros(2, 8, 2).double(), torch.full((2, 8, 2), -math.log(2.0)).double()
     slow[0, [0, 2, 4], 0] = -0.7
     slow[1, 5, 0] = -0.7
@@ -234,7 +234,7 @@ def test_numbers_of_a_head():
     assert (second.resets, second.segment, second.slow) == (0, 8, math.inf)
     assert first.fast == pytest.approx(1)
     assert first.slow == pytest.approx(math.log(2) / (3 * 0.7 / 14))
-    # Rows 4 to 7, columns 0 to 3: the first sequence resets at 4, the second not among its columns.
+    # The block has rows 4 to 7 and columns 0 to 3. The first sequence resets at 4, the second not in its columns.
     assert (first.rank_max, first.rank_mean) == (1, 1)
     slow[0, 4, 0] = 0
     found = head_masks(Gates(3, fast, slow), 4)[0]
@@ -285,7 +285,7 @@ def test_picture(models):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of two models, both trained on mqar."""
+    """A run of two models that were both trained on mqar."""
     run = tmp_path / "run"
     for name in ("mamba2+gate_rank", "mamba2"):
         folder = checkpoint.save(tiny(name), run / name / "lr0.01-seed0")
@@ -319,7 +319,7 @@ def test_options_choose_the_picture(run_dir, tmp_path, capsys):
     output = tmp_path / "out" / "picture.svg"
     main(["mask", str(run_dir / "mamba2+gate_rank"), "--text", str(tmp_path / "text"), "--layer", "1", "--head", "1",
           "--tokens", "20", "--block", "4", "--output", str(output)])  # fmt: skip
-    assert "layer 1, head 1" in output.read_text()  # matplotlib names the text that it draws as paths
+    assert "layer 1, head 1" in output.read_text()  # as the name of its path
     assert "blocks of 4 tokens" in capsys.readouterr().out
 
 
@@ -350,19 +350,13 @@ def test_example_needs_no_model(tmp_path, capsys):
         ([], "name at least one checkpoint"),
     ],
 )
-def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, capsys, arguments, message):
+def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, refused, arguments, message):
     (tmp_path / "empty").write_bytes(b"")
     folder = checkpoint.save(tiny("llama"), tmp_path / "plain")
     if "{run}/.." not in arguments:
         task = {"name": "mqar", "vocab_size": 256, "length": 16, "num_pairs": 4}
         (folder / "run.json").write_text(json.dumps({"validation": [task]}))
-    with pytest.raises(SystemExit) as stop:
-        main(["mask", *(argument.replace("{run}", str(run_dir)) for argument in arguments)])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
-    assert error.startswith("halflife: ")
-    assert len(error.strip().splitlines()) == 1
+    assert message in refused("mask", *(argument.replace("{run}", str(run_dir)) for argument in arguments))
     assert not list(run_dir.glob("*.*"))
 
 

@@ -22,9 +22,9 @@ from halflife.report.figures import spectrum as model_spectrum_figures
 from halflife.theory import spectra
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
-FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured
-ABSOLUTE = 4 * 2.4e-8  # of tapers, in [0, 1], in float32; worst measured
-EXACT = 4 * 3.4e-16  # of modes in float64, relative; worst measured
+FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured error
+ABSOLUTE = 4 * 2.4e-8  # of tapers, in [0, 1], in float32; worst measured error
+EXACT = 4 * 3.4e-16  # of modes in float64, relative; worst measured error
 SPECTRAL = [name for name in DECAYS if issubclass(DECAYS[name], SpectralDecay)]
 CASES = [
     (name, granularity, post)
@@ -64,10 +64,10 @@ def test_modes_are_the_participation_ratio_of_the_coherence(channels):
 
 def test_modes_of_equal_and_of_unlike_channels():
     assert effective_modes(torch.full((7,), 3.0)) == pytest.approx(1, rel=EXACT)
-    unlike = 10.0 ** torch.arange(-24, 25, 12, dtype=torch.float64)  # μ = 2e-6, which N knows nothing of
+    unlike = 10.0 ** torch.arange(-24, 25, 12, dtype=torch.float64)  # μ = 2e-6, which the number N does not show
     assert effective_modes(unlike) == pytest.approx(5, rel=4 * 6.4e-12)
     assert effective_modes(torch.tensor([1.0, 1.0, 1e20], dtype=torch.float64)) == pytest.approx(9 / 5, rel=EXACT)
-    assert effective_modes(torch.tensor([0.0, 0.0, math.inf])) == pytest.approx(9 / 5, rel=EXACT)  # at once, and never
+    assert effective_modes(torch.tensor([0.0, 0.0, math.inf])) == pytest.approx(9 / 5, rel=EXACT)  # at once and never
 
 
 def test_wasted_channels_are_counted():
@@ -132,7 +132,7 @@ def test_a_learned_taper_and_the_slack_that_explains_it():
     assert report.deviation == pytest.approx(d.max(), abs=ABSOLUTE)
     for name, side in (("slack", "paper"), ("sharp_slack", "sharp")):
         bound = getattr(spectra.taper_bound(getattr(report, name), 4), side).numpy()
-        inner = slice(1, -1)  # the ends never deviate
+        inner = slice(1, -1)  # the ends of the taper never deviate
         assert (bound[inner] - d[inner]).min() == pytest.approx(0, abs=ABSOLUTE), name
 
 
@@ -356,16 +356,9 @@ def damaged(folder):
         (lambda folder: folder.mkdir(), "hold no checkpoint"),
     ],
 )
-def test_errors_are_one_line(tmp_path, capsys, make, message):
+def test_errors_are_one_line(tmp_path, refused, make, message):
     make(tmp_path / "it")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["spectrum", str(tmp_path / "it")])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
-    assert error.startswith("halflife: ")
-    assert len(error.strip().splitlines()) == 1
+    assert message in refused("spectrum", str(tmp_path / "it"))
     assert not (tmp_path / "it" / "spectrum").exists()
 
 
@@ -387,7 +380,7 @@ def test_figures_show_the_saved_numbers(data):
         figure.canvas.draw()
     post = next(model for model in data["models"] if model["model"] == "mamba2+post")
     panels = {axes.get_title("left"): axes for axes in figures["spectrum"].axes if axes.get_title("left")}
-    assert len(panels) == 4  # of three models the first layer carries the name
+    assert len(panels) == 4  # the first layer of each of three models has the name
     for place, line in zip(("1", "32", "512", "text"), panels["mamba2+post\nlayer 0"].lines[:4], strict=True):
         assert line.get_ydata().tolist() == pytest.approx(post["layers"][0]["spectra"][place]["timescales"])
     shown = {text.get_text() for text in figures["spectrum"].legends[0].get_texts()}

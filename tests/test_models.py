@@ -57,8 +57,8 @@ def test_state_is_of_constant_size(name):
     )  # fmt: skip
 
 
-def test_initialisation_is_that_of_the_decay_not_of_the_framework():
-    """The model's initialisation does not overwrite the decay's."""
+def test_initialisation_is_that_of_the_decay():
+    """The initialisation of the model does not overwrite that of the decay."""
     torch.manual_seed(0)
     model = build("mamba2", hidden_size=64, num_heads=64)
     decay = model.blocks[0].mixer.decay
@@ -140,7 +140,7 @@ def test_grammar_errors(name, message):
 
 @pytest.mark.parametrize("name", ["echo", "mamba2+ska", "rwkv7+ska", "simple+attention"])
 def test_layers_of_a_hybrid(name):
-    """One layer in twelve is replaced, never the first (RWKV-7 takes its values from it), the last only of two."""
+    """One layer in twelve is replaced, never the first, whose values RWKV-7 uses, and the last only of two layers."""
     for depth in (2, 3, 4, 11, 12, 23, 24, 25, 40, 60):
         where = preset(name, **{**SIZES, "num_layers": depth}).hybrid["layers"]
         gaps = {b - a for a, b in pairwise([0, *where, depth])}
@@ -152,7 +152,7 @@ def test_layers_of_a_hybrid(name):
 
 
 def test_heads_of_a_hybrid():
-    """Every mixer has the requested heads. By default a head has 64 channels; Mamba-2 has two for one of SKA."""
+    """Every mixer has the requested heads. By default a head has 64 channels, and Mamba-2 has twice as many heads."""
     for heads, expected in ((4, (4, 4)), (None, (8, 4))):
         model = LanguageModel(preset("mamba2+ska", **{**SIZES, "hidden_size": 256, "num_heads": heads}))
         assert tuple(block.mixer.num_heads for block in model.blocks) == expected

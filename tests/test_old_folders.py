@@ -27,7 +27,7 @@ def comparison(tmp_path):
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """The language run, and its text where its `run.json` says."""
+    """Copy the language run, and put its text where its `run.json` expects it."""
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     folder = shutil.copytree(FIXTURES / "language", tmp_path / "language")
     saved = json.loads((folder / RUN_JSON).read_text())

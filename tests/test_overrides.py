@@ -1,4 +1,4 @@
-"""Options of a run by name: where they land, which names and values are refused, and that every model has them."""
+"""Options of a run by name: their places, names and values that are refused, and options of all models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_options_land_where_presets_put_theirs():
 
 
 def test_hybrids():
-    """The other mixer's options: by its group, or by the mixer's where the base has none of that name."""
+    """Options of a hybrid's other mixer are set by its group, or by `mixer` if the base has no such option."""
     assert changed("mamba2+ska", "mixer.power=2").model == changed("mamba2+ska", "ska.power=2").model
     options = changed("mamba2+ska", "mixer.chunk_size=32", "ska.chunk_size=8", "ska.ridge=1e-2").model
     assert options.mixer_options["chunk_size"] == 32

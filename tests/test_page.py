@@ -1,4 +1,4 @@
-"""The report page in a browser, headless Chromium: of a real comparison and of a real run on text, both tiny."""
+"""The report page in headless Chromium, for a small real comparison and a small real run on text."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ from halflife.training.config import ExecutionConfig
 MODELS = ("mamba2", "mamba2+post")
 LENGTH = 16
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-PATIENCE = 120_000  # milliseconds: machines may be busy
+PATIENCE = 120_000  # milliseconds, for busy machines
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def browser():
 
 
 def opened(browser, folder, **context):
-    """The page of a folder, its drawn plots, and all that it said or asked for while a test used it."""
+    """Open the page of a folder. Collect its messages and its requests while a test uses it."""
     page = browser.new_context(viewport={"width": 1280, "height": 900}, **context).new_page()
     page.set_default_timeout(PATIENCE)
     said, asked = [], []
@@ -100,7 +100,7 @@ def text(browser, trained):
 
 
 def until(page, holds, argument=None):
-    """Waits for a function of the page to give true (`wait_for_function` evaluates strings, which the page forbids)."""
+    """Wait until a function of the page returns true. The page forbids strings, which `wait_for_function` evaluates."""
     for _ in range(1200):
         if page.evaluate(holds, argument):
             return
@@ -109,7 +109,7 @@ def until(page, holds, argument=None):
 
 
 def drawn(page, selector):
-    """The traces of a plot, as plotly holds them, once it is drawn."""
+    """Return the traces of a plot from plotly, after it is drawn."""
     page.locator(selector).first.scroll_into_view_if_needed()
     until(page, "s => document.querySelector(s).data && document.querySelector(s).layout", selector)
     return page.evaluate(
@@ -137,7 +137,7 @@ def test_nothing_is_said_and_nothing_leaves_the_file(name, request):
     assert used.asked == [used.url]
     refused = used.page.evaluate("fetch('https://example.org').then(() => 'sent', () => 'refused')")
     assert refused == "refused"
-    assert any("Content Security Policy" in line for line in used.said)  # and not for lack of a network
+    assert any("Content Security Policy" in line for line in used.said)  # and the cause is not a missing network
     used.said.clear()
     used.asked[1:] = []
 
@@ -194,7 +194,7 @@ def test_the_slider_stretches_the_spectrum_of_post_alone(shown, comparison):
                 page.keyboard.press("ArrowRight")
             [trace] = [one for one in drawn(page, "#scales") if one["name"] == "trained"]
             expected = decay.timescales(t).detach()
-            torch.testing.assert_close(torch.tensor(trace["y"]), expected, rtol=5e-4, atol=0)  # 4 digits are kept
+            torch.testing.assert_close(torch.tensor(trace["y"]), expected, rtol=5e-4, atol=0)  # 4 digits are written
             seen.append(trace["y"][0])
             cells = page.locator("#channels tbody tr").first.locator("td").all_inner_texts()
             assert number(cells[0]) == pytest.approx(seen[-1], rel=5e-4)
@@ -208,7 +208,7 @@ def test_the_slider_stretches_the_spectrum_of_post_alone(shown, comparison):
 
 @pytest.mark.parametrize("name", ["shown", "text"])
 def test_the_response_is_what_the_recurrence_leaves(name, request, comparison, trained):
-    """The product of every step's decay at zero activation, which Python computes token by token."""
+    """The response is the product of every step's decay at zero activation. Python computes it token by token."""
     page = request.getfixturevalue(name).page
     if name == "shown":
         choose(page, "mamba2+post, seed 0")
@@ -225,7 +225,7 @@ def test_the_response_is_what_the_recurrence_leaves(name, request, comparison, t
     for trace in traces:
         own = rates[:, int(trace["name"].split()[1]) - 1].flip(0).cumsum(0)
         expected = torch.exp(-own[torch.tensor(trace["x"]) - 1])
-        # 7e-5 measured: time-scales of 4 digits, and of RWKV-7 their interpolation between positions.
+        # Measured: 7e-5, from time-scales of 4 digits and, for RWKV-7, from their interpolation between positions.
         torch.testing.assert_close(torch.tensor(trace["y"]).double(), expected, rtol=0, atol=2.8e-4)
 
 
@@ -301,7 +301,7 @@ def test_narrow_screens_need_no_sideways_scrolling(browser, comparison, trained)
         page.set_viewport_size({"width": 400, "height": 800})
         draw_everything(page)
         assert page.evaluate("document.documentElement.scrollWidth") == 400
-        page.set_viewport_size({"width": 380, "height": 800})  # plots follow
+        page.set_viewport_size({"width": 380, "height": 800})  # plots follow the width
         fit = "(e) => e.layout.width === e.clientWidth && e.clientWidth < 380"
         until(page, f"() => [...document.querySelectorAll('.plot')].every({fit})")
     box = page.locator(".wide").first
@@ -337,7 +337,7 @@ def test_everything_has_a_name(name, request):
 
 
 def tables(page, name):
-    """The numbers under a figure's Data: a dict a panel, of (row, column) → text."""
+    """Return the numbers under a figure's Data: for each panel a dict from (row, column) to text."""
     details = page.locator(f"[data-plot={name}] details")
     if details.get_attribute("open") is None:
         details.locator("summary").click()
@@ -364,7 +364,7 @@ def test_tables_under_plots_have_the_numbers_of_the_results(shown, comparison):
         if "validation_accuracy" in line:
             cell = accuracy[str(line["step"]), "mamba2, seed 0"]
             assert number(cell) == pytest.approx(100 * line["validation_accuracy"], abs=0.00501)
-    assert len({step for step, _ in loss}) == 1  # a log every 20 steps
+    assert len({step for step, _ in loss}) == 1  # one log every 20 steps
     assert len({step for step, _ in accuracy}) == 2
 
 
@@ -397,7 +397,7 @@ def test_an_unfinished_run_on_text_has_its_curves(trained, tmp_path):
     for name in ("result.json", "model.safetensors"):
         (folder / name).unlink()
     lines = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(lines + '{"step": 9')  # being written
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 9')  # a file that is being written
     page = write_report(folder).read_text()
     assert "the run has not finished" in page
     assert "not finished</span>" in page

@@ -1,4 +1,4 @@
-"""Against code that is not ours, on a CPU: whole layers and ops of transformers, and fla-core's naive recurrences."""
+"""Comparison with other libraries on a CPU: layers and ops of transformers, and fla-core's naive recurrences."""
 
 import importlib
 import sys
@@ -19,14 +19,14 @@ from halflife.layers.parts import l2_normalize
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 
-# Both sides compute in float32; four times the worst measured difference, relative to the largest entry.
+# Both sides compute in float32. The tolerance is four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 1.6e-6
 
 each_length = pytest.mark.parametrize("length", [1, 16, 33, 70])
 
 
 def copy_weights(theirs, ours, names):
-    """Random weights (no 1s and 0s that would hide a term) in both; `names` are ours where they differ from theirs."""
+    """Set random weights in both, without 1s and 0s, which could hide a term; `names` are ours where they differ."""
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     weights = {names.get(name, name): x for name, x in theirs.state_dict().items()}
@@ -34,7 +34,7 @@ def copy_weights(theirs, ours, names):
 
 
 def check_layers(theirs, ours, length):
-    """Outputs and gradients with respect to the input; each maps `x` to `y`."""
+    """Compare outputs and gradients of the input. Each function maps `x` to `y`."""
     arguments = leaves({"x": torch.randn(2, length, 32)})
     expected = with_grads((theirs(arguments["x"]), None), arguments)
     assert_close(with_grads((ours(arguments["x"])[0], None), arguments), expected, TOLERANCE)
@@ -103,7 +103,7 @@ def test_attention_equals_transformers(num_kv_heads, length):
 def test_gated_delta_rule_equals_qwen3_next(function, normalised):
     arguments = leaves(rounded(op_inputs("delta_rule", "scalar", 70, batch=2), torch.float32))
     q, k, v, state, beta, g = arguments.values()
-    function = unchecked(function)  # else transformers takes fla's Triton kernels where fla is installed
+    function = unchecked(function)  # transformers would take fla's Triton kernels if fla is installed
     expected = function(
         q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=normalised
     )
@@ -114,14 +114,14 @@ def test_gated_delta_rule_equals_qwen3_next(function, normalised):
 
 
 def fla(module, name):
-    """A function of fla.ops, imported only when its test runs."""
+    """Return a function of fla.ops, imported when a test needs it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that neither a GPU nor flash-attn is there
+        warnings.simplefilter("ignore")  # a warning that there is no GPU and no flash-attn
         return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
 def heads_first(function):
-    """For functions that take and give `[B, H, T, …]`."""
+    """Adapt a function that takes and returns `[B, H, T, …]`."""
 
     def call(initial_state, output_final_state, **tensors):
         swapped = {name: x.transpose(1, 2) for name, x in tensors.items()}
@@ -131,7 +131,7 @@ def heads_first(function):
     return call
 
 
-# op, granularity, module and function of fla, and how it is called
+# op, granularity, module and function of fla, and the call
 NAIVE = [
     ("linear_attention", "none", "linear_attn.naive", "naive_recurrent_linear_attn"),
     ("linear_attention", "scalar", "simple_gla.naive", "naive_recurrent_simple_gla"),

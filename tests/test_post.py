@@ -14,7 +14,7 @@ from halflife.decay.minimax import MEASURABLE, best_endpoints, geometric_rates, 
 
 HEADS, CHANNELS, LENGTH = 4, 3, 512
 
-# In float32; four times the worst measured, relative to the largest entry.
+# In float32; four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 6.0e-7
 
 SPECTRAL = [
@@ -25,7 +25,7 @@ SPECTRAL = [
 ]
 
 each_spectral = pytest.mark.parametrize(("name", "granularity"), SPECTRAL)
-# Those whose log-rates PoST orders; RWKV-7's logits are in test_rwkv7.py.
+# The decays whose log-rates PoST orders. RWKV-7, whose logits are ordered, is in test_rwkv7_decay.py.
 each_geometric = pytest.mark.parametrize(("name", "granularity"), [case for case in SPECTRAL if case[0] != "rwkv7"])
 each_reference = pytest.mark.parametrize("reference_length", [1, LENGTH])
 
@@ -39,7 +39,7 @@ def post(name, granularity="scalar", heads=HEADS, **options):
 
 
 def trained(name, granularity="scalar"):
-    """After a hundred steps of Adam on noise: anywhere that training may go."""
+    """Take a hundred steps of Adam on noise, so that parameters are far from their start."""
     decay = post(name, granularity)
     optimizer = torch.optim.Adam(decay.parameters(), lr=0.05)
     for _ in range(100):
@@ -50,7 +50,7 @@ def trained(name, granularity="scalar"):
 
 
 def geometric(channels, slowest=1 / LENGTH, fastest=1.0):
-    """Rates from slowest to fastest, in equal ratios."""
+    """Return geometric rates, the slowest first."""
     return torch.logspace(math.log10(slowest), math.log10(fastest), channels)
 
 
@@ -63,7 +63,7 @@ def linear_taper(channels):
 
 @each_geometric
 def test_starts_geometric_with_a_linear_taper(name, granularity):
-    """Time-scales from T down to 1; at reference length 1 the slow end stretches to T·t, the fast one stays."""
+    """Time-scales go from T to 1. With reference length 1 the slow end stretches to T·t, and the fast end stays."""
     decay = post(name, granularity)
     channels = math.prod(decay.shape)
     assert_close(decay.timescales(1).flatten(), 1 / geometric(channels), TOLERANCE)
@@ -73,7 +73,7 @@ def test_starts_geometric_with_a_linear_taper(name, granularity):
 
 @each_geometric
 def test_optimal_endpoints(name, granularity):
-    """Base rates are those of `best_endpoints`; no others nearby approximate the power law better."""
+    """Base rates are those of `best_endpoints`. No rates nearby approximate the power law better."""
     optimal = post(name, granularity, endpoints="optimal", beta=0.7)
     channels = math.prod(optimal.shape)
     low, high = best_endpoints(channels, LENGTH, 0.7)
@@ -93,7 +93,7 @@ def test_optimal_endpoints_while_building_on_meta(monkeypatch):
 @each_geometric
 @pytest.mark.parametrize("position", [1, 10, LENGTH, 4 * LENGTH])
 def test_theorem_4_11(name, granularity, position):
-    """With t_ref = T and a geometric base, τ_k(t) = t^{α_k} exactly; at t = T that is the static spectrum."""
+    """With t_ref = T and a geometric base, τ_k(t) = t^{α_k} exactly. At t = T that is the static spectrum."""
     decay = post(name, granularity, reference_length=LENGTH)
     alpha = linear_taper(math.prod(decay.shape))
     assert_close(decay.timescales(position).flatten(), position**alpha, TOLERANCE)
@@ -107,7 +107,7 @@ def test_endpoints(name, granularity):
 
 
 def test_mamba2_step_starts_at_one_twentieth():
-    """Algorithm 2: the step bias is fixed, so that e^p · 0.05 is the rate."""
+    """Algorithm 2: the step bias is fixed, so that the rate is e^p · 0.05."""
     decay = post("mamba2")
     zeros = torch.zeros(1, 1, HEADS)
     assert_close(decay.step_size(zeros), torch.full_like(zeros, 0.05), 1e-6)
@@ -140,7 +140,7 @@ def test_taper_follows_the_gaps():
 
 @each_spectral
 def test_spectral_coherence_is_bounded_by_the_smallest_gap(name, granularity):
-    """Two modes e^{−s e^{p}} overlap by sech(|p_i − p_j| / 2): no pair more than the nearest neighbours."""
+    """Two modes e^{−s e^{p}} overlap by sech(|p_i − p_j| / 2). No pair overlaps more than the nearest neighbours."""
     p = trained(name, granularity).log_rates().detach().double()
     coherence = 1 / torch.cosh((p.unsqueeze(0) - p.unsqueeze(1)).abs() / 2)
     coherence.fill_diagonal_(0)
@@ -179,7 +179,7 @@ def test_positions_count_from_one_and_restart(name, granularity):
     f = torch.randn(1, 9, *decay.shape)
     whole = decay(f)
     assert_same(decay(f, position=torch.arange(1, 10)), whole)
-    assert_close(decay(f[:, 5:], position=torch.arange(6, 10)), whole[:, 5:], 1e-6)  # a continued sequence
+    assert_close(decay(f[:, 5:], position=torch.arange(6, 10)), whole[:, 5:], 1e-6)  # a sequence that continues
     packed = decay(f, position=torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3, 4]]))
     assert_close(packed, torch.cat([whole[:, :5], decay(f[:, 5:])], 1), 1e-6)
 
@@ -197,7 +197,7 @@ def test_one_channel_has_no_taper(name, granularity):
 
 @each_spectral
 def test_parameters_are_the_spectrum_alone(name, granularity):
-    """The strategy's own base rates are gone, and all that is left gets a gradient."""
+    """The base rates of the decay are gone, and every remaining parameter gets a gradient."""
     decay = post(name, granularity)
     own = {n for n in decay.state_dict() if n.startswith("decay.")}
     assert own == {"mamba2": {"decay.dt_bias"}, "rwkv7": {"decay.zigzag"}}.get(name, set())

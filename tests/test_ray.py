@@ -1,4 +1,4 @@
-"""Many runs at once on Ray: the table of one after the other, whatever happens to the workers."""
+"""Many runs at once on Ray give the table of runs one after the other, even if workers die."""
 
 import csv
 import json
@@ -30,7 +30,7 @@ MODELS = ["mamba2", "llama"]
 @pytest.fixture(scope="module")
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # workers import what this file has them do
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # workers import functions of this file
         patch.setenv("OMP_NUM_THREADS", "1")
         ray.init(
             address="local",
@@ -45,7 +45,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The comparison that was done one after the other, in this process."""
+    """The comparison with runs one after the other, in this process."""
     folder = new(tmp_path_factory.mktemp("whole") / "x")
     comparison.run_comparison(folder, show=False)
     return folder
@@ -76,7 +76,7 @@ def result(folder):
 @pytest.mark.slow
 def test_a_sweep_on_ray_is_that_of_one_process(cluster, whole, tmp_path, monkeypatch):
     folder = new(tmp_path / "ray")
-    monkeypatch.chdir(tmp_path)  # workers are elsewhere: paths must not depend on it
+    monkeypatch.chdir(tmp_path)  # workers have another folder, so paths must be absolute
     rows = comparison.run_comparison(folder.relative_to(tmp_path), show=False, runner=pool.make_runner("ray"))
     assert [row["model"] for row in rows] == ["mamba2"] * 18 + ["llama"] * 18
     assert table(folder) == table(whole)
@@ -86,7 +86,7 @@ def test_a_sweep_on_ray_is_that_of_one_process(cluster, whole, tmp_path, monkeyp
 
 
 def dies_once(job, threads, how):
-    """`run_job_in_worker` whose process gets a signal after step 3 of 6 the first time; attempts note their starts."""
+    """`run_job_in_worker`, whose first process gets a signal after step 3 of 6. Each attempt notes its first step."""
     starts = job.folder / "starts"
 
     class Dying(callbacks.Metrics):
@@ -112,7 +112,7 @@ def told_to_end(job, threads):
     return dies_once(job, threads, signal.SIGTERM)
 
 
-# A run saves every 2 steps, and when it is told to end.
+# A run saves every 2 steps, and when it gets SIGTERM.
 @pytest.mark.slow
 @pytest.mark.parametrize(("worker", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"])])
 def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, worker, starts):
@@ -143,7 +143,7 @@ def test_an_error_of_one_run_names_it_and_leaves_the_others_alone(cluster, tmp_p
     assert error == "halflife: mamba2 lr 0.01 seed 0: the moon is full\n"
     assert "mamba2 lr 0.01 seed 0: failed: the moon is full" in out
     assert "1 running" in out or "2 done" in out
-    assert (folder / Cell("mamba2", 1e-2, 0).folder / "attempts").read_text() == "x"  # it was not tried again
+    assert (folder / Cell("mamba2", 1e-2, 0).folder / "attempts").read_text() == "x"  # there was no second attempt
     assert (folder / Cell("mamba2", 1e-2, 1).folder / "result.json").exists()
 
 
@@ -155,7 +155,7 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool.ProgressBoard, "finish", interrupt)  # while at most one more is running, and two are queued
+        patch.setattr(pool.ProgressBoard, "finish", interrupt)  # at most one other run is active, and two are queued
         with pytest.raises(SystemExit) as stop:
             main(["compare", "--resume", str(folder), "--on", "ray", "--cpus-per-run", "1"])
     assert stop.value.code == 130
@@ -163,7 +163,7 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
     left = 4 - len(list(folder.glob("*/*/result.json")))
     assert left >= 2
     time.sleep(3)
-    assert 4 - len(list(folder.glob("*/*/result.json"))) == left  # nothing goes on by itself
+    assert 4 - len(list(folder.glob("*/*/result.json"))) == left  # no run continues by itself
     comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray"))
     assert table(folder) == table(whole)
 
@@ -212,17 +212,11 @@ def test_workers_must_see_the_folder(tmp_path):
         (["--gpus-per-run", "1"], "--on ray"),
     ],
 )
-def test_a_bad_place_is_one_line_soon_and_nothing_is_written(arguments, message, tmp_path, monkeypatch, capsys):
+def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     began = time.monotonic()
-    with pytest.raises(SystemExit) as stop:
-        main(["compare", "mamba2", *arguments])
-    assert time.monotonic() - began < 30  # Ray alone would try for 35 s
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("halflife: ")
-    assert message in error
-    assert len(error.strip().splitlines()) == 1
+    assert message in refused("compare", "mamba2", *arguments)
+    assert time.monotonic() - began < 30  # Ray itself would try for 35 s
     assert not list(tmp_path.iterdir())
 
 
@@ -236,7 +230,7 @@ def test_the_board_reads_the_folders(tmp_path):
     jobs = [job(tmp_path / str(seed), seed) for seed in range(3)]
     for each in jobs:
         each.folder.mkdir()
-    (jobs[2].folder / "run.json").write_text("{}")  # of a run that was interrupted after step 4, and waits
+    (jobs[2].folder / "run.json").write_text("{}")  # a run that was interrupted after step 4 and waits
     (jobs[2].folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"step": 4, "loss": 1.0}\n')
     board = pool.ProgressBoard(jobs, show=False)
 
@@ -247,10 +241,10 @@ def test_the_board_reads_the_folders(tmp_path):
 
     assert together() == (4, 18, "0 running, 3 queued, 0 done")
     (jobs[0].folder / "run.json").write_text("{}")
-    (jobs[0].folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"st')  # a line is being written
+    (jobs[0].folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n{"st')  # a line that is being written
     assert together() == (6, 18, "1 running, 2 queued, 0 done")
     assert [task.description for task in board.progress.tasks] == ["all runs", "seed 0"]
     board.finish(jobs[0], "validation 50%")
-    os.utime(jobs[2].folder / "run.json", ns=(1, 1))  # it is written again
+    os.utime(jobs[2].folder / "run.json", ns=(1, 1))  # the line is written again
     assert together() == (10, 18, "1 running, 1 queued, 1 done")
     assert [task.description for task in board.progress.tasks] == ["all runs", "seed 2"]

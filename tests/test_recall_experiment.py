@@ -1,4 +1,4 @@
-"""Mixtures of tasks: what is trained and tested, the models of the Echo paper, grids in tables and pictures."""
+"""Mixtures of tasks: training and tests, the models of the Echo paper, grids in tables and pictures."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def test_the_training_mixture_is_validated_and_tested_in_distribution():
     [("mamba2", 1.11e6, 1_093_296), ("mamba2+attention", 998e3, 989_592), ("mamba2+ska", 982e3, 973_232)],
 )
 def test_baselines_of_the_echo_paper_have_its_sizes(model, published, ours):
-    """Within 1.5 %; the paper's are those of the Mamba-3 block of its Appendix G (see `recall_model`)."""
+    """Sizes agree within 1.6 %. The paper gives those of the Mamba-3 block of its Appendix G (see `recall_model`)."""
     with torch.device("meta"):
         parameters = LanguageModel(recall_model(model, SMALL)).num_parameters()
     assert parameters == ours
@@ -138,7 +138,7 @@ def test_a_mixture_is_compared_on_a_grid(finished):
 
 
 def test_a_task_of_text_needs_no_tier(tmp_path):
-    """Its length is its own, written nowhere in the settings."""
+    """The length of the task is its default, which is not in the settings."""
     sizes = {**TINY, "steps": 1, "test_tasks": ("toolcalling",), "test_examples": 2, "validation_examples": 2}
     folder = compare.create_comparison(("mamba2",), tasks=("toolcalling",), settings=sizes, output=tmp_path / "text")
     rows = compare.run_comparison(folder, show=False)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers import near_level
 
 from halflife import tasks
 from halflife.tasks import IGNORED, stream_seed
@@ -72,7 +73,7 @@ def solve_multihop(tokens):
 
 def solve_commonword(tokens):
     (first, most), *others = Counter(token for token in tokens if is_value(token)).most_common()
-    assert all(count * 2 == most for _, count in others)  # there is one most common word
+    assert all(count * 2 == most for _, count in others)  # one word is the most common
     return first
 
 
@@ -104,10 +105,6 @@ def rows(batch):
     return zip(batch.inputs.tolist(), batch.labels[:, -1].tolist(), strict=True)
 
 
-def close(measured, level, count):
-    return abs(measured - level) <= 4 * (level * (1 - level) / count) ** 0.5 + 1e-9
-
-
 @each_case
 def test_a_solver_from_the_definition_is_always_right(name, config):
     batch = tasks.build(name, **config).generate(300, seed=0)
@@ -128,15 +125,15 @@ def test_levels_are_those_of_real_guessers(name, config):
     task, count = tasks.build(name, **config), 4000
     batch = task.generate(count, seed=1)
     guessed = sum(globals()[f"guess_{name}"](tokens) == answer for tokens, answer in rows(batch)) / count
-    assert close(guessed, task.shortcut_accuracy, count)
+    assert near_level(guessed, task.shortcut_accuracy, count)
     assert task.chance == (1 / (config["num_pairs"] + 1) if name == "commonword" else 1 / 32)
     uniform = torch.randint(*VALUES, (count,)).tolist()
-    if name == "commonword":  # among the words of the context
+    if name == "commonword":  # one of the words of the context
         seen = [sorted({token for token in tokens if is_value(token)}) for tokens in batch.inputs.tolist()]
         which = torch.randint(config["num_pairs"] + 1, (count,)).tolist()
         uniform = [words[i] for words, i in zip(seen, which, strict=True)]
     right = sum(u == answer for u, answer in zip(uniform, batch.labels[:, -1].tolist(), strict=True)) / count
-    assert close(right, task.chance, count)
+    assert near_level(right, task.chance, count)
 
 
 @pytest.mark.parametrize("pairs", range(1, 9))
@@ -207,12 +204,12 @@ def test_slices_say_where_the_answer_stands(name, config):
 @pytest.mark.parametrize("name", ["sysprompt", "tooltrace", "niah"])
 def test_every_depth_is_asked_alike(name):
     depth = tasks.build(name, length=64, num_pairs=8).generate(8000, seed=0).slices["depth"]
-    assert all(close(n / 8000, 1 / 8, 8000) for n in torch.bincount(depth, minlength=8).tolist())
+    assert all(near_level(n / 8000, 1 / 8, 8000) for n in torch.bincount(depth, minlength=8).tolist())
 
 
 def test_multihop_links_stand_in_either_order():
     forward = tasks.build("multihop", length=64).generate(8000, seed=0).slices["forward"].float().mean().item()
-    assert close(forward, 1 / 2, 8000)
+    assert near_level(forward, 1 / 2, 8000)
 
 
 def test_sysprompt_layout():
@@ -269,7 +266,7 @@ def test_niah_decoys_are_there_and_bind_nothing():
     assert ((context[:, :-1] == asked) & bound).any(1).all()
     before = key & (torch.arange(62) < 31)  # decoys occur everywhere among the pairs
     decoys = key[:, :-1] & ~bound
-    assert close((decoys & before[:, :-1]).sum().item() / decoys.sum().item(), 1 / 2, 2000)
+    assert near_level((decoys & before[:, :-1]).sum().item() / decoys.sum().item(), 1 / 2, 2000)
 
 
 @pytest.mark.parametrize("guesser", ["after", "last", "first"])
@@ -279,7 +276,7 @@ def test_multihop_has_no_shortcut(guesser):
         values = [token for token in tokens if is_value(token)]
         behind = [token for token in tokens[tokens.index(tokens[-1]) : -2] if is_value(token)]
         right += {"after": (behind or values)[0], "last": values[-1], "first": values[0]}[guesser] == answer
-    assert close(right / count, 1 / 4, count)
+    assert near_level(right / count, 1 / 4, count)
 
 
 def test_multihop_links_are_two_disjoint_sets():
@@ -296,7 +293,7 @@ def test_scatter_places_all_ways_alike():
     starts = scatter(inputs, blocks, 6, draw)
     ways = Counter(map(tuple, inputs.tolist()))
     assert len(ways) == 12  # two of four items are the blocks, in either order
-    assert all(close(n / 24_000, 1 / 12, 24_000) for n in ways.values())
+    assert all(near_level(n / 24_000, 1 / 12, 24_000) for n in ways.values())
     assert (inputs[:, 6] == 0).all()
     assert (inputs.gather(1, starts) == torch.tensor([1, 3])).all()
     assert (inputs.gather(1, starts + 1) == torch.tensor([2, 4])).all()
@@ -306,7 +303,7 @@ def test_pick_is_uniform_with_a_count_a_row():
     counts = torch.tensor([[1], [3]]).repeat(6000, 1)
     picked = draw_index(12_000, counts, torch.Generator().manual_seed(0)).view(-1, 2)
     assert (picked[:, 0] == 0).all()
-    assert all(close(n / 6000, 1 / 3, 6000) for n in torch.bincount(picked[:, 1], minlength=3).tolist())
+    assert all(near_level(n / 6000, 1 / 3, 6000) for n in torch.bincount(picked[:, 1], minlength=3).tolist())
 
 
 @pytest.mark.parametrize(

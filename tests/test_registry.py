@@ -1,7 +1,7 @@
-"""Every preset, and every decay in the design-space block, keeps what the library promises of all models.
+"""Every preset, and every decay in the design-space block, has the properties that the library promises.
 
-It learns, streams, packs, pads, starts from the meta device, survives a file, keeps its decays in float32, compiles.
-A new preset or decay is tested by being registered.
+The models learn, stream, and take packed and padded input. They start from the meta device, survive a file, keep their
+decays in float32, and compile. A registered preset or decay is tested automatically.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import SIZES
-from helpers import assert_close, assert_same, slices
+from helpers import add_noise, assert_close, assert_same, slices
 from pairwise import slow_beyond
 from safetensors.torch import load_file
 
@@ -24,17 +24,17 @@ from halflife.layers import LAYERS
 from halflife.models import PRESETS, checkpoint
 from halflife.precision import Float32Module
 
-# Modifiers that change what a model computes, on a base each.
+# Modifiers that change the function of a model, each on one base.
 MODIFIED = (
     "mamba2+post", "mamba2+post_optimal", "mamba3+post", "rwkv7+post", "gated_deltanet+post", "simple+post",
     "retnet+post_norm", "gla+post",
     "simple+rope", "simple+lrpe", "simple+scalar+tpe", "simple+delta", "simple+dplr", "hgrn2+vector+share",
     "mamba2+gate_rank", "mamba3+gate_rank", "gated_deltanet+gate_rank+post", "retnet+gate_rank",
 )  # fmt: skip
-# Echo's parts beside other mixers.
+# Echo's parts with other mixers.
 HYBRIDS = ("mamba2+ska", "mamba3+ska", "gla+ska", "rwkv7+ska", "mamba2+attention", "gated_deltanet+koopman_mlp")
 
-# Several chunks in a short sequence, and states that are small.
+# Several chunks in a short sequence, and small states.
 SMALL = {layer: {"chunk_size": 4} for layer in LAYERS} | {
     "mamba2": {"state_size": 16, "chunk_size": 4},
     "mamba3": {"state_size": 16, "chunk_size": 4},
@@ -44,14 +44,15 @@ SMALL = {layer: {"chunk_size": 4} for layer in LAYERS} | {
 
 LENGTH, VOCABULARY = 11, SIZES["vocab_size"]
 
-# Four times the worst measured, relative to the largest entry: in float64 (SKA's; LightNet has 1e-13), and compiled in
-# float32, where the worst are gradients of A_log and θ, sums that cancel (eager's are up to 2e-4 from float64's);
-# others 9e-6. SKA solves systems of condition 10³ and more: its model's worst is A_log's gradient again.
+# Four times the worst measured error, relative to the largest entry. In float64, SKA is the worst (LightNet has 1e-13).
+# Compiled in float32, the worst are gradients of A_log and θ, which are sums that cancel (eager ones are up to 2e-4
+# from float64's); others have 9e-6. SKA solves systems of condition number 10³ and more, so A_log has larger errors in
+# its model.
 EXACT, COMPILED, COMPILED_SKA = 4 * 2e-13, 4 * 9e-5, 4 * 4e-4
 
 
 def small(name, **options):
-    """The preset, narrow, with several chunks in a short sequence."""
+    """Return the narrow preset, with several chunks in a short sequence."""
     config = preset(name, **SIZES, mixer_options=options)
     options, hybrid = {**config.mixer_options, **SMALL[config.mixer]}, config.hybrid
     if hybrid:
@@ -60,7 +61,7 @@ def small(name, **options):
 
 
 def configurations():
-    """By name: presets, modified ones, and the design-space block with every decay that no preset has there."""
+    """Return the configurations by name: presets, modified presets, and the block with every other decay."""
     found = {name: small(name) for name in (*PRESETS, *MODIFIED, *HYBRIDS)}
     for decay in DECAYS:
         for granularity in DECAYS[decay].granularities:
@@ -71,9 +72,9 @@ def configurations():
 
 
 CONFIGURATIONS = configurations()
-# What a layer's state holds in float32, if not `memory`: the KV cache is as narrow as the model.
+# The float32 part of a layer's state, if it is not `memory`. A KV cache has the dtype of the model.
 HELD = {"attention": (), "ska": ("gram", "transition", "values", "norm", "last")}
-DECAYS_DRAWN = {"A_log", "dt_bias"}  # at random, after maps whose draws depend on their dtype
+DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on their dtype
 each_model = pytest.mark.parametrize("name", CONFIGURATIONS)
 
 
@@ -87,12 +88,8 @@ def fresh(name):
 
 
 def trained(name):
-    """The model with noise in every parameter, in float64: what starts at zero says nothing (RWKV-7's output maps)."""
-    model = build(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model.double()
+    """Build the model in float64 with noise in every parameter, because zeros (RWKV-7's outputs) hide terms."""
+    return add_noise(build(name)).double()
 
 
 def tokens(*shape):
@@ -100,12 +97,12 @@ def tokens(*shape):
 
 
 def everything(model):
-    """Parameters and buffers, the ones that no checkpoint holds included."""
+    """Return all parameters and buffers, with those that checkpoints leave out."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def kept(model):
-    """The parameters and buffers of the modules that stay in float32, by identity."""
+    """Return the ids of the parameters and buffers of modules that stay in float32."""
     modules = [module for module in model.modules() if isinstance(module, Float32Module)]
     return {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
 
@@ -121,9 +118,9 @@ def assert_states(got, expected):
 
 @pytest.mark.parametrize("name", slow_beyond(PRESETS, CONFIGURATIONS))
 def test_learns_sixteen_sequences_by_heart(name):
-    """To a thirtieth of the loss of knowing nothing; knowing only the token before would give 2 nats.
+    """The loss falls to a thirtieth of that of a uniform guess. A bigram model would stay at 2 nats.
 
-    First tokens differ, so that everything can be known; and nothing is left as it started.
+    The first tokens differ, so that every token can be known. Every parameter changes.
     """
     model = build(name)
     ids = torch.cat([torch.randperm(VOCABULARY)[:16].unsqueeze(1), tokens(16, 16)], 1)
@@ -146,7 +143,7 @@ def test_learns_sixteen_sequences_by_heart(name):
 
 @each_model
 def test_streams_like_the_full_pass(name):
-    """At every cut, empty pieces included, and token by token: logits, and the state of every layer at every cut."""
+    """Logits and the states of every layer agree at every cut, with empty pieces too, and token by token."""
     model, ids = trained(name), tokens(2, LENGTH)
     whole, last = model(ids)
     stepped = None
@@ -163,7 +160,7 @@ def test_streams_like_the_full_pass(name):
 
 @each_model
 def test_packed_equals_separate(name):
-    """An empty sequence too; twice in a row, so that states of different lengths are tested as well."""
+    """One sequence is empty. A second call continues from the first, with states of different lengths."""
     model = trained(name)
     state, alone = None, [None] * 4
     for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
@@ -178,7 +175,7 @@ def test_packed_equals_separate(name):
 @each_model
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name, side):
-    """Logits are those of the unpadded rows, 0 at pads, whatever the pads are; and decoding goes on from there."""
+    """Logits equal those of the unpadded rows, and are 0 at pads, for any pads. Decoding continues from there."""
     model, lengths = trained(name), torch.tensor([4, 0, LENGTH])
     mask = torch.arange(LENGTH) < lengths.unsqueeze(1)
     mask = mask.flip(1) if side == "left" else mask
@@ -198,7 +195,7 @@ def test_padding_changes_nothing(name, side):
 
 @each_model
 def test_starts_from_the_meta_device(name):
-    """Whatever lies in the memory given, `reset_parameters` leaves what construction gives."""
+    """On memory with any content, `reset_parameters` gives the values of the constructor."""
     with torch.device("meta"):
         model = LanguageModel(CONFIGURATIONS[name])
     assert all(x.is_meta for x in everything(model).values())
@@ -219,7 +216,7 @@ def test_starts_from_the_meta_device(name):
 @each_model
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_files_round_trip(name, dtype, tmp_path):
-    """To the bit, with the decays in float32 in the file as well."""
+    """Weights are equal to the bit, and decays are float32 in the file too."""
     model, ids = build(name).to(dtype), tokens(2, LENGTH)
     loaded = checkpoint.load(checkpoint.save(model, tmp_path))
     assert not list(tmp_path.glob(".*"))
@@ -240,7 +237,7 @@ def test_files_round_trip(name, dtype, tmp_path):
 @each_model
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
 def test_decays_stay_float32(name, cast):
-    """And get no weight decay; everything else is cast; the model runs and trains."""
+    """Decays get no weight decay. All other parameters are cast, and the model runs and trains."""
     model = build(name)
     model.to(torch.bfloat16) if cast == "to" else getattr(model, cast)()
     narrow, wide = torch.float16 if cast == "half" else torch.bfloat16, kept(model)
@@ -263,7 +260,7 @@ def test_decays_stay_float32(name, cast):
 
 @each_model
 def test_decays_are_made_in_float32(name):
-    """Under a default dtype of bfloat16, with which transformers builds models: values and dtypes as without it."""
+    """A default dtype of bfloat16, which transformers sets to build models, does not change values or dtypes."""
     expected = {key: x for key, x in everything(fresh(name)).items() if ".decay." in key or ".skip." in key}
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -282,7 +279,7 @@ def test_decays_are_made_in_float32(name):
 
 
 def compare_compiled(name):
-    """Raises if logits, states or gradients differ; runs in a process of its own."""
+    """Raise an error if logits, states or gradients differ. This runs in another process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, ids = trained(name).float(), tokens(2, 8)
@@ -298,15 +295,15 @@ def compare_compiled(name):
     assert_close(run(torch.compile(model)), expected, COMPILED_SKA if name == "echo" else COMPILED)
 
 
-# The C++ compiler takes a minute a model on one core: one model stands for the others.
+# The C++ compiler takes a minute for each model on one core, so that one model is tested by default.
 @pytest.mark.parametrize("name", slow_beyond(["mamba2+post"], (*PRESETS, *MODIFIED)))
 def test_compiled_equals_eager(name):
-    """As users run it: without the shape checks that pytest switches on, which no compiler could trace."""
+    """Models are compiled as users run them, without pytest's shape checks, which no compiler can trace."""
     code = f"import test_registry; test_registry.compare_compiled({name!r})"
     torchs_own = (
         "ignore::DeprecationWarning",
         "ignore:`torch._prims_common.check` is deprecated:FutureWarning",
-        # It looks for `.grad` where it goes on after a break: SKA reads how many tokens wait for their chunk.
+        # The compiler looks for `.grad` where it continues after a break. SKA reads the number of pending tokens there.
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
     )
     filters = [part for action in ("error", *torchs_own) for part in ("-W", action)]

@@ -1,4 +1,4 @@
-"""Names of version 0.1.0: each one is answered with a name that exists."""
+"""Names of version 0.1.0: the error for each one gives a name that exists."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from halflife.decay import minimax
 
 
 def find(name):
-    """The module, class or attribute `name`, which stands below `halflife`."""
+    """Return the module, class or attribute `name`, which is below `halflife`."""
     module, rest = name, []
     while True:
         try:
@@ -41,9 +41,13 @@ def test_every_new_name_exists_and_every_old_one_is_answered():
     for old, new in renamed.NAMES.items():
         assert find(new) is not None
         owner, _, name = old.rpartition(".")
-        if owner not in renamed.MODULES:
+        if owner.rpartition(".")[2][0].isupper():
             with pytest.raises(AttributeError, match=f" is now .*{new.rpartition('.')[2]}$"):
                 use(find(owner), name)
+        elif owner not in renamed.MODULES:
+            assert name not in vars(importlib.import_module(f"halflife.{owner}"))
+            with pytest.raises(ImportError, match=f"halflife.{old} is now halflife.{new}$"):
+                exec(f"from halflife.{owner} import {name}")
 
 
 def test_imports_and_attributes_give_the_new_name():
@@ -53,6 +57,7 @@ def test_imports_and_attributes_give_the_new_name():
         "from halflife.models import io": "is now halflife.models.checkpoint",
         "from halflife.ops.triton.delta import x": "is now halflife.ops.backends.triton",
         "from halflife.training.corpus import Corpus": "is now halflife.data.corpus",
+        "from halflife.evaluation.memory import survey": "is now halflife.evaluation.memory.measure_memory",
         "from halflife.decay.power_law import best_ends": "best_ends is now halflife.decay.minimax.best_endpoints",
         "import halflife; halflife.decay.base.inverse_softplus": "is now halflife.precision.inverse_softplus",
     }.items():

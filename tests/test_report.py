@@ -25,7 +25,7 @@ VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 def make_run(folder: Path, models=MODELS, seeds=(0, 1), layers=2, finished=True) -> Path:
-    """A run folder in which model i has accuracy 0.9 − 0.2 i + 0.01 seed in distribution, falling with length."""
+    """Write a run folder in which model i has accuracy 0.9 − 0.2 i + 0.01 seed in distribution, falling with length."""
     folder.mkdir(parents=True)
     settings = {"hidden_size": 64, "train_length": LENGTH, "optimizer": {"steps": 400, "betas": [0.9, 0.95]}}
     config = {
@@ -66,7 +66,7 @@ def make_training(folder: Path, i: int, seed: int, layers: int, finished: bool) 
 
 
 def scales(i: int, layer: int, factor: float = 1.0, heads: int = 8) -> dict:
-    """Geometric time-scales; those of model 1 move with the position."""
+    """Return geometric time-scales. Those of model 1 grow with the position."""
     base = [factor * LENGTH ** (1 - head / (heads - 1)) * (1 + layer) for head in range(heads)]
     moved = {t: [x * t ** (1 - h / (heads - 1)) if i == 1 else x for h, x in enumerate(base)] for t in (1, 64, 512)}
     return {"timescales": {str(t): values for t, values in moved.items()}}
@@ -90,7 +90,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects the text that is read, the data of the figures, the ids and the links."""
+    """A parser that checks the nesting of tags, and collects the visible text, the data of figures, ids and links."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -208,14 +208,14 @@ def test_page_is_accessible(html):
     tags = Page(html).tags
     plots = [attrs for _, attrs in tags if "plot" in (attrs.get("class") or "").split()]
     assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in plots)
-    assert len(plots) == 2 + 2 + 2  # accuracy: capacity, persist; training; the explorer's
+    assert len(plots) == 2 + 2 + 2  # accuracy has capacity and persist, training has two, the explorer has two
     assert all(attrs.get("aria-hidden") for tag, attrs in tags if tag == "svg")  # swatches beside names
     assert all(attrs.get("scope") for tag, attrs in tags if tag == "th")
     assert ("html", {"lang": "en"}) in tags
 
 
 def test_figures_have_the_numbers(html):
-    """Accuracy (0.9 − 0.2 i + 0.01 seed) / √times, as `score_rows` makes it; a seed diverged is no number."""
+    """The page has accuracy (0.9 − 0.2 i + 0.01 seed) / √times, as `score_rows` makes it. A diverged seed has none."""
     data = json.loads(Page(html).data)
     capacity, persist = data["plots"]["accuracy"]
     assert (capacity["title"], persist["title"]) == ("capacity: 16 to 128 pairs", "persist: 16 pairs at every length")
@@ -225,7 +225,7 @@ def test_figures_have_the_numbers(html):
     assert lines["mamba2+post"]["y"] == pytest.approx([0.705 * t**-0.5 for t in (1, 2, 4, 8)], rel=1e-5)
     assert lines["shortcut"]["y"] == pytest.approx([1 / (16 * t) for t in (1, 2, 4, 8)], rel=1e-5)
     styles = {(trace["line"]["dash"], trace["marker"]["symbol"]) for trace in (lines[model] for model in MODELS)}
-    assert len(styles) == 3  # told apart without colour
+    assert len(styles) == 3  # visible without colour
     loss, accuracy = data["plots"]["training"]
     assert loss["data"][0]["x"] == list(range(20, 401, 20))
     assert {trace["name"] for trace in accuracy["data"]} >= {"llama", "llama, seed 0"}
@@ -238,7 +238,7 @@ def test_spectra_of_runs_without_weights_are_those_saved(html):
     assert one["positions"] == [1, 64, 512]
     assert one["note"].startswith("The weights are missing")
     for t, row in zip(one["positions"], one["layers"][0]["initial"], strict=True):
-        assert row == pytest.approx(scales(1, 0)["timescales"][str(t)], rel=5e-4)  # 4 digits are kept
+        assert row == pytest.approx(scales(1, 0)["timescales"][str(t)], rel=5e-4)  # 4 digits are written
     assert "No spectrum: llama." in " ".join(Page(html).text.split())
 
 
@@ -252,7 +252,7 @@ def test_special_characters_are_escaped(tmp_path):
     models = ('a<b>&"c', "x$y$", "<!-- --><script>alert(1)<|script>")
     html = write_report(make_run(tmp_path / "run", models=models)).read_text()
     page = Page(html)
-    assert sum(tag == "script" for tag, _ in page.tags) == 4  # the page's own: data, plotly, and two of ours
+    assert sum(tag == "script" for tag, _ in page.tags) == 4  # data, plotly, and two scripts of halflife
     assert set(json.loads(page.data)["plots"]) == {"accuracy", "training"}
     assert all(model in page.text for model in models)
 
@@ -268,7 +268,7 @@ def test_one_seed_one_layer_and_any_number_of_models(tmp_path, models):
 def test_unfinished_run_has_curves(tmp_path):
     folder = make_run(tmp_path / "run", finished=False)
     metrics = folder / "mamba2" / "lr0.01-seed0" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 420, "lo')  # being written
+    metrics.write_text(metrics.read_text() + '{"step": 420, "lo')  # a line that is being written
     assert results.read(folder).trainings[0].curve("loss")[0][-1] == 400
     assert "has not finished" in Page(write_report(folder).read_text()).text
 
@@ -332,8 +332,8 @@ def test_truncated_file_is_named(tmp_path, name, cut):
         results.read(folder)
 
 
-def test_seeds_are_counted_not_cells(tmp_path):
-    """A grid has a cell a number of pairs: the finding is of the seeds' means, and the heat map of each cell."""
+def test_the_finding_counts_seeds_and_no_cells(tmp_path):
+    """A test with several numbers of pairs has a cell for each. The finding uses means over them for each seed."""
     folder = make_run(tmp_path / "run", models=("mamba2",))
     rows = (folder / "results.csv").read_text().splitlines()
     at = rows[0].split(",").index("num_pairs")

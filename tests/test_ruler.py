@@ -339,11 +339,11 @@ def test_a_model_that_writes_nothing_scores_zero():
     tasks = ("niah_single_1", "vt")
     model = reader(lambda references: "", tasks)
     assert [row["score"] for row in evaluate(model, tasks, [2048]).rows] == [0, 0]
-    # The end token stops a batch at once: each batch (of 4 and 1) is read, and no further call is made.
+    # The end token stops a batch at once. Each batch (of 4 and of 1) is read, without another call.
     assert all(width > 1 for _, width in model.calls)
 
 
-def test_what_is_written_after_the_last_token_does_not_count():
+def test_text_after_the_last_token_does_not_count():
     """A UUID that ends with the 128th token counts; one that ends a letter later does not."""
     for before, score in ((92, 1), (93, 0)):
         model = reader(lambda references, before=before: "." * before + references[0], ["niah_multikey_3"])

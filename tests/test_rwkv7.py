@@ -1,4 +1,4 @@
-"""RWKV-7's time mix and channel mix against its paper's equations and fla's parts; its start; its first values."""
+"""RWKV-7's time mix and channel mix against its paper's equations and fla's parts; initialisation; first values."""
 
 import math
 
@@ -15,12 +15,12 @@ from halflife.layers.rwkv7 import RWKV7, RWKV7ChannelMix
 HIDDEN, HEADS, LENGTH = 32, 4, 11
 SCALE = math.exp(-0.5)
 
-# Four times the worst measured, relative to the largest entry: float64 and float32.
+# Four times the worst measured error, relative to the largest entry: float64 and float32.
 EXACT, SINGLE = 4 * 7.5e-15, 4 * 9.0e-7
 
 
 def noisy(module, dtype=torch.float64):
-    """Every parameter away from where it starts, none at 0 or 1."""
+    """Move every parameter away from its start. None is 0 or 1."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.uniform_(0.1, 0.9) if "mu" in name else parameter.normal_(std=0.3)
@@ -28,13 +28,13 @@ def noisy(module, dtype=torch.float64):
 
 
 def stack(depth=2, **options):
-    """The time mixes of a model's first layers."""
+    """Return the time mixes of a model's first layers."""
     options = {"chunk_size": 4, **options}
     return torch.nn.ModuleList(RWKV7(HIDDEN, HEADS, layer_idx=i, num_layers=depth, **options) for i in range(depth))
 
 
 def run_stack(mixers, x, states=None, **options):
-    """`(y, states)` of a residual stack that shares its first values."""
+    """Return `(y, states)` of a residual stack that shares its first values."""
     shared, new = {}, []
     for mixer, state in zip(mixers, states or [None] * len(mixers), strict=True):
         y, state = mixer(x, state, shared=shared, **options)
@@ -55,7 +55,7 @@ def low_rank(lora, x, inner=lambda x: x):
 
 
 def activations(layer, x, first):
-    """r, w, k, v, κ̂, a as `[B, T, H, K]`, and the gate: the paper's equations before its recurrence."""
+    """Compute r, w, k, v, κ̂, a as `[B, T, H, K]`, and the gate, by the paper's equations before its recurrence."""
     delta = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) - x
     x_r, x_w, x_k, x_v, x_a, x_g = (x + delta * layer.mu[name] for name in "rwkvag")
     r, k, v = x_r @ layer.r_proj.weight.T, x_k @ layer.k_proj.weight.T, x_v @ layer.v_proj.weight.T
@@ -75,7 +75,7 @@ def head_norm(layer, o):
 
 
 def paper(layer, x, first):
-    """Token by token, in the paper's orientation: `wkv [V, K]`, `wkv (diag(w) − κ̂ᵀ(a ⊙ κ̂)) + vᵀk`."""
+    """Run the paper's recurrence for `wkv [V, K]`, token by token: `wkv (diag(w) − κ̂ᵀ(a ⊙ κ̂)) + vᵀk`."""
     r, w, k, v, removed, a, gate = activations(layer, x, first)
     wkv, read = x.new_zeros(len(x), HEADS, v.shape[-1], k.shape[-1]), []
     for t in range(x.shape[1]):
@@ -88,7 +88,7 @@ def paper(layer, x, first):
 
 
 def test_two_layers_equal_the_papers_equations():
-    """Outputs, last states, and the gradients of the input and of every parameter."""
+    """Outputs, last states, and the gradients of the input and of every parameter agree."""
     mixers, x = noisy(stack()), inputs().requires_grad_()
     arguments = {"x": x, **dict(mixers.named_parameters())}
     first_y, first_state, value = paper(mixers[0], x, None)
@@ -101,7 +101,7 @@ def test_two_layers_equal_the_papers_equations():
 
 @on_linux
 def test_time_mix_equals_flas_parts():
-    """Its reference token shift, key update, DPLR recurrence and output correction, in float32."""
+    """fla's reference token shift, key update, DPLR recurrence and output correction give the same in float32."""
     layer = noisy(RWKV7(HIDDEN, HEADS), torch.float32)
     arguments = leaves({"x": inputs(dtype=torch.float32)})
     x = arguments["x"]
@@ -221,7 +221,7 @@ def test_padding_changes_nothing(make, side):
 
 
 def test_deeper_layers_mix_in_the_first_values():
-    """Layer 1 reads layer 0's values, and the gradient returns there; alone, it keeps its own."""
+    """Layer 1 reads layer 0's values, and the gradient flows back to them. Alone, it uses its values only."""
     first, second = noisy(stack())
     x, shared = inputs(), {}
     first(x, shared=shared)
@@ -233,19 +233,19 @@ def test_deeper_layers_mix_in_the_first_values():
     assert_same(second(x, shared={})[0], alone)
     assert (y - alone).abs().max() > 0.01
     with torch.no_grad():
-        second.v0.fill_(-1e3)  # a gate that is shut
+        second.v0.fill_(-1e3)  # a closed gate
     assert_close(second(x, shared=shared)[0], alone, EXACT)
 
 
 def test_one_layer_is_enough():
-    layer, narrow = RWKV7(HIDDEN, HEADS), RWKV7(1, 1)  # one channel in all: nothing to spread over
+    layer, narrow = RWKV7(HIDDEN, HEADS), RWKV7(1, 1)  # a single channel, over which nothing can be spread
     assert layer.v0 is layer.value_lora is None
     assert all(x.isfinite().all() for x in (*layer.parameters(), *narrow.parameters()))
     assert noisy(narrow, torch.float32)(torch.randn(1, 3, 1))[0].isfinite().all()
 
 
 def test_zero_keys_have_finite_gradients():
-    """κ̂ = 0 where k = 0, as at a token of zeros."""
+    """κ̂ = 0 where k = 0, as for a token of zeros."""
     layer, x = noisy(RWKV7(HIDDEN, HEADS), torch.float32), inputs(dtype=torch.float32)
     x[:, 3:6] = 0
     x.requires_grad_()
@@ -255,7 +255,7 @@ def test_zero_keys_have_finite_gradients():
 
 
 def test_post_layer_is_the_layer_with_a_stretched_decay():
-    """Built by name, its rates adapt to the position in the state."""
+    """In a layer that is built by name, rates adapt to the position in the state."""
     layer, x = noisy(layers.build("rwkv7", hidden_size=HIDDEN, post={"train_length": 16})), inputs()
     _, nothing = layer(x[:, :0])
     later = {**nothing, "position": nothing["position"] + 1000}
@@ -266,7 +266,7 @@ def test_post_layer_is_the_layer_with_a_stretched_decay():
 
 
 def test_time_mix_starts_as_its_authors_do():
-    """Layer 1 of 4, D = 8 in 2 heads of 4: numbers worked out by hand from their formulas."""
+    """Numbers by hand from the authors' formulas, for layer 1 of 4 with D = 8 in 2 heads of 4."""
     layer = RWKV7(8, 2, layer_idx=1, num_layers=4)
     for name, exponent in {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}.items():
         expected = [1 - (i / 8) ** (exponent * 0.75) for i in range(8)]
@@ -305,7 +305,7 @@ def test_channel_mix_starts_as_its_authors_do():
     [(768, 64, [64, 64, 32, 128]), (2048, 128, [224, 224, 160, 224]), (64, 16, [32] * 4)],
 )
 def test_ranks(hidden, head_dim, ranks):
-    """Decay, a, v and gate, in steps of 32."""
+    """Ranks of the decay, a, v and the gate are multiples of 32."""
     with torch.device("meta"):
         layer = RWKV7(hidden, hidden // head_dim, layer_idx=1, num_layers=2)
     loras = (layer.decay_lora, layer.iclr_lora, layer.value_lora, layer.gate_lora)
@@ -314,7 +314,7 @@ def test_ranks(hidden, head_dim, ranks):
 
 @pytest.mark.parametrize("make", [lambda: stack(1)[0], lambda: stack()[1], lambda: RWKV7ChannelMix(HIDDEN)])
 def test_reset_in_any_order_and_from_the_meta_device(make):
-    """As a model does it, parents first; and in bfloat16, whose draws are those of float32, rounded."""
+    """Parents are reset first, as in a model. In bfloat16 the draws are those of float32, rounded."""
 
     def reset(module):
         torch.manual_seed(1)

@@ -14,7 +14,7 @@ from halflife.decay.rwkv7 import zigzag
 TRAIN_LENGTH = 512
 SCALE = math.exp(-0.5)
 
-# In float32; four times the worst measured, relative to the largest entry.
+# In float32; four times the worst measured error, relative to the largest entry.
 TOLERANCE = 4 * 1.2e-7
 
 
@@ -26,7 +26,7 @@ def build_decay(heads=2, channels=3, **options):
 
 
 def test_decay_by_value():
-    """−e^{−1/2} σ(f + w₀): a half, a quarter, three quarters, none and all of 0.6065."""
+    """−e^{−1/2} σ(f + w₀) is a half, a quarter, three quarters, none and all of −0.6065."""
     decay = build_decay(1, 5)
     with torch.no_grad():
         decay.logit.copy_(torch.tensor([[0.0, 1, 1, 1, 1]]))
@@ -36,7 +36,7 @@ def test_decay_by_value():
 
 
 def test_decay_starts_as_its_authors_do():
-    """Six channels in two heads: linear in the first layer, quadratic in the last, ±2.5 zigzag in each head."""
+    """Logits of two heads are linear in the first layer and quadratic in the last, with a zigzag of ±2.5."""
     first = [-8, -4.3, -0.6, -4.4, -0.7, 3]
     assert_close(build_decay().logit.flatten(), torch.tensor(first), TOLERANCE)  # the only layer
     assert_close(build_decay(layer_idx=0, num_layers=2).logit.flatten(), torch.tensor(first), TOLERANCE)
@@ -62,7 +62,7 @@ def build_post(heads=4, channels=8, **options):
 
 
 def trained():
-    """After a hundred steps of Adam on noise."""
+    """Take a hundred steps of Adam on noise."""
     decay = build_post()
     optimizer = torch.optim.Adam(decay.parameters(), lr=0.05)
     for _ in range(100):
@@ -73,7 +73,7 @@ def trained():
 
 
 def test_post_starts_as_equation_12():
-    """Logits linear from σ(w_1) = 1/(λT) to w_C = 0.5; the zigzag apart, in the bias; the LoRA's own logit gone."""
+    """Logits are linear from σ(w_1) = 1/(λT) to w_C = 0.5. The zigzag is in the bias, and the LoRA has no logit."""
     decay = build_post()
     w = decay.base()
     assert w[0].sigmoid().item() == pytest.approx(1 / (SCALE * TRAIN_LENGTH), rel=1e-5)
@@ -86,7 +86,7 @@ def test_post_starts_as_equation_12():
 
 @pytest.mark.parametrize("position", [1, 16, TRAIN_LENGTH, 4 * TRAIN_LENGTH])
 def test_post_timescales(position):
-    """τ_1(t) = T (p + (1 − p) t), near T·t, with p = 1/(λT); τ_C = 2.65 always."""
+    """τ_1(t) = T (p + (1 − p) t) with p = 1/(λT), which is near T·t. τ_C is always 2.65."""
     scales = build_post().timescales(position).flatten()
     p = 1 / (SCALE * TRAIN_LENGTH)
     assert scales[0].item() == pytest.approx(TRAIN_LENGTH * (p + (1 - p) * position), rel=1e-4)
@@ -97,7 +97,7 @@ def test_post_timescales(position):
 
 @pytest.mark.parametrize("position", [1, 16, TRAIN_LENGTH, 4 * TRAIN_LENGTH])
 def test_post_theorem(position):
-    """With t_ref = T the slow end is t (and 1/λ more, the sigmoid's), and at t = T all is the base spectrum."""
+    """With t_ref = T the slowest time-scale is t, plus 1/λ from the sigmoid. At t = T all equal the base spectrum."""
     decay = build_post(reference_length=TRAIN_LENGTH)
     scales, p = decay.timescales(position), 1 / (SCALE * TRAIN_LENGTH)
     assert scales[0, 0].item() == pytest.approx(1 / SCALE + (1 - p) * position, rel=1e-4)
@@ -108,7 +108,7 @@ def test_post_theorem(position):
 
 
 def test_post_taper():
-    """Corollary 5.1: the general taper on p = logsigmoid(w): 1 to 0, falling, and the middle by formula."""
+    """Corollary 5.1: the general taper on p = logsigmoid(w) falls from 1 to 0, by the formula in between."""
     for decay in (build_post(), trained()):
         p = F.logsigmoid(decay.base().double()).tolist()
         gap = (p[-1] - p[0]) / 31
@@ -121,7 +121,7 @@ def test_post_taper():
 
 @pytest.mark.parametrize("reference_length", [1, TRAIN_LENGTH])
 def test_post_stretches_inside_the_logit(reference_length):
-    """Equation 11, with the zigzag as the bias of f: numbers, and the formula at any position."""
+    """Equation 11, with the zigzag as the bias of f, by numbers and by the formula at any position."""
     decay = build_post(1, 2, reference_length=reference_length)
     with torch.no_grad():
         decay.theta.fill_(-1.0)

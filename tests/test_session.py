@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from combinations import SIZES
+from helpers import add_noise
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from halflife import LanguageModel, Session, preset
@@ -18,12 +19,8 @@ NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+t
 
 
 def build(name, **options):
-    """Build a model whose every parameter has an effect: noise moves the parameters that start at zero."""
-    model = LanguageModel(preset(name, **{**SIZES, **options})).eval()
-    with torch.no_grad():
-        for x in model.parameters():
-            x += 0.1 * torch.randn_like(x)
-    return model
+    """Build a model in which every parameter has an effect."""
+    return add_noise(LanguageModel(preset(name, **{**SIZES, **options})).eval())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,7 +125,7 @@ def test_what_is_yielded_is_read_and_a_seed_repeats():
 
 
 class Fixed(LanguageModel):
-    """A stand-in for a model that writes the bytes of a text, one after the other."""
+    """A stand-in for a model. It writes the bytes of a text, one after the other."""
 
     def __init__(self, data):
         super().__init__(preset("mamba2", **{**SIZES, "vocab_size": 256}))
@@ -202,19 +199,14 @@ def test_generate_with_a_tokenizer(tmp_path, capsys):
         (["broken", "x"], "tokenizer"),
     ],
 )
-def test_generate_errors_are_one_line(arguments, message, tmp_path, capsys):
+def test_generate_errors_are_one_line(arguments, message, tmp_path, refused):
     checkpoint.save(build("mamba2", vocab_size=256), tmp_path / "bytes")
     checkpoint.save(build("mamba2"), tmp_path / "words")
     checkpoint.save(build("mamba2"), tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", str(tmp_path / arguments[0]), *arguments[1:], "--device", "cpu"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert message in error
-    assert len(error.strip().splitlines()) == 1
+    assert message in refused("generate", str(tmp_path / arguments[0]), *arguments[1:], "--device", "cpu")
 
 
 def test_help_has_examples(capsys):

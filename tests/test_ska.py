@@ -9,14 +9,14 @@ from halflife.layers.ska import clebsch_gordan
 from halflife.ops import koopman_attention
 
 HIDDEN, LENGTH, HEADS = 16, 13, 2
-EXACT = 4 * 7e-13  # float64, relative to the largest entry; operators of few keys have the condition 1/ε
+EXACT = 4 * 7e-13  # in float64, relative to the largest entry; the operators of a few keys have the condition 1/ε
 
 
 def build(**options):
     torch.manual_seed(0)
     layer = layers.build("ska", hidden_size=HIDDEN, **{"num_heads": HEADS, "rank": 6, "chunk_size": 3, **options})
     with torch.no_grad():
-        layer.out_proj.weight.normal_()  # it starts at zero
+        layer.out_proj.weight.normal_()  # the output map starts at zero
     return layer.double()
 
 
@@ -29,7 +29,7 @@ def action_mask(batch=2, length=LENGTH):
 
 
 def heads_of(layer, x):
-    """Queries, keys and values as the layer projects them, `[B, T, H, …]`; queries start as the keys."""
+    """Return queries, keys and values of the layer's projections, `[B, T, H, …]`. Queries start as the keys."""
     q, k, v = (p(x).unflatten(-1, (HEADS, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     return q + k if layer.query_init == "key" else q, k, v
 
@@ -44,7 +44,7 @@ def output(layer, q, k, v):
 
 @pytest.mark.parametrize("lift", ["none", "cg"])
 def test_masked_tokens_are_never_written(lift):
-    """As with zero keys and values by hand; their own outputs stay, and are read with their own queries."""
+    """Masked tokens act as if their keys and values were zero. They still have outputs, from their queries."""
     layer, x, mask = build(lift=lift), inputs(), action_mask()
     q, k, v = heads_of(layer, x)
     q, k = (clebsch_gordan(q), clebsch_gordan(k)) if lift == "cg" else (q, k)
@@ -56,8 +56,8 @@ def test_masked_tokens_are_never_written(lift):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float64])
-def test_without_pairs_a_masked_token_might_as_well_be_cut_out(dtype):
-    """Ridge regression does not know the order; the operator M does (its pairs would close the gap)."""
+def test_without_pairs_a_masked_token_equals_a_removed_one(dtype):
+    """Ridge regression does not depend on the order. The operator M does, because a cut would pair other keys."""
     x, mask = inputs(batch=1), action_mask(batch=1)
     given = {"action_mask": mask.to(dtype)}
     ridge, pairs = build(power=0, refresh="token"), build(power=1, refresh="token")
@@ -65,7 +65,7 @@ def test_without_pairs_a_masked_token_might_as_well_be_cut_out(dtype):
     assert (pairs(x, shared=given)[0][mask] - pairs(x[mask].unsqueeze(0))[0][0]).abs().max() > 0.1
 
 
-def test_a_mask_of_ones_is_no_mask_and_one_of_zeros_writes_nothing():
+def test_a_mask_of_ones_changes_nothing_and_one_of_zeros_writes_nothing():
     layer, x = build(), inputs()
     assert_same(layer(x, shared={"action_mask": torch.ones(2, LENGTH)})[0], layer(x)[0])
     y, state = layer(x, shared={"action_mask": torch.zeros(2, LENGTH)})
@@ -75,7 +75,7 @@ def test_a_mask_of_ones_is_no_mask_and_one_of_zeros_writes_nothing():
 
 @pytest.mark.parametrize("refresh", ["chunk", "token"])
 def test_a_masked_sequence_streams_like_the_whole(refresh):
-    """At every cut, and one token at a time, which is the rank-one path for an operator a token."""
+    """Cuts at every place agree, and so do single tokens, which take the rank-one path with an operator a token."""
     layer, x, mask = build(refresh=refresh), inputs(), action_mask()
     whole, last = layer(x, shared={"action_mask": mask})
     for bounds in (*([0, cut, LENGTH] for cut in range(LENGTH + 1)), range(LENGTH + 1)):
@@ -178,7 +178,7 @@ def test_the_lift_by_complex_numbers():
 
 
 def test_turning_pairs_leaves_the_invariants_and_doubles_the_angle_of_the_harmonics():
-    """Theorem B.2 and Eq. 32 of Echo."""
+    """Theorem B.2 and Eq. 32 of Echo hold."""
     x, angles = torch.randn(6, 4, 2, dtype=torch.float64), torch.rand(6, 4, dtype=torch.float64) * 7 - 3.5
 
     def turned(pairs, by):
@@ -195,7 +195,7 @@ def test_turning_pairs_leaves_the_invariants_and_doubles_the_angle_of_the_harmon
 
 
 def test_a_lifted_layer_is_the_op_on_lifted_heads():
-    """Of 2 r / 3 projected numbers; the state has the rank r."""
+    """Keys are lifted from 2 r / 3 projected numbers. The state has the rank r."""
     layer, x = build(rank=9, lift="cg"), inputs()
     q, k, v = heads_of(layer, x)
     assert q.shape[-1] == k.shape[-1] == 6
@@ -233,7 +233,7 @@ def test_a_narrow_layer_is_lifted_in_float32():
     ],
 )
 def test_options_without_meaning(options, message):
-    """When the layer is built, not when it first runs."""
+    """The error comes when the layer is built, not when it first runs."""
     with pytest.raises(ValueError, match=message):
         build(**options)
 

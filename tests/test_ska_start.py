@@ -1,4 +1,4 @@
-"""What an untrained SKA layer recalls: with queries that start as keys, one power of the operator follows a token."""
+"""Recall of an untrained SKA layer whose queries start as keys: with one power, a query recalls the next token."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from halflife.layers import build
 
 
 def read_out(power, query_init, mix="koopman"):
-    """Similarity `[tokens, tokens]`: what token i, asked again at the end, brings back, against the values of all."""
+    """Return `[tokens, tokens]`: the similarity of the answer to token i, asked again at the end, to all values."""
     torch.manual_seed(0)
     size = 24
     layer = build(
         "ska", hidden_size=size, num_heads=1, rank=size, power=power, mix=mix, query_init=query_init, chunk_size=1
     )
-    tokens = torch.linalg.qr(torch.randn(size, size)).Q[:16]  # orthonormal, so that values tell tokens apart
+    tokens = torch.linalg.qr(torch.randn(size, size)).Q[:16]  # orthonormal, so that values are distinct
     with torch.no_grad():
         layer.v_proj.weight.copy_(torch.eye(size))
         layer.out_proj.weight.copy_(torch.eye(size))
@@ -21,24 +21,24 @@ def read_out(power, query_init, mix="koopman"):
     return layer(asked)[0][:, -1].detach() @ tokens.T
 
 
-def test_one_power_brings_back_what_followed():
+def test_one_power_recalls_the_next_token():
     found = read_out(1, "key")
-    assert (found[:-1].argmax(1) == torch.arange(1, 16)).all()  # nothing has followed the last one
+    assert (found[:-1].argmax(1) == torch.arange(1, 16)).all()  # no token follows the last one
     best = found.topk(2).values[:-1]
     assert (best[:, 0] > 50 * best[:, 1].abs()).all()
 
 
-def test_no_power_brings_back_the_token_itself():
+def test_no_power_recalls_the_token_itself():
     assert (read_out(0, "key").argmax(1) == torch.arange(16)).all()
 
 
-def test_two_powers_bring_back_the_token_after_the_next():
+def test_two_powers_recall_the_token_after_the_next():
     assert (read_out(2, "key")[:-2].argmax(1) == torch.arange(2, 16)).all()
 
 
 @pytest.mark.parametrize("power", [0, 1, 2])
-def test_queries_of_their_own_bring_back_nothing_in_particular(power):
-    """The paper's start: the hits of 16 tokens are those of chance."""
+def test_queries_of_the_paper_recall_by_chance(power):
+    """With the paper's initialisation, 16 tokens are recalled no better than by chance."""
     found = read_out(power, "own")
     hits = [(found.argmax(1) == (torch.arange(16) + shift)).sum() for shift in (0, 1, 2)]
     assert max(hits) <= 4

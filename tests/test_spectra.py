@@ -12,7 +12,7 @@ from halflife.report.figures import theory as theory_figures
 from halflife.theory import correlations, spectra
 from halflife.theory.approximation import geometric_rates, linear_rates, taper
 
-EXACT = 4 * 4.5e-16  # four times the worst measured, relative; so are the other multiples of 4
+EXACT = 4 * 4.5e-16  # relative, four times the worst measured error, as all multiples of 4 below
 PAIRS = [(1, 2), (2, 3), (3, 10), (10, 1000)]  # positions t₁ < t₂
 
 
@@ -115,7 +115,7 @@ def test_the_response_as_run_is_the_recurrence_of_the_layer():
     assert torch.allclose(found[:, 1], frozen[:, 1], rtol=0.01)
     assert frozen[0, -1] == pytest.approx(math.exp(-1))
     assert found[0, -1] < 0.1 * frozen[0, -1]
-    # α = 1: (1 − s/t)^r, to the sum in place of the integral.
+    # α = 1: (1 − s/t)^r, up to the difference between the sum and the integral.
     wide = spectra.response_as_run(torch.tensor([2.0, 50.0]), torch.tensor([20_000, 80_000]), 100_000)
     assert wide[0].tolist() == pytest.approx([0.8**2, 0.2**2], rel=1e-4)
 
@@ -176,7 +176,7 @@ def test_energy_of_moving_gates():
     tail = gates.flip(-1).cumprod(-1).flip(-1)  # products from t to the end
     expected = (torch.nn.functional.pad(tail[:, 1:], (0, 1), value=1) ** 2).sum(-1)
     assert torch.allclose(held[:, -1], expected, rtol=EXACT, atol=0)
-    # The mean of n squares of a normal variable misses by √(2/n) of itself.
+    # The mean of n squares of a normal variable has the relative error √(2/n).
     shares = f64(data["simulated"])[:, ::40] / held[:, ::40]
     assert (shares - 1).abs().max() < 4.5 * math.sqrt(2 / 1500)
     theory_figures.energy_growth(data).canvas.draw()

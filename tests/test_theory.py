@@ -228,14 +228,9 @@ def test_what_the_tables_say(made, inputs):
         (["--tokens", "0"], "and a token"),
     ],
 )
-def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(["theory", *SIZES, *arguments])
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert message in shown.err
-    assert len(shown.err.strip().splitlines()) == 1
+    assert message in refused("theory", *SIZES, *arguments)
     assert not list(tmp_path.iterdir())  # nothing is written
 
 

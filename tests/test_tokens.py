@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and those of Hugging Face, behind one protocol."""
+"""Tokenizers of bytes and of Hugging Face, with one protocol."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ TEXT = "λ = e^(−Δ·a), naïve 🙂 <|end|> text\n"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a tiny byte-level BPE tokenizer, made here: <|end|> is id 0, then the bytes, then merges."""
+    """Save a tiny byte-level BPE tokenizer. Id 0 is <|end|>, then come the bytes and the merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def test_characters_appear_when_they_are_whole():
 
 
 def test_a_tokenizer_of_hugging_face(saved):
-    """Its ids are those of the library below it, which has no idea of ours."""
+    """The ids are those of the `tokenizers` library."""
     from tokenizers import Tokenizer
 
     tokenizer = load_tokenizer(saved)
@@ -73,7 +73,7 @@ def test_a_tokenizer_of_hugging_face(saved):
 
 def test_text_makes_no_special_token(saved):
     tokenizer = load_tokenizer(saved)
-    assert 0 in tokenizer.tokenizer("<|end|>")["input_ids"]  # as Hugging Face reads it
+    assert 0 in tokenizer.tokenizer("<|end|>")["input_ids"]  # as Hugging Face reads special tokens
     assert 0 not in tokenizer.encode(TEXT)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
@@ -88,7 +88,7 @@ def test_the_fingerprint_follows_the_tokenizer(saved, tmp_path):
     assert tokenizer.fingerprint() == load_tokenizer(str(saved)).fingerprint()
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert load_tokenizer(tmp_path).fingerprint() == tokenizer.fingerprint()  # wherever it lies
+    assert load_tokenizer(tmp_path).fingerprint() == tokenizer.fingerprint()  # in any folder
     changed = (saved / "tokenizer.json").read_text().replace('"use_regex": true', '"use_regex": false', 1)
     assert changed != (saved / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(changed)

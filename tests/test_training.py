@@ -1,4 +1,4 @@
-"""Runs and sweeps, for real: same numbers from the same seed, interrupted or not, killed or not."""
+"""Runs and sweeps in files and processes: the same seed gives the same numbers, after interruptions and kills too."""
 
 import csv
 import dataclasses
@@ -55,7 +55,7 @@ def run(config, folder):
 
 
 def comparable(folder):
-    """What must be the same however often a run was interrupted: all but the time that it took."""
+    """Return all numbers that must not depend on interruptions. Times are left out."""
     result = json.loads((folder / "result.json").read_text())
     result.pop("tokens_per_second")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def comparable(folder):
 
 
 class Interrupt(TrainerCallback):
-    """Ctrl-C after a step."""
+    """Interrupt a run after a step, as Ctrl-C does."""
 
     def __init__(self, step):
         self.step = step
@@ -89,7 +89,7 @@ def test_a_run_writes_what_it_did(tmp_path):
     spectrum = json.loads((tmp_path / "spectrum.json").read_text())
     assert spectrum["channels"] == "heads"
     assert spectrum["layers"][0]["init"]["timescales"]["1"] == pytest.approx([16, 1])
-    # The saved model is the one that was tested.
+    # The saved model is the tested one.
     again = accuracy(checkpoint.load(tmp_path), tasks.build(**TASK), split="test", seed=0, num_examples=32)
     assert again == result["tests"][0]["accuracy"]
     assert run(tiny(), tmp_path) == result
@@ -97,7 +97,7 @@ def test_a_run_writes_what_it_did(tmp_path):
 
 def test_same_seed_same_numbers_other_seed_others(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        torch.manual_seed(len(name) + seed)  # what was drawn before must not matter
+        torch.manual_seed(len(name) + seed)  # earlier draws must not matter
         run(tiny(seed=seed), tmp_path / name)
     assert comparable(tmp_path / "a") == comparable(tmp_path / "b")
     assert comparable(tmp_path / "a")[1] != comparable(tmp_path / "c")[1]
@@ -119,7 +119,7 @@ def test_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch, step
     assert not (tmp_path / "cut" / "result.json").exists()
     monkeypatch.undo()
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1')  # what a killed process can leave
+        file.write('{"step": 1')  # a half line, as a killed process may leave it
     run(tiny(), tmp_path / "cut")
     assert comparable(tmp_path / "cut") == comparable(tmp_path / "whole")
     assert not (tmp_path / "cut" / "checkpoints").exists()
@@ -137,7 +137,7 @@ def test_half_a_checkpoint_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "sums"])
-def test_a_damaged_checkpoint_is_warned_of_and_passed_over(tmp_path, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     for step in (4, 8):
         folder = tmp_path / f"checkpoint-{step}"
         (folder / "shard").mkdir(parents=True)
@@ -188,7 +188,7 @@ def test_a_mixture_shares_every_batch_and_its_lengths_take_turns():
     stream = TaskStream([mixed], steps=8, batch_size=5, seed=0)
     shapes = [tuple(batch["input_ids"].shape) for batch in (stream[i] for i in range(8))]
     assert shapes == [(5, 16), (5, 24)] * 4
-    # Only sysprompt begins with BOS: of the five examples the tasks have two and three, in turn.
+    # Only sysprompt begins with BOS. Of five examples, the tasks have two and three in turn.
     counts = [(stream[i]["input_ids"][:, 0] == BOS).sum().item() for i in range(8)]
     assert sorted(counts[:2] + counts[2:4]) == [2, 2, 3, 3]
     assert sum(counts) == 20
@@ -218,7 +218,7 @@ def test_accuracy_is_that_of_a_token_loop():
 
 
 def test_an_answer_of_several_characters_counts_as_a_whole():
-    """A model that always says "4": right in about one of ten digits, and in one of 100 answers."""
+    """A model that always says "4" is right in about one of ten digits, and in one of 100 answers."""
     task = tasks.build("toolcalling", length=400, min_calls=10, max_calls=30)
     model = LanguageModel(dataclasses.replace(tiny().model, vocab_size=128))
     model.logits = lambda hidden: torch.nn.functional.one_hot(torch.full(hidden.shape[:-1], ord("4")), 128)
@@ -278,7 +278,7 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
         f"compare.run_comparison(Path({str(killed)!r}), show=False)"
     )
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stderr=subprocess.DEVNULL)
-    # Killed as soon as the first checkpoint stands, or later, as the machine has it.
+    # The process is killed once the first checkpoint exists.
     deadline = time.monotonic() + 120
     while (
         not list(killed.glob("*/*/checkpoints/*/complete")) and time.monotonic() < deadline and process.poll() is None
@@ -330,7 +330,7 @@ def test_every_scale_configures_every_model(task, scale):
     experiment = EXPERIMENTS[task]()
     settings = experiment.scales[scale]
     presets = ("mamba2", "mamba2+post", "gated_deltanet", "retnet", "gla", "gla+post", "simple", "llama")
-    on_text = experiment.measure == "loss"  # its models are variants, not presets
+    on_text = experiment.measure == "loss"  # its models are variants and no presets
     for model in (*experiment.models, *(() if on_text else presets)):
         for rate in experiment.learning_rates(model, scale):
             config = experiment.configure(settings, Cell(model, rate, 0))

@@ -27,9 +27,9 @@ OP = {"linear": "linear_attention", "delta": "delta_rule"}
 MODES = ("none", "scalar", "gate_rank")
 SCALE = 0.3
 
-# The worst errors measured over this file's cases (interpreted), relative to the largest entry of a tensor; four times
-# that is allowed. The narrow formats round the weighted operands of products once more than their inputs, bfloat16 by
-# truncation in the interpreter. The worst of the delta rule in float32 is the same key again and again.
+# The worst errors measured over this file's cases (interpreted), relative to the largest entry of a tensor. Four times
+# that is allowed. bfloat16 and float16 also round the weighted operands of products, bfloat16 by truncation in the
+# interpreter. The worst case of the delta rule in float32 is the repetition of one key.
 WORST = {
     "linear": {torch.float32: 9.0e-7, torch.bfloat16: 8.8e-3, torch.float16: 5.2e-4},
     "delta": {torch.float32: 1.9e-6, torch.bfloat16: 7e-3, torch.float16: 3.3e-4},
@@ -37,7 +37,7 @@ WORST = {
 
 
 def inputs(update, mode, length, *, batch=1, heads=1, key=16, value=16, sequences=None, slow=None, fast=None):
-    """Arguments of a kernel in float64; `slow` and `fast` change the moderate log-decays in place."""
+    """Return arguments of a kernel in float64; `slow` and `fast` change the moderate log-decays in place."""
     draw = generator(update, mode, length, batch, heads, key, value)
 
     def randn(*shape):
@@ -47,7 +47,7 @@ def inputs(update, mode, length, *, batch=1, heads=1, key=16, value=16, sequence
     arguments = {name: randn(*shape, size) for name, size in (("q", key), ("k", key), ("v", value))}
     if update == "delta":
         arguments["k"] = F.normalize(arguments["k"], dim=-1)
-        arguments["beta"] = 2 * randn(*shape).sigmoid()  # above 1: negative eigenvalues
+        arguments["beta"] = 2 * randn(*shape).sigmoid()  # values above 1 give negative eigenvalues
     rows = 2 * key if mode == "gate_rank" else key
     arguments["initial_state"] = randn(sequences or batch, heads, rows, value)
     if mode != "none":
@@ -58,14 +58,14 @@ def inputs(update, mode, length, *, batch=1, heads=1, key=16, value=16, sequence
 
 
 def chosen(change, moderate):
-    """`moderate` log-decays `[B, T, H]`, after `change` has changed them in place."""
+    """Return `moderate` log-decays `[B, T, H]` after `change` has changed them in place."""
     if change is not None:
         change(moderate)
     return moderate
 
 
 def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, cu_seqlens=None):
-    """The definition in float64, token by token, sequence by sequence."""
+    """Compute the definition in float64, token by token, for each sequence."""
     outputs, states = [], []
     for row, tokens in enumerate(slices(cu_seqlens or [0, q.shape[1]])):
         state = initial_state[row : row + 1] if cu_seqlens else initial_state
@@ -87,17 +87,17 @@ def token_loop(q, k, v, initial_state=None, beta=None, g=None, g_slow=None, cu_s
 
 
 def in_dtype(arguments, dtype):
-    """q, k, v and beta in `dtype`, states and log-decays in float32."""
+    """Convert q, k, v and beta to `dtype`, states and log-decays to float32."""
     return {name: x.to(dtype if name in ("q", "k", "v", "beta") else torch.float32) for name, x in arguments.items()}
 
 
 def single(update, mode, length, **options):
-    """The arguments in float32."""
+    """Convert the arguments to float32."""
     return in_dtype(inputs(update, mode, length, **options), torch.float32)
 
 
 def run(update, arguments, cu_seqlens=None, chunk_size=64):
-    """The kernels' outputs and gradients of these arguments."""
+    """Return the kernels' outputs and gradients for these arguments."""
     arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     op = "gate_rank" if "g_slow" in arguments else OP[update]
@@ -106,13 +106,13 @@ def run(update, arguments, cu_seqlens=None, chunk_size=64):
 
 
 def expected(arguments, cu_seqlens=None):
-    """The token loop's outputs and gradients of these arguments, in float64."""
+    """Return the token loop's outputs and gradients for these arguments, in float64."""
     arguments = leaves({name: x.double() for name, x in arguments.items()})
     return with_grads(token_loop(**arguments, cu_seqlens=cu_seqlens), arguments)
 
 
 def check(update, arguments, dtype=torch.float32, cu_seqlens=None, chunk_size=64):
-    """Compare the kernels with the token loop, and return what they gave."""
+    """Compare the kernels with the token loop, and return the kernels' results."""
     arguments = in_dtype(arguments, dtype)
     got = run(update, arguments, cu_seqlens, chunk_size)
     assert got["state"].dtype == got["dinitial_state"].dtype == torch.float32
@@ -139,7 +139,7 @@ def test_lengths(update, mode, length):
     update=RUN, mode=MODES, form=[(torch.bfloat16, 70), (torch.float16, 64), (torch.bfloat16, 130), (torch.float16, 1)]
 )
 def test_narrow_inputs(update, mode, form):
-    """In chunks of 64, where float32 has 32."""
+    """Chunks have 64 tokens here, and 32 in float32."""
     dtype, length = form
     check(update, inputs(update, mode, length, key=24, value=32), dtype)
 
@@ -155,7 +155,7 @@ def test_narrow_log_decays(update):
 
 @crossed(strength=1, update=RUN, form=[("none", 64, 17), ("scalar", 24, 80), ("scalar", 80, 24), ("gate_rank", 80, 24)])
 def test_head_sizes(update, form):
-    """Padded in a block, and in more blocks than one."""
+    """Head sizes are padded within a block, or fill more than one block."""
     mode, key, value = form
     check(update, inputs(update, mode, 37, key=key, value=value))
 
@@ -167,7 +167,7 @@ def test_large_heads(update):
 
 @crossed(strength=1, update=RUN, chunk_size=[1, 31])
 def test_chunk_sizes(update, chunk_size):
-    """Rounded to 16, where 40 tokens have chunks of 32."""
+    """A chunk size is rounded up to a size of the kernels."""
     check(update, inputs(update, "gate_rank", 40), chunk_size=chunk_size)
 
 
@@ -181,7 +181,7 @@ def test_many_heads_and_sequences(update):
 
 @crossed(strength=1, update=RUN, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
 def test_packed(update, mode, bounds):
-    """A boundary inside a chunk; empty sequences, first, last and between, keep their states."""
+    """One boundary is inside a chunk. Empty sequences at the start, between and at the end keep their states."""
     arguments = inputs(update, mode, bounds[-1], sequences=len(bounds) - 1)
     got = check(update, arguments, cu_seqlens=bounds)
     for row, tokens in enumerate(slices(bounds)):
@@ -200,7 +200,7 @@ def test_no_initial_state_is_zeros(update, mode):
 
 @crossed(strength=1, update=RUN, mode=["none", "gate_rank"])
 def test_cut_equals_uncut(update, mode):
-    """A sequence continued from its state."""
+    """The second piece of a sequence continues from the state of the first."""
     arguments = single(update, mode, 40)
     whole = run(update, arguments)
     state, outputs = arguments["initial_state"], []
@@ -214,7 +214,7 @@ def test_cut_equals_uncut(update, mode):
 
 @crossed(strength=1, update=RUN, mode=["none", "gate_rank"])
 def test_nothing_flows_backwards(update, mode):
-    """To the bit: other tokens and gates after t, the same outputs up to t."""
+    """Other tokens and gates after t change no bit of the outputs up to t."""
     arguments = single(update, mode, 40)
     changed = {name: x.clone() for name, x in arguments.items()}
     for name, x in changed.items():
@@ -224,7 +224,7 @@ def test_nothing_flows_backwards(update, mode):
 
 
 def test_chunk_table():
-    """Of packed sequences there may be more chunks than needed, all without tokens."""
+    """Packed sequences may have more chunks than needed, which contain no tokens."""
     q = torch.empty(1, 71, 1, 16)
     chunks = make_chunks(q, 32, torch.tensor([0, 5, 5, 38, 71]))
     used = chunks.chunks[chunks.chunks[:, 1] > 0].tolist()
@@ -239,7 +239,7 @@ def test_chunk_table():
 
 
 def at(*steps):
-    """Resets at these steps, and nowhere else."""
+    """Return a change that sets resets at these steps only."""
 
     def change(g):
         g.zero_()
@@ -253,7 +253,7 @@ def everywhere(value):
 
 
 def strong(value):
-    """Every seventh step forgets all but e^value."""
+    """Return a change in which every seventh step forgets all but e^value."""
 
     def change(g):
         g[:, ::7] = value
@@ -262,7 +262,7 @@ def strong(value):
 
 
 def slow_after_resets(g):
-    """A run of full resets, then log-decays of −0.01: their sums differ by what float32 would lose beside −2,000."""
+    """After a run of full resets come log-decays of −0.01, which float32 would lose in a sum of −2,000."""
     g[:, :20] = -1000
     g[:, 20:] = -0.01
 
@@ -303,7 +303,7 @@ def test_decays_of_both_states():
 
 @crossed(strength=1, update=RUN, name=["g_slow", "g"], floor=[-1000.0, -torch.inf])
 def test_a_full_reset_has_no_gradient(update, name, floor):
-    """Exactly: not the rounding that is left where terms of other steps cancel."""
+    """It is exactly 0, without the rounding error of terms that cancel."""
     state = "slow" if name == "g_slow" else "fast"
     arguments = single(update, "gate_rank", 40, **{state: strong(floor)})
     gradient, gates = run(update, arguments)[f"d{name}"], arguments[name]
@@ -321,7 +321,7 @@ def test_without_a_reset_the_slow_log_decay_has_no_gradient(update):
 
 @each_update
 def test_without_resets_it_is_its_base(update):
-    """With nothing in the slow state, to which nothing comes."""
+    """The slow state is empty and stays empty."""
     arguments = single(update, "gate_rank", 40, slow=everywhere(0.0))
     fast, slow = arguments["initial_state"].chunk(2, -2)
     slow.zero_()
@@ -360,7 +360,7 @@ def test_strength_of_zero_writes_nothing(mode):
 
 @pytest.mark.parametrize("strength", [1.0, 2.0])
 def test_the_same_key_again_and_again(strength):
-    """The worst that a system can be: every token overlaps fully with every other."""
+    """This is the worst system: every token overlaps fully with every other."""
     arguments = inputs("delta", "none", 70)
     arguments["k"] = arguments["k"][:, :1].expand(-1, 70, -1, -1).clone()
     arguments["beta"].fill_(strength)
@@ -369,7 +369,7 @@ def test_the_same_key_again_and_again(strength):
 
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_inverse(size):
-    """In float32, whatever the inputs' dtype: (I + L)⁻¹ of a chunk without decay, L_ij = β_i k_i · k_j for j < i."""
+    """(I + L)⁻¹ of a chunk without decay is exact in float32, with L_ij = β_i k_i · k_j for j < i."""
     arguments = in_dtype(inputs("delta", "none", size), torch.bfloat16)
     k, v, beta = (arguments[name].to(DEVICE) for name in ("k", "v", "beta"))
     got = systems.solve(k, v, beta, (None, None), make_chunks(k, 64, None), keep=True).inverse[0, :, 0].cpu()

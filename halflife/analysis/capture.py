@@ -29,7 +29,7 @@ TakeDecay = Callable[[int, Tensor], object]
 
 @dataclass(frozen=True)
 class KoopmanReading:
-    """What a layer of spectral Koopman attention (SKA) holds after one forward pass.
+    """The state of a layer of spectral Koopman attention (SKA) after one forward pass, and its settings.
 
     Attributes:
         state: the layer's state, which contains the statistics of the committed tokens, `[B, H, …]` each.

@@ -40,7 +40,7 @@ MAX_READ = 512  # tokens that are read in one call
 
 @dataclass(frozen=True)
 class HeadFading(Record):
-    """How one state of one head fades.
+    """The fading of one state of one head.
 
     Attributes:
         layer: the index of the layer, from 0.
@@ -61,7 +61,7 @@ class HeadFading(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Record):
-    """What a model is forecast to recall.
+    """The forecast recall of a model.
 
     Attributes:
         lags: L, in tokens, ascending.
@@ -97,7 +97,7 @@ def measure_recall(
             fillers, without decoys.
         lags: L, ascending, from 0.
         examples: the number of sequences. Each is asked for all of its pairs, one at a time, at every lag.
-        seed: of the sequences.
+        seed: the seed of the sequences.
 
     Returns:
         One accuracy for each lag.

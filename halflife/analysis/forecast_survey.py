@@ -1,4 +1,4 @@
-"""For many trained models: how far each is forecast to remember, and how far it does remember."""
+"""Forecasts of how far many trained models remember, and measurements of the same."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class LayerOperators(Record):
         power, ridge: the filter's power K, and ε.
         chunk_size: the tokens of a chunk, 1 if the operator is refreshed at every token.
         retries: the number of operators whose factorisation was repeated with a larger ridge while reading.
-        state_floats: the numbers in the state of a head, see `koopman.state_size`.
+        state_size: the numbers in the state of a head, see `koopman.state_size`.
         crossover: the length in tokens beyond which a cache of keys and values is larger than this state.
         heads: one entry for each head.
     """
@@ -93,7 +93,7 @@ class LayerOperators(Record):
     ridge: float
     chunk_size: int
     retries: int
-    state_floats: int
+    state_size: int
     crossover: float
     heads: list[HeadOperator]
 
@@ -157,7 +157,7 @@ def _summarise(layer: int, mixer: SKALayer, statistics: list[_Statistics]) -> La
     return LayerOperators(
         layer=layer, tokens=statistics[0].tokens, rank=rank, width=width, power=options["power"],
         ridge=options["ridge"], chunk_size=chunk_size, retries=sum(one.retries for one in statistics),
-        state_floats=koopman.state_size(rank, width, chunk_size), crossover=koopman.crossover(rank, width, chunk_size),
+        state_size=koopman.state_size(rank, width, chunk_size), crossover=koopman.crossover(rank, width, chunk_size),
         heads=[
             HeadOperator(head=h, **{name: x[h].item() for name, x in numbers.items()}, eigenvalues=first[h])
             for h in range(mixer.num_heads)

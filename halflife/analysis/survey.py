@@ -21,7 +21,7 @@ from halflife.models.load import checkpoints, load_any
 
 @dataclass(frozen=True)
 class ModelMeasurement(Record):
-    """What was measured inside one model.
+    """The measurements inside one model.
 
     Attributes:
         model: the model's label.
@@ -44,7 +44,7 @@ class ModelMeasurement(Record):
 
 @dataclass(frozen=True)
 class ModelMeasurements(Record):
-    """What was measured inside several models.
+    """The measurements inside several models.
 
     Attributes:
         text: the files that were read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Iterable
 from functools import reduce
@@ -18,6 +19,7 @@ DESCRIPTION = """How linear recurrent sequence models remember and forget.
 examples:
   halflife list
   halflife info
+  halflife build
   halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
   halflife compare --experiment echo-mqar --scale small --seeds 3
   halflife compare --resume runs/20260101-120000-mqar-smoke
@@ -35,8 +37,8 @@ examples:
 
 # Name of a command → module of `halflife.cli` and class. A command's module is imported when the command is typed.
 COMMANDS = {
-    "list": "about.List", "info": "about.Info", "compare": "compare.Compare", "train": "train.Train",
-    "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
+    "list": "about.List", "info": "about.Info", "build": "about.Build", "compare": "compare.Compare",
+    "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
     "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert",
 }  # fmt: skip
@@ -47,19 +49,29 @@ NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
     "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
 }  # fmt: skip
+BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback."""
+    """Run the command. Wrong input ends with one line on stderr and exit code 2, not with a traceback.
+
+    If the reader of its output ends early, as `head` does, the command ends with exit code 141 and no message.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments == ["--version"]:
         print(f"halflife {__version__}")
         return
     try:
-        arguments = _import_extensions(arguments)
-        command = read_command(arguments)
-        require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
-        command.run()
+        try:
+            arguments = _import_extensions(arguments)
+            command = read_command(arguments)
+            require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
+            command.run()
+        finally:
+            sys.stdout.flush()  # here, because Python reports an error at its exit
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        raise SystemExit(BROKEN_PIPE) from None
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
         print(f"halflife: {_say(error)}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,7 +1,8 @@
-"""`halflife list` and `halflife info`."""
+"""`halflife list`, `halflife info` and `halflife build`."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -46,3 +47,25 @@ class Info:
         print(f"\n{report}")
         if not report.ok:
             raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class Build:
+    """Compile the native kernels of the ops for this CPU, once, and check them. Everything works without them, slower.
+
+    examples:
+      halflife build
+      CXX=clang++ halflife build --force
+    """
+
+    force: bool = False
+    """Compile again, even if the kernels are there."""
+
+    def run(self) -> None:
+        from halflife.ops.backends.native.build import CannotBuild, build
+
+        try:
+            build(self.force, report=lambda line: print(line, flush=True))
+        except CannotBuild as error:
+            print(f"halflife: {error}\nThe ops run without native kernels, by their chunked form.", file=sys.stderr)
+            raise SystemExit(1) from None

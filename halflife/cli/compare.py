@@ -130,7 +130,7 @@ class Compare:
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.report.tables.comparison import print_comparison
-        from halflife.runs.folder import SUMMARY_MD
+        from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
         from halflife.runs.pool import make_runner
 
         runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
@@ -148,7 +148,7 @@ class Compare:
             print((folder / SUMMARY_MD).read_text(encoding="utf-8"))
         else:
             print_comparison(rows)
-            print(f"report: {folder / 'report.html'}")
+        print(f"report: {folder / REPORT_HTML}")
 
     def _create(self) -> Path:
         from halflife.experiments import ExperimentSettings, compare

@@ -63,7 +63,7 @@ def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Comman
     """Return the command after its `--set` entries that are options of the command, and the other entries by name.
 
     Args:
-        command: with the entries in `command.set`.
+        command: the command, with the entries in `command.set`.
         options: names of overrides that are options of the command, and the names of those options.
     """
     from halflife.experiments.overrides import parse_overrides

@@ -22,9 +22,9 @@ class TokenFiles:
     """The tokens of a split and the offsets of its documents, memory-mapped at the first access.
 
     Args:
-        folder: of the cache, see `halflife.data.store`.
+        folder: the folder of the cache, see `halflife.data.store`.
         split: name of the split.
-        dtype: of the tokens.
+        dtype: the dtype of the tokens.
         documents: the number of documents, if only the first ones of the files are meant; None for all.
     """
 
@@ -67,10 +67,10 @@ class Batches(Dataset[dict[str, Tensor]]):
       and the first token of a document is predicted from the document before.
 
     Args:
-        files: of the split.
+        files: the token files of the split.
         batch_size: rows of a batch, over all ranks.
         context: tokens of a row.
-        seed: of the order of the rows.
+        seed: determines the order of the rows.
         mode: "packed" or "concatenated".
         rank, world_size: the part of each batch that is returned. The parts of all ranks, in order, form the batch.
         steps: number of batches; None for one epoch.

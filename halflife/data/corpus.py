@@ -45,7 +45,7 @@ class CorpusConfig:
         strict: whether bytes that are not UTF-8 are an error for tokenizers of characters; otherwise a warning counts
             them.
         cache_dir: folder of the cached tokens; None for `$HALFLIFE_CACHE`, or `~/.cache/halflife`.
-        seed: of the order of batches.
+        seed: determines the order of batches.
         tokens: training tokens that are wanted. Of a data set of the hub only as much is read; files are read whole.
             None reads data sets whole, too.
         weights: the share of each source among the training rows (they need not sum to 1). Without weights the sources
@@ -152,7 +152,7 @@ class Corpus:
 
     Attributes:
         digest: SHA-256 of the text, the tokenizer and the splits.
-        tokenizer: of the corpus.
+        tokenizer: the tokenizer of the corpus.
         tokens, bytes, documents: their numbers over all splits.
     """
 
@@ -173,7 +173,7 @@ class Corpus:
         about the text is raised before anything is written.
 
         Args:
-            config: of the corpus.
+            config: the configuration of the corpus.
             show: whether to draw a progress bar.
 
         Raises:

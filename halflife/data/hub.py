@@ -29,8 +29,8 @@ class HubSource:
     Attributes:
         name: "owner/name".
         revision: a commit, branch or tag. A full commit (40 hexadecimal digits) that is cached needs no network.
-        configuration: of the data set; None for its default.
-        split: of the data set.
+        configuration: the configuration of the data set; None for its default.
+        split: the split of the data set.
         rows: the number of rows to take from the start of the split; None for all.
     """
 

@@ -24,7 +24,7 @@ class SplitSettings:
     """The settings that the tokens of a corpus depend on.
 
     Attributes:
-        tokenizer: of the text.
+        tokenizer: the tokenizer of the text.
         field: the field of the text in records.
         fractions: shares of the documents for validation and test.
         strict: whether bytes that are not UTF-8 are an error, for a tokenizer of characters.

@@ -136,7 +136,7 @@ def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dic
     """The index of the cache `folder`. The cache is made if it is missing or damaged.
 
     Args:
-        folder: of the cache.
+        folder: the folder of the cache.
         key: digest of the corpus.
         make: writes the files into a new folder and returns the index without its checksum.
     """

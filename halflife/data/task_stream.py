@@ -22,7 +22,7 @@ class TaskStream(Dataset[dict[str, Tensor]]):
         stages: the curriculum, one mixture of tasks per stage; all stages have equally many steps.
         steps: number of batches.
         batch_size: examples of a batch.
-        seed: of the run.
+        seed: the seed of the run.
     """
 
     def __init__(self, stages: Sequence[Sequence[Task]], steps: int, batch_size: int, seed: int) -> None:

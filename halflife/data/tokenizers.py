@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
     """A tokenizer of transformers.
 
     Args:
-        tokenizer: from `AutoTokenizer.from_pretrained`.
+        tokenizer: the result of `AutoTokenizer.from_pretrained`.
         name: on the hub, or a folder.
     """
 
@@ -244,7 +244,7 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
     """The token ids `[N]` of the joined text of files.
 
     Args:
-        files: of the text; `.gz` files are decompressed.
+        files: the files of the text; `.gz` files are decompressed.
         tokenizer: name or folder of a tokenizer of transformers, whose ids are int64; None for bytes, uint8.
 
     Raises:
@@ -273,7 +273,7 @@ def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
     """Evenly spaced pieces of a text that do not overlap: `[B, T]` with B ≤ `sequences` and T = min(length, N).
 
     Args:
-        ids: of the text, `[N]`.
+        ids: the token ids of the text, `[N]`.
         length: tokens of a piece.
         sequences: the largest number of pieces.
 

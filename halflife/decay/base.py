@@ -93,7 +93,7 @@ class Decay(Float32Module):
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, for streaming: return `(g, state)`. Only a `stateful` decay has a state."""
+        """Return `(g, state)` for streaming, with g of `forward`. Only a `stateful` decay has a state."""
         return self(f, position=position), None
 
     def step_size(self, f: Tensor) -> Tensor:

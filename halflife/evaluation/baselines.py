@@ -85,7 +85,7 @@ class KneserNey:
         grams, counts = np.unique(_ngrams(documents, self.order), return_counts=True)
         self._levels = [_make_level(grams, counts)]
         for length in range(self.order - 1, 0, -1):
-            # Each different longer n-gram counts once, whatever its frequency.
+            # Each different longer n-gram counts once, at any frequency.
             grams, counts = np.unique(grams % BASE**length, return_counts=True)
             self._levels.insert(0, _make_level(grams, counts))
         return self

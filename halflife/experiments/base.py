@@ -24,9 +24,9 @@ class ExperimentSettings:
     """The sizes of an experiment and its training recipe. Subclasses add settings of their experiment.
 
     Attributes:
-        hidden_size, num_layers, num_heads: of every model.
+        hidden_size, num_layers, num_heads: sizes of every model.
         train_length: T, tokens of a training sequence.
-        steps, batch_size: of training.
+        steps, batch_size: training steps, and sequences per step.
         weight_decay, warmup, schedule, bf16: see `TrainConfig`.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
@@ -80,7 +80,7 @@ def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:
     """The configuration of a run with the user's options applied. The configuration of every cell passes through here.
 
     Args:
-        config: as the experiment builds it.
+        config: the configuration that the experiment builds.
         overrides: dotted name → value, such as `{"mixer.power": 2, "training.weight_decay": 0.0}`.
 
     Raises:
@@ -90,7 +90,7 @@ def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 class Experiment:
-    """What is trained and tested, at its scales. The docstring of a subclass names the paper or the question.
+    """Training runs and tests at several scales. The docstring of a subclass names the paper or the question.
 
     Attributes:
         scales: scale → settings.

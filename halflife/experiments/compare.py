@@ -44,7 +44,7 @@ def create_comparison(
         settings: settings of the experiment that replace those of the scale.
         overrides: options of every run by their dotted names (see `experiments.base.resolve`).
         output: the folder; None for `runs/<time>-<name>`.
-        name: of that folder; None for the task or experiment and the scale.
+        name: the name of that folder; None for the task or experiment and the scale.
         command: the command line that the report shows.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The Decay paper's grid (Tables 2–4): one block, one budget, every way to decay, on text."""
+"""The Decay paper's grid (Tables 2–4): every decay in one block, on text, with the same budget."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings
-from halflife.experiments.decay_findings import losses_and_findings
-from halflife.files import CONFIG_JSON, read_json, write_json, write_text
+from halflife.experiments.decay_findings import finding_sentences, losses_and_findings
+from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.runs.folder import RESULTS_JSON, SUMMARY_MD
+from halflife.runs.folder import RESULTS_JSON
 from halflife.runs.language_run import LanguageConfig
 from halflife.runs.sweep import Cell
 
@@ -27,8 +27,8 @@ class Variant:
 
     Attributes:
         paper: the paper's loss with 160M parameters, nats per token; None where it gives none.
-        options: of the mixer, which set how the block decays.
-        preset: the block.
+        options: options of the mixer, which select its decay.
+        preset: the preset of the block.
     """
 
     paper: float | None
@@ -155,7 +155,7 @@ class DecayDesign(Experiment):
         return {"smoke": (3e-3,), "small": (2e-3,), "paper": (3e-4,)}[scale]
 
     def settings_at(self, scale: str, changes: Mapping[str, Any]) -> DecayDesignSettings:
-        """As the base class; opens the text, whose digest every run checks."""
+        """Return what the base class returns, with the text and its digest, which every run checks."""
         settings = super().settings_at(scale, changes)
         assert isinstance(settings, DecayDesignSettings)
         corpus = Corpus.open(settings.corpus(), show=False)
@@ -186,15 +186,12 @@ class DecayDesign(Experiment):
         return losses_and_findings(results_by_seed(rows), papers, describe(settings))
 
     def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write `summary.md`, and `results.json` with the figure that is drawn from it."""
-        from halflife.report.figures.decays import against_paper
-        from halflife.report.figures.matplotlib_renderer import save
-
+        """Write `results.json`, then the report of the base class, which reads this file."""
         results = results_by_seed(rows)
-        data = {"results": results, "paper": {name: VARIANTS[name].paper for name in results}}
+        papers = {name: VARIANTS[name].paper for name in results}
+        data = {"results": results, "paper": papers, "findings": finding_sentences(results)}
         write_json(folder / RESULTS_JSON, data)
-        write_text(folder / SUMMARY_MD, self.summary(folder, rows))
-        save(against_paper(data), folder, "results")
+        super().write_report(folder, rows)
 
 
 def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:

@@ -91,11 +91,26 @@ def losses_and_findings(results: Results, papers: Papers, setting: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def finding_sentences(results: Results) -> list[str]:
+    """Return a sentence for each finding with results: in how many comparisons it holds here."""
+    sentences = []
+    for finding in FINDINGS:
+        compared = [differences for pair in finding.pairs if (differences := _differences(pair, results))]
+        if compared:
+            held = sum(verdict(differences, finding.equal) == "yes" for differences in compared)
+            sentences.append(f"The finding “{finding.statement}” holds here in {held} of {len(compared)} comparisons.")
+    return sentences
+
+
+def _differences(pair: tuple[str, str], results: Results) -> list[float]:
+    """The loss of the second variant minus that of the first, for each seed that both have."""
+    first, second = (results.get(name, {}) for name in pair)
+    return [second[seed]["test"] - first[seed]["test"] for seed in first if seed in second]
+
+
 def _compared(finding: Finding, pair: tuple[str, str], results: Results, papers: Papers) -> str:
     """A row of the table of findings; "" if a variant of the pair has no result."""
-    first, second = (results.get(name, {}) for name in pair)
-    differences = [second[seed]["test"] - first[seed]["test"] for seed in first if seed in second]
-    if not differences:
+    if not (differences := _differences(pair, results)):
         return ""
     before, after = (papers[name] for name in pair)
     paper = None if before is None or after is None else after - before

@@ -103,7 +103,7 @@ class EchoMQARSettings(MQARSettings):
     """The settings of MQAR with SKA.
 
     Attributes:
-        rank: of the SKA layers.
+        rank: the rank of the SKA layers.
         ska_chunk: tokens of a chunk of the SKA layers.
     """
 

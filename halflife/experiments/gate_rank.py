@@ -60,8 +60,8 @@ class S5Settings(TaskSettings):
     """The settings of state tracking.
 
     Attributes:
-        group, words: of the task s5.
-        lengths: of the tests.
+        group, words: settings of the task s5.
+        lengths: the lengths of the tests, in tokens.
     """
 
     group: str = "s5"

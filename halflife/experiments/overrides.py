@@ -79,7 +79,7 @@ def apply_overrides(config: Config, overrides: Mapping[str, Any], *, skip_absent
     """Return the run `config` with the options of `overrides` replaced.
 
     Args:
-        config: of a run on tasks or on text.
+        config: the configuration of a run on tasks or on text.
         overrides: `group.option` → value, with a group of `GROUPS`. Groups are set in that order, so that
             `decay.tau` belongs to the decay that `mixer.decay` names.
         skip_absent_parts: leave out the options of a part (`PARTS`) that the model does not have, as for the baselines

@@ -20,8 +20,8 @@ class RecallSettings(TaskSettings):
     """The settings of an experiment on mixtures. All `pairs` are trained on at once.
 
     Attributes:
-        tasks: to train on, `name` or `name:tier`.
-        test_tasks: to test on.
+        tasks: the tasks to train on, `name` or `name:tier`.
+        test_tasks: the tasks to test on.
         lengths, test_pairs: the grid of each test. Cells that do not fit a task are left out.
         warm_length: length of the sequences in the first half of the steps; 0 for no such stage.
         warm_pairs: numbers of pairs in the first half; empty for `pairs`.
@@ -149,7 +149,7 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     Args:
         name: a preset.
         settings: sizes.
-        **options: of the hybrid layers; the defaults are rank 24 and the chunk of the settings.
+        **options: options of the hybrid layers; the defaults are rank 24 and the chunk of the settings.
     """
     base = name.split("+")[0]
     state = {"mamba2": {"state_size": 16, "num_groups": settings.num_heads}, "mamba3": {"state_size": 16}}.get(base, {})

@@ -39,7 +39,7 @@ def configure(
     """The configuration of a run that trains the preset `name` on `tokens` tokens of `corpus`.
 
     Args:
-        name: of the preset.
+        name: the name of the preset.
         corpus: the opened text.
         tokens: number of training tokens, rounded up to whole batches.
         batch_size: rows of a batch, of `context` tokens each.

@@ -149,7 +149,7 @@ class SKA(Mixer):
         attention_mask: Tensor | None = None,
         shared: Shared | None = None,
     ) -> tuple[Tensor, State]:
-        """As `Mixer.forward`. With an `attention_mask`, `shared["action_mask"]` is padded like x."""
+        """Mix `x` as in `Mixer.forward`. With an `attention_mask`, `shared["action_mask"]` is padded like x."""
         mask = None if shared is None else shared.get("action_mask")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(mask.shape)}")

@@ -77,6 +77,17 @@ class OpCall:
         """Sequences N: B, or the number of packed sequences."""
         return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
+    @property
+    def is_token(self) -> bool:
+        """Whether this is one token of each sequence, as while decoding."""
+        return self.q.shape[1] == 1 and self.cu_seqlens is None
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether autograd will ask for a gradient."""
+        tensors = self.tensors if self.initial_state is None else [*self.tensors, self.initial_state]
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
     def first_state(self, dtype: torch.dtype | None = None) -> Tensor:
         """The state before the first token `[N, H, num_states · K, V]`, in `dtype` (None: the compute dtype)."""
         dtype = compute_dtype(self.q) if dtype is None else dtype

@@ -14,7 +14,7 @@ from halflife.report.card import write_card
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum
-from halflife.report.figures.decays import against_paper, decays
+from halflife.report.figures.decays import against_paper, decays, grid_figures
 from halflife.report.figures.forecast import forecasts
 from halflife.report.figures.language import language_figures
 from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, save
@@ -22,7 +22,16 @@ from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
-from halflife.runs.folder import FIGURES, RESULTS_JSON, Comparison, LanguageRun, read_any
+from halflife.runs.folder import (
+    FIGURES,
+    RESULTS_CSV,
+    RESULTS_JSON,
+    Comparison,
+    FolderKind,
+    LanguageRun,
+    folder_kind,
+    read_any,
+)
 
 # The files that `halflife spectrum` writes about a text that trained models read, and the figures of each.
 SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
@@ -53,10 +62,13 @@ def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS
     Raises:
         ValueError: a format is unknown.
     """
-    data = comparison_figures(run) if isinstance(run, Comparison) else language_figures(run)
-    figures = {one.name: draw(one) for one in data}
-    if isinstance(run, Comparison):
-        figures["spectrum"] = spectrum(run)
+    if isinstance(run, LanguageRun):
+        data, figures = language_figures(run), {}
+    elif folder_kind(run.path) is FolderKind.GRID:
+        data, figures = grid_figures(run), {}
+    else:
+        data, figures = comparison_figures(run), {"spectrum": spectrum(run)}
+    figures |= {one.name: draw(one) for one in data}
     return [file for name, figure in figures.items() for file in save(figure, run.path / FIGURES, name, formats)]
 
 
@@ -89,10 +101,13 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
 
 def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder."""
+    """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder.
+
+    Version 0.1.0 wrote the Decay paper's grid without a `results.csv`. Its one figure is drawn here too.
+    """
     files = []
-    if (folder / RESULTS_JSON).exists():
-        files += save(against_paper(read_json(folder / RESULTS_JSON)), folder, "results", formats)
+    if (folder / RESULTS_JSON).exists() and not (folder / RESULTS_CSV).exists():
+        files += save(draw(against_paper(read_json(folder / RESULTS_JSON))), folder, "results", formats)
     if (folder / THEORY_JSON).exists():
         files += theory.draw_all(from_finite(read_json(folder / THEORY_JSON)), folder, formats)
     if (folder / FORECAST_JSON).exists():

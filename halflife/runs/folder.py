@@ -9,8 +9,7 @@
 |              |                                                         | `report.html`, `figures/`                   |
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `summary.md`, `report.html`, |
 |              | (`cell_folder`)                                         | `figures/`                                  |
-| grid         | `config.json`, `versions.json`, a language run per cell | `results.csv`, `results.json`, `summary.md`,|
-|              |                                                         | the figure `results`                        |
+| grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, and `results.json`   |
 
 A run in progress also has `checkpoints/`, whose folders count when they contain `complete.json`. `files.py` names the
 files that lower parts of the package write (`run.json`, `metrics.jsonl`, …); this module re-uses these names and adds
@@ -34,13 +33,13 @@ __all__ = [
     "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON",
     "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "VERSIONS_JSON", "Comparison",
     "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "flatten", "folder_kind", "mean", "read",
-    "read_any", "read_language", "read_metrics", "read_result",
+    "read_any", "read_grid", "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
 VERSIONS_JSON = "versions.json"  # versions of the packages, the device, and the command of a language run
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
-RESULTS_JSON = "results.json"  # of a grid: results by variant and seed, and the paper's losses
+RESULTS_JSON = "results.json"  # of a grid, see `read_grid`
 SUMMARY_MD = "summary.md"
 SAMPLES_TXT = "samples.txt"
 REPORT_HTML = "report.html"
@@ -133,6 +132,16 @@ def read(run_dir: str | Path) -> Comparison:
     tasks = kind is FolderKind.COMPARISON
     trainings = [t for model in config["models"] for t in _read_trainings(path, model, bool(scores), tasks)]
     return Comparison(path, config, versions, scores, trainings)
+
+
+def read_grid(folder: Path) -> dict[str, Any]:
+    """The `results.json` of a grid, whose parts are empty before its first run has finished.
+
+    Returns:
+        "results", variant → seed → sizes and loss, "paper", variant → the paper's loss, and "findings", sentences.
+    """
+    empty: dict[str, Any] = {"results": {}, "paper": {}, "findings": []}
+    return empty | (read_json(folder / RESULTS_JSON) if (folder / RESULTS_JSON).exists() else {})
 
 
 def read_result(folder: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class CorpusRun(ModelRun):
 
     Its result adds, with losses in nats per token and the tests on `test_split`:
 
-    - "tokens": of training; "mfu": the share of the machine's matrix-product rate that training reached.
+    - "tokens": the tokens of training; "mfu": the share of the machine's matrix-product rate that training reached.
     - "bits_per_byte": on rows cut as in training; "bits_per_byte_of_documents" and "documents": on whole documents,
       with the state carried from their first token to their last.
     - "lengths": `[{"length", "perplexity", "last_perplexity"}]` at multiples of the context, as far as the split

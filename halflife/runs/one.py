@@ -41,7 +41,7 @@ class ModelRun(ABC):
     """The parts in which kinds of runs differ: their data and their measurements. `run_one` calls the methods in order.
 
     Args:
-        config: of the run.
+        config: the configuration of the run.
     """
 
     def __init__(self, config: CellConfig) -> None:
@@ -69,7 +69,7 @@ class ModelRun(ABC):
         """Tokens per second, and related rates, when a step takes `seconds`."""
 
     def save(self, model: LanguageModel, folder: Path) -> None:
-        """Write the trained model, and whatever belongs beside it, into `folder`."""
+        """Write the trained model and its other files into `folder`."""
         checkpoint.save(model, folder)
 
     @abstractmethod

@@ -21,10 +21,10 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), tem
     """Continue prompts with the model in `folder`, and write the texts to its `samples.txt`; returns the file.
 
     Args:
-        folder: of a trained model.
+        folder: the folder of a trained model.
         corpus: gives the tokenizer.
         prompts: texts to continue; none for the starts of the first three validation documents.
-        temperature: of sampling.
+        temperature: the temperature of sampling.
     """
     model, tokenizer = checkpoint.load(folder).eval(), corpus.tokenizer
     encoded = [tokenizer.encode(prompt) for prompt in prompts] or _document_starts(corpus)

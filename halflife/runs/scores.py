@@ -73,7 +73,7 @@ def read_scores(path: Path, text: str) -> Iterator[Score]:
     """The rows of a table.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         text: its content.
 
     Raises:

@@ -102,7 +102,7 @@ def run_sweep(
     call on the same folder therefore gives the numbers of an uninterrupted sweep.
 
     Args:
-        folder: of the sweep; its `config.json` has "learning_rates" (model → list) and "seeds".
+        folder: the folder of the sweep; its `config.json` has "learning_rates" (model → list) and "seeds".
         configure: returns the configuration of a cell.
         seeds: the seeds to run now; None for all. The table also contains finished runs of other seeds.
         show: whether to draw progress bars.

@@ -27,7 +27,7 @@ class TestSpec:
     """One test of a trained model.
 
     Attributes:
-        name: of the test, in `results.csv`.
+        name: the name of the test in `results.csv`.
         task: as in `RunConfig`.
         examples: their number; None for the run's `test_examples`.
     """

@@ -50,7 +50,7 @@ def random_rates(channels: int, length: float, generator: torch.Generator, law: 
     Args:
         channels: N.
         length: T.
-        generator: of the draws.
+        generator: makes the draws.
         law: "uniform", or "log-uniform" for rates with uniform logarithms.
 
     Raises:

@@ -74,7 +74,7 @@ def power_law(
             memory.
         max_lag: the largest lag. Default: a quarter of a block.
         mean: μ if it is known; see `autocovariance`.
-        blocks, draws, confidence, seed: of the bootstrap.
+        blocks, draws, confidence, seed: settings of the bootstrap.
 
     Returns:
         "exponent", "low", "high", "max_lag", "blocks"; and lists with one entry for each octave: "lags" (their

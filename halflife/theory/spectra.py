@@ -40,7 +40,7 @@ def minimum_gap(
         density: m, the smallest density of the draws.
         draw: an inverse distribution function, which maps uniform numbers on [0, 1] to draws. Default: u/m.
         trials: samples for each N.
-        seed: of the generator.
+        seed: the seed of the generator.
 
     Returns:
         "channels", "trials", and one number for each N: "mean", "error" (the standard error of the mean), "bound",

@@ -22,14 +22,14 @@ class TrainConfig:
         steps: number of optimiser steps.
         batch_size: sequences of a step.
         learning_rate: the highest one, after the warm-up.
-        weight_decay: of AdamW, on matrices only (see `models.param_groups`).
+        weight_decay: AdamW's weight decay, on matrices only (see `models.param_groups`).
         warmup: the share of the steps in which the learning rate rises.
         schedule: name of a scheduler of transformers.
         schedule_options: settings of the scheduler.
         clip: largest norm of the gradient.
-        betas: of AdamW.
+        betas: AdamW's β₁ and β₂.
         bf16: whether to train with bfloat16 autocast.
-        seed: of the weights and the data.
+        seed: determines the initial weights and the data.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
     """

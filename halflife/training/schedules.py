@@ -15,8 +15,8 @@ def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay
     Args:
         name: "cosine" (half a cosine wave down to the floor), "wsd" (warm-up, stable, then linear decay to the floor),
             "linear" (linear decay from the end of the warm-up) or "constant".
-        steps: of the run.
-        learning_rate: of the run.
+        steps: the number of steps of the run.
+        learning_rate: the highest learning rate of the run.
         floor: the last learning rate as a share of the highest.
         decay: the share of the steps in which "wsd" decays.
 

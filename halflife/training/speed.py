@@ -20,7 +20,7 @@ class Speed:
     """Converts the duration of a step into rates.
 
     Attributes:
-        tokens: of a step, over all processes.
+        tokens: the tokens of a step, over all processes.
         operations: floating-point operations of the forward and backward pass, per token.
         rate: operations per second that matrix products reach on the devices of all processes together.
     """

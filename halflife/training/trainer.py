@@ -46,7 +46,7 @@ class FSDPTrainer(HalflifeTrainer):
         self.is_distributed_loading_by_transformers = True  # the Trainer then neither wraps nor gathers the model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As the base class, with sharded and unsharded parameters in separate groups: no kernel accepts both."""
+        """Separate sharded from unsharded parameters, because no kernel accepts both."""
         optimizer = super().create_optimizer(model)
         for group in [*optimizer.param_groups]:
             unsharded = [x for x in group["params"] if not isinstance(x, DTensor)]

@@ -7,10 +7,11 @@
 | `chunked` | plain PyTorch, on any device |
 | `fla` | an adapter to the kernels of fla-core, on CUDA devices |
 | `triton` | our kernels, on CUDA devices |
+| `native` | our kernels, compiled for the CPU of this machine |
 
-`auto` takes the fastest implementation that can run these inputs and is known to be right on their device. For a single
-token it takes the token loop. A backend asked for by name either runs or raises an error with the reason; no other one
-takes its place. The choice never depends on `.training`.
+`auto` takes the fastest implementation that can run these inputs and is known to be right on their device. A single
+token goes through the native step where it can, else through the token loop. A backend asked for by name either runs or
+raises an error with the reason; no other one takes its place. The choice never depends on `.training`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.backends import fla, triton
+from halflife.ops.backends import fla, native, triton
 from halflife.ops.call import OpCall
 from halflife.registry import Registry, unknown
 
@@ -33,7 +34,7 @@ Implementation = Callable[..., Any]
 # call only the device and the installed packages are judged.
 Limits = Callable[[torch.device, OpCall | None], str | None]
 
-ORDER = ("triton", "fla", "chunked", "mask", "reference")  # best first
+ORDER = ("triton", "fla", "native", "chunked", "mask", "reference")  # best first
 
 _OPS: Registry[dict[str, Implementation]] = Registry("op")
 _LIMITS: dict[tuple[str, str], Limits] = {}
@@ -114,8 +115,8 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
 
     Args:
         call: the arguments.
-        backend: see `choose`. With "auto", a single token goes through the token loop, which is the fastest form while
-            decoding.
+        backend: see `choose`. With "auto", a single token goes through the native step, or else through the token loop,
+            which are the fastest forms while decoding.
         output_final_state: whether to return the final state.
 
     Returns:
@@ -125,7 +126,7 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
         ValueError: a shape does not fit, or the backend cannot run.
     """
     call.check()
-    if backend == "auto" and call.q.shape[1] == 1 and call.cu_seqlens is None:
+    if backend == "auto" and call.is_token and (call.differentiated or why(call.op, "native", call.device, call)):
         backend = "reference"
     implementation = choose(call.op, backend, call.device, call)
     with torch.autocast(call.device.type, enabled=False):
@@ -155,3 +156,5 @@ for _op in ("linear_attention", "delta_rule", "gate_rank"):
     implements(_op, "triton", partial(_triton_limits, _op))(_triton_kernel)
 for _op, _function in fla.OPS.items():
     implements(_op, "fla", partial(fla.unsupported, _op))(_function)
+for _op in ("linear_attention", "delta_rule", "gate_rank", "dplr"):
+    implements(_op, "native", native.unsupported)(native.run)

@@ -37,7 +37,7 @@ RowGrads = tuple[Tensor, Tensor]  # rows `[…, C, K]` and a gradient of them
 
 
 class DecayGrads(NamedTuple):
-    """What the gradient of the log-decays is made of.
+    """The parts of the gradient of the log-decays.
 
     Attributes:
         queries: query rows and their total gradient, within-chunk attention plus the entering state.

@@ -112,7 +112,7 @@ class KoopmanLayout:
 
 
 def _sequence_and_number(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For tokens of sequences with `counts [N]` tokens: the sequence of each token, and its number in the sequence."""
+    """Return the sequence of each token, and its number in the sequence, for sequences with `counts [N]` tokens."""
     row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return row, torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
 

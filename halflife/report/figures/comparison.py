@@ -201,24 +201,34 @@ def _gate_curve(one: Training, key: str) -> Curve:
     return steps, [mean(layer[key] for layer in layers.values()) or math.nan for _, layers in one.gates()]
 
 
-def training(run: Comparison) -> FigureData:
-    """Training loss (nats) and validation accuracy against the step, at the selected learning rate."""
+def training(
+    run: Comparison,
+    validation: str = "validation accuracy",
+    key: str = "validation_accuracy",
+    axis: Axis = ACCURACY,
+    explanation: str = "accuracy on new sequences of the training distribution",
+) -> FigureData:
+    """Training loss (nats) and a quantity of the validations against the step, at the selected learning rate.
+
+    Args:
+        validation: the title of the second panel.
+        key: the quantity in `metrics.jsonl`.
+        axis: its axis.
+        explanation: its definition, for the caption.
+    """
     panels = []
-    for title, key, y in (
-        ("training loss", "loss", Axis("loss (nats)", from_zero=True, phrase="{} nats")),
-        ("validation accuracy", "validation_accuracy", ACCURACY),
-    ):
+    loss = Axis("loss (nats)", from_zero=True, phrase="{} nats")
+    for title, name, y in (("training loss", "loss", loss), (validation, key, axis)):
         series: list[Series] = []
         for model, style in model_styles(run.models).items():
             # A seed with several learning rates, while none is selected, shows the last one.
-            series += seed_series(model, style, {one.seed: one.curve(key) for one in run.trainings_of(model)})
+            series += seed_series(model, style, {one.seed: one.curve(name) for one in run.trainings_of(model)})
         panels.append(Panel(title, STEP, y, series))
     return FigureData(
         "training",
         "Training",
-        f"Line charts of training loss and validation accuracy against the step for {', '.join(run.models)}.",
+        f"Line charts of training loss and {validation} against the step for {', '.join(run.models)}.",
         f"{SEEDS}All runs have the selected learning rate. Left: cross-entropy at the scored positions, averaged "
-        "over the steps between two records. Right: accuracy on new sequences of the training distribution. Its final "
-        "value selects the learning rate.",
+        f"over the steps between two records. Right: {explanation}. Its final value selects the learning rate.",
         panels,
     )

@@ -54,6 +54,7 @@ class Series:
         y: values of its points, which may be NaN.
         weight: "thick" has markers, "thin" has none, and "level" is a dotted line to compare with.
         note: what is added to the name under the pointer.
+        label: what is written beside its points.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Series:
     y: Sequence[float]
     weight: Literal["thick", "thin", "level"] = "thick"
     note: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Figures of decays: their values on a text, and losses of decay variants against the paper's."""
+"""Figures of decays: their values on a text, and the losses of the Decay paper's grid."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +13,20 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
+from halflife.report.figures.comparison import training
+from halflife.report.figures.data import Axis, FigureData, Panel, Series
 from halflife.report.figures.grids import FASTEST, SLOWEST, panel_grid
 from halflife.report.style import (
     INK,
     REFERENCE_LINE,
     ModelStyle,
-    escape_formula,
     legend,
     model_handles,
     model_styles,
     note,
     styled,
 )
+from halflife.runs.folder import Comparison, mean, read_grid
 
 MAX_WITH_BARS = 4  # models; the bars of more models would cover each other
 BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
@@ -80,27 +83,40 @@ def _clipped_half_life(decay: float) -> float:
     return float(np.clip(half_life(decay), FASTEST, SLOWEST))
 
 
-@styled
-def against_paper(data: dict[str, Any]) -> Figure:
-    """Loss here against the paper's: a dot for each variant (mean over seeds), a bar over its seeds.
+def grid_figures(run: Comparison) -> list[FigureData]:
+    """The figures of the Decay paper's grid. The loss against the paper's has no curves before a run has finished."""
+    validation = ("validation loss", "validation_loss", Axis("loss (nats)", phrase="{} nats"))
+    return [against_paper(read_grid(run.path)), training(run, *validation, "cross-entropy on the validation text")]
+
+
+def against_paper(data: dict[str, Any]) -> FigureData:
+    """Loss here against the paper's: a dot for each variant (mean over seeds), a line over its seeds.
 
     Args:
         data: "results", variant → seed → result, and "paper", variant → the paper's loss or None. A variant is
             called "group/name"; variants of a group have the same colour.
     """
-    shown = [
-        (name, data["paper"][name], [run["test"] for run in runs.values()])
+    shown = {
+        name: (data["paper"][name], [run["test"] for run in runs.values()])
         for name, runs in data["results"].items() if runs and data["paper"][name] is not None
-    ]  # fmt: skip
-    styles = model_styles(list(dict.fromkeys(name.split("/")[0] for name, *_ in shown)))
-    figure, (axes,) = panel_grid(1, 4.2)
-    for name, paper, losses in shown:
+    }  # fmt: skip
+    styles = model_styles(list(dict.fromkeys(name.split("/")[0] for name in shown)))
+    series = []
+    for name, (paper, losses) in shown.items():
         group, _, variant = name.partition("/")
-        average = float(np.mean(losses))
-        axes.vlines(paper, min(losses), max(losses), color=styles[group].color, **BAR)
-        axes.plot(paper, average, color=styles[group].color, marker=styles[group].marker)
-        label = escape_formula(variant or group)
-        axes.annotate(label, (paper, average), (5, 3), textcoords="offset points", fontsize=7)
-    axes.set(xlabel="paper's loss, 160M parameters (nats a token)", ylabel="test loss here (nats a byte)")
-    legend(figure, model_handles(list(styles), linestyle="none"))
-    return figure
+        style = styles[group]._replace(linestyle="-")
+        series.append(Series(name, group, style, [paper], [mean(losses)], label=variant or group))
+        if len(losses) > 1:
+            series.append(Series(f"{name}, seeds", group, style, [paper] * 2, [min(losses), max(losses)], "thin"))
+    papers = [20 * paper for paper, _ in shown.values()] or [0.0]
+    ticks = {i / 20: f"{i / 20:.2f}" for i in range(math.floor(min(papers)), math.ceil(max(papers)) + 1)}
+    x = Axis("paper's loss, 160M parameters (nats a token)", ticks=ticks, phrase="paper {}")
+    y = Axis("test loss here (nats a byte)", phrase="here {}")
+    return FigureData(
+        "results",
+        "Loss against the paper's",
+        f"Dot chart of the test loss here against the paper's loss for {', '.join(shown)}.",
+        "Each dot is a variant, the mean over seeds. A thin vertical line goes from its lowest to its highest seed. "
+        "Variants without a loss in the paper are left out.",
+        [Panel("loss", x, y, series)],
+    )

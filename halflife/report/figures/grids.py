@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of the items, evenly spaced, with the first and the last one."""
+    """Return at most `most` of the items, evenly spaced, with the first and the last one."""
     chosen = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
     return [items[i] for i in chosen]
 
@@ -31,10 +31,10 @@ def panel_grid(
 
     Args:
         count: number of panels.
-        height: of a row, inches.
+        height: the height of a row, inches.
         columns: the largest number of panels in a row.
-        width: of the figure, inches.
-        options: of `Figure.subplots`.
+        width: the width of the figure, inches.
+        options: arguments of `Figure.subplots`.
     """
     columns = 2 if count == 4 and columns == 3 else max(1, min(count, columns))
     rows = -(-count // columns)
@@ -60,7 +60,7 @@ def layer_grid(
         models: name and layers of each model. Models without layers are left out.
         size: width and height of a panel, inches.
         layout: matplotlib's layout engine.
-        options: of `Figure.subplots`.
+        options: arguments of `Figure.subplots`.
 
     Returns:
         The figure, and for each panel its axes, the model's name and the layer. Without any layer, the figure has one

@@ -73,6 +73,8 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
     for i, series in enumerate(panel.series):
         style = {**series.style._asdict(), **WEIGHTS[series.weight]}
         axes.plot(series.x, series.y, **style, markevery=_marker_places(series, i / len(panel.series)))
+        for point in zip(series.x, series.y, strict=True) if series.label else ():
+            axes.annotate(escape_formula(series.label), point, (5, 3), textcoords="offset points", fontsize=7)
     _set_axis(axes, "x", panel.x, [value for series in panel.series for value in series.x])
     _set_axis(axes, "y", panel.y, [value for series in panel.series for value in series.y])
 

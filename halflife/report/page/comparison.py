@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.data import FigureData
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, without
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
@@ -22,18 +23,29 @@ class Column(NamedTuple):
         column: the attribute of `Score` that it shows.
         where: the scores that it averages, as `Comparison.select` takes them.
         show: how a number is printed.
-        mark_best: whether the highest mean is marked.
+        best: `max` or `min`, which picks the mean that is marked; None to mark none.
     """
 
     label: str
     column: str
     where: dict[str, Any]
     show: Callable[[float], str]
-    mark_best: bool
+    best: Callable[..., float] | None
+
+
+PARAMETERS = Column("parameters", "parameters", {}, count, None)
+STATE_SIZE = Column("state size", "state_size", {}, count, None)
+SPEED = Column("tokens/s", "tokens_per_second", {}, count, max)
+LEARNING_RATE = Column("learning rate", "learning_rate", {}, lambda value: f"{value:.3g}", None)
 
 
 def comparison_page(run: Comparison) -> dict[str, Any]:
     """The variables of the page's template."""
+    return sweep_page(run, findings(run), _table(run), comparison_figures(run))
+
+
+def sweep_page(run: Comparison, findings: list[str], table: Table, figures: list[FigureData]) -> dict[str, Any]:
+    """The variables of the page's template, with what a comparison or a grid says about its results."""
     scale = run.config.get("scale", "")
     spectra = explorer({model: run.trainings_of(model) for model in run.models}, run.train_length)
     settings = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
@@ -41,10 +53,10 @@ def comparison_page(run: Comparison) -> dict[str, Any]:
         "title": f"{', '.join(run.models)} on {run.config.get('task', 'a task')}",
         "kind": f"A halflife comparison{f' at scale {scale}' if scale else ''}",
         "finished": bool(run.scores),
-        "findings": findings(run),
-        "table": _table(run),
+        "findings": findings,
+        "table": table,
         "numbers": {},
-        "figures": comparison_figures(run),
+        "figures": figures,
         "spectra": spectra,
         "without": without(run.models, spectra),
         "settings": flatten(settings | run.config.get("settings", {})),
@@ -60,7 +72,7 @@ def comparison_page(run: Comparison) -> dict[str, Any]:
 
 
 def findings(run: Comparison) -> list[str]:
-    """For each test, which model is best at the greatest length and by how much."""
+    """Return a sentence for each test: which model is best at the greatest length and by how much."""
     return [_finding(run, test) for test in run.tests] or [UNFINISHED]
 
 
@@ -77,23 +89,23 @@ def _finding(run: Comparison, test: str) -> str:
     shortcut = mean(score.shortcut_accuracy for score in run.scores if (score.test, score.length) == (test, length))
     best, *others = ranked
     if any(mean(seeds[model]) > shortcut for model in ranked):
-        text = f"{task}, {best} is best with {_spread(seeds[best])}"
+        text = f"{task}, {best} is best with {spread(seeds[best])}"
     else:
-        text = f"{task}, no model beats the best answer that ignores the key. {best} has {_spread(seeds[best])}"
+        text = f"{task}, no model beats the best answer that ignores the key. {best} has {spread(seeds[best])}"
     if others:
-        text += f", followed by {others[0]} with {_spread(seeds[others[0]])}"
+        text += f", followed by {others[0]} with {spread(seeds[others[0]])}"
         if min(_finite(seeds[best])) <= max(_finite(seeds[others[0]])):
             text += ". Their ranges overlap"
     return f"{text}. An answer that ignores the key reaches {percent(shortcut, 2)}."
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float], show: Callable[[float], str] = percent) -> str:
     """The mean over seeds, the number of seeds, and the lowest and highest value."""
     finite = _finite(values)
     if len(values) == 1:
-        return f"{percent(finite[0])} (1 seed)"
+        return f"{show(finite[0])} (1 seed)"
     of = "" if len(finite) == len(values) else f" of {len(values)}"
-    return f"{percent(mean(finite))} ({len(finite)}{of} seeds, {percent(min(finite))} to {percent(max(finite))})"
+    return f"{show(mean(finite))} ({len(finite)}{of} seeds, {show(min(finite))} to {show(max(finite))})"
 
 
 def _finite(values: list[float]) -> list[float]:
@@ -110,14 +122,14 @@ def _complete(values: list[float]) -> bool:
 
 def _columns(run: Comparison) -> list[Column]:
     plain = [
-        Column("parameters", "parameters", {}, count, False),
-        Column("state size", "state_size", {}, count, False),
-        Column("tokens/s", "tokens_per_second", {}, count, True),
-        Column("learning rate", "learning_rate", {}, lambda value: f"{value:.3g}", False),
-        Column("in distribution", "accuracy", {"test": IN_DISTRIBUTION}, percent, True),
+        PARAMETERS,
+        STATE_SIZE,
+        SPEED,
+        LEARNING_RATE,
+        Column("in distribution", "accuracy", {"test": IN_DISTRIBUTION}, percent, max),
     ]
     by_length = [
-        Column(_in_lengths(run, length), "accuracy", {"test": test, "length": length}, percent, True)
+        Column(_in_lengths(run, length), "accuracy", {"test": test, "length": length}, percent, max)
         for test in run.tests
         for length in run.lengths(test)
     ]
@@ -132,19 +144,23 @@ def _table(run: Comparison) -> Table:
         first="model",
         columns=[column.label for column in _columns(run)],
         spans=[(f"{test}, by length in tokens", len(run.lengths(test))) for test in run.tests],
-        groups=_groups(run),
+        groups=groups_of_rows(run, _columns(run), "accuracy"),
     )
 
 
-def _groups(run: Comparison) -> list[list[Row]]:
-    """For each model, the row of its mean and one row for each seed."""
-    columns = _columns(run)
-    highest = [_highest(run, column) for column in columns]
+def groups_of_rows(run: Comparison, columns: list[Column], measure: str) -> list[list[Row]]:
+    """Return for each model the row of its mean and one row for each seed.
+
+    Args:
+        measure: the attribute of `Score` that is NaN if a run diverged, "accuracy" or "loss".
+    """
+    best = [_best(run, column) for column in columns]
     groups = []
     for model in run.models:
         seeds = run.seeds(model)
-        means = [_cell(c, run.mean(model, c.column, **c.where), top) for c, top in zip(columns, highest, strict=True)]
-        diverged = sum(not _complete([score.accuracy for score in run.select(model, seed=seed)]) for seed in seeds)
+        means = [_cell(c, run.mean(model, c.column, **c.where), top) for c, top in zip(columns, best, strict=True)]
+        measured = [[getattr(score, measure) for score in run.select(model, seed=seed)] for seed in seeds]
+        diverged = sum(not _complete(values) for values in measured)
         counted = f"{len(seeds) - diverged} of {len(seeds)}" if diverged else str(len(seeds))
         rows = [Row(model, f"mean of {counted}" if seeds else "no results", means)]
         for seed in seeds:
@@ -154,18 +170,20 @@ def _groups(run: Comparison) -> list[list[Row]]:
     return groups
 
 
-def _highest(run: Comparison, column: Column) -> float:
-    """The highest mean of a column among models without a diverged seed; NaN if there is only one model."""
+def _best(run: Comparison, column: Column) -> float:
+    """The best mean of a column among models without a diverged seed; NaN if there is only one model or no best."""
     values = [[getattr(s, column.column) for s in run.select(model, **column.where)] for model in run.models]
-    return max((mean(one) for one in values if _complete(one)), default=math.nan) if len(values) > 1 else math.nan
+    if column.best is None or len(values) < 2:
+        return math.nan
+    return column.best((mean(one) for one in values if _complete(one)), default=math.nan)
 
 
-def _cell(column: Column, value: float, highest: float = math.nan) -> Cell:
+def _cell(column: Column, value: float, best: float = math.nan) -> Cell:
     if not math.isfinite(value):
         return Cell(MISSING)
     # Printed numbers are compared, so that models with the same printed number are all marked.
     text = column.show(value)
-    return Cell(text, value, column.mark_best and math.isfinite(highest) and text == column.show(highest))
+    return Cell(text, value, math.isfinite(best) and text == column.show(best))
 
 
 def _levels(run: Comparison) -> list[str]:

@@ -38,7 +38,7 @@ def language_page(run: LanguageRun) -> dict[str, Any]:
 
 
 def findings(run: LanguageRun) -> list[str]:
-    """How well the model predicts, and up to which length its perplexity stays the same."""
+    """Say how well the model predicts, and up to which length its perplexity stays the same."""
     if "diverged" in run.result:
         return [f"The run diverged: {run.result['diverged']}."]
     if "lengths" not in run.result:

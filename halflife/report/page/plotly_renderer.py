@@ -66,8 +66,10 @@ def _curves(panel: Panel) -> dict[str, Any]:
 
 def _trace(series: Series, hover: str) -> dict[str, Any]:
     style, weight = series.style, series.weight
+    mode = "lines+markers" if weight == "thick" and style.marker else "lines"
+    label = {"text": [escape(series.label)] * len(series.x), "textposition": "top right"} if series.label else {}
     return {
-        "type": "scatter", "mode": "lines+markers" if weight == "thick" and style.marker else "lines",
+        "type": "scatter", "mode": f"{mode}+text" if label else mode, **label,
         "name": series.name, "legendgroup": series.group,
         "x": list(series.x), "y": [rounded(value) for value in series.y], "opacity": 0.45 if weight == "thin" else 1,
         "line": {"color": style.color, "width": WIDTHS[weight], "dash": _dash(style.linestyle)},

@@ -16,10 +16,11 @@ from halflife.files import write_text
 from halflife.report.figures.data import NO_DATA
 from halflife.report.figures.grids import FASTEST, SLOWEST
 from halflife.report.page.comparison import comparison_page
+from halflife.report.page.decay_grid import decay_grid_page
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.style import HEAT_COLOURS, INK
-from halflife.runs.folder import REPORT_HTML, Comparison, LanguageRun
+from halflife.runs.folder import REPORT_HTML, Comparison, FolderKind, LanguageRun, folder_kind
 
 HERE = Path(__file__).parent
 # Heat maps go from the page's background colour to its opposite, in the dark theme too.
@@ -29,12 +30,19 @@ HEAT_SCALES = {"light": [to_hex(HEAT_COLOURS(x)) for x in (0.0, 0.5, 1.0)], "dar
 def write_page(run: Comparison | LanguageRun) -> Path:
     """Write `report.html` into the run's folder and return its path. The file is replaced only when it is complete."""
     path = run.path / REPORT_HTML
-    write_text(path, render(comparison_page(run) if isinstance(run, Comparison) else language_page(run)))
+    write_text(path, render(_variables(run)))
     return path
 
 
+def _variables(run: Comparison | LanguageRun) -> dict[str, Any]:
+    """The variables of the page's template for a run of any kind."""
+    if isinstance(run, LanguageRun):
+        return language_page(run)
+    return decay_grid_page(run) if folder_kind(run.path) is FolderKind.GRID else comparison_page(run)
+
+
 def render(page: dict[str, Any]) -> str:
-    """The HTML of what `comparison_page` or `language_page` returns. Figures without data are left out."""
+    """The HTML of a page, from the variables of its template. Figures without data are left out."""
     from plotly.offline import get_plotlyjs
 
     environment = Environment(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from halflife import ops
@@ -12,6 +11,7 @@ from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.models.presets.sizes import SIZES
 from halflife.ops.backends import dispatch
+from halflife.report.tables.terminal import print_wide
 from halflife.tasks import TASKS
 
 REGISTRIES = {
@@ -25,12 +25,11 @@ def print_names(experiments: dict[str, str]) -> None:
     Args:
         experiments: name → summary, from the registry of experiments.
     """
-    console = Console()
     for title, registry in REGISTRIES.items():
-        console.print(_two_columns(title, {name: registry.summary(name) for name in registry}), "")
-    console.print(_two_columns("experiments (compare --experiment)", experiments), "")
+        print_wide(_two_columns(title, {name: registry.summary(name) for name in registry}), "")
+    print_wide(_two_columns("experiments (compare --experiment)", experiments), "")
     sizes = {name: ", ".join(f"{key} {value}" for key, value in size.items()) for name, size in SIZES.items()}
-    console.print(_two_columns("sizes (train --size)", sizes))
+    print_wide(_two_columns("sizes (train --size)", sizes))
 
 
 def _two_columns(title: str, rows: dict[str, str]) -> Table:

@@ -19,7 +19,7 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what was trained, and its accuracy on every test, in two tables that fit 80 columns.
 
     Args:
-        rows: of `results.csv`.
+        rows: the rows of `results.csv`.
     """
     keys, summary = levels(rows), summarise(rows)
     if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells

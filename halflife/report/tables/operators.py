@@ -14,7 +14,7 @@ from halflife.analysis.tables import finite
 from halflife.files import KOOPMAN_JSON, write_json, write_text
 from halflife.report.tables.terminal import print_sections
 
-LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_floats", "crossover")
+LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_size", "crossover")
 HEAD = (
     "sigma_max", *QUANTILES, "persistent", "transient", "neither", *(f"kept_{power}" for power in KEPT),
     "eigenvector_condition", "condition", "lambda_min", "unexplained", "filter_bias", "linear_bound", "linear_distance",
@@ -80,7 +80,7 @@ def _cells(layer: dict[str, Any], head: dict[str, Any]) -> list[str]:
 def _sentence(layer: dict[str, Any]) -> str:
     retries = f"\n  {layer['retries']:,} factorisations repeated with a larger ridge" if layer["retries"] else ""
     return (
-        f"layer {layer['layer']}: {layer['tokens']:,} tokens in {layer['state_floats']:,} numbers a head "
+        f"layer {layer['layer']}: {layer['tokens']:,} tokens in {layer['state_size']:,} numbers a head "
         f"(a cache is larger from {math.floor(layer['crossover']) + 1:,} on){retries}"
     )
 

@@ -8,11 +8,19 @@ from typing import Any
 
 
 def print_wide(*tables: Any) -> None:
-    """Print tables of rich. A pipe has no width, so there the tables are as wide as they need to be."""
+    """Print tables of rich. A pipe has no width, so there the tables are as wide as they need to be.
+
+    Raises:
+        BrokenPipeError: the reader of a pipe has ended.
+    """
     from rich.console import Console
 
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(*tables)
+    class RaisingConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would exit with code 1 instead
+
+    console = RaisingConsole()
+    (console if console.is_terminal else RaisingConsole(width=200)).print(*tables)
 
 
 def print_sections(

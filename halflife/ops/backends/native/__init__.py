@@ -1,0 +1,65 @@
+"""Kernels compiled for the CPU of this machine: the chunked algebra in one pass, from csrc/.
+
+`build` compiles and loads them. A call reaches C++ through the custom ops `halflife::state_op` and its backward, which
+`torch.compile` and `torch.export` see as single nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halflife.ops.backends.native import build
+from halflife.ops.call import OpCall
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_LARGEST = 128  # tokens a chunk
+
+
+def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
+    """Return the reason why the kernels cannot run on `device` (and this call, if given), or None if they can."""
+    if device.type != "cpu":
+        return f"native kernels run on CPUs, not on {device.type}"
+    if call is not None:
+        dtypes = {x.dtype for x in (call.q, call.k, call.v, call.a, call.b) if x is not None}
+        if len(dtypes) > 1 or call.q.dtype not in _DTYPES:
+            return f"native kernels take all matrices in float32 or all in bfloat16; got {_names(dtypes)}"
+    return _refusal()
+
+
+# torch.compile calls these two while it traces and takes their results as constants.
+@torch.compiler.assume_constant_result
+def _refusal() -> str | None:
+    return build.why_not()
+
+
+@torch.compiler.assume_constant_result
+def _load() -> None:
+    build.load()
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def run(call: OpCall) -> tuple[Tensor, Tensor]:
+    """Run an op on a state: outputs `[B, T, H, V]` and final states `[N, H, num_states · K, V]`."""
+    _load()
+    if call.chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1; got {call.chunk_size}")
+    initial = call.first_state().contiguous()
+    save = call.differentiated
+    q, k, v, a, b = (_dense(x) for x in (call.q, call.k, call.v, call.a, call.b))
+    g, beta, g_slow = (None if x is None else _dense(x.float()) for x in (call.g, call.beta, call.g_slow))
+    inputs = call.op, q, k, v, g, beta, a, b, g_slow, initial
+    if call.is_token and not save:
+        return torch.ops.halflife.state_step(*inputs, call.output_scale)
+    o, state, _ = torch.ops.halflife.state_op(
+        *inputs, call.cu_seqlens, call.output_scale, min(call.chunk_size, _LARGEST), save
+    )
+    return o, state
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """A tensor whose last axis has stride 1; the kernels read all others as they are."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()

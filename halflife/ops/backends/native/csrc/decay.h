@@ -1,0 +1,76 @@
+// Decays inside a chunk: the weights that its log-decays give to each product. The members have the names and the
+// meaning of halflife/ops/chunked/decays.py and gate_decay.py, which derive them.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "matrix.h"
+#include "product.h"
+
+namespace halflife {
+
+enum class DecayKind { none, scalar, vector, gate };
+
+// The decay of one chunk of `chunk` tokens, for keys of `keys` channels (both multiples of 16).
+//
+// `K'` is the number of rows of all states of a head. The members `…_grad` overwrite the gradient that they get.
+class Decay {
+ public:
+  Decay(Precision precision, int64_t chunk, int64_t keys) : precision_(precision), chunk_(chunk), keys_(keys) {}
+  virtual ~Decay() = default;
+
+  // Log-decays of a chunk, one row a token; rows without a token are 0. Their columns: 1 (scalar), K (vector),
+  // 2 (gate: slow, fast).
+  Mat log_decays() const { return g_; }
+  virtual void prepare() = 0;  // compute the weights from `log_decays()`
+
+  virtual int64_t states() const { return 1; }
+  virtual void scores(const Mat& out, const Mat& x, const Mat& y) = 0;             // [C, C], 0 above the diagonal
+  virtual void weight_queries(const Mat& out, const Mat& x) = 0;                   // [C, K] → [C, K']
+  virtual void weight_keys(const Mat& out, const Mat& k) = 0;                      // [C, K] → [C, K']
+  virtual void carry(const Mat& state, const Mat& update) = 0;                     // state ← decayed state + update
+  virtual void carry_back(const Mat& grad, const Mat& update) { carry(grad, update); }
+
+  virtual void weight_queries_grad(const Mat& d) { weight_queries(d, d); }         // [C, K'] in place
+  virtual void weight_keys_grad(const Mat& d) { weight_keys(d, d); }
+  virtual void add_states(const Mat& out, const Mat& d) { add(out, d); }           // out [C, K] += d [C, K'] by state
+  // From the gradient of `scores`, whose diagonal is 0 (it is overwritten): dx += …, dy += ….
+  virtual void scores_grad(const Mat& grad, const Mat& x, const Mat& y, const Mat& scores, const Mat& dx,
+                           const Mat& dy) = 0;
+
+  // The gradient of the log-decays, from all that they weigh; `DecayGrads` of the Python file names the parts.
+  virtual void begin_log_grad() = 0;
+  virtual void add_query(const Mat& x, const Mat& dx) = 0;
+  virtual void add_key(const Mat& y, const Mat& dy) = 0;
+  virtual void add_read(const Mat&, const Mat&) {}
+  virtual void add_write(const Mat& k, const Mat& dk) = 0;
+  virtual void log_grad(const Mat& entering, const Mat& leaving, const Mat& out) = 0;
+
+ protected:
+  Precision precision_;
+  int64_t chunk_, keys_;
+  Buffer g_;
+};
+
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys);
+
+// e^x for x ≤ 0, with an error of about one unit in the last place; exactly 0 below −87.
+inline Vec exp_nonpositive(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 v = x;
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);  // x − n ln 2, in two parts
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.f)));
+  const __mmask16 vanishes = _mm512_cmp_ps_mask(v, _mm512_set1_ps(-87.f), _CMP_LT_OQ);
+  return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), vanishes, _mm512_setzero_ps());
+#else
+  const Vec e = x.exp();
+  return Vec::blendv(e, Vec(0.f), x < Vec(-87.f));
+#endif
+}
+
+}  // namespace halflife

@@ -1,0 +1,152 @@
+// One token of an op on a state, for decoding: the token loops of halflife/ops in one pass (two for the delta rule and
+// DPLR) over the state of each head.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <vector>
+
+#include "matrix.h"
+
+namespace halflife {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The row of one sequence and head of a tensor [N, 1, H, D] or [N, 1, H] in float32.
+std::vector<float> row(const Tensor& x, int64_t n, int64_t head) {
+  const int64_t width = x.dim() == 4 ? x.size(3) : 1, offset = n * x.stride(0) + head * x.stride(2);
+  std::vector<float> out(width);
+  if (x.scalar_type() == at::kBFloat16)
+    at::vec::convert(static_cast<const at::BFloat16*>(x.data_ptr()) + offset, out.data(), width);
+  else
+    std::copy_n(static_cast<const float*>(x.data_ptr()) + offset, width, out.data());
+  return out;
+}
+
+std::vector<float> exponentials(std::vector<float> g, int64_t keys) {
+  for (float& x : g) x = std::exp(x);
+  g.resize(keys, g[0]);  // a scalar decay is that of all channels
+  return g;
+}
+
+// f(first, count) for pieces of `n` columns that fit into a vector.
+template <class F>
+void vectors(int64_t n, F f) {
+  for (int64_t j = 0; j < n; j += Vec::size()) f(j, std::min<int64_t>(Vec::size(), n - j));
+}
+
+// out = Σ_d weights_d S_d over the rows of a state [K, V].
+void read(const float* state, const std::vector<float>& weights, std::vector<float>& out) {
+  const int64_t values = out.size();
+  vectors(values, [&](int64_t j, int64_t count) {
+    Vec sum(0.f);
+    for (size_t d = 0; d < weights.size(); d++)
+      sum = at::vec::fmadd(Vec::loadu(state + d * values + j, count), Vec(weights[d]), sum);
+    sum.store(out.data() + j, count);
+  });
+}
+
+std::vector<float> product(const std::vector<float>& a, const std::vector<float>& b) {
+  std::vector<float> out(a.size());
+  for (size_t i = 0; i < a.size(); i++) out[i] = a[i] * b[i];
+  return out;
+}
+
+struct Token {
+  std::vector<float> q, k, v, decay;
+};
+
+// new_d = decay_d old_d + k_d v (+ b_d c), and out = Σ_d q_d new_d.
+void write(const Token& t, const float* old, float* now, const std::vector<float>* b, const std::vector<float>* c,
+           std::vector<float>& out) {
+  const int64_t values = t.v.size();
+  vectors(values, [&](int64_t j, int64_t count) {
+    const Vec v = Vec::loadu(t.v.data() + j, count), change = c ? Vec::loadu(c->data() + j, count) : Vec(0.f);
+    Vec sum(0.f);
+    for (size_t d = 0; d < t.k.size(); d++) {
+      Vec s = at::vec::fmadd(Vec(t.k[d]), v, Vec::loadu(old + d * values + j, count) * Vec(t.decay[d]));
+      if (b) s = at::vec::fmadd(Vec((*b)[d]), change, s);
+      s.store(now + d * values + j, count);
+      sum = at::vec::fmadd(s, Vec(t.q[d]), sum);
+    }
+    sum.store(out.data() + j, count);
+  });
+}
+
+// GateRank: the fast state decays; at a reset the slow state takes it over. Writes both states before the new token.
+void decay_gate(const float* old, float* now, int64_t size, float slow, float fast) {
+  const float decay = std::exp(fast), reset = std::exp(slow);
+  for (int64_t i = 0; i < size; i++) {
+    const float f = old[i] * decay, s = old[size + i];
+    now[i] = slow != 0.f ? 0.f : f;
+    now[size + i] = slow != 0.f ? reset * (s + f) : s;
+  }
+}
+
+std::tuple<Tensor, Tensor> step(std::string, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
+                                OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor state, double scale) {
+  const int64_t sequences = q.size(0), heads = q.size(2), keys = q.size(3), values = v.size(3), size = keys * values;
+  const int64_t states = g_slow ? 2 : 1;
+  Tensor o = at::empty(v.sizes(), v.options()), next = at::empty_like(state);
+  const float* before = state.data_ptr<float>();
+  float* after = next.data_ptr<float>();
+  const bool half = v.scalar_type() == at::kBFloat16;
+  at::parallel_for(0, sequences * heads, std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(size * states, 1)),
+                   [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t n = i / heads, head = i % heads;
+      const float* old = before + i * size * states;
+      float* now = after + i * size * states;
+      Token t{row(q, n, head), row(k, n, head), row(v, n, head), std::vector<float>(keys, 1.f)};
+      std::vector<float> out(values), held(values);
+      if (g_slow) {
+        decay_gate(old, now, size, row(*g_slow, n, head)[0], row(*g, n, head)[0]);
+        old = now;
+      } else if (g) {
+        t.decay = exponentials(row(*g, n, head), keys);
+      }
+      if (beta) {
+        read(old, product(t.k, t.decay), held);
+        if (g_slow) {
+          std::vector<float> slow(values);
+          read(now + size, t.k, slow);
+          for (int64_t j = 0; j < values; j++) held[j] += slow[j];
+        }
+        const float strength = row(*beta, n, head)[0];
+        for (int64_t j = 0; j < values; j++) t.v[j] = strength * (t.v[j] - held[j]);
+      }
+      if (a) {
+        read(old, row(*a, n, head), held);
+        const auto direction = row(*b, n, head);
+        write(t, old, now, &direction, &held, out);
+      } else {
+        write(t, old, now, nullptr, nullptr, out);
+      }
+      if (g_slow) {
+        read(now + size, t.q, held);
+        for (int64_t j = 0; j < values; j++) out[j] += held[j];
+      }
+      for (float& x : out) x *= static_cast<float>(scale);
+      if (half)
+        at::vec::convert(out.data(), o.data_ptr<at::BFloat16>() + i * values, values);
+      else
+        std::copy_n(out.data(), values, o.data_ptr<float>() + i * values);
+    }
+  });
+  return {o, next};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(halflife, m) {
+  m.def(
+      "state_step(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
+      "Tensor? g_slow, Tensor state, float scale) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(halflife, CPU, m) { m.impl("state_step", step); }
+
+}  // namespace halflife

@@ -1,0 +1,396 @@
+// The walk over the chunks of all sequences and heads, forward and backward, which every op on a state shares.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "chunk.h"
+
+namespace halflife {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kBorder = 4;    // chunks from one saved state to the next
+constexpr int64_t kStates = 1 << 18;  // bytes of the states of all heads that a thread works on at a time
+constexpr float kFloor = -110.f;  // below it a log-decay has the gradient 0
+
+// ------------------------------------------------------------------------------------------ rows of tensors
+
+// Tokens of one sequence and head of a tensor [B, T, H, D] (or [B, T, H]) with any strides but a dense last axis.
+struct Rows {
+  char* data = nullptr;
+  bool half = false;  // bfloat16
+  int64_t step = 0, width = 0;
+
+  Rows() = default;
+  Rows(const Tensor& x, int64_t batch, int64_t head) {
+    half = x.scalar_type() == at::kBFloat16;
+    step = x.stride(1);
+    width = x.dim() == 4 ? x.size(3) : 1;
+    data = static_cast<char*>(x.data_ptr()) + (batch * x.stride(0) + head * x.stride(2)) * x.element_size();
+  }
+  template <class T>
+  T* at(int64_t token) const {
+    return reinterpret_cast<T*>(data) + token * step;
+  }
+
+  // Rows of `out` from tokens, times `factor`; rows without a token become 0.
+  void load(const Mat& out, int64_t first, int64_t count, int64_t column = 0, float factor = 1.f) const {
+    for (int64_t i = 0; i < count; i++) {
+      float* row = out.row(i) + column;
+      if (half)
+        at::vec::convert(at<at::BFloat16>(first + i), row, width);
+      else
+        copy_row(row, at<float>(first + i));
+      if (factor != 1.f)
+        for (int64_t j = 0; j < width; j++) row[j] *= factor;
+    }
+    for (int64_t i = count; i < out.rows; i++) std::fill_n(out.row(i) + column, width, 0.f);
+  }
+  void store(const Mat& in, int64_t first, int64_t count, int64_t column = 0) const {
+    for (int64_t i = 0; i < count; i++) {
+      const float* row = in.row(i) + column;
+      if (half)
+        at::vec::convert(row, at<at::BFloat16>(first + i), width);
+      else
+        copy_row(at<float>(first + i), row);
+    }
+  }
+
+ private:
+  void copy_row(float* to, const float* from) const {
+    int64_t j = 0;
+    for (; j + kLane <= width; j += kLane)
+      for (int64_t l = j; l < j + kLane; l += Vec::size()) Vec::loadu(from + l).store(to + l);
+    for (; j < width; j++) to[j] = from[j];
+  }
+};
+
+// The matrix [states · K, V] of a sequence and head in a state tensor [N, H, states · K, V], in rows padded to 16.
+struct StateRows {
+  float* data;
+  int64_t states, keys, values;
+
+  StateRows(const Tensor& x, int64_t row, int64_t head, int64_t states)
+      : data(x.data_ptr<float>() + (row * x.size(1) + head) * x.size(2) * x.size(3)), states(states),
+        keys(x.size(2) / states), values(x.size(3)) {}
+  void load(const Mat& out) const {
+    fill(out, 0.f);
+    each_row([&](int64_t from, int64_t to) { std::memcpy(out.row(to), data + from * values, values * sizeof(float)); });
+  }
+  void store(const Mat& in) const {
+    each_row([&](int64_t from, int64_t to) { std::memcpy(data + from * values, in.row(to), values * sizeof(float)); });
+  }
+
+ private:
+  template <class F>
+  void each_row(F f) const {
+    for (int64_t s = 0; s < states; s++)
+      for (int64_t d = 0; d < keys; d++) f(s * keys + d, s * round_up(keys) + d);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------- a call
+
+struct Call {
+  std::string op;
+  Tensor q, k, v;
+  OptionalTensor g, beta, a, b, g_slow;
+  double scale;
+  std::vector<int64_t> bounds;  // of packed sequences; empty for a batch of equal lengths
+  Precision precision;
+  DecayKind kind;
+  Sizes sizes;
+  int64_t states, sequences, heads;
+
+  int64_t length(int64_t n) const { return bounds.empty() ? q.size(1) : bounds[n + 1] - bounds[n]; }
+  int64_t chunks(int64_t n) const { return (length(n) + sizes.chunk - 1) / sizes.chunk; }
+  int64_t batch(int64_t n) const { return bounds.empty() ? n : 0; }
+  int64_t first_token(int64_t n) const { return bounds.empty() ? 0 : bounds[n]; }
+  // The states saved before a sequence's: one for every kBorder chunks.
+  int64_t borders(int64_t n) const { return (chunks(n) + kBorder - 1) / kBorder; }
+  // At least the sum over all sequences, from shapes alone (`_num_borders` in __init__.py); pages that are not written
+  // take no memory.
+  int64_t max_borders() const {
+    return bounds.empty() ? sequences * borders(0) : q.size(1) / (kBorder * kLane) + sequences;
+  }
+  int64_t first_border(int64_t n) const {
+    if (bounds.empty()) return n * borders(0);
+    int64_t sum = 0;
+    for (int64_t m = 0; m < n; m++) sum += borders(m);
+    return sum;
+  }
+};
+
+Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor a,
+               OptionalTensor b, OptionalTensor g_slow, const OptionalTensor& cu_seqlens, double scale,
+               int64_t chunk_size) {
+  Call c{std::move(op), std::move(q), std::move(k), std::move(v), std::move(g), std::move(beta), std::move(a),
+         std::move(b), std::move(g_slow), scale};
+  int64_t longest = c.q.size(1);
+  if (cu_seqlens) {
+    const Tensor bounds = cu_seqlens->to(at::kLong).contiguous();
+    c.bounds.assign(bounds.data_ptr<int64_t>(), bounds.data_ptr<int64_t>() + bounds.numel());
+    longest = 0;
+    for (size_t n = 0; n + 1 < c.bounds.size(); n++) longest = std::max(longest, c.bounds[n + 1] - c.bounds[n]);
+  }
+  c.precision = c.q.scalar_type() == at::kBFloat16 ? Precision::bfloat16 : Precision::float32;
+  c.kind = c.g_slow ? DecayKind::gate : !c.g ? DecayKind::none : c.g->dim() == 4 ? DecayKind::vector : DecayKind::scalar;
+  int64_t chunk = kLane;
+  while (chunk < std::min(chunk_size, longest)) chunk *= 2;
+  c.sizes = {chunk, round_up(c.q.size(3)), round_up(c.v.size(3))};
+  c.states = c.g_slow ? 2 : 1;
+  c.sequences = c.bounds.empty() ? c.q.size(0) : static_cast<int64_t>(c.bounds.size()) - 1;
+  c.heads = c.q.size(2);
+  return c;
+}
+
+}  // namespace
+
+Work& work_of_thread(Sizes n, int64_t wide) {
+  thread_local std::unique_ptr<Work> work;
+  if (!work || work->sizes != n || work->wide != wide) work = std::make_unique<Work>(n, wide);
+  return *work;
+}
+
+namespace {
+
+std::unique_ptr<Chunk> make_chunk(const Call& c, bool grads) {
+  const bool dplr = c.a.has_value(), delta = c.beta.has_value();
+  auto chunk = (dplr ? make_dplr : delta ? make_delta : make_linear)(c.precision, c.kind, c.sizes);
+  if (grads) chunk->make_grads();
+  return chunk;
+}
+
+// ---------------------------------------------------------------------------------------- one sequence and head
+
+void load_vector(std::vector<float>& out, const Tensor& x, int64_t batch, int64_t head, int64_t first, int64_t count) {
+  const Rows rows(x, batch, head);
+  for (size_t i = 0; i < out.size(); i++) out[i] = static_cast<int64_t>(i) < count ? *rows.at<float>(first + i) : 0.f;
+}
+
+// Load the inputs of chunk `index` of sequence n.
+void load(const Call& c, Chunk& chunk, int64_t n, int64_t head, int64_t index) {
+  const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
+  const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
+  Rows(c.q, batch, head).load(chunk.q, first, count, 0, static_cast<float>(c.scale));
+  Rows(c.k, batch, head).load(chunk.k, first, count);
+  Rows(c.v, batch, head).load(chunk.v, first, count);
+  if (c.a) {
+    Rows(*c.a, batch, head).load(chunk.a, first, count);
+    Rows(*c.b, batch, head).load(chunk.b, first, count);
+  }
+  if (c.g_slow) Rows(*c.g_slow, batch, head).load(chunk.decay->log_decays(), first, count);
+  if (c.g) Rows(*c.g, batch, head).load(chunk.decay->log_decays(), first, count, c.g_slow ? 1 : 0);
+  if (c.beta) load_vector(chunk.beta, *c.beta, batch, head, first, count);
+}
+
+// The walk of some heads of one sequence. Its chunks are done in groups, which share the memory of `chunks`. All heads
+// do a group before any does the next, because the rows of neighbouring heads are neighbours in memory. Where there are
+// fewer heads than threads, the threads share the chunks of a group and the columns of its states.
+class Walk {
+ public:
+  Walk(const Call& call, int64_t group, bool grads) : c(call) {
+    for (int64_t i = 0; i < group; i++) chunks.push_back(make_chunk(call, grads));
+  }
+
+  void forward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& initial, const Tensor& final,
+               const Tensor& borders, const Tensor& o) {
+    make(states, last_head - first_head);
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(initial, n, head, c.states).load(states[head - first_head]);
+    const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
+    for (int64_t start = 0; start < total; start += group)
+      for (int64_t head = first_head; head < last_head; head++) {
+        const Mat state = states[head - first_head];
+        const Rows out(o, c.batch(n), head);
+        const int64_t count = std::min(group, total - start);
+        if (borders.defined() && start % kBorder == 0)
+          StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).store(state);
+        run(count, [&](int64_t i) {
+          load(c, *chunks[i], n, head, start + i);
+          chunks[i]->prepare();
+        });
+        walk(state, count);
+        run(count, [&](int64_t i) {
+          chunks[i]->finish();
+          const int64_t token = (start + i) * c.sizes.chunk;
+          out.store(chunks[i]->work().o, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+        });
+      }
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(final, n, head, c.states).store(states[head - first_head]);
+  }
+
+  // `grads` are those of q, k, v, g, beta, a, b, g_slow; undefined ones are left out.
+  void backward(int64_t n, int64_t first_head, int64_t last_head, const Tensor& borders, const Tensor& dout,
+                const Tensor& dfinal, const Tensor& dinitial, const std::vector<Tensor>& grads) {
+    make(states, 1);
+    make(dstates, last_head - first_head);
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(dfinal, n, head, c.states).load(dstates[head - first_head]);
+    const int64_t total = c.chunks(n), group = static_cast<int64_t>(chunks.size());
+    for (int64_t start = (total - 1) / group * group; total > 0 && start >= 0; start -= group)
+      for (int64_t head = first_head; head < last_head; head++) {
+        const Mat state = states[0], dstate = dstates[head - first_head];
+        const Rows given(dout, c.batch(n), head);
+        const int64_t count = std::min(group, total - start);
+        StateRows(borders, c.first_border(n) + start / kBorder, head, c.states).load(state);
+        run(count, [&](int64_t i) {
+          load(c, *chunks[i], n, head, start + i);
+          const int64_t token = (start + i) * c.sizes.chunk;
+          given.load(chunks[i]->dout, c.first_token(n) + token, std::min(c.sizes.chunk, c.length(n) - token));
+          chunks[i]->prepare();
+        });
+        walk(state, count);
+        run(count, [&](int64_t i) { chunks[i]->prepare_back(); });
+        columns([&](int64_t first, int64_t width) {
+          for (int64_t i = count - 1; i >= 0; i--) chunks[i]->walk_back(dstate, first, width);
+        });
+        run(count, [&](int64_t i) {
+          chunks[i]->finish_back();
+          store(*chunks[i], n, head, start + i, grads);
+        });
+      }
+    for (int64_t head = first_head; head < last_head; head++)
+      StateRows(dinitial, n, head, c.states).store(dstates[head - first_head]);
+  }
+
+ private:
+  void make(std::vector<Buffer>& buffers, int64_t count) const {
+    while (static_cast<int64_t>(buffers.size()) < count) buffers.emplace_back(c.states * c.sizes.keys, c.sizes.values);
+  }
+
+  template <class F>
+  void run(int64_t count, F f) const {
+    at::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) f(i);
+      release(c.precision);
+    });
+  }
+  // The columns of the states in fixed pieces, so that the cut does not depend on the number of threads.
+  template <class F>
+  void columns(F f) const {
+    constexpr int64_t kPiece = 2 * kLane;
+    const int64_t values = c.sizes.values;
+    if (at::in_parallel_region() || at::get_num_threads() == 1) return f(0, values);
+    at::parallel_for(0, (values + kPiece - 1) / kPiece, 1, [&](int64_t first, int64_t last) {
+      f(first * kPiece, std::min(last * kPiece, values) - first * kPiece);
+      release(c.precision);
+    });
+  }
+  void walk(const Mat& state, int64_t count) {
+    columns([&](int64_t first, int64_t width) {
+      for (int64_t i = 0; i < count; i++) chunks[i]->walk(state, first, width);
+    });
+  }
+
+  void store(Chunk& chunk, int64_t n, int64_t head, int64_t index, const std::vector<Tensor>& grads) const {
+    const int64_t batch = c.batch(n), first = c.first_token(n) + index * c.sizes.chunk;
+    const int64_t count = std::min(c.sizes.chunk, c.length(n) - index * c.sizes.chunk);
+    const Work& w = chunk.work();
+    const Vec scale(static_cast<float>(c.scale));
+    each([scale](Vec x) { return x * scale; }, Mat(w.dq));
+    Rows(grads[0], batch, head).store(w.dq, first, count);
+    Rows(grads[1], batch, head).store(w.dk, first, count);
+    Rows(grads[2], batch, head).store(w.dv, first, count);
+    if (c.g) {
+      const int64_t column = c.g_slow ? 1 : 0;
+      const Mat dg = w.dg, g = chunk.decay->log_decays();
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < g.cols; d++)
+          if (g.row(i)[d] < kFloor) dg.row(i)[d] = 0.f;
+      Rows(grads[3], batch, head).store(dg, first, count, column);
+      if (c.g_slow) Rows(grads[7], batch, head).store(dg, first, count);
+    }
+    if (c.beta) {
+      const Rows out(grads[4], batch, head);
+      for (int64_t i = 0; i < count; i++) *out.at<float>(first + i) = w.dbeta[i];
+    }
+    if (c.a) {
+      Rows(grads[5], batch, head).store(w.da, first, count);
+      Rows(grads[6], batch, head).store(w.db, first, count);
+    }
+  }
+
+  const Call& c;
+  std::vector<std::unique_ptr<Chunk>> chunks;
+  std::vector<Buffer> states, dstates;
+};
+
+// Run `f(walk, sequence, first head, last head)` for all sequences and heads: in parallel over them, or one after the
+// other with threads inside where they are too few.
+template <class F>
+void each_head(const Call& c, bool grads, F f) {
+  const int64_t tasks = c.sequences * c.heads, threads = at::get_num_threads();
+  const int64_t bytes = c.states * c.sizes.keys * c.sizes.values * static_cast<int64_t>(sizeof(float));
+  const int64_t most = std::max<int64_t>(1, kStates / bytes);
+  auto heads = [&](Walk& walk, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last;) {
+      const int64_t n = i / c.heads, head = i % c.heads;
+      const int64_t count = std::min({last - i, c.heads - head, most});
+      f(walk, n, head, head + count);
+      i += count;
+    }
+  };
+  if (tasks >= threads) {
+    at::parallel_for(0, tasks, 1, [&](int64_t first, int64_t last) {
+      Walk walk(c, grads ? kBorder : 1, grads);
+      heads(walk, first, last);
+      release(c.precision);
+    });
+  } else if (tasks > 0) {
+    Walk walk(c, kBorder, grads);
+    heads(walk, 0, tasks);
+  }
+}
+
+// --------------------------------------------------------------------------------------------- custom ops
+
+std::tuple<Tensor, Tensor, Tensor> forward(
+    std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta, OptionalTensor a,
+    OptionalTensor b, OptionalTensor g_slow, Tensor initial, OptionalTensor cu_seqlens, double scale,
+    int64_t chunk_size, bool save) {
+  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+  Tensor o = at::empty(v.sizes(), v.options()), final = at::empty_like(initial);
+  Tensor borders = at::empty({save ? c.max_borders() : 0, c.heads, initial.size(2), initial.size(3)}, initial.options());
+  each_head(c, false, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
+    walk.forward(n, first, last, initial, final, save ? borders : Tensor(), o);
+  });
+  return {o, final, borders};
+}
+
+std::vector<Tensor> backward(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
+                             OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor borders,
+                             OptionalTensor cu_seqlens, double scale, int64_t chunk_size, Tensor dout, Tensor dfinal) {
+  const Call c = make_call(op, q, k, v, g, beta, a, b, g_slow, cu_seqlens, scale, chunk_size);
+  const Tensor none = at::empty({0}, q.options());
+  auto like = [&](const OptionalTensor& x) { return x ? at::empty(x->sizes(), x->options()) : none; };
+  std::vector<Tensor> grads{like(q), like(k), like(v), like(g), like(beta), like(a), like(b), like(g_slow)};
+  Tensor dinitial = at::empty_like(dfinal);
+  each_head(c, true, [&](Walk& walk, int64_t n, int64_t first, int64_t last) {
+    walk.backward(n, first, last, borders, dout, dfinal, dinitial, grads);
+  });
+  grads.push_back(dinitial);
+  return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(halflife, m) {
+  m.def(
+      "state_op(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? g_slow, "
+      "Tensor initial, Tensor? cu_seqlens, float scale, int chunk_size, bool save) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "state_op_backward(str op, Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? a, Tensor? b, "
+      "Tensor? g_slow, Tensor borders, Tensor? cu_seqlens, float scale, int chunk_size, Tensor dout, Tensor dfinal) "
+      "-> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(halflife, CPU, m) {
+  m.impl("state_op", forward);
+  m.impl("state_op_backward", backward);
+}
+
+}  // namespace halflife

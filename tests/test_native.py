@@ -1,0 +1,209 @@
+"""The native kernels: the same bits for any number of threads, single tokens, custom ops, and how they are built."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import OPS, assert_close, assert_same, each_granularity, each_op, op_inputs, rounded, run_op
+
+from halflife import ops
+from halflife.cli import main
+from halflife.ops.backends.native import build
+from halflife.ops.call import OpCall
+
+built = pytest.mark.skipif(build.why_not() is not None, reason=f"{build.why_not()}")
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+# -------------------------------------------------------------------------------------------------- results
+
+
+@built
+@each_op
+@pytest.mark.parametrize("granularity", ["scalar", "vector"])
+@each_dtype
+@pytest.mark.parametrize("heads", [1, 3])
+def test_threads_change_no_bit(op, granularity, dtype, heads):
+    """One head is cut over chunks and columns of the state, three are cut over heads."""
+    arguments = rounded(op_inputs(op, granularity, 1100, heads=heads, key=20, value=40), dtype)
+    results = []
+    for count in (1, 2, 2):
+        with threads(count):
+            results.append(run_op(op, arguments, backend="native"))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+@built
+@each_op
+@each_granularity
+@each_dtype
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 80), (64, 64)])
+def test_single_tokens_equal_the_loop(op, granularity, dtype, sizes):
+    key, value = sizes
+    arguments = rounded(op_inputs(op, granularity, 1, batch=3, heads=3, key=key, value=value), dtype)
+    got, expected = (
+        dict(zip("os", OPS[op](**arguments, backend=backend, output_final_state=True), strict=True))
+        for backend in ("native", "reference")
+    )
+    assert_close(got, expected, 4 * 2.5e-7 if dtype == torch.float32 else 8e-3)
+
+
+@built
+@pytest.mark.parametrize("update", ["linear", "delta"])
+@pytest.mark.parametrize("reset", [0.0, -0.3, -torch.inf])
+def test_single_tokens_of_gate_rank_equal_the_loop(update, reset):
+    arguments = rounded(op_inputs("delta_rule", "scalar", 1, heads=3), torch.float32)
+    state = arguments.pop("initial_state")
+    arguments["g_fast"] = arguments.pop("g")
+    if update == "linear":
+        del arguments["beta"]
+    arguments |= {"g_slow": torch.full_like(arguments["g_fast"], reset), "initial_state": (state, state.flip(-1))}
+    (o, states), (expected, wanted) = (
+        ops.gate_rank(**arguments, backend=backend, output_final_state=True) for backend in ("native", "reference")
+    )
+    assert_close({"o": o, "s": torch.cat(states)}, {"o": expected, "s": torch.cat(wanted)}, 4 * 2.5e-7)
+
+
+@built
+@each_op
+def test_strided_inputs_are_read_in_place(op):
+    """Queries that heads share, keys that are a part of a wider projection, and a sequence axis behind the heads."""
+    arguments = rounded(op_inputs(op, "scalar", 70, heads=4, key=16), torch.float32)
+    strided = dict(arguments)
+    strided["q"] = arguments["q"] = arguments["q"][:, :, :1].expand(-1, -1, 4, -1)
+    strided["k"] = torch.cat([arguments["k"], arguments["k"]], -1)[..., :16]
+    strided["v"] = arguments["v"].transpose(1, 2).contiguous().transpose(1, 2)
+    arguments["q"] = arguments["q"].contiguous()
+    assert_same(run_op(op, strided, backend="native"), run_op(op, arguments, backend="native"))
+
+
+@built
+@each_op
+@pytest.mark.parametrize("packed", [False, True])
+def test_custom_ops_are_registered_right(op, packed):
+    """Schemas, fake tensors and autograd, by torch's own check; `torch.compile` and `torch.export` rely on them."""
+    arguments = rounded(op_inputs(op, "vector", 40, sequences=2 if packed else 1), torch.float32)
+    call = OpCall(op, **arguments, cu_seqlens=torch.tensor([0, 17, 40]) if packed else None)
+    tensors = [None if x is None else x.detach().requires_grad_() for x in (call.q, call.k, call.v, call.g, call.beta,
+                                                                            call.a, call.b)]  # fmt: skip
+    given = (op, *tensors, None, call.first_state(), call.cu_seqlens, call.output_scale, 16, True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.halflife.state_op.default, given, test_utils=checks)
+
+
+@built
+def test_a_missing_gradient_is_no_gradient():
+    """Only the state is used, or only the outputs."""
+    arguments = {
+        n: x.requires_grad_() for n, x in rounded(op_inputs("linear_attention", "scalar", 20), torch.float32).items()
+    }
+    for which in (0, 1):
+        found = [
+            torch.autograd.grad(
+                ops.linear_attention(**arguments, backend=backend, output_final_state=True)[which].sum(),
+                list(arguments.values()), allow_unused=True, materialize_grads=True,
+            )
+            for backend in ("native", "reference")
+        ]  # fmt: skip
+        assert_close(dict(enumerate(found[0])), dict(enumerate(found[1])), 4 * 7e-7)
+
+
+# ------------------------------------------------------------------------------------------------- building
+
+
+def test_refusals_of_other_machines(monkeypatch):
+    monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
+    assert "x86-64 CPUs; this one is arm64" in str(build.unsupported_here())
+    with pytest.raises(build.CannotBuild, match="arm64"):
+        build.build()
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert "need AVX2 or AVX-512; torch uses DEFAULT" in str(build.unsupported_here())
+
+
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path):
+    """No build, in this process and its children."""
+    if build.unsupported_here():
+        pytest.skip(str(build.unsupported_here()))
+    monkeypatch.setenv("HALFLIFE_NATIVE", str(tmp_path))
+    monkeypatch.setattr(build, "why_not", build.why_not.__wrapped__)
+    monkeypatch.setattr(build, "folder", build.folder.__wrapped__)
+    return tmp_path
+
+
+def test_without_a_build_everything_runs_chunked(empty_cache):
+    assert "native kernels are not built here (run: halflife build)" in str(build.why_not())
+    assert ops.available_backends("linear_attention")[0] == "chunked"
+    with pytest.raises(ValueError, match="halflife build"):
+        ops.linear_attention(*(torch.zeros(1, 3, 1, 4) for _ in range(3)), backend="native")
+    assert ops.linear_attention(*(torch.zeros(1, 3, 1, 4) for _ in range(3)))[0].shape == (1, 3, 1, 4)
+
+
+def test_without_a_compiler(empty_cache, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SystemExit) as ended:
+        main(["build"])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert "there is no C++ compiler 'no-such-compiler'; install one (Debian: apt-get install g++)" in error
+    assert "The ops run without native kernels, by their chunked form." in error
+    assert not list(empty_cache.glob("*/*"))
+
+
+def test_a_compiler_that_fails_leaves_nothing(empty_cache, monkeypatch):
+    broken = empty_cache / "broken"
+    broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: out of luck' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.CannotBuild, match=r"cannot compile the kernels: x.cpp:1: error: out of luck"):
+        build.build(report=lambda line: None)
+    assert not [path for path in empty_cache.iterdir() if path.is_dir()]
+
+
+def test_a_library_that_fails_its_check_is_not_taken(empty_cache, monkeypatch):
+    """Neither a wrong one nor one that does not load."""
+    monkeypatch.setattr(build, "compile_library", lambda target, report: target / build.LIBRARY)
+    (empty_cache / build.LIBRARY).write_bytes(b"no library")
+    with pytest.raises(build.CannotBuild, match=r"the native kernels fail their check: .*cannot load"):
+        build.build(report=lambda line: None)
+    assert build.why_not() is not None
+
+
+@built
+def test_a_build_is_made_once(capsys):
+    main(["build"])
+    assert "native kernels are built: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_sanitizers_are_silent(tmp_path):
+    """Every op forward and backward under both sanitizers: odd sizes, packed, few heads, extreme decays."""
+    if build.unsupported_here():
+        pytest.skip(str(build.unsupported_here()))
+    library = build.compile_library(tmp_path, extra=build.SANITIZE)
+    runtime = [
+        subprocess.run([build.compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    preload = ":".join(run.stdout.strip() for run in runtime)
+    run = subprocess.run(
+        [sys.executable, os.path.join(os.path.dirname(__file__), "sanitized.py"), str(library)],
+        env={**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip() == "clean"
+    assert "runtime error" not in run.stderr
