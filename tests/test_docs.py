@@ -95,7 +95,7 @@ def mentions(text):
 def parse(arguments):
     """Parse a command line of `halflife`. Raise a ValueError if the parser refuses it."""
     try:
-        cli.parse(arguments, console_outputs=False)
+        cli.parse(arguments[2:] if arguments[0] == "--import" else arguments, console_outputs=False)
     except SystemExit as error:
         raise ValueError(
             f"halflife {shlex.join(arguments)}: there is no such command, or it lacks something"
@@ -115,7 +115,7 @@ def check(words):
             raise ValueError(f"make {shlex.join(arguments)}: {shown.stderr.strip()}")
         for line in shown.stdout.splitlines():
             if line.startswith(".venv/bin/halflife "):
-                parse(shlex.split(line)[1:])
+                parse(shlex.split(line.partition("||")[0])[1:])
     elif program == "python" and arguments[0].endswith(".py"):
         if not (ROOT / arguments[0]).exists():
             raise ValueError(f"there is no {arguments[0]}")
