@@ -19,7 +19,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 # Kernels for this CPU, compiled once. Without a C++ compiler everything runs, slower; the line printed says so.
 native: $(VENV)/installed
-	$(BIN)/halflife build || true
+	-$(BIN)/halflife build
 
 demo: native
 	$(BIN)/halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke

@@ -27,15 +27,18 @@ def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
     return _refusal()
 
 
-# torch.compile calls these two while it traces and takes their results as constants.
-@torch.compiler.assume_constant_result
 def _refusal() -> str | None:
     return build.why_not()
 
 
-@torch.compiler.assume_constant_result
 def _load() -> None:
     build.load()
+
+
+# torch.compile calls these while it traces and takes their results as constants. `torch.compiler.assume_constant_result`
+# sets the same mark, but it would import all of torch.compile at `import halflife`.
+for _function in (_refusal, _load):
+    _function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
