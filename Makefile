@@ -3,17 +3,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: native demo test slow faults coverage lint format docs bench gpu chromium clean
+.PHONY: native demo test slow faults test-oldest test-newest coverage lint format docs bench gpu dist constraints
+.PHONY: chromium clean
 
-# The stamps are newer than pyproject.toml once everything that it names is installed.
-$(VENV)/installed: pyproject.toml
+# The stamps are newer than these files once everything that they name is installed.
+$(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP) --constraint constraints.txt --editable '.[cli,train,report]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # Kernels for this CPU, compiled once. Without a C++ compiler everything runs, slower; the line printed says so.
@@ -41,6 +43,28 @@ slow: $(VENV)/installed-dev chromium native
 faults: $(VENV)/installed-dev native
 	$(BIN)/python -m pytest -p no:cacheprovider --quiet tests/faults/fault_*.py
 
+# The fast tests with the oldest torch that pyproject.toml allows, and with the newest that pip can find. On a machine
+# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA.
+test-oldest: TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/torch==\1.*/p' pyproject.toml)
+test-newest: TORCH := torch
+test-oldest test-newest: chromium
+	$(PYTHON) -m venv $(VENV)-$@
+	grep -v '^torch==' constraints.txt > $(VENV)-$@/constraints.txt
+	$(VENV)-$@/bin/python -m pip install --quiet --upgrade --constraint $(VENV)-$@/constraints.txt \
+	  '$(TORCH)' --editable '.[dev]'
+	$(VENV)-$@/bin/python -m $(PYTEST)
+
+# The source archive and the wheel, both the same to the byte wherever they are built.
+dist: $(VENV)/installed-dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# Write the versions in .venv into constraints.txt, after an upgrade whose tests are green.
+constraints: $(VENV)/installed-dev
+	$(BIN)/python .ci/constraints.py > constraints.new
+	mv constraints.new constraints.txt
+	touch $(VENV)/installed $(VENV)/installed-dev
+
 coverage: $(VENV)/installed-dev chromium native
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(PYTEST)
@@ -66,10 +90,11 @@ bench: $(VENV)/installed-dev native
 	$(BIN)/python benchmarks/throughput.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/throughput.py --bf16 --write docs/benchmarks.md
 	$(BIN)/python benchmarks/streaming.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/loss.py --write docs/benchmarks.md
 
 # Needs torch, einops, triton and this folder alone; no install, so that it runs on a bare GPU machine.
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-test-* build dist *.egg-info

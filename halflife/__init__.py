@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-from halflife import decay, layers, ops, renamed, tasks
+from halflife import decay, extensions, layers, ops, renamed, tasks
+from halflife.extras import require
 from halflife.models import SIZES, LanguageModel, ModelConfig, param_groups, preset
 from halflife.models.session import Session
 
@@ -27,5 +28,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `halflife.hf` at the first access, because it needs transformers."""
     if name == "hf":
+        require("halflife.hf", "transformers")
         return importlib.import_module("halflife.hf")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+extensions.load()

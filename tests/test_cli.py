@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import halflife
 from halflife.cli import COMMANDS, main, read_command
 from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
@@ -101,6 +103,26 @@ def test_info_checks_this_machine(capsys):
         assert expected in out
 
 
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"halflife {halflife.__version__}\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
+def test_a_command_starts_within_a_second_of_torch(arguments):
+    """In seconds of the processor, the least of three measurements."""
+    torch = min(processor_seconds("-c", "import torch") for _ in range(3))
+    assert min(processor_seconds("-m", "halflife.cli", *arguments) for _ in range(3)) < torch + 1
+
+
+def processor_seconds(*arguments):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_help_of_every_command_shows_examples(capsys):
     for arguments in ([], *([name] for name in COMMANDS)):
         with pytest.raises(SystemExit) as stop:
@@ -169,6 +191,7 @@ def test_a_saved_run_is_a_file_of_options(text):
         ["mamba2+ska", "--set", "ska.power=2", "mixer.state_size=8", "training.betas=[0.9, 0.99]", "model.mlp=none"],
         ["gla", "--schedule", "linear", "--set", "decay.tau=8", "training.validation_tokens=64", "mixer.conv_size=2"],
         ["gated_deltanet+gate_rank", "--schedule", "constant", "--set", "gate_rank.reset_rate=0.3"],
+        ["hgrn2", "--data", "text/0*.txt=0.7", "text/1*.txt=2"],
         ["simple", "--set", "training.schedule=inverse_sqrt", "training.schedule_options={timescale: 5}"],
     ):
         run = configured(read_command(["train", *arguments, "--config", "run.yaml"]))

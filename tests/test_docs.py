@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tyro
 import yaml
 from test_house import FLOORS
 
-from halflife.cli import Command, main
+from halflife import cli
+from halflife.cli import main
 from halflife.decay import DECAYS
+from halflife.extras import DISTRIBUTION
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.ops.backends import dispatch as backend
@@ -94,7 +95,7 @@ def mentions(text):
 def parse(arguments):
     """Parse a command line of `halflife`. Raise a ValueError if the parser refuses it."""
     try:
-        tyro.cli(Command, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,), console_outputs=False)
+        cli.parse(arguments[2:] if arguments[0] == "--import" else arguments, console_outputs=False)
     except SystemExit as error:
         raise ValueError(
             f"halflife {shlex.join(arguments)}: there is no such command, or it lacks something"
@@ -114,13 +115,15 @@ def check(words):
             raise ValueError(f"make {shlex.join(arguments)}: {shown.stderr.strip()}")
         for line in shown.stdout.splitlines():
             if line.startswith(".venv/bin/halflife "):
-                parse(shlex.split(line)[1:])
+                parse(shlex.split(line.partition("||")[0])[1:])
     elif program == "python" and arguments[0].endswith(".py"):
         if not (ROOT / arguments[0]).exists():
             raise ValueError(f"there is no {arguments[0]}")
     elif program == "pip":
         optional = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
-        for extra in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
+        for distribution, extra in re.findall(r"([\w.-]+)\[([\w,]+)\]", " ".join(arguments)):
+            if distribution not in (DISTRIBUTION, "."):
+                raise ValueError(f"no distribution of ours is named {distribution}")
             if missing := [name for name in extra.split(",") if not re.search(rf"^{name} = ", optional, re.M)]:
                 raise ValueError(f"halflife has no extra {missing[0]}")
     elif program not in BUILTINS and not (BIN / program).exists() and shutil.which(program) is None:
@@ -289,7 +292,8 @@ def test_commands_are_read_from_lines_and_mentions():
     "line",
     [
         "halflife compare mamba2 --lenght 3", "halflife predict x", "make everything", "python benchmarks/none.py",
-        "torchrun --nproc-per-node 2 -m halflife.cli train mamba2 --fspd", "pip install 'halflife[all]'", "nosuch x",
+        "torchrun --nproc-per-node 2 -m halflife.cli train mamba2 --fspd", "pip install 'halflife[cli]'",
+        "pip install 'halflife-lm[nosuch]'", "nosuch x",
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_refused(line):

@@ -94,7 +94,7 @@ def test_long_documents_come_in_pieces(tmp_path, name, limit):
 def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"a.parquet needs the package pyarrow: pip install pyarrow"):
+    with pytest.raises(ImportError, match=r"a.parquet needs pyarrow: pip install 'halflife-lm\[train\]'"):
         open_corpus(tmp_path / "a.parquet", tmp_path)
 
 

@@ -367,7 +367,7 @@ def test_errors_of_tasks(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no folder"):
         harness.evaluate(model, tokenizer, ["text_here"], include_path=folder / "nowhere")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'halflife\[eval\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'halflife-lm\[eval\]'"):
         harness.evaluate(model, tokenizer, ["text_here"])
 
 

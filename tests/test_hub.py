@@ -132,7 +132,7 @@ def test_a_data_set_that_is_not_there(data_set, tmp_path):
 
 def test_a_data_set_without_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="hf:a/b needs the package datasets: pip install datasets"):
+    with pytest.raises(ImportError, match=r"hf:a/b needs datasets: pip install 'halflife-lm\[train\]'"):
         find([f"hf:a/b@{COMMIT}"], "text", tmp_path)
 
 

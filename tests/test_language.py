@@ -288,7 +288,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     folder = tmp_path / "out"
     main(["train", *arguments(text, folder), "--tensorboard", "--prompts", "the state"])
     assert "bits per byte" in capsys.readouterr().out
-    for name in ("figures/loss.png", "figures/length.png", "samples.txt", "versions.json", "run.json"):
+    for name in ("figures/loss.png", "figures/length.png", "samples.txt", "versions.json", "run.json", "README.md"):
         assert (folder / name).stat().st_size
     assert list((folder / "tensorboard").glob("events*"))
     assert (folder / "samples.txt").read_text().startswith("the state⟨")

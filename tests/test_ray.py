@@ -222,7 +222,7 @@ def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, messag
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"pip install 'halflife\[sweep\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'halflife-lm\[sweep\]'"):
         pool.make_runner("ray")
 
 

@@ -214,7 +214,7 @@ def test_streams(script):
 
 @pytest.mark.slow
 def test_numbers_of_a_quick_run_are_not_written(tmp_path):
-    for name in ("throughput", "streaming"):
+    for name in ("throughput", "streaming", "loss"):
         command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--write", str(tmp_path / "x.md")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
-import tyro
-
-from halflife.cli.about import Build, Info, List
-from halflife.cli.compare import Compare
-from halflife.cli.convert import Convert
-from halflife.cli.evaluate import Eval
-from halflife.cli.figures import Figures
-from halflife.cli.forecast import Forecast
-from halflife.cli.generate import Generate
-from halflife.cli.mask import Mask
-from halflife.cli.memory import Memory
-from halflife.cli.options import one_line_errors, read_options
-from halflife.cli.spectrum import Spectrum
-from halflife.cli.theory import Theory
-from halflife.cli.train import Train
+from halflife import __version__, extensions
+from halflife.cli.options import one_line_errors
+from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
 
@@ -42,33 +32,25 @@ examples:
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
 
-`halflife COMMAND --help` shows the options and examples of a command.
+`halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
+`halflife --import MODULE COMMAND …` first imports a module of yours that registers decays, layers, presets or tasks.
 """
 
+# Name of a command → module of `halflife.cli` and class. A command's module is imported when the command is typed.
 COMMANDS = {
-    "list": List, "info": Info, "build": Build, "compare": Compare, "train": Train, "generate": Generate, "eval": Eval,
-    "spectrum": Spectrum, "memory": Memory, "mask": Mask, "forecast": Forecast, "theory": Theory, "figures": Figures,
-    "convert": Convert,
+    "list": "about.List", "info": "about.Info", "build": "about.Build", "compare": "compare.Compare",
+    "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
+    "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
+    "figures": "figures.Figures", "convert": "convert.Convert",
+}  # fmt: skip
+_TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
+_PAGE = (*_FIGURES, "jinja2", "plotly")
+# Packages that a command always needs. Without this table it would miss them after minutes of work.
+NEEDS = {
+    "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
+    "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
 }  # fmt: skip
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
-
-
-def _commands(brief: bool) -> Any:
-    """The type that tyro parses. `brief` leaves the first line of each command's help, for the list of commands."""
-
-    def description(command: type) -> str | None:
-        return (command.__doc__ or "").splitlines()[0] if brief else None
-
-    return reduce(
-        or_,
-        (
-            Annotated[command, tyro.conf.subcommand(name, description=description(command))]
-            for name, command in COMMANDS.items()
-        ),
-    )
-
-
-Command = _commands(brief=False)
 
 
 @one_line_errors()
@@ -78,17 +60,46 @@ def main(arguments: list[str] | None = None) -> None:
     If the reader of its output ends early, as `head` does, the command ends with exit code 141 and no message.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        print(f"halflife {__version__}")
+        return
     try:
         try:
-            read_command(arguments).run()
+            arguments = _import_extensions(arguments)
+            command = read_command(arguments)
+            require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
+            command.run()
         finally:
             sys.stdout.flush()  # here, because Python reports an error at its exit
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
         raise SystemExit(BROKEN_PIPE) from None
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
-        print(f"halflife: {error}", file=sys.stderr)
+        print(f"halflife: {_say(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _import_extensions(arguments: list[str]) -> list[str]:
+    """Import the modules that `--import MODULE` names, before or after the command; return the other arguments."""
+    others = list(arguments)
+    while "--import" in others:
+        at = others.index("--import")
+        if at + 1 == len(others):
+            raise ValueError("--import needs the name of a module")
+        extensions.add(others[at + 1])
+        del others[at : at + 2]
+    return others
+
+
+def _say(error: Exception) -> str:
+    """Return the error's message. Python's own message about a missing package is replaced by what to install."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if name in EXTRAS and str(error).startswith("No module named"):
+        what = "the command line" if EXTRAS[name] == "cli" else "this command"
+        return f"{missing(what, name)}, or {install('all')} for every command"
+    if isinstance(error, OSError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
+        return f"{error.filename}: {error.strerror.lower()}"
+    return str(error)
 
 
 def read_command(arguments: list[str]) -> Any:
@@ -98,6 +109,8 @@ def read_command(arguments: list[str]) -> Any:
         FileNotFoundError, ValueError: the file is missing or wrong, or the command has another name now.
         SystemExit: tyro refuses the command line.
     """
+    from halflife.cli.options import read_options
+
     if arguments[:1] == ["reproduce"]:
         raise ValueError("`halflife reproduce` is now `halflife compare --experiment decay-design`")
     command = parse(arguments)
@@ -111,8 +124,30 @@ def read_command(arguments: list[str]) -> Any:
 
 def parse(arguments: list[str], **options: Any) -> Any:
     """Return the command of a command line, or end with tyro's message."""
-    commands = Command if arguments and arguments[0] in COMMANDS else _commands(brief=True)
-    return tyro.cli(
-        commands, args=arguments, prog="halflife", config=(tyro.conf.OmitArgPrefixes,), description=DESCRIPTION,
-        **options,
-    )  # fmt: skip
+    import tyro
+
+    options = {"config": (tyro.conf.OmitArgPrefixes,), **options}
+    if arguments and arguments[0] in COMMANDS:
+        name, *rest = arguments
+        return tyro.cli(command_class(name), args=rest, prog=f"halflife {name}", **options)
+    return tyro.cli(_any_command(COMMANDS), args=arguments, prog="halflife", description=DESCRIPTION, **options)
+
+
+def command_class(name: str) -> type:
+    """Import the class of a command."""
+    module, _, class_name = COMMANDS[name].partition(".")
+    return getattr(importlib.import_module(f"halflife.cli.{module}"), class_name)
+
+
+def _any_command(names: Iterable[str]) -> Any:
+    """The type that tyro parses into one of the commands. The list of commands shows the first line of their help."""
+    from tyro.conf import subcommand
+
+    classes = {name: command_class(name) for name in names}
+    return reduce(
+        or_,
+        (
+            Annotated[cls, subcommand(name, description=(cls.__doc__ or "").splitlines()[0])]
+            for name, cls in classes.items()
+        ),
+    )

@@ -8,11 +8,12 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from halflife import extensions
 from halflife.files import silence_stdout
 from halflife.registry import unknown
 
@@ -102,6 +103,8 @@ def resumable(command: str, begun: Path) -> Iterator[None]:
     """
     from halflife.training.fit import StoppedBySignal
 
+    for name in extensions.names():
+        command = command.replace("halflife ", f"halflife --import {name} ", 1)
     try:
         yield
     except StoppedBySignal as stopped:
@@ -142,9 +145,10 @@ def one_line_errors() -> Iterator[None]:
     The system refuses a file, memory is short, a key interrupts the command, or the reader of its output goes away. Any
     other exception passes.
     """
-    from rich.console import Console
+    with suppress(ImportError):  # `main` says what to install
+        from rich.console import Console
 
-    Console.on_broken_pipe = _fall_silent
+        Console.on_broken_pipe = _fall_silent
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals that know ASCII alone

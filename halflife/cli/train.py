@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -41,6 +42,7 @@ class Train:
       halflife train gated_deltanet --data corpus.jsonl.gz --tokenizer gpt2 --hidden-size 512 --num-layers 12 --bf16
       halflife train mamba2 --size decay-160m --data hf:HuggingFaceFW/fineweb-edu --tokenizer gpt2 --tokens 10B
       halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.betas="[0.9, 0.99]"
+      halflife train mamba2+post --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
       halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp
@@ -49,7 +51,9 @@ class Train:
     model: Positional[str | None] = None
     """A preset, base[+modifier…], or a row of the Decay paper's grid (vector/gla). `halflife list` shows presets."""
     data: tuple[str, ...] = ()
-    """Files (.txt .md .jsonl .parquet, also .gz), folders, globs in quotes, or hf:owner/name from the Hub."""
+    """Files (.txt .md .jsonl .parquet, also .gz), folders, globs in quotes, or hf:owner/name[:config][@revision] from
+    the Hub, of which only as much is downloaded as --tokens and --held-out need. With weights, SOURCE=0.7 for every
+    source, the rows of a batch are mixed in these shares."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<model>."""
     resume: Path | None = None
@@ -110,7 +114,7 @@ class Train:
     fsdp: bool = False
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
     tensorboard: bool = False
-    """Also write <output>/tensorboard (needs halflife[tensorboard])."""
+    """Also write <output>/tensorboard (needs halflife-lm[tensorboard])."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
     quiet: bool = False
@@ -173,6 +177,7 @@ class Train:
 
     def _configure(self, overrides: dict[str, Any], show: bool) -> LanguageConfig:
         from halflife.data.corpus import Corpus, CorpusConfig
+        from halflife.data.mixture import read_weights
         from halflife.experiments import train as language
         from halflife.experiments.overrides import apply_overrides
         from halflife.experiments.values import convert, parse_count
@@ -185,10 +190,13 @@ class Train:
         for name in ("hidden_size", "num_layers", "num_heads"):
             if (value := getattr(self, name)) is not None:
                 sizes[name] = value
+        rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1
+        sources, weights = read_weights(self.data)
         corpus = Corpus.open(
             CorpusConfig(
-                sources=self.data, tokenizer=self.tokenizer, context=self.context, mode=self.documents,
-                field=self.field, fractions=(self.held_out, 0.0), seed=self.seed,
+                sources=sources, weights=weights, tokens=rows * self.context, tokenizer=self.tokenizer,
+                context=self.context, mode=self.documents, field=self.field, fractions=(self.held_out, 0.0),
+                seed=self.seed,
             ),
             show,
         )  # fmt: skip

@@ -25,20 +25,22 @@ class TokenFiles:
         folder: the folder of the cache, see `halflife.data.store`.
         split: name of the split.
         dtype: the dtype of the tokens.
+        documents: the number of documents, if only the first ones of the files are meant; None for all.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: str) -> None:
-        self.folder, self.split, self.dtype = folder, split, dtype
+    def __init__(self, folder: Path, split: str, dtype: str, documents: int | None = None) -> None:
+        self.folder, self.split, self.dtype, self.documents = folder, split, dtype, documents
 
     @cached_property
     def tokens(self) -> np.ndarray:
         """`[tokens]`, unsigned integers."""
-        return self._map("tokens", self.dtype)
+        tokens = self._map("tokens", self.dtype)
+        return tokens if self.documents is None else tokens[: int(self.offsets[-1])]
 
     @cached_property
     def offsets(self) -> np.ndarray:
         """`[documents + 1]`, int64: the start of each document, and the end of the last one."""
-        return self._map("offsets", "int64")
+        return self._map("offsets", "int64")[: None if self.documents is None else self.documents + 1]
 
     def _map(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / f"{self.split}.{name}"
@@ -48,7 +50,7 @@ class TokenFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the memory maps; a worker process opens its own."""
-        return {name: getattr(self, name) for name in ("folder", "split", "dtype")}
+        return {name: getattr(self, name) for name in ("folder", "split", "dtype", "documents")}
 
 
 class Batches(Dataset[dict[str, Tensor]]):

@@ -9,10 +9,12 @@ A second `open` of files with the same content and the same tokenizer re-uses th
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from halflife.data import splits, store
 from halflife.data.batches import MODES, Batches, TokenFiles
 from halflife.data.cache import cache_folder
 from halflife.data.documents import find, is_name
+from halflife.data.hub import HubSource, commit_of
+from halflife.data.mixture import PERIOD, MixedBatches, MixedFiles, shares
 from halflife.data.splits import Advance, SplitSettings
+from halflife.data.stream import Report, Stream
 from halflife.data.tokenizers import Tokenizer, load_tokenizer
 from halflife.registry import unknown
 from halflife.tasks.base import SPLITS
@@ -41,6 +46,10 @@ class CorpusConfig:
             them.
         cache_dir: folder of the cached tokens; None for `$HALFLIFE_CACHE`, or `~/.cache/halflife`.
         seed: determines the order of batches.
+        tokens: training tokens that are wanted. Of a data set of the hub only as much is read; files are read whole.
+            None reads data sets whole, too.
+        weights: the share of each source among the training rows (they need not sum to 1). Without weights the sources
+            are one text.
     """
 
     sources: tuple[str | Path, ...]
@@ -52,12 +61,16 @@ class CorpusConfig:
     strict: bool = False
     cache_dir: Path | None = None
     seed: int = 0
+    tokens: int | None = None
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (str, Path)):
             raise ValueError(f"sources must be a tuple: ({str(self.sources)!r},), not {str(self.sources)!r}")
         if not self.sources:
             raise ValueError("a corpus needs at least one source")
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(f"{len(self.sources)} sources have {len(self.weights)} weights")
         if self.context < 1:
             raise ValueError(f"context must be at least 1; got {self.context}")
         if self.mode not in MODES:
@@ -69,14 +82,15 @@ class CorpusConfig:
         """The fields as JSON can hold them. Paths of files are absolute, so that they are valid in every folder."""
         sources = [str(s) if is_name(s) else str(Path(s).absolute()) for s in self.sources]
         cache = None if self.cache_dir is None else str(Path(self.cache_dir).absolute())
-        return {**asdict(self), "sources": sources, "fractions": list(self.fractions), "cache_dir": cache}
+        lists = {"sources": sources, "fractions": list(self.fractions), "weights": list(self.weights)}
+        return {**asdict(self), **lists, "cache_dir": cache}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CorpusConfig:
         """The inverse of `to_dict`."""
         cache = None if data["cache_dir"] is None else Path(data["cache_dir"])
-        sources, fractions = tuple(data["sources"]), tuple(data["fractions"])
-        return cls(**{**data, "sources": sources, "fractions": fractions, "cache_dir": cache})
+        tuples = {name: tuple(data[name]) for name in ("sources", "fractions", "weights") if name in data}
+        return cls(**{**data, **tuples, "cache_dir": cache})
 
 
 class Split:
@@ -100,10 +114,37 @@ class Split:
     ) -> Batches:  # fmt: skip
         """The split as a data set whose item i is the batch of step i, see `Batches`; None is the configured value."""
         config = self.config
-        return Batches(
-            self.files, batch_size, config.context if context is None else context,
+        return self._make_batches(
+            batch_size, config.context if context is None else context,
             config.seed if seed is None else seed, config.mode if mode is None else mode, rank, world_size, steps,
         )  # fmt: skip
+
+    def _make_batches(self, *arguments: Any) -> Batches:
+        return Batches(self.files, *arguments)
+
+    def document_files(self, limit: int) -> list[tuple[TokenFiles, int]]:
+        """The files whose first documents stand for the split, and how many tokens to read of each: `limit` in all."""
+        return [(self.files, limit)]
+
+
+class MixedSplit(Split):
+    """One split of several corpora. Its `bytes` are those of as many tokens, mixed by the weights."""
+
+    def __init__(self, parts: Sequence[Split], weights: Sequence[float], config: CorpusConfig) -> None:
+        sizes = [sum(getattr(part, name) for part in parts) for name in ("tokens", "documents")]
+        used = [(part, weight) for part, weight in zip(parts, weights, strict=True) if part.tokens]
+        total = sum(weight for _, weight in used)
+        ratio = sum(weight / total * part.bytes / part.tokens for part, weight in used)
+        counts = {"tokens": sizes[0], "documents": sizes[1], "bytes": round(ratio * sizes[0])}
+        super().__init__(MixedFiles([part.files for part in parts], weights), counts, config)
+        self._parts = used
+
+    def _make_batches(self, *arguments: Any) -> Batches:
+        return MixedBatches(self.files, *arguments)
+
+    def document_files(self, limit: int) -> list[tuple[TokenFiles, int]]:
+        total = sum(weight for _, weight in self._parts)
+        return [(part.files, round(limit * weight / total)) for part, weight in self._parts]
 
 
 class Corpus:
@@ -115,13 +156,11 @@ class Corpus:
         tokens, bytes, documents: their numbers over all splits.
     """
 
-    def __init__(self, folder: Path, index: dict[str, Any], config: CorpusConfig, tokenizer: Tokenizer) -> None:
-        self.folder, self.config, self.tokenizer = folder, config, tokenizer
-        self.digest: str = index["digest"]
-        self._splits = {
-            name: Split(TokenFiles(folder, name, index["dtype"]), counts, config)
-            for name, counts in index["splits"].items()
-        }
+    def __init__(
+        self, config: CorpusConfig, tokenizer: Tokenizer, digest: str, splits: dict[str, Split], folder: Path
+    ) -> None:
+        self.config, self.tokenizer, self.digest, self.folder = config, tokenizer, digest, folder
+        self._splits = splits
         self.tokens, self.bytes, self.documents = (
             sum(getattr(split, name) for split in self._splits.values()) for name in ("tokens", "bytes", "documents")
         )
@@ -141,8 +180,12 @@ class Corpus:
             FileNotFoundError, ValueError, ImportError, ConnectionError: a source or the tokenizer cannot be read; the
                 message names it.
         """
+        if config.weights:
+            return cls._mix(config, show)
         tokenizer = load_tokenizer(config.tokenizer)
         settings = SplitSettings(tokenizer, config.field, config.fractions, config.strict)
+        if config.tokens is not None and any(str(source).startswith("hf:") for source in config.sources):
+            return cls._from_stream(config, tokenizer, settings, config.tokens, show)
         files = find(config.sources, config.field, config.cache_dir)
         with _progress("hashing", sum(path.stat().st_size for path in files), show) as advance:
             digest = store.digest(files, settings, advance)
@@ -158,7 +201,46 @@ class Corpus:
                     "replaced": plan.replaced, "splits": counts}  # fmt: skip
 
         folder = cache_folder(config.cache_dir) / "corpora" / digest
-        return cls(folder, store.build(folder, digest, make), config, tokenizer)
+        return cls._from_folder(folder, store.build(folder, digest, make), config, tokenizer)
+
+    @classmethod
+    def _from_folder(cls, folder: Path, index: dict[str, Any], config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
+        found = {
+            name: Split(TokenFiles(folder, name, index["dtype"], counts["documents"]), counts, config)
+            for name, counts in index["splits"].items()
+        }
+        return cls(config, tokenizer, index["digest"], found, folder)
+
+    @classmethod
+    def _mix(cls, config: CorpusConfig, show: bool) -> Corpus:
+        """Open each source as a corpus, with its share of the wanted tokens."""
+        parts: list[Corpus] = []
+        for source, share in zip(config.sources, shares(config.weights) / PERIOD, strict=True):
+            tokens = None if config.tokens is None else math.ceil(config.tokens * share) + config.context
+            part = Corpus.open(replace(config, sources=(source,), weights=(), tokens=tokens), show)
+            if part.split("train").tokens < config.context:
+                raise ValueError(f"{source} has fewer than {config.context} training tokens, which are one row")
+            parts.append(part)
+        config = replace(config, sources=tuple(part.config.sources[0] for part in parts))
+        digest = hashlib.sha256(json.dumps([[part.digest for part in parts], config.weights]).encode()).hexdigest()
+        mixed: dict[str, Split] = {
+            name: MixedSplit([part.split(name) for part in parts], config.weights, config) for name in SPLITS
+        }
+        return cls(config, parts[0].tokenizer, digest, mixed, parts[0].folder)
+
+    @classmethod
+    def _from_stream(
+        cls, config: CorpusConfig, tokenizer: Tokenizer, settings: SplitSettings, tokens: int, show: bool
+    ) -> Corpus:
+        """Open the first rows of a data set of the hub. The configuration of the corpus names the commit."""
+        if len(config.sources) != 1:
+            raise ValueError("a data set of the hub stands beside other sources; give each a weight: SOURCE=0.5")
+        source = HubSource.parse(str(config.sources[0]))
+        stream = Stream(source, commit_of(source), settings, config.cache_dir)
+        with _stream_progress(stream, show) as report:
+            index = stream.index(tokens, config.context, report)
+        pinned = replace(config, sources=(source.at(stream.commit),))
+        return cls._from_folder(stream.folder, index, pinned, tokenizer)
 
     def split(self, name: str) -> Split:
         """The split of a name: "train", "validation" or "test".
@@ -180,6 +262,28 @@ def _progress(name: str, size: int | None, show: bool) -> Iterator[Advance]:
     with Progress(*columns, transient=True, disable=not show) as progress:
         task = progress.add_task(name, total=size)
         yield lambda done: progress.advance(task, done)
+
+
+@contextmanager
+def _stream_progress(stream: Stream, show: bool) -> Iterator[Report]:
+    """A progress bar of training tokens with the remaining time. The first record also prints an estimate of sizes."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True, disable=not show) as progress:
+        task = progress.add_task("tokens", total=None)
+
+        def report(record: dict[str, Any], tokens: int) -> None:
+            counts = record["splits"]["train"]
+            if show and progress.tasks[0].total is None and counts["tokens"]:
+                ratio, item = counts["bytes"] / counts["tokens"], store.dtype_of(stream.settings.tokenizer.vocab_size)
+                progress.print(
+                    f"hf:{stream.source.name}: {tokens:,} training tokens are about {tokens * ratio / 1e6:,.0f} MB of "
+                    f"text ({ratio:.2f} bytes a token), and {tokens * item.itemsize / 1e6:,.0f} MB in {stream.folder}"
+                )
+            progress.update(task, total=tokens, completed=min(counts["tokens"], tokens))
+
+        yield report
 
 
 def bits_per_byte(loss_nats: float, tokens: int, bytes: int) -> float:

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from halflife.extras import missing
 from halflife.files import CONFIG_JSON, RUN_JSON, VERSIONS_JSON
 
 PIECE = 1 << 20  # bytes; longer documents are tokenised in pieces
@@ -160,16 +161,21 @@ def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterato
         return
     empty = True
     for document in reader(path, field):
-        start = 0
-        while len(document) - start > limit:
-            cut = start + _cut(document[start : start + limit + 1], limit)
-            yield Piece(document[start:cut], False)
-            start = cut
-        if document:
-            yield Piece(document[start:], True)
-            empty = False
+        yield from cut_document(document, limit)
+        empty = empty and not document
     if empty:
         raise ValueError(f"{path} is empty: none of its documents has text")
+
+
+def cut_document(document: bytes, limit: int) -> Iterator[Piece]:
+    """Yield the pieces of at most `limit` bytes of one document, as `pieces` does; an empty document has none."""
+    start = 0
+    while len(document) - start > limit:
+        cut = start + _cut(document[start : start + limit + 1], limit)
+        yield Piece(document[start:cut], False)
+        start = cut
+    if document:
+        yield Piece(document[start:], True)
 
 
 @contextmanager
@@ -264,7 +270,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
         import pyarrow  # pyright: ignore
         import pyarrow.parquet as parquet  # pyright: ignore
     except ImportError as error:
-        raise ImportError(f"{path} needs the package pyarrow: pip install pyarrow") from error
+        raise missing(str(path), "pyarrow") from error
     row = 0
     with _opened(path) as file:
         try:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halflife.data.cache import cache_folder, locked
+from halflife.extras import missing
 from halflife.files import atomic_path
 
-GRAMMAR = "hf:owner/name[@revision][:configuration[:split]], the split as in train or train[:10000]"
+GRAMMAR = "hf:owner/name[:configuration[:split]][@revision], the split as in train or train[:10000]"
 TIMEOUT = 5  # seconds in which the hub must answer
 _SOURCE = re.compile(
-    r"hf:(?P<name>[^:@\s]+)(@(?P<revision>[^:\s]+))?"
-    r"(:(?P<configuration>[^:\s]*)(:(?P<split>[^:\[\s]+)(\[:(?P<rows>\d+)\])?)?)?"
+    r"hf:(?P<name>[^:@\s]+)(@(?P<revision>[^:@\s]+))?"
+    r"(:(?P<configuration>[^:@\s]*)(:(?P<split>[^:@\[\s]+)(\[:(?P<rows>\d+)\])?)?)?(@(?P<last>[^:@\s]+))?"
 )
 
 
@@ -50,7 +53,20 @@ class HubSource:
         rows = None if found["rows"] is None else int(found["rows"])
         if rows == 0:
             raise ValueError(f"{source!r} asks for zero rows")
-        return cls(found["name"], found["revision"], found["configuration"] or None, found["split"] or "train", rows)
+        if found["revision"] and found["last"]:
+            raise ValueError(f"{source!r} has two revisions")
+        return cls(
+            found["name"],
+            found["revision"] or found["last"],
+            found["configuration"] or None,
+            found["split"] or "train",
+            rows,
+        )
+
+    def at(self, commit: str) -> str:
+        """The source as `parse` reads it, at a commit."""
+        rows = "" if self.rows is None else f"[:{self.rows}]"
+        return f"hf:{self.name}@{commit}:{self.configuration or ''}:{self.split}{rows}"
 
 
 def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
@@ -63,8 +79,7 @@ def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
         ConnectionError: the hub cannot be reached (this takes some seconds), or has no such data set.
     """
     wanted = HubSource.parse(source)
-    commit = wanted.revision if re.fullmatch("[0-9a-f]{40}", wanted.revision or "") else _commit(wanted)
-    assert commit is not None
+    commit = commit_of(wanted)
     parts = [wanted.name, commit, wanted.configuration, wanted.split, wanted.rows, field]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     path = cache_folder(cache) / "downloads" / f"{wanted.name.replace('/', '--')}-{key}.jsonl"
@@ -73,6 +88,12 @@ def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
             if not path.exists():
                 _download(wanted, commit, field, path)
     return path
+
+
+def commit_of(wanted: HubSource) -> str:
+    """The commit that a source names. The hub is asked, unless the revision is a whole commit."""
+    is_commit = re.fullmatch("[0-9a-f]{40}", wanted.revision or "")
+    return str(wanted.revision) if is_commit else _commit(wanted)
 
 
 def _commit(wanted: HubSource) -> str:
@@ -89,18 +110,40 @@ def _commit(wanted: HubSource) -> str:
 
 
 def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for text, _ in texts(wanted, commit, field):
+            file.write(json.dumps({field: text}) + "\n")
+
+
+def texts(
+    wanted: HubSource, commit: str, field: str, state: dict[str, Any] | None = None, read: int = 0
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the text of each row, and a function that returns where the stream stands after this row.
+
+    Args:
+        wanted, commit: the data set and its revision.
+        field: the column of the text.
+        state: where to go on, from an earlier stream; None for the first row.
+        read: number of rows that the earlier stream has read.
+
+    Raises:
+        ValueError, ImportError, ConnectionError: as `fetch`.
+    """
     try:
         import datasets  # pyright: ignore
     except ImportError as error:
-        raise ImportError(f"hf:{wanted.name} needs the package datasets: pip install datasets") from error
+        raise missing(f"hf:{wanted.name}", "datasets") from error
     _commit(wanted)  # raises at once if the hub cannot be reached; `datasets` would retry for half a minute
     try:
         rows = datasets.load_dataset(
             wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
         )  # fmt: skip
-        with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            for i, row in enumerate(rows if wanted.rows is None else rows.take(wanted.rows)):
-                file.write(json.dumps({field: _text(row, field, i + 1)}) + "\n")
+        if state is not None:
+            rows.load_state_dict(state)
+        for i, row in enumerate(rows, start=read + 1):
+            if wanted.rows is not None and i > wanted.rows:
+                return
+            yield _text(row, field, i), rows.state_dict
     except ValueError as error:
         raise ValueError(f"hf:{wanted.name}: {_line(error)}") from error
     except Exception as error:  # the readers of the library may raise anything

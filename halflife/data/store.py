@@ -26,6 +26,7 @@ from halflife.data import documents
 from halflife.data.cache import locked
 from halflife.data.documents import Piece
 from halflife.data.splits import Advance, Plan, SplitSettings, divided
+from halflife.data.tokenizers import encode_ahead
 from halflife.files import read_json, write_json
 from halflife.tasks.base import SPLITS
 
@@ -109,8 +110,8 @@ def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Pa
     document = 0
     with ExitStack() as stack:
         writers = [stack.enter_context(Writer(folder, split, dtype)) for split in SPLITS]
-        for batch in _batches(stream):
-            for piece, ids in zip(batch, tokenizer.encode_batch([piece.data for piece in batch]), strict=True):
+        for batch, encoded in encode_ahead(tokenizer, _batches(stream), lambda batch: [p.data for p in batch]):
+            for piece, ids in zip(batch, encoded, strict=True):
                 if document == len(plan.splits):
                     raise ValueError("the files changed while they were read")
                 writers[plan.splits[document]].add(ids, len(piece.data), piece.last, tokenizer.eos)

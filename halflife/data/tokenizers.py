@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -127,10 +131,23 @@ class HuggingFaceTokenizer:
     def encode(self, text: str | bytes) -> np.ndarray:
         return self.encode_batch([text])[0]
 
+    @cached_property
+    def _parallel(self) -> Any:
+        """A copy of the Rust tokenizer without truncation, which several threads may call."""
+        backend = self.tokenizer.backend_tokenizer
+        copy = type(backend).from_str(backend.to_str())
+        copy.no_truncation()
+        copy.no_padding()
+        copy.encode_special_tokens = True  # "<|endoftext|>" in a document is ordinary text
+        return copy
+
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         if not texts:
             return []
         strings = [text.decode("utf-8", "replace") if isinstance(text, bytes) else text for text in texts]
+        if self.tokenizer.is_fast:
+            encodings = self._parallel.encode_batch_fast(strings, add_special_tokens=False)
+            return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
         encoded = self.tokenizer(
             strings,
             add_special_tokens=False,
@@ -152,6 +169,37 @@ class HuggingFaceTokenizer:
                 files = sorted(Path(name) for name in self.tokenizer.save_pretrained(folder))
                 parts = [file.read_bytes() for file in files if file.is_file()]
         return hashlib.sha256(b"\0".join([*parts, str(self.eos).encode()])).hexdigest()
+
+
+Batch = TypeVar("Batch")
+
+
+def encode_ahead(
+    tokenizer: Tokenizer, batches: Iterable[Batch], texts: Callable[[Batch], Sequence[str | bytes]]
+) -> Generator[tuple[Batch, list[np.ndarray]]]:
+    """Yield each batch with the ids of its texts, in order. Threads encode the next batches, one for each core.
+
+    Rust tokenizers release Python's lock while they encode, so all cores work, also where each text is a long one.
+
+    Args:
+        tokenizer: of the texts.
+        batches: a few more of them than are used may be read.
+        texts: returns the texts of a batch.
+    """
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for batch in batches:
+            waiting.append((batch, pool.submit(tokenizer.encode_batch, texts(batch))))
+            if len(waiting) > workers:
+                first, ids = waiting.popleft()
+                yield first, ids.result()
+        while waiting:
+            first, ids = waiting.popleft()
+            yield first, ids.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None) -> Tokenizer:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from halflife.evaluation.batched import generate, loglikelihoods
+from halflife.extras import missing
 from halflife.models import LanguageModel
 
 SETTINGS = ("temperature", "top_k", "top_p")  # settings of `generate` that a task may set
@@ -210,7 +211,7 @@ def evaluate(
     try:
         from lm_eval import simple_evaluate
     except ModuleNotFoundError as error:
-        raise ImportError(f"tasks of the harness need lm-eval ({error}): pip install 'halflife[eval]'") from error
+        raise missing(f"lm-evaluation-harness ({error})", "lm_eval") from error
     adapter = harness_model(model, tokenizer, batch_size=batch_size, max_length=max_length, show=show)
     manager = _task_manager(tasks, include_path, dict(metadata or {}))
     loaded = [part for name in dict.fromkeys(tasks) for part in _load_task(manager, name)]

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.models import LanguageModel
+from halflife.models.loss import token_losses
 
 PIECE = 4096  # tokens read at once; the state is carried over, so memory does not grow with the text
 
@@ -43,10 +43,8 @@ def _losses(model: LanguageModel, ids: Tensor, labels: Tensor) -> Iterator[Tenso
     """Yield the loss at each token (0 without a label) in pieces `[B, ≤ PIECE]`."""
     device, state = model.embedding.weight.device, None
     for piece, expected in zip(ids.split(PIECE, 1), labels.split(PIECE, 1), strict=True):
-        logits, state = model(piece.to(device), state)
-        flat = F.cross_entropy(
-            logits.float().flatten(0, 1), expected.to(device).flatten(), reduction="none", ignore_index=-100
-        )
+        hidden, state = model.hidden(piece.to(device), state)
+        flat = token_losses(hidden.flatten(0, 1), model.head_weight, expected.to(device).flatten())
         yield flat.view(expected.shape).cpu()
 
 
@@ -88,8 +86,8 @@ def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tens
         else:
             bounds = torch.tensor([0, *(len(document) for document in pack)]).cumsum(0, dtype=torch.int32)
             device = model.embedding.weight.device
-            logits, _ = model(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
-            losses = F.cross_entropy(logits[0].float(), labels.to(device), reduction="none", ignore_index=-100)
+            hidden, _ = model.hidden(ids.unsqueeze(0).to(device), cu_seqlens=bounds.to(device))
+            losses = token_losses(hidden[0], model.head_weight, labels.to(device))
         nats += losses.double().sum().item()
         tokens += int((labels >= 0).sum())
     return DocumentLoss(nats, tokens, count)

@@ -38,7 +38,7 @@ def train_options(run: Mapping[str, Any]) -> Options:
     if model.vocab_size != BYTES.get(data["tokenizer"]):
         overrides["model.vocab_size"] = model.vocab_size
     options = {
-        "model": model.name, **sizes, "data": data["sources"], "tokenizer": data["tokenizer"], "field": data["field"],
+        "model": model.name, **sizes, "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
         "held_out": data["fractions"][0], "documents": run["mode"], "lr": run["learning_rate"],
         "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME},
     }  # fmt: skip
@@ -46,6 +46,13 @@ def train_options(run: Mapping[str, Any]) -> Options:
         return {**options, **schedule, "set": overrides}
     kept = {"training.schedule": run["schedule"], "training.schedule_options": run["schedule_options"]}
     return {**options, "set": overrides | kept}
+
+
+def _sources(data: Mapping[str, Any]) -> list[str]:
+    """The values of --data that give the sources and weights of a `CorpusConfig`."""
+    if not (weights := data.get("weights")):
+        return data["sources"]
+    return [f"{source}={weight:g}" for source, weight in zip(data["sources"], weights, strict=True)]
 
 
 def _schedule(run: Mapping[str, Any]) -> Options | None:

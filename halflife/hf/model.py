@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as activations
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -18,7 +19,9 @@ from halflife.hf.cache import HalflifeCache
 from halflife.hf.config import HalflifeConfig
 from halflife.layers import State
 from halflife.models import LanguageModel, checkpoint
+from halflife.models import loss as large
 from halflife.models.lm import ModelState
+from halflife.tasks import IGNORED
 
 
 class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -129,6 +132,9 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return the logits, and the loss if labels are given.
 
+        In training mode with labels, `logits` is None if the batch has more than `halflife.models.loss.LOGITS` of them
+        (64 MiB of float32). The loss is then computed without all logits at once.
+
         Args:
             input_ids: token ids `[B, T]`.
             attention_mask: `[B, T]`, or `[B, seen + T]` if earlier tokens were read; 0 at padding, which has no effect.
@@ -157,8 +163,12 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         trace: list[Tensor] | None = [] if self._option(output_hidden_states, "output_hidden_states") else None
         hidden, state = self._hidden(tokens, past_key_values, attention_mask, cu_seqlens, trace)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self._head(hidden[:, positions]), None
-        if labels is not None or shift_labels is not None:
+        scored = labels is not None or shift_labels is not None
+        if scored and positions == slice(0, None) and self._leaves_out_logits(hidden):
+            logits, loss = None, self._large_loss(hidden, labels, shift_labels, num_items_in_batch)
+        else:
+            logits, loss = self._head(hidden[:, positions]), None
+        if logits is not None and scored:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size,
                 num_items_in_batch=num_items_in_batch, shift_labels=shift_labels,
@@ -215,6 +225,24 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the ids of the blocks whose activations the backward pass computes again."""
         active = self.gradient_checkpointing and self.training
         return {id(block) for block in self.model.blocks[:: self._every_n_layers]} if active else set()
+
+    def _leaves_out_logits(self, hidden: Tensor) -> bool:
+        """Whether the batch has too many logits to hold in training. A loss function of the user's needs them all."""
+        many = hidden.shape[:2].numel() * self.config.vocab_size > large.LOGITS
+        return many and self.training and self.loss_function is ForCausalLMLoss
+
+    def _large_loss(
+        self, hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, items: Tensor | int | None
+    ) -> Tensor:
+        """Return what `ForCausalLMLoss` returns."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        weight = self.get_output_embeddings().weight
+        hidden, target = hidden.to(weight.device).flatten(0, 1), shift_labels.to(weight.device).flatten()
+        scored = target != IGNORED
+        loss = large.mean_loss(hidden[scored], weight, target[scored])
+        return loss if items is None else loss * (scored.sum() / items)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden.to(self.get_output_embeddings().weight.device))

@@ -224,7 +224,12 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: `[…, D]` → `[…, vocab_size]`."""
-        return linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        return linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the output head, `[vocab_size, D]`; that of the embedding if they are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head is counted once."""

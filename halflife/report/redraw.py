@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from halflife.analysis.tables import from_finite
 from halflife.files import FORECAST_JSON, THEORY_JSON, read_json
+from halflife.report.card import write_card
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum
@@ -40,7 +41,7 @@ SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write the figures and `report.html` of a run and return the page's path.
+    """Write the figures and `report.html` of a run, and the card of a trained language model; return the page's path.
 
     Args:
         run_dir: the folder of a comparison or of a run of `halflife train`, finished or not.
@@ -50,6 +51,8 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run = read_any(run_dir)
     save_figures(run)
+    if isinstance(run, LanguageRun):
+        write_card(run)
     return write_page(run)
 
 

@@ -237,8 +237,8 @@ def _too_short(split: Split, config: LanguageConfig) -> str:
 
 def documents(split: Split, limit: int) -> Iterator[Tensor]:
     """The documents of a split in their order, until `limit` tokens in all."""
-    starts = split.files.offsets
-    for first, last in pairwise(starts.tolist()):
-        if first >= limit:
-            return
-        yield torch.from_numpy(split.files.tokens[first : min(last, limit)].astype("int64"))
+    for files, enough in split.document_files(limit):
+        for first, last in pairwise(files.offsets.tolist()):
+            if first >= enough:
+                break
+            yield torch.from_numpy(files.tokens[first : min(last, enough)].astype("int64"))

@@ -138,7 +138,8 @@ def run_one(run: ModelRun, folder: Path, *, name: str, execution: ExecutionConfi
 
 def training_device() -> torch.device:
     """The accelerator of this process, or the CPU if there is none."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    # A build of torch with CUDA names its accelerator on machines without a GPU, too, unless it is asked to check.
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _gather_shards(model: LanguageModel, config: TrainConfig) -> LanguageModel:

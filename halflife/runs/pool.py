@@ -6,7 +6,6 @@ any worker, and the run continues from its last checkpoint.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from halflife.extras import require
 from halflife.files import METRICS_JSONL, RUN_JSON, write_text
 from halflife.runs.sweep import Job, Runner, one_by_one, reason, run_job
 from halflife.training.config import SIGNALS
@@ -49,7 +49,8 @@ def make_runner(on: str = "local", *, cpus_per_run: int | None = None, gpus_per_
             GPUs, otherwise 0.
 
     Raises:
-        ValueError: an unknown name or an impossible number, Ray is not installed, or nothing answers at the address.
+        ImportError: Ray is not installed.
+        ValueError: an unknown name or an impossible number, or nothing answers at the address.
     """
     if on == "local":
         if cpus_per_run is not None or gpus_per_run is not None:
@@ -75,8 +76,7 @@ class Pool:
             raise ValueError(f"runs can be done on local, ray or ray://host:port; got {self.address!r}")
         if self.cpus < 1 or not 0 <= (self.gpus or 0) <= 1:
             raise ValueError(f"a run needs at least 1 processor and 0 to 1 GPUs; got {self.cpus} and {self.gpus}")
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError(f"{self.address} needs Ray: pip install 'halflife[sweep]'")
+        require(f"--on {self.address}", "ray")
         if place["host"]:
             try:  # Ray itself retries for half a minute
                 socket.create_connection((place["host"], int(place["port"])), timeout=5).close()

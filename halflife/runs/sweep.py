@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from halflife import __version__
 from halflife.files import (
     RESULT_JSON,
     RUN_JSON,
@@ -239,10 +240,11 @@ def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that the numbers depend on, and the device."""
-    names = ("halflife", "torch", "transformers", "accelerate", "safetensors")
+    names = ("torch", "transformers", "accelerate", "safetensors")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     packages = {name: _version(name) for name in names}
-    return {**packages, "python": platform.python_version(), "platform": platform.platform(), "device": device}
+    system = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
+    return {"halflife": __version__, **packages, **system}
 
 
 def _version(name: str) -> str:

@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from halflife.extras import require
 from halflife.models import ModelConfig
 
 # A job manager sends one of these before it kills a process, or a terminal that closes does.
@@ -86,6 +87,9 @@ class ExecutionConfig:
             holds all of them (DDP).
         tensorboard: whether to write `tensorboard/` as well.
         show: whether to draw a progress bar.
+
+    Raises:
+        ImportError: `tensorboard` is asked for and not installed.
     """
 
     micro_batch_size: int | None = None
@@ -95,6 +99,8 @@ class ExecutionConfig:
     show: bool = True
 
     def __post_init__(self) -> None:
+        if self.tensorboard:
+            require("--tensorboard", "tensorboard")
         if "WORLD_SIZE" not in os.environ:
             if self.fsdp:
                 raise ValueError("fsdp shards over the processes of torchrun: start the command with torchrun")

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
+from halflife.models.loss import mean_loss
 from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
 from halflife.training.schedules import BY_EPOCH
@@ -57,7 +58,7 @@ class Objective(nn.Module):
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
         hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, action_mask=action_mask, call=call)
         scored = labels != IGNORED
-        loss = nn.functional.cross_entropy(self.model.logits(hidden[scored]).float(), labels[scored])
+        loss = mean_loss(hidden[scored], self.model.head_weight, labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}
 
 

@@ -1,0 +1,219 @@
+"""Tokens of a data set of the hub, which is read row by row until there are enough of them. No text is stored.
+
+The cache of a stream is a folder. Its name is a digest of the revision, the tokenizer, the fields and the split
+fractions, but not of the number of tokens: a later request for more tokens appends to it. It holds `<split>.tokens`,
+`<split>.offsets` as in `halflife.data.store`, and `records.jsonl`. A record is written after each `CHUNK` of text. It
+has the counts so far, and where the stream stands, so that an interrupted download continues there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from halflife.data import documents, hub
+from halflife.data.cache import cache_folder, locked
+from halflife.data.documents import Piece
+from halflife.data.hub import HubSource
+from halflife.data.splits import SplitSettings
+from halflife.data.store import dtype_of
+from halflife.data.tokenizers import encode_ahead
+from halflife.tasks.base import SPLITS
+
+FORMAT = 1
+CHUNK = 1 << 20  # bytes of text between two records
+RECORDS = "records.jsonl"
+COUNTS = ("tokens", "bytes", "documents")
+Report = Callable[[dict[str, Any], int], None]  # is told each record, and the training tokens that are wanted
+
+
+class Chunk(NamedTuple):
+    """Some rows of the stream.
+
+    Attributes:
+        pieces: of the documents, and the split of each document as an index of `SPLITS`.
+        rows: number of rows up to the end of the chunk, since the start of the stream.
+        state: where the stream goes on after the chunk; None after the last row.
+    """
+
+    pieces: list[tuple[Piece, int]]
+    rows: int
+    state: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The rows of a data set, and how they become tokens.
+
+    Attributes:
+        source: the data set.
+        commit: its revision.
+        settings: tokenizer, field and split fractions.
+        cache: the cache folder; None for the default.
+    """
+
+    source: HubSource
+    commit: str
+    settings: SplitSettings
+    cache: Path | None = None
+
+    @property
+    def key(self) -> str:
+        """The digest that names the folder."""
+        wanted, settings = self.source, self.settings
+        parts = [
+            FORMAT, documents.PIECE, CHUNK, wanted.name, self.commit, wanted.configuration, wanted.split, wanted.rows,
+            settings.field, settings.tokenizer.fingerprint(), settings.fractions,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def folder(self) -> Path:
+        return cache_folder(self.cache) / "streams" / self.key
+
+    def index(self, tokens: int, held_out: int, report: Report) -> dict[str, Any]:
+        """Read the stream until it has enough, and return the index of the first record that has.
+
+        The index depends on what is wanted, and not on what earlier requests have read.
+
+        Args:
+            tokens: training tokens that are wanted.
+            held_out: tokens that are wanted of each split with a positive fraction.
+            report: is called with each new record.
+
+        Raises:
+            ValueError, ImportError, ConnectionError: as `hub.texts`; the disk is too small, or the folder is damaged.
+        """
+        with locked(self.folder):
+            record = next((r for r in self.records() if self._enough(r, tokens, held_out)), None)
+            if record is None:
+                record = self._extend(tokens, held_out, report)
+        digest = hashlib.sha256(json.dumps([self.key, record["rows"]]).encode()).hexdigest()
+        dtype = str(dtype_of(self.settings.tokenizer.vocab_size))
+        return {"digest": digest, "dtype": dtype, "splits": record["splits"]}
+
+    def records(self) -> list[dict[str, Any]]:
+        """The records so far. The files of a record are as long as it says; a last line that was cut short is none."""
+        path, found = self.folder / RECORDS, []
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            if line.endswith(b"\n"):
+                found.append(json.loads(line))
+        if found and any(self._size(name) < size for name, size in self._sizes(found[-1]).items()):
+            raise ValueError(f"the cache {self.folder} is damaged (a file is shorter than it was); delete it")
+        return found
+
+    def _enough(self, record: dict[str, Any], tokens: int, held_out: int) -> bool:
+        held = dict(zip(SPLITS[1:], self.settings.fractions, strict=True))
+        counts = {split: record["splits"][split]["tokens"] for split in SPLITS}
+        return record["state"] is None or (
+            counts["train"] >= tokens and all(counts[name] >= held_out for name, share in held.items() if share)
+        )
+
+    def _extend(self, tokens: int, held_out: int, report: Report) -> dict[str, Any]:
+        """Append chunks until a record has enough, and return this record."""
+        last = (
+            self.records() or [{"rows": 0, "state": None, "splits": {s: dict.fromkeys(COUNTS, 0) for s in SPLITS}}]
+        )[-1]
+        self._truncate(last)
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context((self.folder / name).open("ab"))
+                for name in (*self._sizes(last), RECORDS)
+            }  # fmt: skip
+            encoded = encode_ahead(
+                self.settings.tokenizer, self._chunks(last), lambda chunk: [piece.data for piece, _ in chunk.pieces]
+            )
+            for chunk, ids in encoded:
+                last = self._append(files, last, chunk, ids)
+                report(last, tokens)
+                if self._enough(last, tokens, held_out):
+                    break
+                self._check_disk(last, tokens)
+            encoded.close()
+        return last
+
+    def _chunks(self, last: dict[str, Any]) -> Iterator[Chunk]:
+        """The chunks after a record."""
+        pieces, size, rows, position = [], 0, last["rows"], None
+        for text, position in hub.texts(self.source, self.commit, self.settings.field, last["state"], rows):
+            rows += 1
+            document = documents.encoded(text, f"row {rows}")
+            split = self._split(document)
+            pieces += [(piece, split) for piece in documents.cut_document(document, documents.PIECE)]
+            size += len(document)
+            if size >= CHUNK:
+                yield Chunk(pieces, rows, position())
+                pieces, size = [], 0
+        yield Chunk(pieces, rows, None)
+
+    def _split(self, document: bytes) -> int:
+        """The split of a document by a hash of its content, as an index of `SPLITS`. Other documents change nothing."""
+        place = int.from_bytes(hashlib.sha256(document).digest()[:8], "big") / 2**64
+        validation, test = self.settings.fractions
+        return 1 if place < validation else 2 if place < validation + test else 0
+
+    def _append(
+        self, files: dict[str, Any], last: dict[str, Any], chunk: Chunk, ids: list[np.ndarray]
+    ) -> dict[str, Any]:
+        """Write the tokens of a chunk and then its record, which makes them valid; return the record."""
+        tokenizer, counts = self.settings.tokenizer, {name: dict(last["splits"][name]) for name in SPLITS}
+        dtype, begun = dtype_of(tokenizer.vocab_size), 0
+        for (piece, split), new in zip(chunk.pieces, ids, strict=True):
+            name = SPLITS[split]
+            if piece.last and tokenizer.eos is not None:
+                new = np.append(new, tokenizer.eos)
+            files[f"{name}.tokens"].write(new.astype(dtype).tobytes())
+            counts[name]["tokens"] += len(new)
+            counts[name]["bytes"] += len(piece.data)
+            begun += len(new)
+            if piece.last and begun:  # the end of a document that has a token
+                files[f"{name}.offsets"].write(np.int64(counts[name]["tokens"]).tobytes())
+                counts[name]["documents"] += 1
+            begun = 0 if piece.last else begun
+        record = {"rows": chunk.rows, "state": chunk.state, "splits": counts}
+        for name in (*self._sizes(record), RECORDS):
+            if name == RECORDS:
+                files[name].write(json.dumps(record).encode() + b"\n")
+            files[name].flush()
+        return record
+
+    def _sizes(self, record: dict[str, Any]) -> dict[str, int]:
+        """The bytes of each file up to a record. `<split>.offsets` begins with a 0."""
+        item, sizes = dtype_of(self.settings.tokenizer.vocab_size).itemsize, {}
+        for name, counts in record["splits"].items():
+            sizes |= {f"{name}.tokens": counts["tokens"] * item, f"{name}.offsets": 8 * (counts["documents"] + 1)}
+        return sizes
+
+    def _size(self, name: str) -> int:
+        path = self.folder / name
+        return path.stat().st_size if path.exists() else 0
+
+    def _truncate(self, record: dict[str, Any]) -> None:
+        """Remove what a process wrote after its last record. A new stream gets its files, with the first offset."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, size in self._sizes(record).items():
+            path = self.folder / name
+            if not path.exists():
+                path.write_bytes(np.int64(0).tobytes() if name.endswith("offsets") else b"")
+            with path.open("r+b") as file:
+                file.truncate(size)
+        path = self.folder / RECORDS
+        whole = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        path.write_bytes(whole[0] + whole[1])
+
+    def _check_disk(self, record: dict[str, Any], tokens: int) -> None:
+        """Raise a ValueError if the disk cannot hold the tokens that are still wanted."""
+        missing = tokens - record["splits"]["train"]["tokens"]
+        needed = missing * dtype_of(self.settings.tokenizer.vocab_size).itemsize
+        if needed > (free := shutil.disk_usage(self.folder).free):
+            raise ValueError(
+                f"{missing:,} more tokens need {needed / 1e9:.1f} GB, and {self.folder} has {free / 1e9:.1f} GB left"
+            )

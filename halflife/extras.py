@@ -1,0 +1,37 @@
+"""The optional packages, and the extra of the distribution that installs each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+DISTRIBUTION = "halflife-lm"
+# Package, as Python imports it → extra, as `pip install 'halflife-lm[extra]'` names it.
+EXTRAS = {
+    "tyro": "cli", "rich": "cli", "yaml": "cli",
+    "transformers": "train", "accelerate": "train", "huggingface_hub": "train", "datasets": "train",
+    "pyarrow": "train", "filelock": "train",
+    "matplotlib": "report", "plotly": "report", "jinja2": "report", "markupsafe": "report",
+    "fla": "gpu", "tensorboard": "tensorboard", "lm_eval": "eval", "ray": "sweep",
+}  # fmt: skip
+
+
+def install(*extras: str) -> str:
+    """Return the command that installs the extras."""
+    return f"pip install '{DISTRIBUTION}[{','.join(dict.fromkeys(extras))}]'"
+
+
+def missing(what: str, *packages: str) -> ModuleNotFoundError:
+    """Return the error that says what needs the packages, and how to install them.
+
+    Args:
+        what: the subject of the sentence, such as "hf:owner/name".
+        *packages: keys of `EXTRAS`.
+    """
+    advice = install(*(EXTRAS[package] for package in packages))
+    return ModuleNotFoundError(f"{what} needs {', '.join(packages)}: {advice}", name=packages[0])
+
+
+def require(what: str, *packages: str) -> None:
+    """Raise the error `missing` if some of the packages are not installed."""
+    if absent := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise missing(what, *absent)

@@ -1,0 +1,95 @@
+"""The cross-entropy of a language model's head, without the logits of all tokens at once.
+
+The logits of 8 × 1,024 tokens over a vocabulary of 128,256 are 4.2 GB of float32, and their gradient as much again. The
+functions here hold the logits of one chunk of tokens. A chunk's part of the gradients is computed in the forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.tasks import IGNORED
+
+LOGITS = 1 << 24  # logits that are held at once: 64 MiB of float32
+
+
+def mean_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats of `softmax(hidden weightᵀ)`, with gradients.
+
+    Up to `LOGITS` logits are computed at once. More are computed by `ChunkedLoss`; its gradients cannot be
+    differentiated again. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is not used: on a CPU its chunks take
+    5 to 13 times as long, and for bfloat16 its loss is off by 15 % (docs/benchmarks.md).
+
+    Args:
+        hidden: `[N, D]`. Under autocast, the products have its precision.
+        weight: of the head, `[V, D]`.
+        labels: `[N]`, int64, none of them ignored.
+    """
+    if len(hidden) * len(weight) <= LOGITS:
+        return F.cross_entropy(_wide(F.linear(hidden, weight)), labels)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = ChunkedLoss.apply(hidden, weight.to(hidden.dtype), labels)  # pyright: ignore[reportAssignmentType]
+    return loss
+
+
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each token, 0 where the label is −100; for use without gradients.
+
+    Args:
+        hidden: `[N, D]`.
+        weight: of the head, `[V, D]`.
+        labels: `[N]`.
+    """
+    rows = _rows(weight)
+    pairs = zip(hidden.split(rows), labels.split(rows), strict=True)
+    losses = [F.cross_entropy(_wide(F.linear(h, weight)), y, reduction="none", ignore_index=IGNORED) for h, y in pairs]
+    return torch.cat(losses)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """The logits in float32, or in their precision if that is higher."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _rows(weight: Tensor) -> int:
+    """The tokens of a chunk."""
+    return max(1, LOGITS // len(weight))
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The mean loss and its gradients, chunk by chunk. The arguments are those of `mean_loss`, with one dtype.
+
+    For probabilities p and one-hot labels y, ∂/∂hidden = (p − y) weight / N and ∂/∂weight = (p − y)ᵀ hidden / N.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        loss = _wide(hidden.new_zeros(()))
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight, dtype=loss.dtype) if ctx.needs_input_grad[1] else None
+        rows = _rows(weight)
+        for first in range(0, len(hidden), rows):
+            part, target = hidden[first : first + rows], labels[first : first + rows].unsqueeze(1)
+            log_p = _wide(F.linear(part, weight)).log_softmax(-1)
+            loss -= log_p.gather(1, target).sum()
+            error = log_p.exp_().scatter_add_(1, target, log_p.new_full(target.shape, -1.0)) / len(hidden)
+            narrow = error.to(hidden.dtype)
+            if to_hidden is not None:
+                to_hidden[first : first + rows] = narrow @ weight
+            if to_weight is not None:
+                to_weight += narrow.T @ part
+        ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight.to(weight.dtype))
+        return loss / len(hidden)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        to_hidden, to_weight = (None if x is None else x * gradient.to(x.dtype) for x in ctx.saved_tensors)
+        return to_hidden, to_weight, None

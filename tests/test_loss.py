@@ -1,0 +1,203 @@
+"""The loss without all logits at once, against the loss with them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halflife import LanguageModel, preset
+from halflife.evaluation.language import by_position, document_loss
+from halflife.hf import HalflifeForCausalLM
+from halflife.models import loss
+from halflife.models.loss import ChunkedLoss, mean_loss, token_losses
+from halflife.tasks import IGNORED
+from halflife.training import sharding
+from halflife.training.fit import Objective
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """Chunks of three tokens, for a vocabulary of 32."""
+    monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+
+
+def tensors(n, dtype, vocabulary=32, width=5):
+    hidden = torch.randn(n, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(vocabulary, (n,))
+
+
+def both(function, hidden, weight, labels, factor=3.0):
+    """The loss, and its gradients as the backward pass scales them."""
+    value = function(hidden, weight, labels)
+    return [value.detach(), *torch.autograd.grad(factor * value, (hidden, weight))]
+
+
+def plain(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)), labels)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 30])
+def test_the_loss_and_its_gradients_in_float64(chunks, n):
+    inputs = tensors(n, torch.float64)
+    for found, expected in zip(both(ChunkedLoss.apply, *inputs), both(plain, *inputs), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
+
+
+def test_gradcheck(chunks):
+    hidden, weight, labels = tensors(7, torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: ChunkedLoss.apply(h, w, labels), (hidden, weight))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 4e-7), (torch.bfloat16, 2e-2)])
+def test_lower_precision(chunks, dtype, tolerance):
+    hidden, weight, labels = tensors(30, dtype)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    found, expected = both(mean_loss, hidden, weight, labels), both(plain, *wide, labels)
+    assert found[0].dtype == torch.float32
+    assert [x.dtype for x in found[1:]] == [dtype] * 2
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_extreme_logits_and_a_part_without_gradient(chunks):
+    hidden, weight, labels = tensors(8, torch.float32)
+    value = mean_loss(1e4 * hidden, weight, labels)
+    torch.testing.assert_close(value, plain(1e4 * hidden, weight, labels))
+    value = mean_loss(hidden, weight.detach(), labels)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, hidden), torch.autograd.grad(plain(hidden, weight, labels), hidden)
+    )
+
+
+def test_few_logits_are_computed_at_once(monkeypatch):
+    monkeypatch.setattr(ChunkedLoss, "apply", lambda *_: pytest.fail("chunked"))
+    inputs = tensors(10, torch.float32)
+    assert mean_loss(*inputs) == plain(*inputs)
+
+
+def test_no_tensor_has_all_logits(chunks):
+    """With autograd: the largest tensor that any operation returns has a chunk of logits, or a parameter's size."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            found = [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor)]
+            largest = max([largest, *(x.numel() for x in found)])
+            return out
+
+    hidden, weight, labels = tensors(100, torch.float32, width=2)
+    with Watch():
+        mean_loss(hidden, weight, labels).backward()
+        token_losses(hidden.detach(), weight.detach(), labels)
+    assert largest <= max(3 * 32, hidden.numel(), weight.numel(), len(labels))
+
+
+def test_losses_of_tokens(chunks):
+    hidden, weight, labels = tensors(20, torch.float32)
+    labels[::3] = IGNORED
+    with torch.no_grad():
+        expected = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
+        torch.testing.assert_close(token_losses(hidden, weight, labels), expected)
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+
+
+def model(**sizes):
+    return LanguageModel(preset("mamba2", **{"hidden_size": 16, "num_layers": 1, "vocab_size": 32, **sizes})).double()
+
+
+def gradients(module, run):
+    module.zero_grad()
+    value = run()
+    value.backward()
+    return value.detach(), {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_training_with_a_tied_head_and_without(monkeypatch, tie):
+    objective = Objective(model(tie_embeddings=tie))
+    ids = torch.randint(32, (2, 9))
+    labels = ids.roll(-1, 1)
+    labels[:, -2:] = IGNORED
+    expected = gradients(objective, lambda: objective(ids, labels)["loss"])
+    monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+    found = gradients(objective, lambda: objective(ids, labels)["loss"])
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+
+
+def test_training_under_autocast(monkeypatch):
+    objective = Objective(model().float())
+    ids = torch.randint(32, (2, 9))
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return objective(ids, ids)["loss"]
+
+    expected = gradients(objective, run)
+    monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+    found = gradients(objective, run)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    for name, grad in found[1].items():
+        assert (grad - expected[1][name]).norm() <= 2e-2 * expected[1][name].norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_sharded_parameters(chunks, tie):
+    """One process of FSDP2, which gathers and scatters as many do."""
+    whole, ids = model(tie_embeddings=tie).float(), torch.randint(32, (2, 9))
+    shards = model(tie_embeddings=tie).float()
+    shards.load_state_dict(whole.state_dict())
+    expected = gradients(objective := Objective(whole), lambda: objective(ids, ids)["loss"])
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        sharded = Objective(shards)
+        sharding.shard(sharded, shards, torch.device("cpu"))
+        value = sharded(ids, ids)["loss"]
+        value.backward()
+        torch.testing.assert_close(value.detach(), expected[0])
+        for name, p in sharded.named_parameters():
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, expected[1][name], msg=name)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("items", [None, 5])
+def test_the_door_to_transformers(monkeypatch, tie, items):
+    wrapped = HalflifeForCausalLM.of(model(tie_embeddings=tie)).train()
+    ids = torch.randint(32, (2, 9))
+    labels = ids.clone()
+    labels[0, 3:] = IGNORED
+    expected = gradients(wrapped, lambda: wrapped(ids, labels=labels, num_items_in_batch=items).loss)
+    assert wrapped(ids, labels=labels).logits is not None
+    monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+    found = gradients(wrapped, lambda: wrapped(ids, labels=labels, num_items_in_batch=items).loss)
+    # transformers rounds the logits to float32.
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
+    assert wrapped(ids, labels=labels).logits is None
+    shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    torch.testing.assert_close(wrapped(ids, shift_labels=shifted).loss, wrapped(ids, labels=labels).loss)
+    assert wrapped(ids).logits.shape == (2, 9, 32)
+    assert wrapped.eval()(ids, labels=labels).logits.shape == (2, 9, 32)
+    wrapped.train().loss_function = lambda logits, **_: logits.sum()
+    assert wrapped(ids, labels=labels).logits is not None
+
+
+def test_evaluation(monkeypatch):
+    net, ids = model().float().eval(), torch.randint(32, (2, 17))
+    labels = ids.roll(-1, 1)
+
+    def measured():
+        rows = by_position(net, [(ids, labels)])
+        return rows, torch.tensor(document_loss(net, [ids[0], ids[1], ids[0, :5]]))
+
+    expected = measured()
+    monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+    torch.testing.assert_close(measured(), expected, rtol=1e-6, atol=1e-6)
