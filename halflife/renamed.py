@@ -52,7 +52,7 @@ _NAMES_IN = {
         "survey": "measure_models", "checkpoints": "models.load.checkpoints", "read_ids": "data.tokenizers.read_ids",
         "pieces": "data.tokenizers.pieces", "check_vocabulary": "data.tokenizers.check_vocabulary",
         "print_wide": "report.tables.terminal.print_wide", "write_tables": "analysis.tables.write_tables",
-        "table_rows": "analysis.tables.table_rows", "finite": "analysis.tables.finite",
+        "table_rows": "analysis.tables.table_rows", "finite": "files.finite",
     },
     "analysis.decay_values": {
         "recording": "analysis.capture.capture", "decay_values": "measure_decays",

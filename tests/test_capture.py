@@ -8,7 +8,8 @@ import torch
 
 from halflife.analysis.capture import capture, evaluating, read_from, ska_layers, slow_gates
 from halflife.analysis.records import Record
-from halflife.analysis.tables import finite, from_finite
+from halflife.analysis.tables import from_finite
+from halflife.files import finite
 from halflife.models import LanguageModel, preset
 
 

@@ -55,9 +55,11 @@ def test_a_new_process_knows_it_too(module):
     assert "Mine" in done.stdout
 
 
-def test_the_command_that_resumes_names_the_extension(module, capsys):
+def test_the_command_that_resumes_names_the_extension(module, capsys, tmp_path):
     extensions.add(module)
-    with pytest.raises(SystemExit), resumable("halflife train --resume x"):
+    begun = tmp_path / "run.json"
+    begun.touch()
+    with pytest.raises(SystemExit), resumable("halflife train --resume x", begun):
         raise KeyboardInterrupt
     assert f"resume with: halflife --import {module} train --resume x" in capsys.readouterr().err
 

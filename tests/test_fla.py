@@ -272,7 +272,7 @@ def test_versions(release, machine):
 @each_op
 def test_no_gpu(op, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(CannotRun, match=r"not on cpu.*Those that can: auto, chunked, reference"):
+    with pytest.raises(CannotRun, match=r"not on cpu.*Those that can: auto, .*chunked, reference"):
         backends.choose(op, "fla", torch.device("cpu"), call_of(op))
     assert "fla" not in backends.available_backends(op, "cpu")
 

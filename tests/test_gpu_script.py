@@ -90,6 +90,11 @@ def breaking(monkeypatch, how):
     monkeypatch.setitem(backends._OPS["dplr"], "chunked", broken)
 
 
+def chunked_rows(case):
+    """Return the rows of the chunked form. Where native kernels are built, there are rows of these as well."""
+    return [row for row in script("parity").rows(case, "cpu") if row["backend"] == "chunked"]
+
+
 def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
     class Double(torch.autograd.Function):
         @staticmethod
@@ -101,7 +106,7 @@ def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
             return 1.1 * dx
 
     breaking(monkeypatch, lambda call, right: right(dataclasses.replace(call, g=Double.apply(call.g))))
-    rows = list(script("parity").rows("dplr, scalar", "cpu"))
+    rows = chunked_rows("dplr, scalar")
     assert len(rows) == 4
     assert not any(row["ok"] for row in rows)
     assert {row["worst"] for row in rows} == {"dg"}
@@ -115,7 +120,7 @@ def test_parity_sees_what_breaks_down(monkeypatch):
         return right(call)
 
     breaking(monkeypatch, how)
-    rows = list(script("parity").rows("dplr, vector", "cpu"))
+    rows = chunked_rows("dplr, vector")
     assert [row["ok"] for row in rows] == [True, False] * 2
     table = script("parity").table(rows)
     assert sum("**FAILED**: RuntimeError: out of shared memory / required 3 |" in line for line in table) == 2
@@ -124,7 +129,7 @@ def test_parity_sees_what_breaks_down(monkeypatch):
 def test_parity_lets_a_backend_refuse(monkeypatch):
     limits = lambda device, call: "no" if call and call.q.dtype == torch.float32 else None  # noqa: E731
     monkeypatch.setitem(backends._LIMITS, ("dplr", "chunked"), limits)
-    rows = list(script("parity").rows("dplr, scalar", "cpu"))
+    rows = chunked_rows("dplr, scalar")
     assert all(row["ok"] for row in rows)
     assert {row["dtype"] for row in rows if "refused" in row} == {"float32"}
     assert not any("float32" in line for line in script("parity").table(rows))
@@ -208,5 +213,5 @@ def test_a_worker_out_of_time_is_ended():
 
 def test_a_worker_that_dies_is_said():
     rows, (died,) = finish(script("gpu").Job("parity", ["dplr, scalar", "nothing"], "cpu", [], time.time() + 100))
-    assert len(rows) == 4  # the rows before the error
+    assert len([row for row in rows if row["backend"] == "chunked"]) == 4  # the rows before the error
     assert died == "parity dplr, scalar, nothing: exit status 1: KeyError: 'nothing'"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halflife import LanguageModel, preset
+from halflife.training.checkpoints import CheckpointStore
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
@@ -52,7 +53,8 @@ def test_the_optimiser_has_the_settings_of_the_run(tmp_path):
         epsilon=1e-18,
     )  # fmt: skip
     objective = Objective(LanguageModel(config.model))
-    trainer = HalflifeTrainer(config, model=objective, args=_arguments(config, tmp_path, ExecutionConfig()))
+    store, arguments = CheckpointStore(tmp_path), _arguments(config, tmp_path, ExecutionConfig())
+    trainer = HalflifeTrainer(config, store, model=objective, args=arguments)
     groups = trainer.create_optimizer().param_groups
     assert all((group["betas"], group["eps"]) == ((0.8, 0.99), 1e-18) for group in groups)
     assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 2e-3])

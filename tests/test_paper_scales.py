@@ -11,6 +11,7 @@ from halflife.experiments import EXPERIMENTS, compare, paper_experiments
 from halflife.experiments.mqar import STATES, PostMQAR, selections
 from halflife.runs.sweep import Cell
 from halflife.tasks import build
+from halflife.training.checkpoints import CheckpointStore
 from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
@@ -160,7 +161,8 @@ def test_the_rate_falls_once_an_epoch(tmp_path):
         schedule_options={"epochs": 8},
     )  # fmt: skip
     objective = Objective(LanguageModel(model))
-    trainer = HalflifeTrainer(config, model=objective, args=_arguments(config, tmp_path, ExecutionConfig()))
+    store, arguments = CheckpointStore(tmp_path), _arguments(config, tmp_path, ExecutionConfig())
+    trainer = HalflifeTrainer(config, store, model=objective, args=arguments)
     trainer.create_optimizer()
     scheduler, rates = trainer.create_scheduler(32), []
     for _ in range(32):

@@ -98,6 +98,8 @@ class Eval:
                 print_evaluation(result["rows"])  # also if they could not be written
             elif not any(output.iterdir()):
                 output.rmdir()
+                if self.output is None and not any(output.parent.iterdir()):
+                    output.parent.rmdir()
         if truncated := result.get("harness", {}).get("truncated"):
             print(f"{truncated} texts were longer than {self.max_length} tokens and have lost their beginning")
         print(f"written to {output}: {', '.join(sorted(file.name for file in output.iterdir()))}")

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from halflife.models import LanguageModel
+from halflife.ops.backends import native
 
 GEMM = 2048  # rows of the square matrices of `gemm_rate`
 
@@ -46,10 +47,8 @@ def operations(model: LanguageModel, length: int) -> float:
 
     def count(tokens: int) -> float:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=model.embedding.weight.device)
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False) as counter,
-        ):  # the counter misses the fused CPU kernel
+        # The counter knows neither torch's fused CPU kernel of attention nor our native kernels.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=native.formulas()) as counter:
             model(ids)
         return counter.get_total_flops() / tokens
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,3 +66,13 @@ def run(call: OpCall) -> tuple[Tensor, Tensor]:
 def _dense(x: Tensor | None) -> Tensor | None:
     """A tensor whose last axis has stride 1; the kernels read all others as they are."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
+def formulas() -> dict[Any, Any]:
+    """The operations of each custom op, for torch's `FlopCounterMode`; empty where the kernels are not built."""
+    if _refusal() is not None:
+        return {}
+    _load()
+    from halflife.ops.backends.native import fakes
+
+    return {torch.ops.halflife.state_op: fakes.operations}

@@ -23,9 +23,7 @@ def _num_borders(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> int:
     batch, length = q.shape[:2]
     if cu_seqlens is not None:
         return length // (_BORDER * _LANE) + cu_seqlens.shape[0] - 1
-    chunk = _LANE
-    while chunk < min(chunk_size, length):
-        chunk *= 2
+    chunk = _chunk(chunk_size, length)
     chunks = (length + chunk - 1) // chunk
     return batch * ((chunks + _BORDER - 1) // _BORDER)
 
@@ -33,6 +31,28 @@ def _num_borders(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> int:
 @torch.library.register_fake("halflife::state_step")
 def _step(op, q, k, v, g, beta, a, b, g_slow, state, scale):
     return v.new_empty(v.shape), torch.empty_like(state)
+
+
+def operations(op, q, k, v, g, beta, a, b, g_slow, initial, cu_seqlens, scale, chunk_size, *_, **__) -> int:
+    """Return the operations of `state_op`: products inside chunks, with the state, and with the inverse of a system.
+
+    The arguments are those of the op, with shapes in the place of tensors, as torch's counter of operations gives them.
+    """
+    batch, length, heads, key = q
+    value, chunk, wide = v[-1], _chunk(chunk_size, length), initial[-2]
+    products = chunk * (key + value) + 2 * wide * value
+    if beta is not None:
+        products += chunk * (key + value + wide) + wide * value
+    if a is not None:
+        products += chunk * (2 * key + 3 * value + wide) + 2 * wide * value
+    return 2 * products * batch * length * heads
+
+
+def _chunk(chunk_size: int, length: int) -> int:
+    chunk = _LANE
+    while chunk < min(chunk_size, length):
+        chunk *= 2
+    return chunk
 
 
 @torch.library.register_fake("halflife::state_op_backward")
