@@ -182,6 +182,7 @@ def test_a_reader_that_goes_away_sees_no_message(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_the_reader_of_its_bar(tmp_path):
     (tmp_path / "text.txt").write_text("the state forgets slowly. " * 300)
     arguments = "--tokens 1K --context 32 --batch-size 4 --hidden-size 16 --num-layers 1 --held-out 0.1"

@@ -75,4 +75,4 @@ def formulas() -> dict[Any, Any]:
     _load()
     from halflife.ops.backends.native import fakes
 
-    return {torch.ops.halflife.state_op: fakes.operations}
+    return {torch.ops.halflife.state_op: fakes.operations, torch.ops.halflife.linear: fakes.operations_of_linear}

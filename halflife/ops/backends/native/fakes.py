@@ -48,6 +48,11 @@ def operations(op, q, k, v, g, beta, a, b, g_slow, initial, cu_seqlens, scale, c
     return 2 * products * batch * length * heads
 
 
+def operations_of_linear(x, weight, **_) -> int:
+    """Return the operations of `halflife::linear`; the arguments are shapes."""
+    return 2 * x[0] * x[1] * weight[0]
+
+
 def _chunk(chunk_size: int, length: int) -> int:
     chunk = _LANE
     while chunk < min(chunk_size, length):
