@@ -135,6 +135,7 @@ def test_chains_are_worded_as_rulers(length, theirs):
         return SimpleNamespace(input_ids=text.split())
 
     module = theirs.vt_utils
+    module.random.seed(0)  # theirs fails where it draws the same name twice, about once in 2,000 times
     (shot,) = module.sys_vartrack_w_noise_random(words, num_samples=1, max_seq_length=500, incremental=5)
     (row,) = module.sys_vartrack_w_noise_random(words, num_samples=1, max_seq_length=900, icl_example=shot)
     made = make("vt", length=length)
