@@ -55,6 +55,7 @@ def command(*arguments):
 # ------------------------------------------------------------------------------------------------ comparisons
 
 
+@pytest.mark.slow
 def test_a_model_that_raises_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
     folder = create(tmp_path / "x")
     with monkeypatch.context() as patch:
@@ -192,6 +193,7 @@ def test_training_goes_on_without_the_reader_of_its_bar(tmp_path):
     assert (tmp_path / "out" / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_of_ascii_shows_everything(tmp_path):
     done = shell("halflife list", tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr

@@ -138,6 +138,7 @@ def test_parity_lets_a_backend_refuse(monkeypatch):
 # ------------------------------------------------------------------------------------------------ speed
 
 
+@pytest.mark.slow
 def test_speed_leaves_out_a_wrong_kernel(monkeypatch):
     """Every timed kernel is first compared with the chunked form. The rows of the others stay."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -158,6 +159,7 @@ def test_speed_leaves_out_a_wrong_kernel(monkeypatch):
     assert "| 16 | 64 | delta_rule | triton | **FAILED**" in "\n".join(script("speed").table(rows))
 
 
+@pytest.mark.slow
 def test_speed_stops_in_time():
     rows = list(script("speed").rows(16, "cpu", [], time.time()))
     assert [row["T"] for row in rows if row.get("late")] == [64, 128]

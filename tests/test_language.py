@@ -425,8 +425,9 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, 
     assert numbers(tmp_path) == numbers(long)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("--micro-batch-size", "1"), ("--fsdp",)])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ((), ("--micro-batch-size", "1"))), ("--fsdp",)]
+)
 def test_two_processes_give_the_numbers_of_one(text, whole, tmp_path, environment, how):
     finish(2, environment, *arguments(text, tmp_path, *how))
     same_numbers(tmp_path, whole)

@@ -195,6 +195,7 @@ def test_selection_on_the_tests_flatters():
     assert "| a | 60.0 | 80.0 |" in selections([row(1e-3, 0.6, True), row(1e-2, 0.8, False)])
 
 
+@pytest.mark.slow
 def test_it_starts(tmp_path):
     """Three steps of the smallest scale, with the paper's schedule."""
     changes = {"steps": 3, "schedule": "linear_by_epoch", "schedule_options": {"epochs": 3}, "test_examples": 4}
