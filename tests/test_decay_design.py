@@ -52,7 +52,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(text):
-    return GRID.settings_at("smoke", {**TINY, "text": (str(text),)})
+    return GRID.open_data(GRID.settings_at("smoke", {**TINY, "text": (str(text),)}))
 
 
 def config(settings, name="vector/mamba2", seed=0):
@@ -86,7 +86,7 @@ def test_the_standard_library_is_a_source(monkeypatch, tmp_path):
 
 def test_the_settings_hold_the_digest_and_absolute_paths(text, settings, monkeypatch):
     monkeypatch.chdir(text.parent)
-    relative = GRID.settings_at("smoke", {**TINY, "text": (text.name,)})
+    relative = GRID.open_data(GRID.settings_at("smoke", {**TINY, "text": (text.name,)}))
     assert relative == settings
     assert settings.text == (str(text),)
     assert settings.digest == Corpus.open(settings.corpus(), show=False).digest
@@ -294,7 +294,7 @@ def test_bad_choices_fail_at_once(text, tmp_path, refused, more, message):
 
 def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        GRID.settings_at("smoke", {"text": ("nowhere.txt",)})
+        GRID.open_data(GRID.settings_at("smoke", {"text": ("nowhere.txt",)}))
     (tmp_path / "other.txt").write_text("x" * 999)
     other = config(settings)
     other.data["sources"] = [str(tmp_path / "other.txt")]

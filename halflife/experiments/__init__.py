@@ -9,5 +9,9 @@ from halflife.experiments import (  # noqa: F401 (they register themselves)
     recall,
 )
 from halflife.experiments.base import EXPERIMENTS, SCALES, ExperimentSettings, paper_experiments
+from halflife.experiments.language_models import decay as decay_lm  # noqa: F401
+from halflife.experiments.language_models import echo as echo_lm  # noqa: F401
+from halflife.experiments.language_models import gate_rank as gate_rank_lm  # noqa: F401
+from halflife.experiments.language_models import post as post_lm  # noqa: F401
 
 __all__ = ["EXPERIMENTS", "SCALES", "ExperimentSettings", "paper_experiments"]

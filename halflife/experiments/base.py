@@ -15,7 +15,8 @@ from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
 
-SCALES = ("smoke", "small", "large", "paper")  # "paper" is a paper's setting, and "large" one of ours
+# "paper" is a paper's setting, and "large" one of ours. "paper-440m" has another size of model of the paper.
+SCALES = ("smoke", "small", "large", "paper", "paper-50m", "paper-410m", "paper-440m", "paper-1.45b")
 Config = TypeVar("Config", bound=CellConfig)
 
 
@@ -121,6 +122,10 @@ class Experiment:
     def models_at(self, scale: str) -> tuple[str, ...]:
         """The models that are compared at a scale when the user names none."""
         return self.models
+
+    def open_data(self, settings: Any) -> Any:
+        """The settings with what only the data can tell, such as their digest. It may read and download data."""
+        return settings
 
     def build_cell(self, settings: Any, cell: Cell) -> CellConfig:
         """The configuration of one cell before the user's overrides; `settings` is an instance of `self.settings`."""

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,41 @@ from halflife.experiments.overrides import check_parts
 from halflife.files import CONFIG_JSON, read_json
 from halflife.registry import unknown
 from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
+from halflife.runs.sweep import cells as sweep_cells
 
 MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
 
-def create_comparison(
+@dataclass(frozen=True)
+class Plan:
+    """A comparison whose choices have been checked.
+
+    Attributes:
+        kind: the name of the experiment.
+        settings: its resolved settings.
+        label: the task or the experiment that is named.
+        scale: the scale.
+        learning_rates: model → the rates that are tried.
+        seeds: number of seeds.
+    """
+
+    kind: str
+    settings: ExperimentSettings
+    label: str
+    scale: str
+    learning_rates: dict[str, list[float]]
+    seeds: int
+
+    @property
+    def experiment(self) -> Experiment:
+        return EXPERIMENTS[self.kind]()
+
+    def cells(self) -> list[Cell]:
+        """One cell for each model and rate."""
+        return list(sweep_cells(self.learning_rates, [0]))
+
+
+def plan_comparison(
     models: Sequence[str],
     *,
     tasks: Sequence[str] = ("mqar",),
@@ -28,11 +59,8 @@ def create_comparison(
     learning_rates: Sequence[float] | None = None,
     settings: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    output: Path | None = None,
-    name: str | None = None,
-    command: str = "",
-) -> Path:
-    """Create the folder of a comparison: check every choice and write the resolved configuration.
+) -> Plan:
+    """Check every choice of a comparison, without reading data or writing files.
 
     Args:
         models: preset names, or names that the experiment defines; none for the models of the experiment.
@@ -43,16 +71,9 @@ def create_comparison(
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.
         overrides: options of every run by their dotted names (see `experiments.base.resolve`).
-        output: the folder; None for `runs/<time>-<name>`.
-        name: the name of that folder; None for the task or experiment and the scale.
-        command: the command line that the report shows.
-
-    Returns:
-        The folder, for `run_comparison`.
 
     Raises:
         ValueError: an unknown name, a combination without meaning, or sizes that do not fit.
-        FileExistsError: `output` holds a comparison already.
     """
     kind, tested = _experiment_name(tasks, experiment)
     chosen = EXPERIMENTS[kind]()
@@ -66,15 +87,40 @@ def create_comparison(
     if seeds < 1:
         raise ValueError(f"seeds is the number of seeds, at least 1; got {seeds}")
     rates = {model: list(learning_rates or chosen.learning_rates(model, scale)) for model in models}
-    cells = [Cell(model, rate, 0) for model in models for rate in rates[model]]
-    check_parts([chosen.build_cell(resolved, cell) for cell in cells], resolved.overrides)
-    for cell in cells:
+    plan = Plan(kind, resolved, tested, scale, rates, seeds)
+    check_parts([chosen.build_cell(resolved, cell) for cell in plan.cells()], resolved.overrides)
+    for cell in plan.cells():
         chosen.configure(resolved, cell)
+    return plan
+
+
+def create_comparison(
+    models: Sequence[str], *, output: Path | None = None, name: str | None = None, command: str = "", **choices: Any
+) -> Path:
+    """Create the folder of a comparison: check every choice, open the data, and write the resolved configuration.
+
+    Args:
+        models: see `plan_comparison`.
+        output: the folder; None for `runs/<time>-<name>`.
+        name: the name of that folder; None for the task or experiment and the scale.
+        command: the command line that the report shows.
+        **choices: the other arguments of `plan_comparison`.
+
+    Returns:
+        The folder, for `run_comparison`.
+
+    Raises:
+        ValueError: as `plan_comparison`, or the data cannot be read.
+        FileExistsError: `output` holds a comparison already.
+    """
+    plan = plan_comparison(models, **choices)
+    settings = plan.experiment.open_data(plan.settings)
     config = {
-        "command": command, "models": models, "experiment": kind, "task": tested, "scale": scale,
-        "seeds": list(range(seeds)), "learning_rates": rates, "settings": dataclasses.asdict(resolved),
+        "command": command, "models": list(plan.learning_rates), "experiment": plan.kind,
+        "task": plan.label, "scale": plan.scale, "seeds": list(range(plan.seeds)),
+        "learning_rates": plan.learning_rates, "settings": dataclasses.asdict(settings),
     }  # fmt: skip
-    label = re.sub(r"[^\w.+-]", "-", name or f"{tested}-{scale}")
+    label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
     return create_sweep(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
 
 

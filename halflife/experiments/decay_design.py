@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from halflife.data.corpus import Corpus, CorpusConfig
-from halflife.data.documents import PYTHON
-from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings
+from halflife.experiments.base import EXPERIMENTS
 from halflife.experiments.decay_findings import finding_sentences, losses_and_findings
-from halflife.files import CONFIG_JSON, read_json, write_json
+from halflife.experiments.language_models import base as language
+from halflife.experiments.language_models.base import LanguageExperiment, LanguageSettings, describe, results_by_seed
+from halflife.files import CONFIG_JSON, read_json
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.runs.folder import RESULTS_JSON
-from halflife.runs.language_run import LanguageConfig
-from halflife.runs.sweep import Cell
 
 
 @dataclass(frozen=True)
@@ -134,102 +130,51 @@ CORE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecayDesignSettings(ExperimentSettings):
-    """The budget that all variants share, and their text. Tokens are bytes.
-
-    Attributes:
-        text: sources of a `CorpusConfig`; "python:" is the source of Python's standard library.
-        held_out: shares of the documents for validation and for the test.
-        validation_tokens: tokens of each validation.
-        test_tokens: tokens of the test.
-        digest, text_bytes: SHA-256 and size of the corpus, filled in by `settings_at`.
-    """
+class DecayDesignSettings(LanguageSettings):
+    """The budget that all variants share, and their text. Tokens are bytes."""
 
     betas: tuple[float, float] = (0.9, 0.999)
-    text: tuple[str, ...] = (PYTHON,)
-    held_out: tuple[float, float] = (0.05, 0.05)
-    validation_tokens: int
-    test_tokens: int
-    digest: str = ""
-    text_bytes: int = 0
-
-    def corpus(self) -> CorpusConfig:
-        """The text: bytes of documents that follow each other, as in the paper."""
-        return CorpusConfig(
-            sources=self.text, tokenizer="bytes", context=self.train_length, mode="concatenated",
-            fractions=self.held_out,
-        )  # fmt: skip
 
 
-SMOKE = DecayDesignSettings(
-    hidden_size=64, num_layers=2, num_heads=2, train_length=128, batch_size=8, steps=60,
-    validate_every=15, save_every=100, validation_tokens=1 << 13, test_tokens=1 << 12,
-)  # fmt: skip
-SMALL = DecayDesignSettings(
-    hidden_size=256, num_layers=4, num_heads=4, train_length=256, batch_size=4, steps=800, bf16=True,
-    validate_every=200, save_every=100, validation_tokens=1 << 14, test_tokens=1 << 16,
-)  # fmt: skip
+SMOKE = DecayDesignSettings(**language.SMOKE, learning_rate=3e-3)
+SMALL = DecayDesignSettings(**language.SMALL, learning_rate=2e-3)
 # The 160M row of Table 5 with its tokens per step and its steps, but on bytes of the user's text. The paper trains on
 # FineWeb-Edu with GPT-2's tokens, so this is not its experiment.
 LARGE = DecayDesignSettings(
     hidden_size=768, num_layers=12, num_heads=12, train_length=2048, batch_size=256, steps=20_000, bf16=True,
-    validate_every=5000, save_every=1000, validation_tokens=1 << 17, test_tokens=1 << 21,
+    learning_rate=3e-4, validate_every=5000, save_every=1000, validation_tokens=1 << 17, test_tokens=1 << 21,
 )  # fmt: skip
 
 
 @EXPERIMENTS.add("decay-design")
-class DecayDesign(Experiment):
+class DecayDesign(LanguageExperiment):
     """The Decay paper's grid (Tables 2–4): losses on text beside the paper's, and whether its findings hold."""
 
     is_paper: ClassVar = True
-    measure: ClassVar = "loss"
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "large": LARGE}
     settings = DecayDesignSettings
     models: ClassVar = CORE
     groups: ClassVar = {"core": CORE, "all": tuple(VARIANTS)}
     # `released` is added below: it needs `find_variant`, whose errors name the groups.
 
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return {"smoke": (3e-3,), "small": (2e-3,), "large": (3e-4,)}[scale]
+    def model(self, name: str, settings: DecayDesignSettings) -> ModelConfig:
+        return variant_model(name, settings)
 
-    def settings_at(self, scale: str, changes: Mapping[str, Any]) -> DecayDesignSettings:
-        """Return what the base class returns, with the text and its digest, which every run checks."""
-        settings = super().settings_at(scale, changes)
-        assert isinstance(settings, DecayDesignSettings)
-        corpus = Corpus.open(settings.corpus(), show=False)
-        text = tuple(corpus.config.to_dict()["sources"])
-        return dataclasses.replace(settings, text=text, digest=corpus.digest, text_bytes=corpus.bytes)
+    def recipe(self, name: str, settings: DecayDesignSettings) -> dict[str, Any]:
+        """The paper's schedule: warm-up, stable, linear decay (§5)."""
+        return {"schedule": "warmup_stable_decay", "schedule_options": {"num_decay_steps": settings.steps // 3}}
 
-    def build_cell(self, settings: DecayDesignSettings, cell: Cell) -> LanguageConfig:
-        """One variant and seed, with AdamW and the paper's schedule: warm-up, stable, linear decay (§5)."""
-        return LanguageConfig(
-            **{
-                **settings.shared_with(LanguageConfig),
-                "schedule": "warmup_stable_decay",
-                "schedule_options": {"num_decay_steps": settings.steps // 3},
-            },
-            model=variant_model(cell.model, settings),
-            data=settings.corpus().to_dict(),
-            context=settings.train_length,
-            mode="concatenated",
-            test_split="test",
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-        )
+    def papers(self, settings: DecayDesignSettings, names: Sequence[str]) -> dict[str, float | None]:
+        return {name: find_variant(name).paper for name in names}
+
+    def findings(self, results: dict[str, Any]) -> list[str]:
+        return finding_sentences(results)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-        settings = DecayDesignSettings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
+        settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
         papers = {name: variant.paper for name, variant in VARIANTS.items()}
         papers |= {f"{name}:released": VARIANTS[name].paper for name in VARIANTS if _differs(name)}
         return losses_and_findings(results_by_seed(rows), papers, describe(settings))
-
-    def write_report(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write `results.json`, then the report of the base class, which reads this file."""
-        results = results_by_seed(rows)
-        papers = {name: find_variant(name).paper for name in results}
-        data = {"results": results, "paper": papers, "findings": finding_sentences(results)}
-        write_json(folder / RESULTS_JSON, data)
-        super().write_report(folder, rows)
 
 
 DecayDesign.groups["released"] = tuple(f"{name}:released" for name in VARIANTS if _differs(name))
@@ -255,24 +200,3 @@ def row_or_preset(name: str, **sizes: Any) -> ModelConfig:
     variant = find_variant(name)
     options = {**variant.options, **sizes.pop("mixer_options", {})}
     return dataclasses.replace(preset(variant.preset, mixer_options=options, **sizes), name=name)
-
-
-def results_by_seed(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Variant → seed → sizes and "test", the loss at the selected learning rate; diverged runs are left out."""
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        if row["selected"] and not math.isnan(row["loss"]):
-            sizes = {name: row[name] for name in ("parameters", "state_size", "tokens_per_second")}
-            results.setdefault(row["model"], {})[str(row["seed"])] = {**sizes, "test": row["loss"]}
-    return results
-
-
-def describe(settings: DecayDesignSettings) -> str:
-    """The text and the budget in words."""
-    tokens = settings.steps * settings.batch_size * settings.train_length
-    return (
-        f"Text: {settings.text_bytes:,} bytes (SHA-256 {settings.digest[:12]}…). Model: {settings.num_layers} layers, "
-        f"hidden size {settings.hidden_size}, {settings.num_heads} heads. Training: {settings.steps} steps of "
-        f"{settings.batch_size} × {settings.train_length} bytes ({tokens / 1e6:.2f} M)"
-        f"{', bfloat16 autocast' if settings.bf16 else ''}."
-    )

@@ -76,7 +76,8 @@ def folder_kind(path: Path) -> FolderKind:
     config = _present(read_json, path / CONFIG_JSON)
     if isinstance(config, dict):
         if config.get("models"):
-            return FolderKind.GRID if config.get("experiment") == "decay-design" else FolderKind.COMPARISON
+            on_text = config.get("experiment") == "decay-design" or "text" in config.get("settings", {})
+            return FolderKind.GRID if on_text else FolderKind.COMPARISON
         if "format" in config:
             return FolderKind.MODEL
     raise ValueError(f"{path / CONFIG_JSON} names no models: {_EXPECTED}")

@@ -1,0 +1,173 @@
+"""What a training run will need, from its configuration alone: parameters, memory and floating-point operations.
+
+Nothing is trained. The blocks of a model have equal shapes, so models of two and three layers are counted and the rest
+is extrapolated. They are built from fake tensors, which have shapes and no values. Spectral Koopman attention reads
+values, so one layer of it is built in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from halflife.models import LanguageModel, ModelConfig
+from halflife.ops.backends import native
+from halflife.training.config import TrainConfig
+
+SHORT, LONG = 128, 256  # tokens of the two counts that are extrapolated linearly
+STATES = 16  # bytes a parameter: float32 weight, gradient, and AdamW's two moments
+
+
+@dataclass(frozen=True)
+class Line:
+    """A quantity that is linear in the number of tokens, from its values at `SHORT` and `LONG` tokens."""
+
+    short: float
+    long: float
+
+    def at(self, tokens: float) -> float:
+        """The value at a number of tokens."""
+        return self.short + (self.long - self.short) * (tokens - SHORT) / (LONG - SHORT)
+
+    def plus(self, other: Line, times: float) -> Line:
+        return Line(self.short + times * other.short, self.long + times * other.long)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one forward pass.
+
+    Attributes:
+        operations: floating-point operations a token, on sequences of a length. They grow with the length for softmax
+            attention alone. As in `speed.operations`, elementwise operations are not counted.
+        saved: bytes that a number of tokens saves for the backward pass, in sequences of `LONG` tokens at most.
+    """
+
+    operations: Line
+    saved: Line
+
+    def plus(self, other: Costs, times: float) -> Costs:
+        return Costs(self.operations.plus(other.operations, times), self.saved.plus(other.saved, times))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will need.
+
+    Attributes:
+        model: name of the model.
+        parameters: number of its parameters.
+        steps, tokens: of the training.
+        state_bytes: weights, gradients and AdamW's moments.
+        activation_bytes: what the forward pass of a batch saves. Micro-batches divide it.
+        operations: floating-point operations of the training, three times those of its forward passes.
+    """
+
+    model: str
+    parameters: int
+    steps: int
+    tokens: int
+    state_bytes: int
+    activation_bytes: int
+    operations: float
+
+
+def estimate(config: TrainConfig, sequences: Mapping[int, float]) -> Estimate:
+    """Estimate what a run needs.
+
+    Args:
+        config: the run.
+        sequences: length in tokens → how many sequences of this length the training reads.
+    """
+    with torch.device("meta"):
+        parameters = LanguageModel(config.model).num_parameters()
+    costs = model_costs(dataclasses.replace(config.model, name=""), config.bf16)
+    longest = max(sequences)
+    return Estimate(
+        model=config.model.name,
+        parameters=parameters,
+        steps=config.steps,
+        tokens=round(sum(length * count for length, count in sequences.items())),
+        state_bytes=STATES * parameters,
+        activation_bytes=round(costs.saved.at(config.batch_size * longest)),
+        operations=3 * sum(costs.operations.at(length) * length * count for length, count in sequences.items()),
+    )
+
+
+def model_costs(config: ModelConfig, bf16: bool = False) -> Costs:
+    """The costs of a forward pass of a model.
+
+    Args:
+        config: configuration of the model.
+        bf16: whether the pass runs under bfloat16 autocast.
+    """
+    return _model_costs(config.to_json(), bf16)
+
+
+@lru_cache(maxsize=256)
+def _model_costs(config_json: str, bf16: bool) -> Costs:
+    config = ModelConfig.from_json(config_json)
+    plain = dataclasses.replace(config, hybrid={})
+    two, three = (_count(dataclasses.replace(plain, num_layers=layers), bf16) for layers in (2, 3))
+    total = two.plus(three.plus(two, -1), config.num_layers - 2)
+    if config.hybrid:
+        # The counter does not know the kernel of spectral Koopman attention.
+        options = {**config.hybrid["options"], **({"backend": "chunked"} if config.hybrid["mixer"] == "ska" else {})}
+        hybrid = {**config.hybrid, "options": options, "layers": [1]}
+        mixed = dataclasses.replace(config, num_layers=2, hybrid=hybrid)
+        total = total.plus(_count(mixed, bf16).plus(two, -1), len(config.hybrid["layers"]))
+    return total
+
+
+def _count(config: ModelConfig, bf16: bool) -> Costs:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    def count(tokens: int) -> tuple[float, float]:
+        try:
+            return _count_pass(config, tokens, bf16, fake=True)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return _count_pass(config, tokens, bf16, fake=False)
+
+    operations, saved = zip(count(SHORT), count(LONG), strict=True)
+    return Costs(Line(operations[0] / SHORT, operations[1] / LONG), Line(*saved))
+
+
+def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tuple[float, float]:
+    """Operations of a forward pass on one sequence, and the bytes that it saves for the backward pass."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    saved: dict[Any, int] = {}
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return x
+
+    with FakeTensorMode() if fake else nullcontext(), torch.random.fork_rng(devices=[]):
+        model = LanguageModel(config).eval()  # training mode would count resets
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        formulas = {**native.formulas(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+        with (
+            saved_tensors_hooks(save, lambda x: x),
+            FlopCounterMode(display=False, custom_mapping=formulas) as counter,
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+        ):
+            hidden, _ = model.hidden(ids)
+            kept = dict(saved)
+            model.logits(hidden)  # the loss computes logits in pieces, and saves none
+        for tensor in (*model.parameters(), *model.buffers()):
+            kept.pop(tensor.untyped_storage()._cdata, None)
+    return float(counter.get_total_flops()), float(sum(kept.values()))
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """The operations of torch's fused attention on CPUs, which its counter does not know."""
+    return sdpa_flop_count(query, key, value)
