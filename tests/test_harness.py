@@ -2,9 +2,12 @@
 
 import json
 import math
+import re
 import sys
+from pathlib import Path
 
 import datasets
+import lm_eval.tasks
 import pytest
 import torch
 import yaml
@@ -15,8 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from halflife import LanguageModel, Session, preset
 from halflife.cli import main
+from halflife.cli.evaluate import HARNESS_RESULTS
 from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from halflife.evaluation import batched, harness
+from halflife.evaluation.bundles import BUNDLES, averages, expand
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
 
@@ -298,14 +303,14 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys):
     capsys.readouterr()
     main([
         "eval", str(tmp_path / "model"), "--tasks", "choices_here,last_here", "text_here", "write_here",
-        "niah_single_1", "--include", str(folder), "--lengths", "600", "--examples", "2", "--device", "cpu",
+        "offline_niah_single_1", "--include", str(folder), "--lengths", "600", "--examples", "2", "--device", "cpu",
         "--batch-size", "3", "--quiet",
     ])  # fmt: skip
     out = capsys.readouterr().out
     (output,) = (tmp_path / "model" / "eval").iterdir()
     results = json.loads((output / "results.json").read_text())
     found = {(row["task"], row["metric"]): row["value"] for row in results["rows"]}
-    needle = ("niah_single_1", "found in 600 tokens (repeat)")
+    needle = ("offline_niah_single_1", "found in 600 tokens (repeat)")
     assert found.keys() == {*expected, needle}
     for key, value in expected.items():
         # Four times the largest error, 3.7e-7, of a perplexity of 2e10.
@@ -375,12 +380,17 @@ def test_errors_of_tasks(folder, monkeypatch):
     ("arguments", "message"),
     [
         ([], "at least one task"),
-        (["--tasks", "niah"], "--lengths"),
-        (["--tasks", "niah_single_2", "--lengths", "600"], "--essay"),
+        (["--tasks", "offline_niah"], "--lengths"),
+        (["--tasks", "offline_niah_single_2", "--lengths", "600"], "--essay"),
         (["--tasks", "wikitext", "--lengths", "600"], "--lengths: only tasks of RULER"),
-        (["--tasks", "vt", "--lengths", "600", "--limit", "5"], "--limit: only tasks of the harness"),
-        (["--tasks", "vt", "--lengths", "20"], "vt"),
-        (["--tasks", "vt", "--lengths", "600", "--essay", "nowhere"], "nowhere"),
+        (["--tasks", "wikitext", "--examples", "5"], "--examples: only offline tasks"),
+        (["--tasks", "offline_vt", "--lengths", "600", "--limit", "5"], "--limit: only tasks of the harness"),
+        (["--tasks", "offline_vt", "--lengths", "20"], "vt"),
+        (["--tasks", "offline_vt", "--lengths", "600", "--essay", "nowhere"], "nowhere"),
+        (["--tasks", "offline_vat", "--lengths", "600"], "Did you mean 'offline_vt'"),
+        (["--tasks", "vt", "--lengths", "600"], "vt is now offline_vt"),
+        (["--tasks", "niah", "--lengths", "600"], "niah is now offline_niah"),
+        (["--tasks", "niah_single_1", "--lengths", "600"], "offline_niah_single_1 is made here"),
     ],
 )
 def test_eval_errors_are_one_line(arguments, message, tmp_path, refused):
@@ -388,3 +398,57 @@ def test_eval_errors_are_one_line(arguments, message, tmp_path, refused):
     before = sorted(tmp_path.iterdir())
     assert message in refused("eval", str(tmp_path), *arguments, "--device", "cpu", "--quiet")
     assert sorted(tmp_path.iterdir()) == before
+
+
+# ------------------------------------------------------------------------------------------- the papers' tasks
+
+
+def test_bundles_are_the_papers():
+    """PoST's seven, the Decay paper's ten, Echo's seven and GateRank's ten tasks, and the harness has each of them."""
+    sizes = {name: len(bundle.tasks) for name, bundle in BUNDLES.items()}
+    assert sizes == {"post-lm": 7, "decay-lm": 10, "echo-lm": 7, "gate-rank-lm": 10, "s-niah": 6}
+    averaged = {name: sum(metric is not None for metric in bundle.metrics.values()) for name, bundle in BUNDLES.items()}
+    assert averaged == {"post-lm": 7, "decay-lm": 8, "echo-lm": 6, "gate-rank-lm": 9, "s-niah": 0}
+    assert expand(["s-niah", "piqa", "post-lm"])[:8] == [*BUNDLES["s-niah"].tasks, "piqa", "lambada_openai"]
+    folder, text = Path(lm_eval.tasks.__file__).parent, ""
+    for name in ("lambada", "hellaswag", "piqa", "arc", "winogrande", "openbookqa", "wikitext", "super_glue/boolq",
+                 "siqa", "sciq", "ruler"):  # fmt: skip
+        text += "".join(file.read_text() for file in sorted((folder / name).glob("*.yaml")))
+    for bundle in BUNDLES.values():
+        for task in bundle.tasks:
+            assert re.search(rf"(^task|- ): {task}$|^  - {task}$", text, re.MULTILINE), task
+
+
+def test_the_average_is_that_of_the_papers_table():
+    """PoST, Table 3: Mamba-2 180M has 21.6, 31.1, 62.9, 50.4, 24.7, 49.6 and 30.6, and an average of 38.7."""
+    tasks = BUNDLES["post-lm"].metrics.items()
+    printed = dict(zip(BUNDLES["post-lm"].tasks, (21.6, 31.1, 62.9, 50.4, 24.7, 49.6, 30.6), strict=True))
+    rows = [{"task": task, "metric": metric, "filter": "none", "value": printed[task]} for task, metric in tasks]
+    (row,) = averages(["post-lm", "s-niah", "piqa"], rows)
+    assert (row["task"], row["metric"], round(row["value"], 1)) == ("post-lm", "mean of 7 accuracies", 38.7)
+    assert averages(["post-lm"], rows[1:]) == []
+
+
+def test_needles_of_the_harness_get_lengths_and_a_tokenizer(tmp_path, monkeypatch, capsys):
+    checkpoint.save(build("mamba2", vocab_size=len(letters())), tmp_path)
+    letters().save_pretrained(tmp_path)
+    asked = []
+    metrics = {"4096,none": -1, "1024,none": 0.5, "alias": "x"}
+
+    def evaluate(model, tokenizer, tasks, **settings):
+        asked.append((tasks, settings["metadata"]))
+        results = {"results": {tasks[0]: metrics}, "n-shot": {}}
+        return {**dict.fromkeys(HARNESS_RESULTS), **results, "truncated": 0}
+
+    monkeypatch.setattr(harness, "evaluate", evaluate)
+    for lengths in ([], ["--lengths", "512"]):
+        main(["eval", str(tmp_path), "--tasks", "s-niah", *lengths, "--device", "cpu", "--quiet"])
+    main(["eval", str(tmp_path), "--tasks", "piqa", "--device", "cpu", "--quiet"])
+    tokenizer, needles = {"tokenizer": str(tmp_path)}, list(BUNDLES["s-niah"].tasks)
+    assert asked == [
+        (needles, {**tokenizer, "max_seq_lengths": [1024, 2048, 4096]}),
+        (needles, {**tokenizer, "max_seq_lengths": [512]}), (["piqa"], {}),
+    ]  # fmt: skip
+    results = [json.loads((folder / "results.json").read_text()) for folder in (tmp_path / "eval").iterdir()]
+    assert [row["metric"] for row in results[0]["rows"]] == ["1024"]  # −1 says that there is no such length
+    capsys.readouterr()

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
+import tyro
 from tyro.conf import Positional
 
 from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
@@ -18,7 +19,7 @@ from halflife.files import CONFIG_JSON
 # Options of the experiment: a setting that is given replaces that of the scale.
 SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "test_examples", "save_every", "group", "words", "text", "test_tasks", "lengths", "test_pairs",
+    "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 PLACE = ("on", "cpus_per_run", "gpus_per_run")
@@ -44,6 +45,7 @@ class Compare:
       halflife compare mamba2+post mamba2+post+ska --set post.reference_length=512 training.weight_decay=0.05
       halflife compare --experiment echo-mqar --scale small --seeds 3
       halflife compare vector/mamba2 simple/0.99 --experiment decay-design --text corpus/*.txt
+      halflife compare --experiment post-lm --scale paper --dry-run
       halflife compare --config runs/20260101-120000-mqar-smoke/config.json --seeds 3
       halflife compare --resume runs/20260101-120000-mqar-smoke
     """
@@ -55,10 +57,13 @@ class Compare:
     but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs. Default:
     mqar."""
     experiment: str | None = None
-    """A paper's experiment, which brings its models: echo-transfer, echo-mqar, echo-ablations, gate-rank-s5,
-    gate-rank-mqar, gate-rank-niah, decay-design."""
+    """A paper's experiment, which brings its models. Recall and tracking: echo-transfer, echo-mqar, echo-tiers,
+    echo-ablations, gate-rank-s5, gate-rank-mqar, gate-rank-niah, post-mqar. Text: decay-design, decay-lm, post-lm,
+    echo-lm, gate-rank-lm."""
     scale: str = "smoke"
-    """smoke (minutes on 2 cores), small (an hour), or paper (a GPU)."""
+    """smoke (minutes on 2 cores), small (an hour), or paper (GPUs). Some experiments have more, such as paper-440m."""
+    dry_run: bool = False
+    """Print the settings and what the runs need (parameters, tokens, memory, operations); write and train nothing."""
     seeds: int = 1
     """The number of seeds, counted from 0. The table shows every seed."""
     lr: tuple[float, ...] = ()
@@ -75,8 +80,11 @@ class Compare:
     """The folder to write. Default: runs/<time>-<name>."""
     name: str | None = None
     """Name of that folder, after the time. Default: <task or experiment>-<scale>."""
-    text: tuple[str, ...] | None = None
-    """Files, folders or globs to train on (decay-design). Default: the source of Python's standard library, 11 MB."""
+    text: Annotated[tuple[str, ...] | None, tyro.conf.arg(aliases=("--data",))] = None
+    """Files, folders, globs or hf:owner/name to train on (experiments on text). Default: that of the scale: FineWeb-Edu
+    for paper, else the source of Python's standard library, 11 MB."""
+    tokenizer: str | None = None
+    """bytes, bytes+eos, or a tokenizer of Hugging Face (experiments on text). Give --vocab-size if it has other ids."""
     steps: int | None = None
     """Training steps. Default of this and of all options below: the setting of the scale."""
     batch_size: int | None = None
@@ -88,7 +96,7 @@ class Compare:
     num_heads: int | None = None
     """Heads."""
     vocab_size: int | None = None
-    """Vocabulary of the task (mqar)."""
+    """Vocabulary of the task (mqar), or of the models (experiments on text)."""
     train_length: int | None = None
     """Training length T."""
     pairs: tuple[int, ...] | None = None
@@ -139,8 +147,12 @@ class Compare:
         if self.resume is not None:
             reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
             folder = self.resume
+        elif self.dry_run:
+            return self._estimate()
         else:
-            folder = self._create()
+            folder = compare.create_comparison(
+                **self._choices(), output=self.output, name=self.name, command=shlex.join(["halflife", *sys.argv[1:]])
+            )
         say(f"writing to {folder}")
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
@@ -169,8 +181,19 @@ class Compare:
         if lines:
             raise SystemExit(FAILED)
 
-    def _create(self) -> Path:
-        from halflife.experiments import ExperimentSettings, compare
+    def _estimate(self) -> None:
+        """Print the settings, and what the runs need."""
+        from halflife.experiments import compare
+        from halflife.report.tables.estimate import print_needs
+
+        plan = compare.plan_comparison(**self._choices())
+        rates = {model: ", ".join(f"{rate:g}" for rate in rates) for model, rates in plan.learning_rates.items()}
+        settings = {f"{plan.label}, {plan.scale}": dataclasses.asdict(plan.settings), "learning rates": rates}
+        print_needs(settings, compare.estimate_comparison(plan), plan.settings.bf16)
+
+    def _choices(self) -> dict[str, Any]:
+        """The arguments of `plan_comparison`."""
+        from halflife.experiments import ExperimentSettings
         from halflife.experiments.values import convert
 
         self._check_task()
@@ -182,11 +205,11 @@ class Compare:
         for name in RECIPE:  # settings of every experiment, which config.json then shows
             if (key := f"training.{name}") in overrides:
                 settings[name] = convert(key, overrides.pop(key), types[name])
-        return compare.create_comparison(
-            self.models, tasks=self.task or ("mqar",), experiment=self.experiment, scale=self.scale, seeds=self.seeds,
-            learning_rates=command.lr or None, settings=settings, overrides=overrides, output=self.output,
-            name=self.name, command=shlex.join(["halflife", *sys.argv[1:]]),
-        )  # fmt: skip
+        return {
+            "models": self.models, "tasks": self.task or ("mqar",), "experiment": self.experiment,
+            "scale": self.scale, "seeds": self.seeds, "learning_rates": command.lr or None, "settings": settings,
+            "overrides": overrides,
+        }  # fmt: skip
 
     def _check_task(self) -> None:
         from halflife.experiments import paper_experiments

@@ -13,8 +13,10 @@ from tyro.conf import Positional
 
 from halflife.cli.options import default_device
 from halflife.files import check_writable
+from halflife.registry import unknown
 
-RULER_OPTIONS = ("lengths", "examples", "essay")
+OFFLINE = "offline_"  # before the names of RULER's tasks that are made here; the harness has its own niah_…
+RULER_OPTIONS = ("examples", "essay")
 HARNESS_OPTIONS = ("include", "limit", "num_fewshot", "max_length")
 HARNESS_RESULTS = ("config", "versions", "n-shot", "n-samples", "truncated", "lm_eval_version")
 
@@ -23,21 +25,25 @@ HARNESS_RESULTS = ("config", "versions", "n-shot", "n-samples", "truncated", "lm
 class Eval:
     """Evaluate a trained model on tasks of lm-evaluation-harness, and on RULER's tasks at any length, made offline.
 
+    A paper's tasks have a name: post-lm, decay-lm, echo-lm, gate-rank-lm, and s-niah for the needles of two papers.
+
     The checkpoint is a folder of halflife or of transformers' save_pretrained, as for `halflife generate`. Texts keep
     their full length unless --max-length cuts them: a recurrent model takes constant memory. Files: results.json,
     table.md, and for RULER's tasks a heat map, ruler.png.
 
     examples:
       halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
-      halflife eval my-checkpoint --tasks niah vt cwe --lengths 1024 4096 16384 --essay essays.txt
+      halflife eval my-checkpoint --tasks post-lm s-niah
+      halflife eval my-checkpoint --tasks offline_niah offline_vt --lengths 1024 4096 16384 --essay essays.txt
       halflife eval my-checkpoint --tasks my_task --include my-tasks --num-fewshot 2
     """
 
     checkpoint: Positional[Path]
     """The folder of the model."""
     tasks: tuple[str, ...] = ()
-    """Names, separated by commas or spaces. niah_single_1 … vt, cwe, fwe are RULER's, made here at --lengths (niah
-    stands for all needles that have a text). Any other name is a task, group or tag of lm-evaluation-harness."""
+    """Names, separated by commas or spaces. offline_niah_single_1 … offline_vt, offline_cwe, offline_fwe are RULER's,
+    made here at --lengths (offline_niah stands for all needles that have a text). post-lm, decay-lm, echo-lm,
+    gate-rank-lm and s-niah are the papers' tasks. Any other name is a task, group or tag of lm-evaluation-harness."""
     include: Path | None = None
     """A folder with YAML files of the harness, for tasks of your own."""
     limit: float | None = None
@@ -47,15 +53,15 @@ class Eval:
     max_length: int | None = None
     """Cut texts of the harness to their last max_length tokens. Default: texts keep their length."""
     lengths: tuple[int, ...] = ()
-    """For RULER's tasks: lengths in tokens, of the prompt and the answer together."""
+    """For RULER's tasks, ours and the harness's niah_…: lengths in tokens, of the prompt and the answer together."""
     examples: int | None = None
-    """For RULER's tasks: examples of a length. Default: 20."""
+    """For offline tasks: examples of a length. Default: 20."""
     essay: Path | None = None
-    """For RULER's tasks: a text file in which needles are hidden."""
+    """For offline tasks: a text file in which needles are hidden."""
     batch_size: int = 8
     """Texts at once."""
     seed: int | None = None
-    """Seed of the examples. Default: 0 for RULER's tasks; for others that of the harness, as in published numbers."""
+    """Seed of the examples. Default: 0 for offline tasks; for others that of the harness, as in published numbers."""
     bf16: bool = False
     """Mixed precision, for a model that was trained in it."""
     device: str | None = None
@@ -105,30 +111,49 @@ class Eval:
         print(f"written to {output}: {', '.join(sorted(file.name for file in output.iterdir()))}")
 
     def _split_tasks(self) -> tuple[list[str], list[str]]:
-        """Return the names of RULER's tasks, and those of the harness.
+        """Return the names of RULER's tasks that are made here, and those of the harness, with the bundles' tasks.
 
         Raises:
             ValueError: there is no task, no length for RULER's tasks, or an option that no task reads.
         """
+        from halflife.evaluation import bundles
         from halflife.tasks import ruler
 
-        names = [name for part in self.tasks for name in part.split(",") if name]
+        names = self._names()
         if not names:
-            raise ValueError("name at least one task: --tasks wikitext,lambada_openai, or --tasks niah --lengths 1024")
+            raise ValueError("name at least one task: --tasks wikitext, or --tasks offline_niah --lengths 1024")
+        for name in names:
+            if name in (*ruler.names(), "niah") and not name.startswith("niah_"):
+                raise ValueError(f"{name} is now {OFFLINE}{name}; a task of the harness keeps its name")
         available = ruler.names(essay=self.essay is not None)
+        chosen = [name.removeprefix(OFFLINE) for name in names if name.startswith(OFFLINE)]
         all_needles = [name for name in available if name.startswith("niah_")]
-        names = list(dict.fromkeys(n for name in names for n in (all_needles if name == "niah" else [name])))
-        needles = [name for name in names if name in ruler.names()]
-        if missing := [name for name in needles if name not in available]:
+        needles = list(dict.fromkeys(n for name in chosen for n in (all_needles if name == "niah" else [name])))
+        if foreign := [name for name in needles if name not in ruler.names()]:
+            raise unknown("offline task", f"{OFFLINE}{foreign[0]}", [f"{OFFLINE}{name}" for name in ruler.names()])
+        if missing := [f"{OFFLINE}{name}" for name in needles if name not in available]:
             raise ValueError(f"{', '.join(missing)}: these tasks hide needles in a text of yours; give --essay FILE")
-        others = [name for name in names if name not in needles]
+        others = bundles.expand([name for name in names if not name.startswith(OFFLINE)])
         if needles and not self.lengths:
-            raise ValueError(f"{', '.join(needles)}: name at least one length in tokens: --lengths 1024 4096")
-        for part, kind, options in ((needles, "RULER", RULER_OPTIONS), (others, "the harness", HARNESS_OPTIONS)):
+            written = ", ".join(f"{OFFLINE}{name}" for name in needles)
+            raise ValueError(f"{written}: name at least one length in tokens: --lengths 1024 4096")
+        self._check_options(needles, others)
+        return needles, others
+
+    def _names(self) -> list[str]:
+        return [name for part in self.tasks for name in part.split(",") if name]
+
+    def _check_options(self, needles: Sequence[str], others: Sequence[str]) -> None:
+        """Raise a ValueError if an option is given that no task reads."""
+        sized = [*needles, *filter(_has_lengths, others)]
+        groups = (
+            (needles, "offline tasks", RULER_OPTIONS), (others, "tasks of the harness", HARNESS_OPTIONS),
+            (sized, "tasks of RULER", ("lengths",)),
+        )  # fmt: skip
+        for part, kind, options in groups:
             unread = [f"--{name.replace('_', '-')}" for name in options if getattr(self, name) not in (None, ())]
             if unread and not part:
-                raise ValueError(f"{', '.join(unread)}: only tasks of {kind} read this, and --tasks names none")
-        return needles, others
+                raise ValueError(f"{', '.join(unread)}: only {kind} read this, and --tasks names none")
 
     def _add_ruler(
         self, result: dict[str, Any], output: Path, model: Any, tokenizer: Any, tasks: Sequence[str], essay: str | None
@@ -144,16 +169,46 @@ class Eval:
         result["ruler"] = {"rows": measured.rows, "details": measured.details}
         for row in measured.rows:
             metric = f"found in {row['length']:,} tokens ({row['haystack']})"
-            result["rows"].append({"task": row["task"], "metric": metric, "value": row["score"], "stderr": None})
+            result["rows"].append(
+                {"task": f"{OFFLINE}{row['task']}", "metric": metric, "value": row["score"], "stderr": None}
+            )
         write_figure(measured.details, output)
 
     def _add_harness(self, result: dict[str, Any], model: Any, tokenizer: Any, tasks: Sequence[str]) -> None:
         """Measure tasks of the harness, and add "harness" and rows to `result`."""
-        from halflife.evaluation import harness
+        from halflife.evaluation import bundles, harness
 
         measured = harness.evaluate(
             model, tokenizer, tasks, batch_size=self.batch_size, limit=self.limit, num_fewshot=self.num_fewshot,
-            include_path=self.include, seed=self.seed, max_length=self.max_length, show=not self.quiet,
+            include_path=self.include, metadata=self._metadata(tokenizer, tasks), seed=self.seed,
+            max_length=self.max_length, show=not self.quiet,
         )  # fmt: skip
         result["harness"] = {name: measured[name] for name in HARNESS_RESULTS}
-        result["rows"] += harness.metric_rows(measured)
+        rows = harness.metric_rows(measured)
+        result["rows"] += [*rows, *bundles.averages(self._names(), rows)]
+
+    def _metadata(self, tokenizer: Any, tasks: Sequence[str]) -> dict[str, Any]:
+        """What the harness's RULER tasks need to make their texts: lengths, and the tokenizer that counts tokens.
+
+        Raises:
+            ValueError: the tokenizer is not one of Hugging Face.
+        """
+        from halflife.data.tokenizers import HuggingFaceTokenizer
+        from halflife.evaluation.bundles import BUNDLES
+
+        sized = [name for name in tasks if _has_lengths(name)]
+        if not sized:
+            return {}
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ValueError(
+                f"{sized[0]}: the harness counts tokens with a tokenizer of Hugging Face, and this model has another; "
+                f"{OFFLINE}{sized[0]} is made here for any tokenizer"
+            )
+        named = [length for name in self._names() if name in BUNDLES for length in BUNDLES[name].lengths]
+        lengths = self.lengths or tuple(dict.fromkeys(named))
+        return {"tokenizer": str(self.checkpoint), **({"max_seq_lengths": list(lengths)} if lengths else {})}
+
+
+def _has_lengths(name: str) -> bool:
+    """Whether a task of the harness is one of RULER's, whose texts are made at given lengths."""
+    return name.startswith(("niah_", "ruler"))

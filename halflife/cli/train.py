@@ -119,6 +119,9 @@ class Train:
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
     quiet: bool = False
     """Show no progress bars."""
+    dry_run: bool = False
+    """Print the settings and what the run needs (parameters, tokens, memory, operations); read no text, write and train
+    nothing."""
 
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -149,6 +152,8 @@ class Train:
             folder = self._folder()
             command, overrides = take_overrides(self, OPTIONS)
             config = command._configure(overrides, show=not self.quiet and rank() == 0)
+            if self.dry_run:
+                return _print_needs(config)
         if rank() == 0:
             say(f"writing to {folder}")
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
@@ -171,7 +176,7 @@ class Train:
         folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model.replace('/', '-')}"
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
-        if rank() == 0 and not (folder / RUN_JSON).exists():
+        if rank() == 0 and not (folder / RUN_JSON).exists() and not self.dry_run:
             check_new_folder(folder)
         return folder
 
@@ -192,14 +197,14 @@ class Train:
                 sizes[name] = value
         rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1
         sources, weights = read_weights(self.data)
-        corpus = Corpus.open(
-            CorpusConfig(
-                sources=sources, weights=weights, tokens=rows * self.context, tokenizer=self.tokenizer,
-                context=self.context, mode=self.documents, field=self.field, fractions=(self.held_out, 0.0),
-                seed=self.seed,
-            ),
-            show,
+        data = CorpusConfig(
+            sources=sources, weights=weights, tokens=rows * self.context, tokenizer=self.tokenizer,
+            context=self.context, mode=self.documents, field=self.field, fractions=(self.held_out, 0.0),
+            seed=self.seed,
         )  # fmt: skip
+        # A size of the papers has a vocabulary, so no tokenizer is needed to know the model.
+        known = "vocab_size" in sizes or self.size is not None
+        corpus = Corpus.unread(data, known) if self.dry_run else Corpus.open(data, show)
         config = language.configure(
             self.model or "", corpus, tokens=tokens, batch_size=self.batch_size, learning_rate=self.lr,
             size=self.size, sizes=sizes, schedule_name=self.schedule, floor=self.floor, decay=self.decay,
@@ -207,3 +212,13 @@ class Train:
             validate_every=self.validate_every, save_every=self.save_every,
         )  # fmt: skip
         return apply_overrides(config, overrides)
+
+
+def _print_needs(config: LanguageConfig) -> None:
+    """Print the settings of a run, and what it needs."""
+    from halflife.report.tables.estimate import print_needs
+    from halflife.training.estimate import estimate
+
+    run = config.to_dict()
+    model = run.pop("model")
+    print_needs({"model": model, "run": run}, [(estimate(config, config.sequences()), 1)], config.bf16)

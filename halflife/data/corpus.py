@@ -21,7 +21,7 @@ from typing import Any
 from halflife.data import splits, store
 from halflife.data.batches import MODES, Batches, TokenFiles
 from halflife.data.cache import cache_folder
-from halflife.data.documents import find, is_name
+from halflife.data.documents import PYTHON, find, is_name
 from halflife.data.hub import HubSource, commit_of
 from halflife.data.mixture import PERIOD, MixedBatches, MixedFiles, shares
 from halflife.data.splits import Advance, SplitSettings
@@ -202,6 +202,26 @@ class Corpus:
 
         folder = cache_folder(config.cache_dir) / "corpora" / digest
         return cls._from_folder(folder, store.build(folder, digest, make), config, tokenizer)
+
+    @classmethod
+    def unread(cls, config: CorpusConfig, any_tokenizer: bool = False) -> Corpus:
+        """A corpus without splits, to configure a run. No text is read, and nothing is downloaded or written.
+
+        Args:
+            config: the configuration of the corpus.
+            any_tokenizer: whether another tokenizer may take the place of one that is not on this machine.
+
+        Raises:
+            FileNotFoundError: a file does not exist, or the tokenizer is not on this machine.
+        """
+        find([source for source in config.sources if not str(source).startswith("hf:")] or [PYTHON])
+        try:
+            tokenizer = load_tokenizer(config.tokenizer, local=True)
+        except FileNotFoundError:
+            if not any_tokenizer:
+                raise
+            tokenizer = load_tokenizer("bytes")
+        return cls(config, tokenizer, "", {}, Path())
 
     @classmethod
     def _from_folder(cls, folder: Path, index: dict[str, Any], config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:

@@ -202,30 +202,32 @@ def encode_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None, *, local: bool = False) -> Tokenizer:
     """Load a tokenizer by name.
 
     Args:
         name_or_path: "bytes", "bytes+eos" (bytes, and id 256 after each document), a folder with the files of a
             tokenizer, or a name on the Hugging Face Hub. Code from the hub is not run.
         model_vocab_size: vocabulary size of the model that will read the ids; None to skip the check.
+        local: whether to take only what is on this machine.
 
     Raises:
         FileNotFoundError: there is no such tokenizer, neither here nor on the hub.
         ValueError: the tokenizer has more ids than the model.
     """
     name = str(name_or_path)
-    tokenizer = ByteTokenizer(name == "bytes+eos") if name in ("bytes", "bytes+eos") else _from_pretrained(name)
+    tokenizer = ByteTokenizer(name == "bytes+eos") if name in ("bytes", "bytes+eos") else _from_pretrained(name, local)
     if model_vocab_size is not None:
         check_vocabulary(tokenizer, model_vocab_size)
     return tokenizer
 
 
-def _from_pretrained(name: str) -> HuggingFaceTokenizer:
+def _from_pretrained(name: str, local: bool) -> HuggingFaceTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(name, trust_remote_code=False), name)
+        found = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+        return HuggingFaceTokenizer(found, name)
     except OSError as error:
         reason = str(error).strip().split("\n")[0]
         raise FileNotFoundError(f"there is no tokenizer {name!r}, neither a folder nor on the hub: {reason}") from error

@@ -272,6 +272,8 @@ def metric_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             metric, comma, rule = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
+            if metric.isdecimal() and value == -1:
+                continue  # a length of RULER's tasks that was not measured
             error = metrics.get(f"{metric}_stderr,{rule}")
             table.append({
                 "task": task, "shots": results["n-shot"].get(task), "metric": metric, "filter": rule, "value": value,

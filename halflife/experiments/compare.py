@@ -16,6 +16,7 @@ from halflife.files import CONFIG_JSON, read_json
 from halflife.registry import unknown
 from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
+from halflife.training.estimate import Estimate, estimate
 
 MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
@@ -122,6 +123,16 @@ def create_comparison(
     }  # fmt: skip
     label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
     return create_sweep(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
+
+
+def estimate_comparison(plan: Plan) -> list[tuple[Estimate, int]]:
+    """What a run of each model needs, and the number of its runs (rates × seeds). Nothing is read or written."""
+    found = []
+    for model, rates in plan.learning_rates.items():
+        config = plan.experiment.configure(plan.settings, Cell(model, rates[0], 0))
+        needs = dataclasses.replace(estimate(config, config.sequences()), model=model)
+        found.append((needs, len(rates) * plan.seeds))
+    return found
 
 
 def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str, str]:

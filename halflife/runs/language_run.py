@@ -56,6 +56,9 @@ class LanguageConfig(CellConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
 
+    def sequences(self) -> dict[int, float]:
+        return {self.context: self.steps * self.batch_size}
+
     def open(self, show: bool = False) -> CorpusRun:
         return CorpusRun(self, Corpus.open(CorpusConfig.from_dict(self.data), show))
 

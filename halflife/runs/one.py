@@ -34,6 +34,10 @@ class CellConfig(TrainConfig):
 
     measure: ClassVar[str]
 
+    def sequences(self) -> dict[int, float]:
+        """Length in tokens → how many sequences of this length the training reads."""
+        raise NotImplementedError
+
     def open(self, show: bool = False) -> ModelRun:
         """The run of this configuration, with its data opened; `show` allows progress bars."""
         raise NotImplementedError

@@ -79,6 +79,15 @@ class RunConfig(CellConfig):
         for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
             build_task(**task)  # impossible sizes raise here, before training
 
+    def sequences(self) -> dict[int, float]:
+        counts: dict[int, float] = {}
+        for stage in self.stages:
+            lengths = {build_task(**task).length for task in stage}  # they take turns
+            for length in lengths:
+                share = self.steps * self.batch_size / len(self.stages) / len(lengths)
+                counts[length] = counts.get(length, 0) + share
+        return counts
+
     def open(self, show: bool = False) -> TaskRun:
         return TaskRun(self)
 

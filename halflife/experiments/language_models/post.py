@@ -57,7 +57,7 @@ class PostLM(LanguageExperiment):
     | steps | 44B tokens | 83924 |
     | learning_rate | 6e-4 | 0.0006 |
     | schedule | cosine | cosine |
-    | floor | the last rate is 1e-5 | 0.016666666666666666 |
+    | floor | the last rate is 1e-5 | 0.01666666666666667 |
     | warmup | 1 % | 0.01 |
     | weight_decay | 0.1 | 0.1 |
     | betas | 0.9, 0.95 | (0.9, 0.95) |

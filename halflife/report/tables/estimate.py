@@ -1,0 +1,72 @@
+"""What `--dry-run` prints: the settings of runs, and what they will need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from halflife.evaluation.memory import format_bytes
+from halflife.report.tables.terminal import print_wide
+from halflife.runs.one import training_device
+from halflife.training.estimate import Estimate
+from halflife.training.speed import gemm_rate
+
+HEADINGS = (
+    "model",
+    "runs",
+    "parameters",
+    "steps",
+    "tokens",
+    "weights + AdamW",
+    "activations",
+    "FLOPs a run",
+    "at least",
+)
+
+
+def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool) -> None:
+    """Print settings, and a row for each model with what one of its runs needs.
+
+    Args:
+        settings: title → name → value.
+        needs: the needs of one run, and the number of runs.
+        bf16: whether the runs compute matrix products in bfloat16.
+    """
+    rate = gemm_rate(training_device(), torch.bfloat16 if bf16 else torch.float32)
+    for title, values in settings.items():
+        print(f"{title}:")
+        for name, value in values.items():
+            print(
+                f"  {name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}"
+            )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="needs", title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for need, runs in needs:
+        table.add_row(
+            escape(need.model), f"{runs}", f"{need.parameters:,}", f"{need.steps:,}", f"{need.tokens:,}",
+            format_bytes(need.state_bytes), format_bytes(need.activation_bytes), f"{need.operations:.3g}",
+            format_seconds(need.operations / rate),
+        )  # fmt: skip
+    runs, tokens = sum(runs for _, runs in needs), sum(need.tokens * runs for need, runs in needs)
+    total = sum(need.operations * runs for need, runs in needs)
+    cells = ("all runs", f"{runs}", "", "", f"{tokens:,}", "", "", f"{total:.3g}", format_seconds(total / rate))
+    table.add_row(*cells, style="bold")
+    print_wide(table)
+    arithmetic = "bfloat16" if bf16 else "float32"
+    print(f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.")
+    print("activations: what the forward pass of a whole batch saves. Micro-batches divide it.")
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with one unit: "42 s", "7.5 min", "3.1 h", "12 days"."""
+    for unit, size, limit in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):
+        if seconds < limit * size:
+            return f"{seconds / size:.2g} {unit}" if seconds < 100 * size else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:,.0f} days"
