@@ -209,6 +209,8 @@ def test_a_saved_comparison_is_a_file_of_options(text):
         [*tiny, "--experiment", "gate-rank-s5", "--group", "s3", "--words", "swaps"],
         ["mamba2+ska:K1", "--experiment", "echo-mqar", "--scale", "smoke"],
         ["simple/0.99", "--experiment", "decay-design", "--text", "text", *tiny, "--steps", "6"],
+        ["rwkv7", "--experiment", "post-lm", "--data", "text", *tiny, "--tokenizer", "bytes+eos", "--vocab-size",
+         "257"],
     )):  # fmt: skip
         folder = read_command(["compare", *arguments, "--output", f"first{i}"])._create()
         config = json.loads((folder / "config.json").read_text())

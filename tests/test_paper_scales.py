@@ -16,7 +16,10 @@ from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
 
-DESCRIBED = ("post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers", "echo-transfer")
+DESCRIBED = (
+    "post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers", "echo-transfer", "post-lm", "decay-lm", "echo-lm",
+    "gate-rank-lm",
+)  # fmt: skip
 PAPER = PostMQAR.scales["paper"]
 
 

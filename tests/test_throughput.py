@@ -1,6 +1,7 @@
 """Benchmarks of whole models time what they state, and read memory and pace correctly. No test asserts a time."""
 
 import importlib
+import json
 import subprocess
 import sys
 import time
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from halflife import LanguageModel, Session, param_groups, preset
+from halflife.cli import main
 from halflife.evaluation import throughput
 from halflife.evaluation.throughput import Decoder, Pace, interleaved, peak_memory, resident_memory, state_bytes
 from halflife.hf import HalflifeForCausalLM
+from halflife.report.tables.throughput import faster_from
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 MB = 1 << 20
@@ -219,3 +222,51 @@ def test_numbers_of_a_quick_run_are_not_written(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert "not to be written" in done.stderr
+
+
+def test_steps_by_length(tmp_path, capsys):
+    """GateRank, Figure 5: whole models by length, on the CPU as on a GPU."""
+    models = ["mamba2+gate_rank", "llama"]
+    main([
+        "throughput", *models, "--lengths", "32", "8", "--tokens", "16", "--hidden-size", "16", "--num-layers", "1",
+        "--num-heads", "1", "--rounds", "1", "--device", "cpu", "--output", str(tmp_path),
+    ])  # fmt: skip
+    result = json.loads((tmp_path / "throughput.json").read_text())
+    assert result["lengths"] == [8, 32]
+    for row in result["models"]:
+        for seconds, speed, tokens in zip(row["seconds"], row["tokens_per_second"], (16, 32), strict=True):
+            assert speed == pytest.approx(tokens / seconds)
+    lines = (tmp_path / "throughput.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [[name, length] for name in models for length in ("8", "32")]
+    assert "faster from" in capsys.readouterr().out
+    assert (tmp_path / "throughput.png").stat().st_size > 5_000
+
+
+def test_the_length_from_which_a_model_is_faster():
+    def result(own, softmax):
+        models = [{"model": "gla", "seconds": own}, {"model": "llama", "seconds": softmax}]
+        return {"lengths": [8, 16, 32], "models": models}
+
+    assert faster_from(result([1, 3, 1], [2, 2, 2]))["gla"] == "32"
+    assert faster_from(result([1, 1, 1], [2, 2, None]))["gla"] == "8"
+    assert faster_from(result([1, 1, None], [2, 2, 2]))["gla"] == "never"
+    assert faster_from({"lengths": [8], "models": [{"model": "gla", "seconds": [1]}]}) == {}
+
+
+def test_a_step_without_memory_has_no_time(monkeypatch):
+    def step(model, *, bf16):
+        def run(ids):
+            if ids.shape[1] > 8:
+                raise torch.OutOfMemoryError("no memory")
+
+        return run
+
+    monkeypatch.setattr(throughput, "train_step", step)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    (row,) = throughput.measure_steps(["gla"], [8, 16], hidden_size=16, num_layers=1, num_heads=1)["models"]
+    assert row["seconds"][0] >= 0
+    assert row["seconds"][1] is row["tokens_per_second"][1] is None
+    with pytest.raises(ValueError, match="each once"):
+        throughput.measure_steps(["gla", "gla"], [8])
+    with pytest.raises(ValueError, match="at least one length"):
+        throughput.measure_steps(["gla"], [])

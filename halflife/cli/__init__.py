@@ -30,6 +30,7 @@ examples:
   halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
   halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
+  halflife throughput mamba2 mamba2+gate_rank llama --lengths 1024 4096 16384
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
 
 `halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
@@ -41,7 +42,7 @@ COMMANDS = {
     "list": "about.List", "info": "about.Info", "build": "about.Build", "compare": "compare.Compare",
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
     "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
-    "figures": "figures.Figures", "convert": "convert.Convert",
+    "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2", "plotly")
@@ -49,6 +50,7 @@ _PAGE = (*_FIGURES, "jinja2", "plotly")
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
     "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
+    "throughput": _FIGURES,
 }  # fmt: skip
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 
@@ -135,7 +137,7 @@ def parse(arguments: list[str], **options: Any) -> Any:
 
 def command_class(name: str) -> type:
     """Import the class of a command."""
-    module, _, class_name = COMMANDS[name].partition(".")
+    module, _, class_name = COMMANDS[name].rpartition(".")
     return getattr(importlib.import_module(f"halflife.cli.{module}"), class_name)
 
 

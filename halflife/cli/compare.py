@@ -22,7 +22,7 @@ SETTINGS = (
     "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
-PLACE = ("on", "cpus_per_run", "gpus_per_run")
+PLACE = ("on", "cpus_per_run", "gpus_per_run", "micro_batch_size", "gradient_checkpointing")
 # Names for --set that are options of the command.
 OPTIONS = {
     "training.learning_rate": "lr", "training.steps": "steps", "training.batch_size": "batch_size",
@@ -126,6 +126,10 @@ class Compare:
     """Processors, and threads, of a run on Ray. Default: 1."""
     gpus_per_run: float | None = None
     """GPUs of a run on Ray, from 0 to 1; with 0.5 two runs share one. Default: 1 if the cluster has GPUs, else 0."""
+    micro_batch_size: int | None = None
+    """Rows that a run holds at once (experiments on text); the gradients of micro-batches are added. Default: all."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations inside blocks: this takes less memory and a third more work."""
     quiet: bool = False
     """Show no progress bars."""
 
@@ -142,7 +146,11 @@ class Compare:
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
         from halflife.runs.pool import make_runner
         from halflife.runs.sweep import RunsFailed
+        from halflife.training.config import ExecutionConfig
 
+        execution = ExecutionConfig(
+            micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing
+        )
         runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
         if self.resume is not None:
             reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
@@ -150,17 +158,16 @@ class Compare:
         elif self.dry_run:
             return self._estimate()
         else:
-            folder = compare.create_comparison(
-                **self._choices(), output=self.output, name=self.name, command=shlex.join(["halflife", *sys.argv[1:]])
-            )
+            folder = self._create()
         say(f"writing to {folder}")
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
         with resumable(command, folder / CONFIG_JSON):
             try:
                 rows = compare.run_comparison(
-                    folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner
-                )
+                    folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner,
+                    execution=execution,
+                )  # fmt: skip
             except RunsFailed as error:
                 rows, failed = error.rows, error.failed
         if rows and compare.load_experiment(folder)[0].measure == "loss":
@@ -180,6 +187,12 @@ class Compare:
             print(f"halflife: {line}", file=sys.stderr)
         if lines:
             raise SystemExit(FAILED)
+
+    def _create(self) -> Path:
+        from halflife.experiments import compare
+
+        command = shlex.join(["halflife", *sys.argv[1:]])
+        return compare.create_comparison(**self._choices(), output=self.output, name=self.name, command=command)
 
     def _estimate(self) -> None:
         """Print the settings, and what the runs need."""
@@ -230,7 +243,9 @@ class Compare:
             raise ValueError(f"give --task or --experiment, not both: {self.experiment} has its tasks")
 
     def _place(self) -> Iterator[str]:
-        """The options that say where the runs are done, as they were typed."""
+        """The options that say where and how the runs are done, as they were typed."""
         for field in dataclasses.fields(self):
             if field.name in PLACE and (value := getattr(self, field.name)) != field.default:
-                yield from (f"--{field.name.replace('_', '-')}", str(value))
+                yield f"--{field.name.replace('_', '-')}"
+                if value is not True:
+                    yield str(value)

@@ -7,8 +7,9 @@ can be compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.models import param_groups
+from halflife.models import LanguageModel, param_groups, preset
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -82,6 +83,84 @@ def train_step(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Te
         return loss.detach()
 
     return step
+
+
+def measure_steps(
+    models: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    tokens: int = 8192,
+    hidden_size: int = 256,
+    num_layers: int = 4,
+    num_heads: int | None = None,
+    vocab_size: int = 256,
+    device: str = "cpu",
+    bf16: bool = False,
+    rounds: int = 3,
+    seconds: float = 0.0,
+) -> dict[str, Any]:
+    """Measure the time of a training step of whole models at some lengths (GateRank, Figure 5).
+
+    Args:
+        models: names of presets, `base[+modifier…]`.
+        lengths: tokens of a sequence, in any order.
+        tokens: tokens of a step; a step has one sequence at least.
+        hidden_size, num_layers, num_heads, vocab_size: as in `preset`.
+        device: a device of torch.
+        bf16: whether to use mixed precision.
+        rounds, seconds: as in `interleaved`, for each length.
+
+    Returns:
+        The settings, and "models", `[{"model", "parameters", "seconds": [one a length], "tokens_per_second": […]}]`.
+        The numbers are None where a step does not fit into the memory of an accelerator.
+
+    Raises:
+        ValueError: there is no model or no length, a model is repeated, a number is below 1, or a name is unknown.
+    """
+    if not models or len(set(models)) != len(models):
+        raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
+    if not lengths or min(*lengths, tokens) < 1:
+        raise ValueError("name at least one length in tokens, at least 1: --lengths 1024 4096; and tokens of 1 or more")
+    sizes: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size}
+    built = {name: LanguageModel(preset(name, num_heads=num_heads, **sizes)).to(device) for name in models}
+    steps = {name: train_step(model, bf16=bf16) for name, model in built.items()}
+    lengths = sorted(set(lengths))
+    times: dict[str, list[float | None]] = {name: [] for name in models}
+    for length in lengths:
+        ids = torch.randint(vocab_size, (max(1, tokens // length), length), device=device)
+        fitting = {name: partial(step, ids) for name, step in steps.items() if _fits(partial(step, ids))}
+        measured = interleaved(fitting, rounds=rounds, seconds=seconds) if fitting else {}
+        for name in models:
+            times[name].append(measured.get(name))
+    read = [max(1, tokens // length) * length for length in lengths]
+    return {
+        **sizes, "num_heads": num_heads, "device": device_name(device), "dtype": "bfloat16" if bf16 else "float32",
+        "tokens": tokens, "lengths": lengths,
+        "models": [
+            {
+                "model": name, "parameters": built[name].num_parameters(), "seconds": times[name],
+                "tokens_per_second": [x and count / x for x, count in zip(times[name], read, strict=True)],
+            }
+            for name in models
+        ],
+    }  # fmt: skip
+
+
+def _fits(run: Callable[[], object]) -> bool:
+    """Run a step once, which also compiles kernels; return whether an accelerator had enough memory for it."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        torch.accelerator.empty_cache()
+        return False
+    return True
+
+
+def device_name(device: str) -> str:
+    """The name of a device: that of the GPU, or the CPU with its threads."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
 
 
 class Decoder:

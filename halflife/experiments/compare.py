@@ -16,6 +16,7 @@ from halflife.files import CONFIG_JSON, read_json
 from halflife.registry import unknown
 from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
+from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import Estimate, estimate
 
 MIXTURE = "recall"  # the experiment of all tasks but mqar alone
@@ -148,7 +149,12 @@ def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str,
 
 
 def run_comparison(
-    folder: Path, *, only_seeds: Sequence[int] | None = None, show: bool = True, runner: Runner = one_by_one
+    folder: Path,
+    *,
+    only_seeds: Sequence[int] | None = None,
+    show: bool = True,
+    runner: Runner = one_by_one,
+    execution: ExecutionConfig | None = None,
 ) -> list[dict[str, Any]]:
     """Run, or continue, the comparison in `folder`; then write its table, figures and report.
 
@@ -157,19 +163,24 @@ def run_comparison(
             contains every finished run.
         show: whether to draw progress bars.
         runner: runs the cells (`runs.pool.make_runner`).
+        execution: how the runs use memory; None for the defaults.
 
     Returns:
         The rows of `results.csv`.
 
     Raises:
         FileNotFoundError: the folder holds no comparison.
-        ValueError: the comparison was made by a version that this version cannot continue.
+        ValueError: the comparison was made by a version that this version cannot continue, or `execution` divides the
+            batches of an experiment on tasks.
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
     experiment, settings = load_experiment(folder)
+    if execution and execution.micro_batch_size and experiment.measure != "loss":
+        raise ValueError("micro-batches are for experiments on text; an experiment on tasks reads whole batches")
     rows, failed = run_sweep(
-        folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner
-    )
+        folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner,
+        execution=execution,
+    )  # fmt: skip
     experiment.write_report(folder, rows)
     if failed:
         raise RunsFailed(failed, rows)

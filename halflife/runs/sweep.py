@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
@@ -62,11 +62,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be done: its configuration, its folder, and its label."""
+    """A run to be done: its configuration, its folder, its label, and how it uses memory."""
 
     config: CellConfig
     folder: Path
     name: str
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
 
 
 # Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars. The result
@@ -131,7 +132,7 @@ def run_job(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, A
         ValueError: another process keeps the lock, or the folder belongs to a run with another configuration.
     """
     with folder_lock(job.folder, patience):
-        return run_one(job.config.open(show), job.folder, name=job.name, execution=ExecutionConfig(show=show))
+        return run_one(job.config.open(show), job.folder, name=job.name, execution=replace(job.execution, show=show))
 
 
 def run_sweep(
@@ -141,6 +142,7 @@ def run_sweep(
     seeds: Sequence[int] | None = None,
     show: bool = True,
     runner: Runner = one_by_one,
+    execution: ExecutionConfig | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Run every cell of the sweep that `folder/config.json` describes, and write `results.csv`.
 
@@ -153,6 +155,7 @@ def run_sweep(
         seeds: the seeds to run now; None for all. The table also contains finished runs of other seeds.
         show: whether to draw progress bars.
         runner: runs the jobs that have no result yet.
+        execution: how the runs use memory; None for the defaults.
 
     Returns:
         The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.folder.Score`). `selected`
@@ -168,7 +171,7 @@ def run_sweep(
     if not (folder / VERSIONS_JSON).exists():  # the process was killed between the two files
         write_json(folder / VERSIONS_JSON, versions())
     jobs = {
-        cell: Job(configure(cell), _place(folder, cell), cell.title)
+        cell: Job(configure(cell), _place(folder, cell), cell.title, execution or ExecutionConfig())
         for cell in cells(config["learning_rates"], config["seeds"])
     }
     wanted = [cell for cell in jobs if seeds is None or cell.seed in seeds]

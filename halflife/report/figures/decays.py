@@ -83,18 +83,30 @@ def _clipped_half_life(decay: float) -> float:
     return float(np.clip(half_life(decay), FASTEST, SLOWEST))
 
 
+def unit(run: Comparison) -> str:
+    """What a token of a comparison on text is: "byte" or "token"."""
+    return "byte" if run.config["settings"].get("tokenizer", "bytes") == "bytes" else "token"
+
+
 def grid_figures(run: Comparison) -> list[FigureData]:
-    """The figures of the Decay paper's grid. The loss against the paper's has no curves before a run has finished."""
+    """The figures of a comparison on text. The loss against the paper's has no curves before a run has finished.
+
+    A comparison whose paper prints no loss has no figure of it.
+    """
     validation = ("validation loss", "validation_loss", Axis("loss (nats)", phrase="{} nats"))
-    return [against_paper(read_grid(run.path)), training(run, *validation, "cross-entropy on the validation text")]
+    data = read_grid(run.path)
+    printed = not data["paper"] or any(loss is not None for loss in data["paper"].values())
+    beside = [against_paper(data, unit(run))] if printed else []
+    return [*beside, training(run, *validation, "cross-entropy on the validation text")]
 
 
-def against_paper(data: dict[str, Any]) -> FigureData:
+def against_paper(data: dict[str, Any], unit: str = "byte") -> FigureData:
     """Loss here against the paper's: a dot for each variant (mean over seeds), a line over its seeds.
 
     Args:
         data: "results", variant → seed → result, and "paper", variant → the paper's loss or None. A variant is
             called "group/name"; variants of a group have the same colour.
+        unit: what a token is here.
     """
     shown = {
         name: (data["paper"][name], [run["test"] for run in runs.values()])
@@ -110,8 +122,8 @@ def against_paper(data: dict[str, Any]) -> FigureData:
             series.append(Series(f"{name}, seeds", group, style, [paper] * 2, [min(losses), max(losses)], "thin"))
     papers = [20 * paper for paper, _ in shown.values()] or [0.0]
     ticks = {i / 20: f"{i / 20:.2f}" for i in range(math.floor(min(papers)), math.ceil(max(papers)) + 1)}
-    x = Axis("paper's loss, 160M parameters (nats a token)", ticks=ticks, phrase="paper {}")
-    y = Axis("test loss here (nats a byte)", phrase="here {}")
+    x = Axis("paper's loss (nats a token)", ticks=ticks, phrase="paper {}")
+    y = Axis(f"test loss here (nats a {unit})", phrase="here {}")
     return FigureData(
         "results",
         "Loss against the paper's",

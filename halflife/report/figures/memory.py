@@ -1,4 +1,4 @@
-"""The figure of `halflife memory`: the size of states against the length."""
+"""The figures of `halflife memory` and `halflife throughput`: sizes of states, and times of steps, by length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from halflife.evaluation.memory import LinearSize, format_bytes
 from halflife.report.figures.grids import panel_grid
-from halflife.report.style import INK, escape_formula, model_styles, styled
+from halflife.report.style import INK, escape_formula, legend, model_handles, model_styles, styled
 
 CACHE: dict[str, Any] = {"color": INK, "linewidth": 4, "alpha": 0.35, "solid_capstyle": "butt"}
 RING: dict[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.4}
@@ -48,6 +48,29 @@ def memory(result: dict[str, Any]) -> Figure:
     _set_scales(axes, result["lengths"], span)
     _write_names(axes, result, {"": cache, **sizes}, span[1])
     axes.set_title("ring: from here on the state is smaller than the KV cache", loc="left")
+    return figure
+
+
+@styled
+def step_times(result: dict[str, Any]) -> Figure:
+    """Milliseconds of a training step against the length of a sequence (both log), for each model.
+
+    Args:
+        result: what `evaluation.throughput.measure_steps` returns.
+    """
+    names = [row["model"] for row in result["models"]]
+    figure, (axes,) = panel_grid(1, 3.6)
+    for row, style in zip(result["models"], model_styles(names).values(), strict=True):
+        points = [(n, 1e3 * x) for n, x in zip(result["lengths"], row["seconds"], strict=True) if x is not None]
+        axes.plot([n for n, _ in points], [x for _, x in points], **style._asdict())
+    axes.set(xlabel="tokens of a sequence", ylabel="a training step (ms)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda milliseconds, _: f"{milliseconds:,g}"))
+    axes.set_xticks(result["lengths"], [f"{length:,}" for length in result["lengths"]])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_title(f"{result['device']}, {result['dtype']}, {result['tokens']:,} tokens or one sequence", loc="left")
+    legend(figure, model_handles(names))
     return figure
 
 

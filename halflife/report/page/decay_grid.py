@@ -1,10 +1,10 @@
-"""The report page of the Decay paper's grid: losses of the variants beside the paper's."""
+"""The report page of a comparison on text: losses of the models beside the paper's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from halflife.report.figures.decays import grid_figures
+from halflife.report.figures.decays import grid_figures, unit
 from halflife.report.numbers import MISSING
 from halflife.report.page.comparison import (
     LEARNING_RATE,
@@ -25,24 +25,24 @@ COLUMNS = [PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE, Column("test loss", "lo
 def decay_grid_page(run: Comparison) -> dict[str, Any]:
     """The variables of the page's template."""
     data = read_grid(run.path)
-    return sweep_page(run, findings(data), _table(run, data["paper"]), grid_figures(run))
+    return sweep_page(run, findings(data, unit(run)), _table(run, data["paper"]), grid_figures(run))
 
 
-def findings(data: dict[str, Any]) -> list[str]:
-    """The variant with the lowest loss, and for each finding of the paper whether it holds."""
+def findings(data: dict[str, Any], unit: str = "byte") -> list[str]:
+    """The model with the lowest loss, and for each finding of the paper whether it holds."""
     losses = {name: [seed["test"] for seed in seeds.values()] for name, seeds in data["results"].items()}
     if not losses:
         return [UNFINISHED]
     best = min(losses, key=lambda name: mean(losses[name]))
-    text = f"The variant {best} has the lowest test loss in nats a byte, {spread(losses[best], '{:.4f}'.format)}."
+    text = f"{best} has the lowest test loss in nats a {unit}, {spread(losses[best], '{:.4f}'.format)}."
     return [text, *data["findings"]]
 
 
 def _table(run: Comparison, papers: dict[str, float | None]) -> Table:
     return Table(
-        caption="Test loss of each variant in nats a byte, as a mean and for each seed. The paper's loss is in nats a "
-        "token, with 160M parameters (Tables 6, 8, 9). The lowest loss and the highest tokens/s are marked.",
-        first="variant",
+        caption=f"Test loss of each model in nats a {unit(run)}, as a mean and for each seed. The paper's loss is in "
+        "nats a token. The lowest loss and the highest tokens/s are marked.",
+        first="model",
         columns=[*(column.label for column in COLUMNS), "paper's loss"],
         spans=[],
         groups=[

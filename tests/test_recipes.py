@@ -1,0 +1,233 @@
+"""The papers' experiments start on tiny data, and `--dry-run` says what they need."""
+
+import math
+
+import pytest
+import torch
+
+from halflife import LanguageModel, preset
+from halflife.cli import main
+from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.experiments import EXPERIMENTS, compare
+from halflife.experiments import train as language
+from halflife.experiments.decay_design import VARIANTS
+from halflife.experiments.language_models.base import LanguageExperiment
+from halflife.models import SIZES
+from halflife.report.tables.estimate import format_seconds
+from halflife.runs.one import run_one
+from halflife.runs.sweep import Cell
+from halflife.training.config import ExecutionConfig
+from halflife.training.estimate import estimate, model_costs
+from halflife.training.speed import operations
+
+TINY = {
+    "steps": 3, "hidden_size": 16, "num_layers": 2, "num_heads": 1, "train_length": 16, "batch_size": 2,
+    "save_every": 3, "test_tokens": 64, "validation_tokens": 64, "held_out": (0.2, 0.2), "validate_every": 3,
+}  # fmt: skip
+# Experiment → changes of its smallest scale, and a model.
+RECIPES = {
+    "post-lm": (TINY, "rwkv7+post_paper"),
+    "decay-lm": (TINY, "tpe/gla:released"),
+    "echo-lm": (TINY, "echo_paper"),
+    "gate-rank-lm": (TINY, "gated_deltanet+gate_rank_paper"),
+    "post-mqar": ({}, "gla+post_released:16k"),
+    "echo-mqar": ({}, "mamba2+ska:K1"),
+    "echo-transfer": ({}, "mamba2+ska:K1"),
+    "gate-rank-s5": ({"validation_length": 24}, "gated_deltanet+gate_rank:neg"),
+    "gate-rank-mqar": ({}, "mamba2+gate_rank"),
+    "gate-rank-niah": ({}, "gated_deltanet+gate_rank:reset50"),
+}  # fmt: skip
+TINY_TASK = {"steps": 3, "batch_size": 2, "test_examples": 2, "validation_examples": 2, "hidden_size": 32}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Twenty short documents, and a cache of their own."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFLIFE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_start(name, text, tmp_path):
+    """Three steps of a model that only the recipe has, and its tests."""
+    experiment, (changes, model) = EXPERIMENTS[name](), RECIPES[name]
+    on_text = isinstance(experiment, LanguageExperiment)
+    changes = {**changes, "text": (str(text),)} if on_text else {**TINY_TASK, **changes}
+    settings = experiment.open_data(experiment.settings_at("smoke", changes))
+    config = experiment.configure(settings, Cell(model, 1e-3, 0))
+    result = run_one(config.open(), tmp_path, name=model, execution=ExecutionConfig(show=False))
+    measured = [test[experiment.measure] for test in result["tests"]]
+    assert measured
+    assert all(map(math.isfinite, measured))
+    assert "diverged" not in result
+
+
+@pytest.mark.slow
+def test_a_recipe_from_the_command_line(text, tmp_path, capsys):
+    """The whole comparison on a folder in place of FineWeb-Edu, continued with other micro-batches."""
+    options = [
+        "--steps=3",
+        "--hidden-size=16",
+        "--num-layers=2",
+        "--num-heads=1",
+        "--train-length=16",
+        "--batch-size=2",
+    ]
+    folder = str(tmp_path / "run")
+    main([
+        "compare", "scalar/gla", "llama", "--experiment", "decay-lm", "--data", str(text), "--output", folder,
+        "--quiet", "--batch-size", "2", "--micro-batch-size", "1", *options,
+        "--set", "training.validation_tokens=64", "training.test_tokens=64",
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "halflife eval FOLDER --tasks decay-lm" in printed
+    assert "| scalar/gla |" in printed
+    assert "| 3.008 |" in printed  # the paper's
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "lowest test loss in nats a byte" in page
+    main(["compare", "--resume", folder, "--quiet", "--gradient-checkpointing"])
+
+
+def test_micro_batches_are_for_text(tmp_path):
+    folder = compare.create_comparison(["gla"], output=tmp_path / "run", settings={"steps": 1})
+    with pytest.raises(ValueError, match="experiments on text"):
+        compare.run_comparison(folder, show=False, execution=ExecutionConfig(micro_batch_size=1))
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def configured(experiment, scale, model):
+    experiment = EXPERIMENTS[experiment]()
+    (rate,) = experiment.learning_rates(model, scale)
+    return experiment.configure(experiment.settings_at(scale, {}), Cell(model, rate, 0))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "scale", "model", "millions", "billions"),
+    [
+        ("post-lm", "paper", "mamba2", 188.9, 44), ("post-lm", "paper-440m", "mamba2+post_paper", 448.2, 99),
+        ("post-lm", "paper", "rwkv7", 188.9, 44), ("post-lm", "paper", "gated_deltanet+post_released", 190.9, 44),
+        ("decay-lm", "paper", "vector/mamba2", 164.5, 10.49), ("decay-lm", "paper-1.45b", "llama", 1439.1, 10.49),
+        ("echo-lm", "paper", "echo_paper", 184.9, 9.83), ("echo-lm", "paper-50m", "echo_paper", 50.1, 3),
+        ("gate-rank-lm", "paper", "mamba2+gate_rank_paper", 768.7, 30),
+        ("gate-rank-lm", "paper", "gated_deltanet+gate_rank_paper", 779.0, 30),
+    ],
+)  # fmt: skip
+def test_sizes_and_tokens_are_the_papers(experiment, scale, model, millions, billions):
+    config = configured(experiment, scale, model)
+    with torch.device("meta"):
+        assert LanguageModel(config.model).num_parameters() / 1e6 == pytest.approx(millions, abs=0.1)
+    tokens = config.steps * config.batch_size * config.context
+    assert tokens / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert config.clip == 1
+
+
+def test_models_of_post():
+    """RWKV-7 has its own optimiser; the plain Mamba-2 starts at S4D-Real, and Δ's bias is fixed under PoST."""
+    rwkv7, mamba2, post = (configured("post-lm", "paper", name) for name in ("rwkv7", "mamba2", "mamba2+post_paper"))
+    assert (rwkv7.betas, rwkv7.epsilon) == ((0.9, 0.99), 1e-18)
+    assert (mamba2.betas, mamba2.epsilon) == ((0.9, 0.95), 1e-8)
+    assert mamba2.model.mixer_options["decay_options"] == {"rate_start": "s4d_real"}
+    assert post.model.mixer_options["decay_options"] == {"step_bias": "frozen"}
+    assert (rwkv7.model.initialization, mamba2.model.initialization) == ("rwkv7_released", "mamba2_released")
+    assert mamba2.schedule_options["min_lr_rate"] * mamba2.learning_rate == pytest.approx(1e-5)
+    with pytest.raises(ValueError, match="no rwkv7 of 440M"):
+        configured("post-lm", "paper-440m", "rwkv7")
+
+
+def test_models_of_echo_share_their_layers():
+    for name in ("echo_paper", "mamba2+ska_paper", "mamba2"):
+        model = configured("echo-lm", "paper", name).model
+        assert (model.hidden_size, model.num_layers, model.mixer_options["state_size"]) == (768, 24, 64)
+        assert model.hybrid.get("layers", [8, 16]) == [8, 16]
+        assert model.mlp == ("koopman_paper" if name == "echo_paper" else "swiglu")
+
+
+def test_every_row_of_the_decay_grid_can_be_trained(text):
+    assert len(VARIANTS) == 39
+    assert EXPERIMENTS["decay-lm"]().models_at("paper") == tuple(VARIANTS)
+    corpus = Corpus.unread(CorpusConfig(sources=(text,)))
+    for name in VARIANTS:
+        config = language.configure(
+            name, corpus, tokens=99, batch_size=1, learning_rate=1e-3, sizes={"hidden_size": 16, "num_heads": 2}
+        )
+        assert config.model.name == name
+
+
+# ------------------------------------------------------------------------------------------------ dry runs
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "echo_paper", "llama", "gated_deltanet+gate_rank"])
+def test_operations_are_those_of_the_whole_model(name):
+    """Two layers and three give all five; softmax attention grows with the length."""
+    config = preset(name, hidden_size=32, num_layers=5, vocab_size=64)
+    model = LanguageModel(config)
+    costs, counted = model_costs(config), operations(model, 1024)
+    unseen = 0.01 if model.config.hybrid.get("mixer") == "ska" else 0  # the counter does not see the native kernel
+    assert 3 * costs.operations.at(1024) == pytest.approx(counted, rel=1e-9 + unseen)
+    assert costs.saved.at(1024) > costs.saved.at(512) > 0
+
+
+def test_what_is_saved_for_the_backward_pass():
+    """Fake tensors save what real ones do: here every tensor that autograd holds for a two-layer model."""
+    config = preset("gla", hidden_size=32, num_layers=2, vocab_size=64)
+    sizes, model = {}, LanguageModel(config)
+
+    def pack(x):
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hidden, _ = model.hidden(torch.zeros(1, 256, dtype=torch.long))
+    for parameter in model.parameters():
+        sizes.pop(parameter.data_ptr(), None)
+    assert hidden.requires_grad
+    assert model_costs(config).saved.long == pytest.approx(sum(sizes.values()), rel=0.01)
+
+
+def test_an_estimate_counts_every_sequence():
+    config = configured("gate-rank-lm", "smoke", "mamba2")
+    needs = estimate(config, config.sequences())
+    assert needs.tokens == 60 * 8 * 128
+    assert needs.state_bytes == 16 * needs.parameters
+    mixed = EXPERIMENTS["echo-transfer"]()
+    run = mixed.configure(mixed.settings_at("small", {}), Cell("mamba2", 1e-3, 0))
+    counts = run.sequences()
+    assert sum(counts.values()) == pytest.approx(2000 * 32)
+    assert counts[64] == 1000 * 32  # the second half; the first has sequences of 24 tokens
+
+
+def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("halflife.report.tables.estimate.gemm_rate", lambda *_: 1e12)
+    main(["compare", "mamba2", "--experiment", "post-lm", "--scale", "paper", "--seeds", "2", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "tokenizer: meta-llama/Llama-3.1-8B" in printed
+    assert "188,869,056" in printed
+    assert "44,000,346,112" in printed
+    assert "88,000,692,224" in printed  # of both seeds
+    main(["compare", "mamba2", "--task", "mqar", "--steps", "7", "--dry-run"])
+    assert f"{7 * 128 * 32:,}" in capsys.readouterr().out
+    train = ["train", "gla", "--data", "hf:owner/name", "--tokens", "4M", "--dry-run"]
+    main([*train, "--size", "decay-160m", "--tokenizer", "owner/tokenizer"])
+    assert "vocab_size: 50257" in capsys.readouterr().out
+    assert "no tokenizer 'owner/tokenizer'" in refused(*train, "--tokenizer", "owner/tokenizer")
+    assert "nowhere.txt" in refused("train", "gla", "--data", "nowhere.txt", "--dry-run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_durations():
+    seconds = (0.5, 61, 150, 7200, 86400, 400 * 86400)
+    assert [format_seconds(x) for x in seconds] == ["0.5 s", "61 s", "2.5 min", "2 h", "24 h", "400 days"]
+
+
+def test_sizes_of_the_recipes_are_known():
+    named = {EXPERIMENTS[name].scales[scale].size for name in RECIPES for scale in EXPERIMENTS[name].scales
+             if isinstance(EXPERIMENTS[name](), LanguageExperiment)}  # fmt: skip
+    assert named <= SIZES.keys()
