@@ -1,6 +1,8 @@
 """The papers' experiments start on tiny data, and `--dry-run` says what they need."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.evaluation.bundles import BUNDLES
 from halflife.experiments import EXPERIMENTS, compare
 from halflife.experiments import train as language
 from halflife.experiments.decay_design import VARIANTS
@@ -20,6 +23,7 @@ from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import estimate, model_costs
 from halflife.training.speed import operations
 
+FIDELITY = (Path(__file__).parent.parent / "docs" / "fidelity.md").read_text()
 TINY = {
     "steps": 3, "hidden_size": 16, "num_layers": 2, "num_heads": 1, "train_length": 16, "batch_size": 2,
     "save_every": 3, "test_tokens": 64, "validation_tokens": 64, "held_out": (0.2, 0.2), "validate_every": 3,
@@ -227,7 +231,22 @@ def test_durations():
     assert [format_seconds(x) for x in seconds] == ["0.5 s", "61 s", "2.5 min", "2 h", "24 h", "400 days"]
 
 
-def test_sizes_of_the_recipes_are_known():
-    named = {EXPERIMENTS[name].scales[scale].size for name in RECIPES for scale in EXPERIMENTS[name].scales
-             if isinstance(EXPERIMENTS[name](), LanguageExperiment)}  # fmt: skip
-    assert named <= SIZES.keys()
+@pytest.mark.parametrize("name", ["post-lm", "decay-lm", "echo-lm", "gate-rank-lm"])
+def test_fidelity_names_the_recipes(name):
+    """The row of docs/fidelity.md has the tokens, the models and the other sizes of the recipe."""
+    experiment = EXPERIMENTS[name]()
+    (row,) = (line for line in FIDELITY.splitlines() if line.startswith(f"| `{name}` |"))
+    _, _, models, tokens, _, others, _ = row.split("|")
+    settings = experiment.scales["paper"]
+    assert settings.size in SIZES
+    assert float(tokens.strip(" B")) == pytest.approx(
+        settings.steps * settings.batch_size * settings.train_length / 1e9, rel=0.01
+    )
+    scales = [scale for scale in experiment.scales if scale.startswith("paper-")]
+    assert [word.partition("`")[0] for word in others.split("`paper")[1:]] == [scale[5:] for scale in scales]
+    if name == "decay-lm":
+        assert "39 rows" in models
+    else:
+        named = {part for model in experiment.models_at("paper") for part in (model, *model.split("+"))}
+        assert set(re.findall(r"`([^`]+)`", models)) <= named
+    assert experiment.zero_shot in BUNDLES
