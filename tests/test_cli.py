@@ -16,6 +16,8 @@ from halflife.cli import COMMANDS, main, read_command
 from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
 from halflife.decay import DECAYS
+from halflife.evaluation.bundles import BUNDLES
+from halflife.experiments.decay_design import VARIANTS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.tasks import TASKS
 
@@ -93,7 +95,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused, tm
 def test_list_names_everything(capsys):
     main(["list"])
     out = capsys.readouterr().out
-    assert all(name in out for registry in (PRESETS, MODIFIERS, DECAYS, TASKS) for name in registry)
+    assert all(name in out for registry in (PRESETS, MODIFIERS, DECAYS, TASKS, BUNDLES, VARIANTS) for name in registry)
 
 
 def test_info_checks_this_machine(capsys):

@@ -93,7 +93,12 @@ def test_a_recipe_from_the_command_line(text, tmp_path, capsys):
     assert "| 3.008 |" in printed  # the paper's
     page = (tmp_path / "run" / "report.html").read_text()
     assert "lowest test loss in nats a byte" in page
+    (cell,) = (tmp_path / "run" / "llama").iterdir()
+    (cell / "result.json").unlink()
+    main(["train", "--resume", str(cell), "--quiet"])  # a run of the comparison is a run of `train`, too
+    result = (cell / "result.json").read_text()
     main(["compare", "--resume", folder, "--quiet", "--gradient-checkpointing"])
+    assert (cell / "result.json").read_text() == result
 
 
 def test_micro_batches_are_for_text(tmp_path):

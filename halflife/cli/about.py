@@ -16,9 +16,10 @@ class List:
 
     def run(self) -> None:
         from halflife.experiments import EXPERIMENTS, paper_experiments
+        from halflife.experiments.decay_design import VARIANTS
         from halflife.report.tables.about import print_names
 
-        print_names({name: EXPERIMENTS.summary(name) for name in paper_experiments()})
+        print_names({name: EXPERIMENTS.summary(name) for name in paper_experiments()}, list(VARIANTS))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Nothing is trained. The blocks of a model have equal shapes, so models of two and three layers are counted and the rest
 is extrapolated. They are built from fake tensors, which have shapes and no values. Spectral Koopman attention reads
-values, so one layer of it is built in memory.
+values, so one layer of it is built in memory. The ops are those of this machine's CPU. Kernels of a GPU save other
+tensors for the backward pass.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from rich.table import Table
 
 from halflife import ops
 from halflife.decay import DECAYS
+from halflife.evaluation.bundles import BUNDLES
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.models.presets.sizes import SIZES
@@ -19,17 +22,26 @@ REGISTRIES = {
 }  # fmt: skip
 
 
-def print_names(experiments: dict[str, str]) -> None:
+def print_names(experiments: dict[str, str], rows: Sequence[str]) -> None:
     """Print every name that a user can choose, with its summary.
 
     Args:
         experiments: name → summary, from the registry of experiments.
+        rows: the rows of the Decay paper's grid.
     """
     for title, registry in REGISTRIES.items():
         print_wide(_two_columns(title, {name: registry.summary(name) for name in registry}), "")
     print_wide(_two_columns("experiments (compare --experiment)", experiments), "")
     sizes = {name: ", ".join(f"{key} {value}" for key, value in size.items()) for name, size in SIZES.items()}
-    print_wide(_two_columns("sizes (train --size)", sizes))
+    print_wide(_two_columns("sizes (train --size)", sizes), "")
+    zero_shot = {name: f"{', '.join(bundle.tasks)} ({bundle.source})" for name, bundle in BUNDLES.items()}
+    print_wide(_two_columns("tasks of papers (eval --tasks)", zero_shot), "")
+    grid = {group: ", ".join(row for row in rows if row.startswith(f"{group}/")) for group in _groups(rows)}
+    print_wide(_two_columns("rows of the Decay paper's grid (train, compare --experiment decay-lm)", grid))
+
+
+def _groups(rows: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(row.partition("/")[0] for row in rows if "/" in row))
 
 
 def _two_columns(title: str, rows: dict[str, str]) -> Table:
