@@ -204,6 +204,7 @@ def test_an_estimate_counts_every_sequence():
     needs = estimate(config, config.sequences())
     assert needs.tokens == 60 * 8 * 128
     assert needs.state_bytes == 16 * needs.parameters
+    assert 7 < needs.activation_bytes / estimate(config, config.sequences(), rows=1).activation_bytes < 8
     mixed = EXPERIMENTS["echo-transfer"]()
     run = mixed.configure(mixed.settings_at("small", {}), Cell("mamba2", 1e-3, 0))
     counts = run.sequences()
@@ -221,6 +222,9 @@ def test_dry_runs_write_nothing(tmp_path, monkeypatch, capsys, refused):
     assert "188,869,056" in printed
     assert "44,000,346,112" in printed
     assert "88,000,692,224" in printed  # of both seeds
+    assert "mamba2: 24 layers of width 768, 128,256 tokens, mlp none" in printed
+    refuse = refused("compare", "gla", "--task", "mqar", "--micro-batch-size", "2", "--dry-run")
+    assert "experiments on text" in refuse
     main(["compare", "mamba2", "--task", "mqar", "--steps", "7", "--dry-run"])
     assert f"{7 * 128 * 32:,}" in capsys.readouterr().out
     train = ["train", "gla", "--data", "hf:owner/name", "--tokens", "4M", "--dry-run"]

@@ -63,7 +63,8 @@ class Compare:
     scale: str = "smoke"
     """smoke (minutes on 2 cores), small (an hour), or paper (GPUs). Some experiments have more, such as paper-440m."""
     dry_run: bool = False
-    """Print the settings and what the runs need (parameters, tokens, memory, operations); write and train nothing."""
+    """Print the settings and what the runs need (parameters, tokens, memory without --gradient-checkpointing,
+    operations); write and train nothing."""
     seeds: int = 1
     """The number of seeds, counted from 0. The table shows every seed."""
     lr: tuple[float, ...] = ()
@@ -197,12 +198,17 @@ class Compare:
     def _estimate(self) -> None:
         """Print the settings, and what the runs need."""
         from halflife.experiments import compare
-        from halflife.report.tables.estimate import print_needs
+        from halflife.report.tables.estimate import describe_model, print_needs
 
         plan = compare.plan_comparison(**self._choices())
+        needs = compare.estimate_comparison(plan, self.micro_batch_size)
+        configs = [plan.experiment.configure(plan.settings, cell) for cell in plan.cells()]
+        models = {cell.model: describe_model(config.model) for cell, config in zip(plan.cells(), configs, strict=True)}
         rates = {model: ", ".join(f"{rate:g}" for rate in rates) for model, rates in plan.learning_rates.items()}
-        settings = {f"{plan.label}, {plan.scale}": dataclasses.asdict(plan.settings), "learning rates": rates}
-        print_needs(settings, compare.estimate_comparison(plan), plan.settings.bf16)
+        # A whole number of 0 stands for a value that is elsewhere, such as the width of `size`.
+        chosen = {k: x for k, x in dataclasses.asdict(plan.settings).items() if type(x) is not int or x}
+        settings = {f"{plan.label}, {plan.scale}": chosen, "models": models, "learning rates": rates}
+        print_needs(settings, needs, plan.settings.bf16)
 
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""

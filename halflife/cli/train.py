@@ -120,8 +120,8 @@ class Train:
     quiet: bool = False
     """Show no progress bars."""
     dry_run: bool = False
-    """Print the settings and what the run needs (parameters, tokens, memory, operations); read no text, write and train
-    nothing."""
+    """Print the settings and what the run needs (parameters, tokens, memory of one process without
+    --gradient-checkpointing and --fsdp, operations); read no text, write and train nothing."""
 
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -153,7 +153,7 @@ class Train:
             command, overrides = take_overrides(self, OPTIONS)
             config = command._configure(overrides, show=not self.quiet and rank() == 0)
             if self.dry_run:
-                return _print_needs(config)
+                return _print_needs(config, self.micro_batch_size)
         if rank() == 0:
             say(f"writing to {folder}")
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
@@ -214,11 +214,11 @@ class Train:
         return apply_overrides(config, overrides)
 
 
-def _print_needs(config: LanguageConfig) -> None:
+def _print_needs(config: LanguageConfig, rows: int | None) -> None:
     """Print the settings of a run, and what it needs."""
     from halflife.report.tables.estimate import print_needs
     from halflife.training.estimate import estimate
 
     run = config.to_dict()
     model = run.pop("model")
-    print_needs({"model": model, "run": run}, [(estimate(config, config.sequences()), 1)], config.bf16)
+    print_needs({"model": model, "run": run}, [(estimate(config, config.sequences(), rows), 1)], config.bf16)

@@ -126,12 +126,20 @@ def create_comparison(
     return create_sweep(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
 
 
-def estimate_comparison(plan: Plan) -> list[tuple[Estimate, int]]:
-    """What a run of each model needs, and the number of its runs (rates × seeds). Nothing is read or written."""
+def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
+    """What a run of each model needs, and the number of its runs (rates × seeds). Nothing is read or written.
+
+    Args:
+        rows: sequences of a micro-batch; None for whole batches.
+
+    Raises:
+        ValueError: micro-batches of an experiment on tasks.
+    """
+    _check_micro_batches(plan.experiment, rows)
     found = []
     for model, rates in plan.learning_rates.items():
         config = plan.experiment.configure(plan.settings, Cell(model, rates[0], 0))
-        needs = dataclasses.replace(estimate(config, config.sequences()), model=model)
+        needs = dataclasses.replace(estimate(config, config.sequences(), rows), model=model)
         found.append((needs, len(rates) * plan.seeds))
     return found
 
@@ -175,8 +183,7 @@ def run_comparison(
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
     experiment, settings = load_experiment(folder)
-    if execution and execution.micro_batch_size and experiment.measure != "loss":
-        raise ValueError("micro-batches are for experiments on text; an experiment on tasks reads whole batches")
+    _check_micro_batches(experiment, execution.micro_batch_size if execution else None)
     rows, failed = run_sweep(
         folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner,
         execution=execution,
@@ -185,6 +192,11 @@ def run_comparison(
     if failed:
         raise RunsFailed(failed, rows)
     return rows
+
+
+def _check_micro_batches(experiment: Experiment, rows: int | None) -> None:
+    if rows is not None and experiment.measure != "loss":
+        raise ValueError("micro-batches are for experiments on text; an experiment on tasks reads whole batches")
 
 
 def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:

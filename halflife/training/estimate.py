@@ -68,7 +68,8 @@ class Estimate:
         parameters: number of its parameters.
         steps, tokens: of the training.
         state_bytes: weights, gradients and AdamW's moments.
-        activation_bytes: what the forward pass of a batch saves. Micro-batches divide it.
+        rows: sequences that are held at once.
+        activation_bytes: what the forward pass of these sequences saves, without gradient checkpointing.
         operations: floating-point operations of the training, three times those of its forward passes.
     """
 
@@ -77,28 +78,31 @@ class Estimate:
     steps: int
     tokens: int
     state_bytes: int
+    rows: int
     activation_bytes: int
     operations: float
 
 
-def estimate(config: TrainConfig, sequences: Mapping[int, float]) -> Estimate:
+def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | None = None) -> Estimate:
     """Estimate what a run needs.
 
     Args:
         config: the run.
         sequences: length in tokens → how many sequences of this length the training reads.
+        rows: sequences of a micro-batch; None for whole batches.
     """
     with torch.device("meta"):
         parameters = LanguageModel(config.model).num_parameters()
     costs = model_costs(dataclasses.replace(config.model, name=""), config.bf16)
-    longest = max(sequences)
+    rows = rows or config.batch_size
     return Estimate(
         model=config.model.name,
         parameters=parameters,
         steps=config.steps,
         tokens=round(sum(length * count for length, count in sequences.items())),
         state_bytes=STATES * parameters,
-        activation_bytes=round(costs.saved.at(config.batch_size * longest)),
+        rows=rows,
+        activation_bytes=round(costs.saved.at(rows * max(sequences))),
         operations=3 * sum(costs.operations.at(length) * length * count for length, count in sequences.items()),
     )
 

@@ -12,22 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from halflife.evaluation.memory import format_bytes
+from halflife.models import ModelConfig
 from halflife.report.tables.terminal import print_wide
 from halflife.runs.one import training_device
 from halflife.training.estimate import Estimate
 from halflife.training.speed import gemm_rate
 
 HEADINGS = (
-    "model",
-    "runs",
-    "parameters",
-    "steps",
-    "tokens",
-    "weights + AdamW",
-    "activations",
-    "FLOPs a run",
-    "at least",
-)
+    "model", "runs", "parameters", "steps", "tokens", "weights + AdamW", "activations", "FLOPs a run", "at least"
+)  # fmt: skip
 
 
 def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool) -> None:
@@ -42,9 +35,8 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     for title, values in settings.items():
         print(f"{title}:")
         for name, value in values.items():
-            print(
-                f"  {name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)}"
-            )
+            if value not in ("", {}, []):
+                print(f"  {name}: {_text(value)}")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="needs", title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "model" else "right")
@@ -61,7 +53,21 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     print_wide(table)
     arithmetic = "bfloat16" if bf16 else "float32"
     print(f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.")
-    print("activations: what the forward pass of a whole batch saves. Micro-batches divide it.")
+    rows = ", ".join(f"{count:,}" for count in dict.fromkeys(need.rows for need, _ in needs))
+    print(f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once.")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def describe_model(config: ModelConfig) -> str:
+    """The sizes of a model and its mixer, in one line."""
+    sizes = f"{config.num_layers} layers of width {config.hidden_size:,}, {config.vocab_size:,} tokens"
+    parts = [sizes, f"mlp {config.mlp}", f"{config.mixer} {_text(config.mixer_options)}"]
+    if config.hybrid:
+        parts.append(f"{config.hybrid['mixer']} in layers {_text(config.hybrid['layers'])}")
+    return ", ".join(parts)
 
 
 def format_seconds(seconds: float) -> str:
