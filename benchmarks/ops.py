@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="also write the tables here, the picture and the file of results")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--seconds", type=float, default=6.0, help="to measure for, each length, dtype and direction")
+    parser.add_argument("--seconds", type=float, default=5.0, help="to measure for, each length, dtype and direction")
     parser.add_argument("--memory", nargs=2, metavar=("BACKEND", "NAME"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
@@ -68,10 +68,10 @@ def main() -> None:
 
 def measure(lengths: list[int], seconds: float) -> dict:
     """Return the machine, the floors and one row for each op, backend, length, dtype and number of threads."""
-    rows, floors = [], {}
+    rows, floors, one_head = [], {}, {}
     for threads in (2, 1):
         torch.set_num_threads(threads)
-        floors[threads] = _floors()
+        floors[threads], one_head[threads] = _floors(), _one_head()
         for length in lengths if threads == 2 else [AT]:
             for dtype in DTYPES:
                 rows += _rows(length, dtype, threads, seconds)
@@ -79,7 +79,13 @@ def measure(lengths: list[int], seconds: float) -> dict:
     torch.set_num_threads(2)
     names = [row["op"] for row in rows if row["length"] == AT and row["backend"] == "native"]
     memory = {name: {b: _memory(b, name) for b in BACKENDS[:2]} for name in dict.fromkeys(names)}
-    return {"machine": _machine(), "floors": floors, "rows": rows, "memory": memory}
+    return {"machine": _machine(), "floors": floors, "rows": rows, "memory": memory, "one_head": one_head}
+
+
+def _one_head(length: int = 100_000) -> float:
+    """Seconds of forward and backward on one head, whose chunks the threads share."""
+    case = cases.ours(cases.inputs(length, heads=1))[1]
+    return timing.medians({"": lambda: case.forward().sum().backward()}, 1.0)[""]
 
 
 def _floors() -> dict[str, float]:
@@ -103,8 +109,10 @@ def _rows(length: int, dtype: str, threads: int, seconds: float) -> Iterator[dic
         with torch.no_grad():
             case.forward()
 
-    one = timing.medians({key: lambda c=case: forward(c) for key, case in found.items()}, seconds)
-    two = timing.medians({key: lambda c=case: c.forward().backward(weight) for key, case in found.items()}, 2 * seconds)
+    one = timing.medians({key: lambda c=case: forward(c) for key, case in found.items()}, seconds, rounds=3)
+    two = timing.medians(
+        {key: lambda c=case: c.forward().backward(weight) for key, case in found.items()}, seconds, rounds=3
+    )
     for key, case in found.items():
         bytes_in, bytes_out = _bytes(case.name, x)
         yield {
@@ -241,6 +249,8 @@ def _targets(results: dict, floors: dict) -> Iterator[str]:
         yield f"| {own}, f+b: ≥ {least} × {peer} | {times(peer)['both'] / times(own, 'native')['both']:.1f} × |"
     first = next((n for n in lengths if times(SDPA, length=n)["both"] > times(linear, "native", n)["both"]), None)
     yield f"| {linear} faster than SDPA from T 128, f+b | from T {first} |"
+    ratio = results["one_head"][1] / results["one_head"][2]
+    yield f"| one head of 100,000 tokens uses both cores, f+b | {ratio:.2f} × as fast as one |"
 
 
 def draw(results: dict) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -13,20 +14,21 @@ from halflife.ops.backends.native import build
 
 
 def medians(
-    candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, device: str = "cpu"
-) -> dict[str, float]:
+    candidates: Mapping[Any, Callable[[], object]], seconds: float = 3.0, device: str = "cpu", rounds: int = 5
+) -> dict[Any, float]:
     """Return the median seconds of each candidate over rounds, in each of which every candidate runs once.
 
     Args:
         candidates: name → function to time.
-        seconds: approximate duration of the measurement; it has at least five rounds.
+        seconds: approximate duration of the measurement.
         device: with "cuda", the host waits for the device around each call.
+        rounds: the fewest rounds.
     """
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    times: dict[Any, list[float]] = {name: [] for name in candidates}
     for run in candidates.values():
         run()
     began = time.perf_counter()
-    while len(next(iter(times.values()))) < 5 or time.perf_counter() - began < seconds:
+    while len(next(iter(times.values()))) < rounds or time.perf_counter() - began < seconds:
         for name, run in candidates.items():
             _wait(device)
             start = time.perf_counter()
