@@ -165,8 +165,8 @@ def error_by_position(
 
     The theorem leaves out that the gates change. With the paper's ends, this cancels the gain of adaptation, because a
     slow response (1 − s/t)^r falls to 0 at the oldest input. With a slow end near 0.01/T, "as run" is as good as
-    "adapted". The slow channels of the algorithm hardly forget, so that its error is about twice the static one with
-    the paper's ends. Proposition 4.9 bounds the static error at t by an expression that grows as t falls, although
+    "adapted". The slow channels of the algorithm hardly forget, so that its error is two to four times the static one
+    with the paper's ends. Proposition 4.9 bounds the static error at t by an expression that grows as t falls, although
     [1, t] is part of [1, T].
 
     Args:

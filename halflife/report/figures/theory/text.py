@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
 from halflife.report.figures.grids import panel_grid
 from halflife.report.style import REFERENCE_LINE, escape_formula, legend, model_handles, model_styles, styled
@@ -77,6 +78,7 @@ def block_exponents(data: Mapping[str, Any]) -> Figure:
     axes.axhline(data["beta"], **REFERENCE_LINE)
     axes.set(xlabel="tokens in a block", ylabel=r"$-\log(R_b(s)/R(s))\,/\,\log b$", xscale="log")
     axes.set_xticks(data["factors"], [str(b) for b in data["factors"]])
+    axes.xaxis.set_minor_locator(NullLocator())
     handle = Line2D([], [], **REFERENCE_LINE, label=f"β = {data['beta']:.2f} of the autocovariance")
     legend(figure, [*model_handles(names), handle])
     return figure
