@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 
 import torch
+
+from halflife.ops.backends.native import build
 
 
 def medians(
@@ -44,8 +47,26 @@ def gemm_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int
     return 2 * size**3 / medians({"gemm": lambda: a @ b}, 1.0, device)["gemm"]
 
 
+def onednn_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
+    """Measure the FLOP/s of one large matrix product on this CPU by oneDNN, where torch uses MKL."""
+    a, b = torch.randn(2, size, size).to(dtype)
+    product = torch.ops.mkldnn._linear_pointwise
+    return 2 * size**3 / medians({"gemm": lambda: product(a, b, None, "none", [], "")}, 1.0)["gemm"]
+
+
 def copy_rate(device: str = "cpu", megabytes: int = 256) -> float:
     """Measure the bytes a second (read + written) of one large copy on this machine."""
-    a = torch.empty(megabytes << 18, device=device)
-    b = torch.empty_like(a)
+    a = torch.ones(megabytes << 18, device=device)  # memory that was never written is not read from memory
+    b = torch.zeros_like(a)
     return 2 * a.nbytes / medians({"copy": lambda: b.copy_(a)}, 1.0, device)["copy"]
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Run everything by torch inside this block, as on a machine without a C++ compiler."""
+    before = build.why_not
+    build.why_not = lambda: "the benchmark compares with torch"
+    try:
+        yield
+    finally:
+        build.why_not = before
