@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from halflife import ops
 
@@ -60,7 +61,7 @@ def inputs(
 
 def dplr(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor | None]:
     """DPLR as in the design space: the state decays, and the value stored under k is replaced."""
-    written = k * beta.unsqueeze(-1)
+    written = k * beta.unsqueeze(-1).to(k.dtype)
     return ops.dplr(q, written, v, -k, written, g, **options)
 
 
@@ -87,6 +88,23 @@ def ours(x: dict, backend: str = "auto") -> list[Case]:
         Case("dplr, scalar", lambda: dplr(q, k, v, beta, g, **option)[0], rank_one),
         Case("dplr, vector", lambda: dplr(q, k, v, beta, gv, **option)[0], rank_one),
     ]
+
+
+def koopman(x: dict, backend: str = "auto", rank: int = 48) -> Case:
+    """Return spectral Koopman attention with one operator a chunk and keys of size `rank`.
+
+    Its FLOPs are those of the matrix products of the chunked form, by torch's counter.
+    """
+    q, k = (x[name][..., :rank].detach().contiguous().requires_grad_() for name in ("q", "k"))
+
+    def run(backend: str = backend) -> Tensor:
+        return ops.koopman_attention(q, k, x["v"], backend=backend)[0]
+
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        run("chunked")
+    with FlopCounterMode(display=False) as both:
+        run("chunked").sum().backward()
+    return Case("koopman_attention", run, (forward.get_total_flops(), both.get_total_flops()))
 
 
 def gated(x: dict, backend: str = "auto") -> list[Case]:

@@ -1,13 +1,16 @@
 """Speed of the layer of each architecture on this machine: `python benchmarks/layers.py [--write docs/benchmarks.md]`.
 
-The script measures one sequence mixer of hidden size 384 (no MLP) in float32. It reports tokens/s of a forward and
-backward pass at T 2048, tokens/s of decoding one token at a time, and the bytes of the state after 2048 tokens.
+The script measures one sequence mixer of hidden size 768 (no MLP) in float32, with compiled kernels and without. It
+reports tokens/s of a forward and backward pass at T 2048, the time of decoding one token, and the bytes of the state
+after 2048 tokens. The floor of a decoded token is the bytes of weights and state at the rate of a copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ import timing  # noqa: E402
 from halflife import layers  # noqa: E402
 from halflife.models import PRESETS, preset  # noqa: E402
 
-HIDDEN, LENGTH = 384, 2048
+HIDDEN, LENGTH = 768, 2048
 MARK = "<!-- layers -->"
 EXTRA = ("simple+scalar", "simple+delta", "simple+dplr", "mamba2+post")
 
@@ -42,28 +45,44 @@ def table(names: list[str]) -> list[str]:
     """Markdown lines with one row a preset."""
     mixers = {name: _mixer(name) for name in dict.fromkeys(("mamba2", *names))}
     x = torch.randn(1, LENGTH, HIDDEN, requires_grad=True)
-    training = timing.medians(
-        {name: lambda mixer=mixer: mixer(x)[0].sum().backward() for name, mixer in mixers.items()}, 3 * len(mixers)
-    )
     with torch.no_grad():
         states = {name: mixer(x)[1] for name, mixer in mixers.items()}
-        decoding = timing.medians(
-            {name: lambda m=mixer, s=states[name]: m(x[:, :1], s) for name, mixer in mixers.items()}, 4
-        )
+    training = timing.medians(
+        {(name, native): partial(_train, m, x, native) for name, m in mixers.items() for native in (True, False)}, 60
+    )
+    decoding = timing.medians(
+        {(n, native): partial(_step, m, x, states[n], native) for n, m in mixers.items() for native in (True, False)},
+        10,
+    )
+    copy = timing.copy_rate()
     lines = [
-        f"One layer, d {HIDDEN}, T {LENGTH}, float32, {torch.get_num_threads()} threads.",
+        f"One layer, d {HIDDEN}, T {LENGTH}, float32, {torch.get_num_threads()} threads. In brackets: the same without",
+        "the compiled kernels. The floor is the bytes of weights and state at the rate of a copy of 256 MB, which",
+        f"reads and writes {copy / 1e9:.0f} GB/s here. The layers take turns, so that their weights come from memory.",
         "",
-        "| preset | parameters | forward + backward tokens/s | × mamba2 | decode tokens/s | state kB |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| preset | parameters | forward + backward tokens/s | × | decoding µs a token | × | floor µs | state kB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, mixer in mixers.items():
         parameters = sum(p.numel() for p in mixer.parameters())
-        size = sum(part.nbytes for part in states[name].values()) / 1000
+        size = sum(part.nbytes for part in states[name].values())
+        (fast, slow), (step, before) = ((each[name, True], each[name, False]) for each in (training, decoding))
         lines.append(
-            f"| {name} | {parameters:,} | {LENGTH / training[name]:,.0f} "
-            f"| {training['mamba2'] / training[name]:.2f} | {1 / decoding[name]:,.0f} | {size:,.1f} |"
+            f"| {name} | {parameters:,} | {LENGTH / fast:,.0f} ({LENGTH / slow:,.0f}) | {slow / fast:.2f} "
+            f"| {1e6 * step:,.0f} ({1e6 * before:,.0f}) | {before / step:.2f} "
+            f"| {1e6 * (4 * parameters + 2 * size) / copy:,.0f} | {size / 1000:,.1f} |"
         )
     return lines
+
+
+def _train(mixer: layers.Mixer, x: torch.Tensor, native: bool) -> None:
+    with contextlib.nullcontext() if native else timing.without_kernels():
+        mixer(x)[0].sum().backward()
+
+
+def _step(mixer: layers.Mixer, x: torch.Tensor, state: layers.State, native: bool) -> None:
+    with contextlib.nullcontext() if native else timing.without_kernels(), torch.no_grad():
+        mixer(x[:, :1], state)
 
 
 def _mixer(name: str) -> layers.Mixer:

@@ -1,16 +1,21 @@
-"""Speed of the chunked ops, their peers and a floor: `python benchmarks/ops.py [--write docs/benchmarks.md]`.
+"""Speed of the ops on this CPU: `python benchmarks/ops.py [--write docs/benchmarks.md]`.
 
-B 1, H 12, K = V = 64, float32. The candidates run in turn in one process, and the table has medians. The floor is the
-time of the same FLOPs at the rate of one 2048³ matrix product, measured in the same run.
+B 1, H 12, K = V = 64 (spectral Koopman attention: r 48). Every backend of every op, softmax attention and the scans of
+transformers take turns in one process, for each length, dtype and number of threads. Times are medians. Each stands
+beside three floors, measured in the same run: its FLOPs at the rate of torch's matrix product and of oneDNN's (both of
+2048³), and the bytes of its inputs, outputs and gradients at the rate of a copy of 256 MB. All times go into
+benchmarks/results/cpu_ops.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,199 +25,272 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import cases  # noqa: E402
 import timing  # noqa: E402
 
-LENGTHS = (512, 1024, 2048, 4096, 8192)
+from halflife import ops  # noqa: E402
+from halflife.evaluation import throughput  # noqa: E402
+from halflife.files import write_text  # noqa: E402
+
+LENGTHS = (128, 512, 2048, 8192)
+BACKENDS = ("native", "chunked", "reference")
+TOKEN_LOOP = 128  # the longest sequence of the backend "reference"
+AT = 2048  # the length of the tables
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SDPA, MAMBA, DELTA = "softmax attention (SDPA)", "transformers Mamba-2 scan", "transformers gated delta rule"
+PEERS = (SDPA, DELTA, MAMBA)
 MARK = "<!-- table -->"
+RESULTS = Path(__file__).parent / "results" / "cpu_ops.json"
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "benchmarks.png"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="also write the tables here")
+    parser.add_argument("--write", type=Path, help="also write the tables here, the picture and the file of results")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=5.0, help="to measure for, each length, dtype and direction")
+    parser.add_argument("--memory", nargs=2, metavar=("BACKEND", "NAME"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
-        print(_grown(arguments.memory[0], int(arguments.memory[1])))
+        print(_grown(*arguments.memory))
         return
-    torch.set_num_threads(2)
-    rate = max(timing.gemm_rate() for _ in range(3))  # on a busy machine, a low rate would improve the ratios
-    import transformers
-
-    lines = [
-        f"Machine: {_processor()}, {torch.get_num_threads()} threads; torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. fp32 GEMM {rate / 1e9:.0f} GFLOP/s (2048³). {time.strftime('%Y-%m-%d')}.",
-        "",
-    ]
-    results = {length: _times(length) for length in arguments.lengths}
-    lines += [*_table(results, rate), "", *_targets(results, rate), "", *_layer(), "", *_mqar()]
-    text = "\n".join(lines)
+    results = measure(sorted(arguments.lengths), arguments.seconds)
+    text = "\n".join(report(results))
     print(text)
     if arguments.write:
-        head, _, rest = arguments.write.read_text().partition(MARK) if arguments.write.exists() else ("", "", "")
+        RESULTS.parent.mkdir(exist_ok=True)
+        write_text(RESULTS, json.dumps(results, indent=1) + "\n")
+        draw(results)
+        head, _, rest = arguments.write.read_text().partition(MARK)
         after = rest.partition("<!-- ")
-        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+        write_text(arguments.write, f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
 
 
-def _times(length: int) -> dict[str, tuple[float, float, tuple[float, float], float]]:
-    """Map each name to (forward s, forward + backward s, FLOPs of both, growth of the process in MB)."""
-    x = cases.inputs(length)
-    found = [*_ours(x), cases.sdpa(x), *cases.transformers_peers(x)]
+# --------------------------------------------------------------------------------------------- measurement
+
+
+def measure(lengths: list[int], seconds: float) -> dict:
+    """Return the machine, the floors and one row for each op, backend, length, dtype and number of threads."""
+    rows, floors, one_head = [], {}, {}
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        floors[threads], one_head[threads] = _floors(), _one_head()
+        for length in lengths if threads == 2 else [AT]:
+            for dtype in DTYPES:
+                rows += _rows(length, dtype, threads, seconds)
+                print(f"T {length}, {dtype}, {threads} threads: done", file=sys.stderr)
+    torch.set_num_threads(2)
+    names = [row["op"] for row in rows if row["length"] == AT and row["backend"] == "native"]
+    memory = {name: {b: _memory(b, name) for b in BACKENDS[:2]} for name in dict.fromkeys(names)}
+    return {"machine": _machine(), "floors": floors, "rows": rows, "memory": memory, "one_head": one_head}
+
+
+def _one_head(length: int = 100_000) -> float:
+    """Seconds of forward and backward on one head, whose chunks the threads share."""
+    case = cases.ours(cases.inputs(length, heads=1))[1]
+    return timing.medians({"": lambda: case.forward().sum().backward()}, 1.0)[""]
+
+
+def _floors() -> dict[str, float]:
+    """Rates of matrix products in FLOP/s and of a copy in bytes/s; the best of three, because others may be at work."""
+    found = {f"torch {name}": max(timing.gemm_rate(dtype=dtype) for _ in range(3)) for name, dtype in DTYPES.items()}
+    found |= {f"oneDNN {name}": max(timing.onednn_rate(dtype) for _ in range(3)) for name, dtype in DTYPES.items()}
+    return found | {"copy": max(timing.copy_rate() for _ in range(3))}
+
+
+def _rows(length: int, dtype: str, threads: int, seconds: float) -> Iterator[dict]:
+    x = cases.inputs(length, dtype=DTYPES[dtype])
+    found = {("", SDPA): cases.sdpa(x)}
+    for backend in BACKENDS:
+        if backend in ops.available_backends("linear_attention") and (backend != "reference" or length <= TOKEN_LOOP):
+            found |= {(backend, case.name): case for case in _ours(x, backend)}
+    if dtype == "float32" and threads == 2:
+        found |= {("", case.name): case for case in cases.transformers_peers(x)}
     weight = torch.randn_like(x["v"])
 
-    def no_grad(case: cases.Case):
-        def run() -> None:
-            with torch.no_grad():
-                case.forward()
-
-        return run
-
-    forward = timing.medians({case.name: no_grad(case) for case in found}, 4)
-    both = timing.medians({case.name: lambda case=case: case.forward().backward(weight) for case in found}, 8)
-    return {c.name: (forward[c.name], both[c.name], c.flops, _memory(c.name, length)) for c in found}
-
-
-def _ours(x: dict) -> list[cases.Case]:
-    gated = [case for case in cases.gated(x) if case.name.startswith("gate_rank")]
-    return [*cases.ours(x), *gated]
-
-
-def _memory(name: str, length: int) -> float:
-    """Return the MB by which a fresh process grows in one forward + backward of the case."""
-    command = [sys.executable, __file__, "--memory", name, str(length)]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-
-
-def _grown(name: str, length: int) -> float:
-    x = cases.inputs(length)
-    every = [*_ours(x), cases.sdpa(x), *(cases.transformers_peers(x) if name.startswith("transformers") else [])]
-    case = next(case for case in every if case.name == name)
-    small = cases.inputs(64)  # a first product loads libraries
-    cases.ours(small)[3].forward().sum().backward()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the resident memory
-    before = _status("VmRSS")
-    case.forward().backward(torch.ones_like(x["v"]))
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(field: str) -> int:
-    """Return a memory field of this process in kB (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def _table(results: dict, rate: float) -> list[str]:
-    lines = [
-        "| T | op | forward ms | ÷ floor | forward + backward ms | ÷ floor | peak memory MB |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for length, found in results.items():
-        for name, (forward, both, flops, grown) in found.items():
-            lines.append(
-                f"| {length} | {name} | {1e3 * forward:.1f} | {forward * rate / flops[0]:.1f} | {1e3 * both:.1f} | "
-                f"{both * rate / flops[1]:.1f} | {grown:.0f} |"
-            )
-    return lines
-
-
-def _targets(results: dict, rate: float) -> list[str]:
-    ours, delta, softmax = "linear_attention, scalar", "delta_rule, scalar", "softmax attention (SDPA)"
-    at = results.get(2048)
-    lines = ["| target | measured |", "|---|---|"]
-    if at:
-        share = _share()
-        lines.append(f"| linear_attention (scalar) forward at T 2048: ≥ 25 % of the GEMM rate | {share:.0%} |")
-        if "transformers Mamba-2 scan" in at:
-            ratio = at["transformers Mamba-2 scan"][1] / at[ours][1]
-            lines.append(f"| ≥ 100 × transformers' Mamba-2 forward + backward at T 2048 | {ratio:.1f} × |")
-        ratio = at["transformers gated delta rule"][1] / at[delta][1]
-        lines.append(f"| delta_rule ≥ 1.5 × transformers' forward + backward at T 2048 | {ratio:.2f} × |")
-        for first, second, most in (
-            ("linear_attention, vector", ours, 2.5), ("delta_rule, vector", delta, 2.5), ("dplr, scalar", delta, 2),
-            ("dplr, vector", "delta_rule, vector", 2), ("gate_rank, linear", ours, 1.6),
-            ("gate_rank, delta", delta, 1.6),
-        ):  # fmt: skip
-            forward, both = (at[first][i] / at[second][i] for i in (0, 1))
-            lines.append(
-                f"| {first} ≤ {most} × {second} at T 2048 | {forward:.2f} × forward, {both:.2f} × with backward |"
-            )
-    for length, found in results.items():
-        ratio = found[softmax][1] / found[ours][1]
-        lines.append(f"| faster than SDPA forward + backward at T {length} | {ratio:.2f} × |")
-    return lines + _growth()
-
-
-def _share() -> float:
-    """Return forward FLOP/s at T 2048 divided by those of a GEMM; the two run in turn."""
-    case = cases.ours(cases.inputs(2048))[1]
-    a, b = torch.randn(2, 2048, 2048)
-
-    def forward() -> None:
+    def forward(case: cases.Case):
         with torch.no_grad():
             case.forward()
 
-    found = timing.medians({"op": forward, "gemm": lambda: a @ b}, 6)
-    return (case.flops[0] / found["op"]) / (2 * 2048**3 / found["gemm"])
-
-
-def _growth() -> list[str]:
-    """Measure the cost of four times the length. The two lengths run in turn, and nothing else empties the caches."""
-    short, long = cases.inputs(2048), cases.inputs(8192)
-    weights = torch.randn_like(short["v"]), torch.randn_like(long["v"])
-    lines = []
-    for index in (1, 3):
-        pair = cases.ours(short)[index], cases.ours(long)[index]
-
-        def forward(case: cases.Case) -> None:
-            with torch.no_grad():
-                case.forward()
-
-        one = timing.medians({"short": lambda p=pair: forward(p[0]), "long": lambda p=pair: forward(p[1])}, 6)
-        two = timing.medians(
-            {
-                "short": lambda p=pair: p[0].forward().backward(weights[0]),
-                "long": lambda p=pair: p[1].forward().backward(weights[1]),
-            },
-            10,
-        )
-        lines.append(
-            f"| {pair[0].name}: T 8192 costs ≤ 4.4 × T 2048 forward, ≤ 5 × forward + backward (alone, in turn) "
-            f"| {one['long'] / one['short']:.2f} ×, {two['long'] / two['short']:.2f} × |"
-        )
-    return lines
-
-
-def _layer() -> list[str]:
-    """Measure the cost of PoST on a Mamba-2 layer, d 768, T 2048."""
-    from halflife import layers
-
-    def layer(post: dict | None):
-        torch.manual_seed(0)
-        return layers.build("mamba2", hidden_size=768, num_heads=24, state_size=64, post=post)
-
-    plain, post = layer(None), layer({"train_length": 2048})
-    x = torch.randn(1, 2048, 768, requires_grad=True)
-    found = timing.medians(
-        {"plain": lambda: plain(x)[0].sum().backward(), "post": lambda: post(x)[0].sum().backward()}, 20
+    one = timing.medians({key: lambda c=case: forward(c) for key, case in found.items()}, seconds, rounds=3)
+    two = timing.medians(
+        {key: lambda c=case: c.forward().backward(weight) for key, case in found.items()}, seconds, rounds=3
     )
-    share = found["post"] / found["plain"] - 1
-    return [
-        f"Mamba-2 layer, d 768, T 2048, forward + backward: {1e3 * found['plain']:.0f} ms, with PoST "
-        f"{1e3 * found['post']:.0f} ms: {share:+.1%} (target < 2 %)."
-    ]
+    for key, case in found.items():
+        bytes_in, bytes_out = _bytes(case.name, x)
+        yield {
+            "op": key[1], "backend": key[0], "length": length, "dtype": dtype, "threads": threads,
+            "forward": one[key], "both": two[key], "flops": case.flops,
+            # Forward reads the inputs; backward reads them again and the gradient, and writes gradients of the inputs.
+            "bytes": (bytes_in + bytes_out, 3 * bytes_in + 2 * bytes_out),
+        }  # fmt: skip
 
 
-def _mqar() -> list[str]:
-    from halflife import tasks
-
-    task = tasks.build("mqar", vocab_size=8192, length=512, num_pairs=128)
-    seconds = timing.medians({"mqar": lambda: task.generate(2048, 0)}, 3)["mqar"]
-    return [f"MQAR, V 8192, T 512, K 128: {2048 / seconds:,.0f} examples/s (target ≥ 20,000)."]
+def _ours(x: dict, backend: str) -> list[cases.Case]:
+    gated = [case for case in cases.gated(x, backend) if case.name.startswith("gate_rank")]
+    return [*cases.ours(x, backend), *gated, cases.koopman(x, backend)]
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
+def _bytes(name: str, x: dict) -> tuple[int, int]:
+    """Bytes of the inputs and of the outputs."""
+    used = ["q", "k", "v"]
+    decays = {"scalar": ["g"], "vector": ["gv"], "linear": ["g", "g_slow"], "delta": ["g", "g_slow"]}
+    used += decays.get(name.split(", ")[-1], [])
+    used += ["beta"] if name.startswith(("delta_rule", "dplr", "gate_rank, delta")) else []
+    used += ["k", "k"] if name.startswith("dplr") else []
+    return sum(x[n].nbytes for n in used), x["v"].nbytes
+
+
+def _memory(backend: str, name: str) -> float:
+    """Return the MB by which a fresh process grows in one forward and backward pass."""
+    command = [sys.executable, __file__, "--memory", backend, name]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def _grown(backend: str, name: str) -> float:
+    torch.set_num_threads(2)
+    for length in (64, AT):  # a first product loads libraries
+        x = cases.inputs(length)
+        case = next(case for case in _ours(x, backend) if case.name == name)
+        if length == 64:
+            case.forward().sum().backward()
+    return throughput.peak_memory(lambda: case.forward().sum().backward()) / 1e6
+
+
+# -------------------------------------------------------------------------------------------------- report
+
+
+def report(results: dict) -> Iterator[str]:
+    """Yield the Markdown lines."""
+    floors = results["floors"][2]
+    yield results["machine"]
+    yield (
+        "Rates with two threads: "
+        + ", ".join(
+            f"{name} {rate / 1e9:,.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}" for name, rate in floors.items()
+        )
+        + "."
+    )
+    yield ""
+    yield from _table(results, floors)
+    yield ""
+    yield from _peers(results)
+    yield ""
+    yield from _targets(results, floors)
+
+
+class _Times:
+    """Look up rows: `times("delta_rule, scalar", "native").both`."""
+
+    def __init__(self, results: dict) -> None:
+        self.rows = {(r["op"], r["backend"], r["length"], r["dtype"], r["threads"]): r for r in results["rows"]}
+
+    def __call__(self, op: str, backend: str = "", length: int = AT, dtype: str = "float32", threads: int = 2) -> dict:
+        return self.rows[op, backend, length, dtype, threads]
+
+
+def _table(results: dict, floors: dict) -> Iterator[str]:
+    times = _Times(results)
+    yield f"Native kernels at T {AT:,}, float32, two threads. *f* is the forward pass and *f+b* both. A ratio to a"
+    yield "floor says how many times as long as the floor an op takes. The columns *bf16* and *one thread* hold the"
+    yield "time of float32 with two threads divided by theirs. Memory is the growth of a fresh process in one f+b."
+    yield ""
+    yield (
+        "| op | f ms | f+b ms | ÷ torch GEMM, f and f+b | ÷ oneDNN GEMM | ÷ bytes | × chunked, f and f+b "
+        "| bf16, f+b | one thread, f+b | MB (chunked) |"
+    )
+    yield "|---|" + "---:|" * 9
+    for name, memory in results["memory"].items():
+        row, chunked = times(name, "native"), times(name, "chunked")
+        both = [(row["forward"], 0), (row["both"], 1)]
+        cells = [f"{1e3 * seconds:.1f}" for seconds, _ in both]
+        for rate in ("torch float32", "oneDNN float32"):
+            cells.append(", ".join(f"{seconds * floors[rate] / row['flops'][i]:.1f}" for seconds, i in both))
+        cells.append(", ".join(f"{seconds * floors['copy'] / row['bytes'][i]:.1f}" for seconds, i in both))
+        cells.append(", ".join(f"{chunked[part] / row[part]:.1f}" for part in ("forward", "both")))
+        cells.append(f"{row['both'] / times(name, 'native', dtype='bfloat16')['both']:.2f}")
+        cells.append(f"{row['both'] / times(name, 'native', threads=1)['both']:.2f}")
+        cells.append(f"{memory['native']:.0f} ({memory['chunked']:.0f})")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _peers(results: dict) -> Iterator[str]:
+    times = _Times(results)
+    lengths = sorted({row["length"] for row in results["rows"]})
+    yield "Peers in float32, two threads: ms of f+b, and in brackets the native op of the same kind's, as a multiple."
+    yield ""
+    yield "| peer | " + " | ".join(f"T {length:,}" for length in lengths) + " |"
+    yield "|---|" + "---:|" * len(lengths)
+    for peer in PEERS:
+        own = "delta_rule, scalar" if peer == DELTA else "linear_attention, scalar"
+        found = [(times(peer, length=n)["both"], times(own, "native", n)["both"]) for n in lengths]
+        yield f"| {peer} | {' | '.join(f'{1e3 * theirs:.1f} ({theirs / ours:.1f} ×)' for theirs, ours in found)} |"
+
+
+def _targets(results: dict, floors: dict) -> Iterator[str]:
+    times = _Times(results)
+    linear, delta = "linear_attention, scalar", "delta_rule, scalar"
+    yield "| target | measured |"
+    yield "|---|---|"
+    lengths = sorted({row["length"] for row in results["rows"]})
+    for length, most in ((AT, 1.7), (8192, 1.5)):
+        if length in lengths:
+            row = times(linear, "native", length)
+            share = row["flops"][0] / row["forward"] / floors["torch float32"]
+            yield f"| {linear}, forward, T {length:,}: ≥ {most} × torch's GEMM rate | {share:.2f} × |"
+    row = times(linear, "native")
+    share = row["flops"][1] / row["both"] / floors["torch float32"]
+    yield f"| {linear}, f+b: ≥ 1.4 × torch's GEMM rate | {share:.2f} × |"
+    ratio = times("linear_attention, vector", "native")["both"] / row["both"]
+    yield f"| vector ÷ scalar decay, f+b: ≤ 1.6 | {ratio:.2f} |"
+    for name in (delta, "delta_rule, vector", "gate_rank, linear", "gate_rank, delta", "dplr, scalar", "dplr, vector"):
+        ratio = times(name, "chunked")["both"] / times(name, "native")["both"]
+        yield f"| {name}, f+b: ≥ 4 × chunked | {ratio:.1f} × |"
+    ratio = row["both"] / times(linear, "native", dtype="bfloat16")["both"]
+    yield f"| {linear}, bf16 ÷ fp32, f+b: ≥ 1.6 × | {ratio:.2f} × |"
+    for peer, own, least in ((MAMBA, linear, 12), (DELTA, delta, 8), (SDPA, linear, 10)):
+        yield f"| {own}, f+b: ≥ {least} × {peer} | {times(peer)['both'] / times(own, 'native')['both']:.1f} × |"
+    first = next((n for n in lengths if times(SDPA, length=n)["both"] > times(linear, "native", n)["both"]), None)
+    yield f"| {linear} faster than SDPA from T 128, f+b | from T {first} |"
+    ratio = results["one_head"][1] / results["one_head"][2]
+    yield f"| one head of 100,000 tokens uses both cores, f+b | {ratio:.2f} × as fast as one |"
+
+
+def draw(results: dict) -> None:
+    """Draw time against length, all backends and peers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    times = _Times(results)
+    lengths = sorted({row["length"] for row in results["rows"]})
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    panels = (("linear_attention, scalar", (MAMBA, SDPA)), ("delta_rule, scalar", (DELTA, SDPA)))
+    for axis, (op, peers) in zip(axes, panels, strict=True):
+        for backend, style in zip(BACKENDS, ("o-", "s-", "^-"), strict=True):
+            found = [n for n in lengths if (op, backend, n, "float32", 2) in times.rows]
+            axis.plot(found, [1e3 * times(op, backend, n)["both"] for n in found], style, label=backend)
+        for peer in peers:
+            axis.plot(lengths, [1e3 * times(peer, length=n)["both"] for n in lengths], "--", marker=".", label=peer)
+        floor = results["floors"][2]["torch float32"]
+        axis.plot(lengths, [1e3 * times(op, "native", n)["flops"][1] / floor for n in lengths], ":", color="gray",
+                  label="its FLOPs at torch's GEMM rate")  # fmt: skip
+        axis.set(title=op, xlabel="length T", xscale="log", yscale="log", xticks=lengths)
+        axis.set_xticklabels([f"{n:,}" for n in lengths])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("forward + backward, ms")
+    figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
+
+
+def _machine() -> str:
+    import transformers
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return (
+        f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{torch.backends.cpu.get_cpu_capability()}; {time.strftime('%Y-%m-%d')}."
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ a separate section.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import timing  # noqa: E402
+
 from halflife.evaluation import throughput  # noqa: E402
 from halflife.models import LanguageModel, preset  # noqa: E402
 from halflife.training import speed  # noqa: E402
@@ -30,7 +33,8 @@ from halflife.training import speed  # noqa: E402
 HIDDEN, VOCABULARY = 256, 256
 # Numbers of layers that give 10 M parameters, within 5 %.
 DEPTHS = {
-    "mamba2": 10, "mamba2+post": 10, "gated_deltanet": 11, "gated_deltanet+gate_rank": 11, "echo": 13, "llama": 12,
+    "mamba2": 10, "mamba2+post": 10, "gated_deltanet": 11, "gated_deltanet+gate_rank": 11, "gla": 12, "simple": 11,
+    "echo": 13, "llama": 12,
 }  # fmt: skip
 BARE, BARE_DEPTH = "mamba2 without MLPs", 21
 MAMBA, LLAMA = "transformers Mamba-2", "transformers LLaMA"
@@ -59,10 +63,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one round of one length, to see that all runs")
     parser.add_argument("--memory", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("--no-kernels", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.memory:
-        print(_grown(arguments.memory, _batch(arguments.lengths[0], arguments.tokens), arguments.bf16))
+        with timing.without_kernels() if arguments.no_kernels else contextlib.nullcontext():
+            print(_grown(arguments.memory, _batch(arguments.lengths[0], arguments.tokens), arguments.bf16))
         return
     arguments.contexts = sorted(arguments.contexts)
     if any(after - before < 2 * DECODED_TOKENS for before, after in pairwise([0, *arguments.contexts])):
@@ -191,7 +197,7 @@ def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.N
     at = max((length for length in speeds if length <= MEMORY_AT), default=min(speeds))
     yield "Tokens/s of training. The MFU in brackets is 3 × the matrix products of a forward pass (with all of softmax"
     yield "attention's), divided by the rate of one product of 2048³ in the same rounds. Memory is the growth of a"
-    yield "fresh process in its first step, with gradients and AdamW's moments."
+    yield "fresh process in its first step, with gradients and AdamW's moments, and in brackets without the kernels."
     yield ""
     yield f"| model | layers | parameters | {' | '.join(f'T {length:,}' for length in speeds)} | MB (T {at:,}) |"
     yield "|---|---:|---:|" + "---:|" * (len(speeds) + 1)
@@ -201,10 +207,9 @@ def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.N
         for length, found in speeds.items():
             needed = found.get(name, 0.0) * speed.operations(own, length)
             cells.append(f"{found[name]:,.0f} ({needed / found[GEMM]:.0%})" if name in found else "")
-        memory = _memory(name, at, arguments)
-        yield (
-            f"| {name} | {len(own.blocks)} | {_size(model) / 1e6:.2f} M | {' | '.join(cells)} | {memory / 1e6:,.0f} |"
-        )
+        memory, without = (_memory(name, at, arguments, *flag) / 1e6 for flag in ((), ("--no-kernels",)))
+        cells.append(f"{memory:,.0f} ({without:,.0f})")
+        yield f"| {name} | {len(own.blocks)} | {_size(model) / 1e6:.2f} M | {' | '.join(cells)} |"
     rates = " | ".join(f"{found[GEMM] / 1e9:,.0f}" for found in speeds.values())
     yield f"| {GEMM}, GFLOP/s | | | {rates} | |"
 
@@ -217,11 +222,11 @@ def ratio_table(speeds: Speeds) -> Iterator[str]:
         ratios = {n: found[name] / max(found["llama"], found[LLAMA]) for n, found in speeds.items()}
         yield f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios.values())} | {faster_from(ratios)} |"
     yield ""
-    yield "The target is to be faster from T 2,048 on."
+    yield "The targets are 1.0 at T 512, 1.5 at T 2,048 and 4.0 at T 8,192."
     for n, found in speeds.items():
         if MAMBA in found:
             ratio = found[BARE] / found[MAMBA]
-            yield f"The target is ≥ 10 × {MAMBA} with the same function ({BARE}). At T {n:,} we measured {ratio:.1f} ×."
+            yield f"The target is ≥ 6 × {MAMBA} with the same function ({BARE}). At T {n:,} we measured {ratio:.1f} ×."
 
 
 def faster_from(ratios: dict[int, float]) -> str:
@@ -234,10 +239,10 @@ def faster_from(ratios: dict[int, float]) -> str:
     return first
 
 
-def _memory(name: str, length: int, arguments: argparse.Namespace) -> float:
+def _memory(name: str, length: int, arguments: argparse.Namespace, *flags: str) -> float:
     """Return the bytes by which a fresh process grows in a step."""
     command = [sys.executable, __file__, "--memory", name, "--lengths", length, "--tokens", arguments.tokens]
-    command += ["--threads", arguments.threads, *(["--bf16"] if arguments.bf16 else [])]
+    command += ["--threads", arguments.threads, *(["--bf16"] if arguments.bf16 else []), *flags]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {name} failed:\n{done.stderr}")

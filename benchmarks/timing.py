@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
 import torch
 
+from halflife.ops.backends.native import build
+
 
 def medians(
-    candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, device: str = "cpu"
-) -> dict[str, float]:
+    candidates: Mapping[Any, Callable[[], object]], seconds: float = 3.0, device: str = "cpu", rounds: int = 5
+) -> dict[Any, float]:
     """Return the median seconds of each candidate over rounds, in each of which every candidate runs once.
 
     Args:
         candidates: name → function to time.
-        seconds: approximate duration of the measurement; it has at least five rounds.
+        seconds: approximate duration of the measurement.
         device: with "cuda", the host waits for the device around each call.
+        rounds: the fewest rounds.
     """
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    times: dict[Any, list[float]] = {name: [] for name in candidates}
     for run in candidates.values():
         run()
     began = time.perf_counter()
-    while len(next(iter(times.values()))) < 5 or time.perf_counter() - began < seconds:
+    while len(next(iter(times.values()))) < rounds or time.perf_counter() - began < seconds:
         for name, run in candidates.items():
             _wait(device)
             start = time.perf_counter()
@@ -44,8 +49,26 @@ def gemm_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int
     return 2 * size**3 / medians({"gemm": lambda: a @ b}, 1.0, device)["gemm"]
 
 
+def onednn_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
+    """Measure the FLOP/s of one large matrix product on this CPU by oneDNN, where torch uses MKL."""
+    a, b = torch.randn(2, size, size).to(dtype)
+    product = torch.ops.mkldnn._linear_pointwise
+    return 2 * size**3 / medians({"gemm": lambda: product(a, b, None, "none", [], "")}, 1.0)["gemm"]
+
+
 def copy_rate(device: str = "cpu", megabytes: int = 256) -> float:
     """Measure the bytes a second (read + written) of one large copy on this machine."""
-    a = torch.empty(megabytes << 18, device=device)
-    b = torch.empty_like(a)
+    a = torch.ones(megabytes << 18, device=device)  # memory that was never written is not read from memory
+    b = torch.zeros_like(a)
     return 2 * a.nbytes / medians({"copy": lambda: b.copy_(a)}, 1.0, device)["copy"]
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Run everything by torch inside this block, as on a machine without a C++ compiler."""
+    before = build.why_not
+    build.why_not = lambda: "the benchmark compares with torch"
+    try:
+        yield
+    finally:
+        build.why_not = before

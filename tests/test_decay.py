@@ -150,6 +150,25 @@ def test_tnl_forgets_in_every_layer(name):
     assert (g.diff(dim=0) > 0).all()
 
 
+def test_a_released_tnl_l_can_leave_its_start_near_one():
+    """Forty steps of Adam at 0.01 move λ of the last layer below 0.9. With a log-rate they would not move it at all."""
+    decay, rest = build("tnl_l_released", layer_idx=LAYERS - 1), torch.zeros(1, 1, HEADS)
+    log_rate = decay.rate.detach().log().requires_grad_()
+    start = decay(rest).exp()
+    assert start.min() > 1 - 1e-5
+    for parameter, law in ((decay.rate, decay.rate.abs), (log_rate, log_rate.exp)):
+        optimizer = torch.optim.Adam([parameter], 0.01)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (torch.exp(-law()) - 0.8).square().sum().backward()
+            optimizer.step()
+    assert decay(rest).exp().max() < 0.9
+    assert torch.exp(-log_rate.exp()).min() > 1 - 2e-5
+    with torch.no_grad():
+        decay.rate.neg_()
+    assert (decay(rest) < 0).all()
+
+
 def test_mamba2_initialisation():
     decay = build("mamba2", num_heads=4000)
     rate, step = decay.A_log.exp(), F.softplus(decay.dt_bias)

@@ -112,6 +112,25 @@ def test_released_tpe():
     assert_close(layer(x)[0], layer.out_proj(normed.flatten(-2) * layer.norm.weight), EXACT)
 
 
+def test_paper_tpe():
+    """Σ aᵀb λ^{t−s} x_s with one λ a head and nothing else, in the place of the embeddings."""
+    model = LanguageModel(preset("simple+scalar+tpe_paper", **SIZES)).double()
+    heads, kernel, given = model.tpe.num_heads, model.tpe.kernel, []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    ids = torch.randint(31, (2, LENGTH))
+    model(ids)
+    x = model.embedding(ids).unflatten(-1, (heads, -1))
+    expected = torch.zeros_like(x)
+    for t in range(LENGTH):
+        for s in range(t + 1):
+            for h in range(heads):
+                expected[:, t, h] += (
+                    kernel.read[h] @ kernel.write[h] * kernel.logit[h].sigmoid() ** (t - s) * x[:, s, h]
+                )
+    assert_close(given[0], expected.flatten(-2), EXACT)
+    assert sum(p.numel() for p in model.tpe.parameters()) == 2 * x.shape[-1] * heads + heads
+
+
 def test_released_tpe_replaces_the_embeddings():
     model = LanguageModel(preset("simple+scalar+tpe_released", **SIZES)).double()
     torch.nn.init.zeros_(model.tpe.out_proj.weight)

@@ -13,7 +13,7 @@ from halflife.analysis.spectrum import layer_decays
 from halflife.models import PRESETS, LanguageModel, preset
 from halflife.ops.gate_rank import masks
 
-WITHOUT = ("llama", "deltanet", "mamba3_echo")  # the last one computes its decay in the layer
+WITHOUT = ("llama", "deltanet")
 ROUNDING = 4 * 6e-8  # relative, of one number in float32
 EXACT = 4 * 8.4e-16  # relative, of sums and horizons in float64; worst measured error
 
@@ -73,6 +73,20 @@ def test_position_dependent_decays_are_those_of_every_position():
     assert medians(row) == pytest.approx([lower(head, 0.5) for head in expected.T], rel=1e-5)
     assert medians(row)[0] > expected[0, 0]
     assert row.slowest_half_life == pytest.approx(math.log(2) / (1 / scales[1:]).mean(0).min().item(), rel=1e-5)
+
+
+def test_the_decays_of_mamba3_echo_are_those_of_its_step_and_rate():
+    """λ = e^{−softplus(f) softplus(a)}, and without an input λ = e^{−log² 2}."""
+    model, ids, inputs = tiny("mamba3_echo", num_layers=1), ids_of(2, 9), []
+    mixer = model.blocks[0].mixer
+    mixer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    row = measure_decays(model, ids)[0]
+    f, a = mixer.in_proj(torch.cat(inputs)).split(mixer.splits, -1)[4:6]
+    expected = torch.exp(-torch.log1p(f.double().exp()) * torch.log1p(a.double().exp())).detach()
+    assert medians(row) == pytest.approx([lower(head, 0.5) for head in expected.flatten(0, 1).T], rel=1e-5)
+    assert row.mean == pytest.approx(expected.mean().item(), rel=1e-5)
+    ((_, decay),) = layer_decays(model)
+    assert decay.timescales().tolist() == pytest.approx([1 / math.log(2) ** 2] * 2)
 
 
 def test_quantiles_are_of_what_was_recorded():

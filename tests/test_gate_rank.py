@@ -105,7 +105,7 @@ def test_lengths(update, form, length):
     check(inputs(update, length, 0.2, batch=2), backend, dtype)
 
 
-@crossed(update=UPDATES, form=COMPUTED, sizes=[(1, 1), (7, 80), (64, 7), (80, 64)])
+@crossed(update=UPDATES, form=COMPUTED, sizes=[(1, 1), (7, 80), (64, 7), (80, 64), (256, 256)])
 def test_head_sizes(update, form, sizes):
     (backend, dtype), (key, value) = form, sizes
     check(inputs(update, 37, 0.1, batch=3, key=key, value=value), backend, dtype, chunk_size=16)

@@ -1,5 +1,6 @@
 """The native kernels: the same bits for any number of threads, single tokens, custom ops, and how they are built."""
 
+import json
 import os
 import subprocess
 import sys
@@ -186,6 +187,24 @@ def test_a_library_that_fails_its_check_is_not_taken(empty_cache, monkeypatch):
 def test_a_build_is_made_once(capsys):
     main(["build"])
     assert "native kernels are built: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_kernels_for_avx2_pass_their_check(tmp_path):
+    """As on a CPU without AVX-512 and without micro-kernels: vectors of 8 numbers, and the portable products."""
+    if build.unsupported_here():
+        pytest.skip(str(build.unsupported_here()))
+    older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "HALFLIFE_NATIVE": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "halflife.cli", "build"],
+        env=os.environ | older,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "native kernels are ready" in run.stdout, run.stderr[-3000:]
+    record = json.loads(next(tmp_path.glob("*/passed.json")).read_text())
+    assert "-DCPU_CAPABILITY_AVX2" in record["flags"]
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_lengths(op, granularity, form, length):
     check(op, granularity, length, backend, dtype, batch=2 if length < 64 else 1)
 
 
-@crossed(op=OPS, granularity=GRANULARITIES, form=FORMS, sizes=[(1, 1), (7, 80), (64, 7), (80, 64)])
+@crossed(op=OPS, granularity=GRANULARITIES, form=FORMS, sizes=[(1, 1), (7, 80), (64, 7), (80, 64), (256, 256)])
 def test_head_sizes(op, granularity, form, sizes):
     (backend, dtype), (key, value) = form, sizes
     check(op, granularity, 37, backend, dtype, batch=3, key=key, value=value, chunk_size=16)

@@ -298,7 +298,8 @@ def compare_compiled(name):
         return {"logits": logits.detach(), **states, **{key: x.grad for key, x in model.named_parameters()}}
 
     expected = run(model)
-    assert_close(run(torch.compile(model)), expected, COMPILED_SKA if name == "echo" else COMPILED)
+    ska = name.startswith("echo")  # it counts factorisations that were repeated, which depends on values
+    assert_close(run(torch.compile(model, fullgraph=not ska)), expected, COMPILED_SKA if ska else COMPILED)
 
 
 # The C++ compiler takes a minute for each model on one core, so that one model is tested by default.

@@ -20,7 +20,7 @@ from halflife.tasks.ruler import LEVELS, NEEDLES, NOISE, RULER, Request, example
 
 ESSAY = " ".join(f"Some day number {i} of the year {i * i} was rather {'un' * (i % 5)}eventful." for i in range(900))
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
-LENGTHS = {"cwe": 2048}  # all others have 1500
+LENGTHS = {"cwe": 2048, "vt": 2048}  # all others have 1500
 MODEL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
 
 each_task = pytest.mark.parametrize("name", names())
@@ -41,7 +41,7 @@ def solve(name, prompt):
         asked = re.findall(r"[\w-]+", re.search(r"magic \w+ for (.*?) mentioned", prompt)[1].replace(" and ", " "))
         return [value for key in asked for found, value in NEEDLE.findall(prompt) if found == key]
     if name == "vt":
-        question = prompt.split("\n\n\n\n")[1]
+        question = prompt.split("\n\nMemorize")[1]
         known, value = [], re.search(r"assigned the value (\d+)", question)[1]
         for new, old in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", question):
             known += [new] if old == value or old in known else []
@@ -122,14 +122,14 @@ def test_needles_are_worded_as_rulers(name, index, theirs, monkeypatch):
 
 
 @quiet
-@pytest.mark.parametrize("length", [1500, 4096])
+@pytest.mark.parametrize("length", [1800, 4096])
 def test_chains_are_worded_as_rulers(length, theirs):
-    """The prompts agree except for names, numbers, places, and the number of noise sentences."""
+    """The prompts agree except for names, numbers, places, the number of noise sentences, and RULER's later changes."""
 
     def skeleton(text):
-        text = re.sub(r"VAR [A-Z]+ = (?:VAR [A-Z]+ |\d+) ?", "", text).replace(". \n", ".\n")
+        text = re.sub(r"VAR [A-Z]+ = (?:VAR [A-Z]+ |\d+)\s?", "", text)
         text = re.sub(r"\d{5}", "NUMBER", re.sub(r"\b([A-Z]{3}|[A-Z]{5})\b", "NAME", text))
-        return re.sub(f"({re.escape(NOISE)}\n ?)+", "NOISE\n", squeezed(re.sub("VAR", "", text)))
+        return re.sub(f"({re.escape(NOISE)}\n ?)+", "NOISE\n", squeezed(text))
 
     def words(text):
         return SimpleNamespace(input_ids=text.split())
@@ -139,16 +139,38 @@ def test_chains_are_worded_as_rulers(length, theirs):
     (shot,) = module.sys_vartrack_w_noise_random(words, num_samples=1, max_seq_length=500, incremental=5)
     (row,) = module.sys_vartrack_w_noise_random(words, num_samples=1, max_seq_length=900, icl_example=shot)
     made = make("vt", length=length)
-    assert skeleton(made.prompt) == skeleton(f"{row['input']} {row['gen_prefix']}")
-    worked, question = made.prompt.split("\n\n\n\n")
-    for part, letters in ((worked, 3), (question, 5)):
-        named = re.findall(rf"VAR ([A-Z]{{{letters}}}) = ", part)
-        value = re.search(r"= (\d{5})", part)[1]
-        links = [f"VAR {new} = VAR {old} " for old, new in pairwise(named)]
-        places = [part.index(text) for text in [f"VAR {named[0]} = {value}", *links]]
-        assert len(places) == len(row["outputs"])
-        assert places == sorted(places)
-    assert worked.endswith("they are:  " + " ".join(re.findall(r"VAR ([A-Z]{3}) = ", worked)))
+    later = skeleton(f"{row['input']} {row['gen_prefix']} ").replace("assgined", "assigned")
+    assert skeleton(made.prompt) == re.sub("\n{4}", "\n\n", later).replace("\n\nQuestion", "\nQuestion")
+
+
+def test_chains_have_a_line_for_each_assignment():
+    """A literal listing of RULER's current prompt, for the chains and the places of ours."""
+    for length in (1800, 4096):
+        made = make("vt", length=length)
+        worked, question = re.split(r"\n\n(?=Memorize)", made.prompt)
+        names_of = [re.findall(r"VAR ([A-Z]+) = ", part) for part in (worked, question)]
+        assert [len(name) for part in names_of for name in part] == [3] * 5 + [5] * 5
+        assert list(made.references) == names_of[1]
+        for part, named in zip((worked, question), names_of, strict=True):
+            value = re.search(r"= (\d{5})\n", part)[1]
+            chain = [f"VAR {named[0]} = {value}"] + [f"VAR {new} = VAR {old} " for old, new in pairwise(named)]
+            lines = part.split("\n\n", 1)[1].split("\nQuestion")[0].split("\n")
+            assert [line for line in lines if line != NOISE] == chain
+            literal = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+            literal += "".join(line + "\n" for line in lines)
+            literal += f"Question: Find all variables that are assigned the value {value} in the text above."
+            literal += " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are"
+            literal += f" assigned the value {value}, they are: "
+            assert part == literal + (f" {' '.join(named)}" if part == worked else "")
+        # The worked example has the largest number of sentences within 500 tokens, here bytes, but at least five.
+        assert worked.count(NOISE) == 5
+
+
+def test_the_worked_chain_has_500_tokens():
+    made = make("vt", length=3000, count=lambda text: len(text.split()))
+    worked, _ = re.split(r"\n\n(?=Memorize)", made.prompt)
+    prompt = worked.rsplit(" ", 5)[0]
+    assert 500 - len(NOISE.split()) < len(prompt.split()) <= 500
 
 
 @quiet
@@ -157,7 +179,7 @@ def test_common_words_are_asked_for_as_ruler_does(length, theirs, monkeypatch):
     made = make("cwe", length=length)
     lists = re.findall(r"often\.\n(.*)\nQuestion", made.prompt)
     counts = [Counter(re.findall(r"[a-z]+", text)) for text in lists]
-    worked = re.findall(r"\d+\. (\w+)", re.search(r"are:(1\..*)\n", made.prompt)[1])
+    worked = re.findall(r"\d+\. (\w+)", re.search(r"are: (1\..*)\n", made.prompt)[1])
 
     def get_example(num_words, common_repeats=30, uncommon_repeats=3, common_nums=10):
         text, found = lists.pop(0), counts.pop(0)
@@ -167,14 +189,14 @@ def test_common_words_are_asked_for_as_ruler_does(length, theirs, monkeypatch):
 
     monkeypatch.setattr(theirs.cwe_utils, "get_example", get_example)
     shown, asked, answers = theirs.cwe_utils.generate_input_output(len(counts[1]), length)
-    assert made.prompt == f"{shown}\n{asked}"
+    assert made.prompt == f"{shown}\n{asked}".replace("are:1.", "are: 1.")
     assert answers == list(made.references)
 
 
 @quiet
 @pytest.mark.parametrize("size", [74, 75, 300, 1000])
 def test_frequent_words_are_as_frequent_as_rulers(size, theirs):
-    draft = RULER["fwe"](Request(Random(0), 4096, count, 0.0, []))
+    draft = RULER["fwe"](Request(Random(0), 4146, count, 0, []))
     one = SimpleNamespace(input_ids=[0])
     text, _, _ = theirs.fwe_utils.generate_input_output(4096, lambda _: one, num_words=size, vocab_size=4096 // 50)
 
@@ -232,13 +254,30 @@ def test_examples_are_a_function_of_seed_and_index(name):
 @pytest.mark.parametrize("name", [name for name in NEEDLES if make(name).depth is not None])
 def test_needles_lie_at_every_depth(name):
     examples = [make(name, index, length=8192) for index in range(LEVELS)]
-    assert sorted(made.depth for made in examples) == pytest.approx([i / 9 for i in range(10)])
+    depths = sorted(made.depth for made in examples)
+    assert [min(int(10 * depth), 9) for depth in depths] == list(range(10))
+    assert (depths == pytest.approx([i / 9 for i in range(10)])) == (NEEDLES[name].haystack == "user text")
     for made in examples:
         context = made.prompt.split("\n", 1)[1].rsplit("\nWhat ", 1)[0]
         units = re.split(r"(?<=[.!?]) ", context) if NEEDLES[name].haystack == "user text" else context.split("\n")
         (place,) = [i for i, unit in enumerate(units) if made.references[0] in unit]
         # Each of the other needles, at most three, moves it by one.
         assert abs(place - made.depth * (len(units) - 1)) <= NEEDLES[name].num_keys
+
+
+def test_places_between_repeated_sentences_are_uniform():
+    """RULER draws the place from all places. Every place occurs, equally often within the error of the draws."""
+    draws, size = 2000, 25
+    places = Counter()
+    for index in range(draws):
+        draft = RULER["niah_single_1"](Request(Random(index), 4096, count, 3 * index % LEVELS, []))
+        lines = draft.render(size).split("\n")[1:-1]
+        (place,) = [i for i, line in enumerate(lines) if line != NOISE]
+        assert len(lines) == size + 1
+        places[place] += 1
+    assert set(places) == set(range(size))
+    chi_squared = sum((n - draws / size) ** 2 / (draws / size) for n in places.values())
+    assert chi_squared < 43  # 99 % of uniform draws, with 24 degrees of freedom
 
 
 def test_several_answers_have_no_depth():
@@ -403,7 +442,8 @@ def test_the_figure_shows_every_mean(tmp_path):
     ]
     every, deep = ruler_figure(details).axes
     assert [text.get_text() for text in every.texts] == ["15", "30", "45", "75"]
-    assert [text.get_text() for text in deep.texts] == ["20", "40", "10", "20"]  # one row for each depth
+    assert [text.get_text() for text in deep.texts] == ["20", "40", "10", "20"]  # one row for each tenth
+    assert [label.get_text() for label in deep.get_yticklabels()] == ["0 to 10", "50 to 60"]
     assert [label.get_text() for label in every.get_yticklabels()] == ["niah_single_2 (user text)", "vt"]
     assert [label.get_text() for label in deep.get_xticklabels()] == ["1K", "1,500"]
     assert [file.name for file in write_figure(details, tmp_path)] == ["ruler.png", "ruler.svg"]

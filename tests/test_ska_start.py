@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from halflife.layers import build
+from halflife.ops import koopman_attention
 
 
 def read_out(power, query_init, mix="koopman"):
@@ -34,6 +35,22 @@ def test_no_power_recalls_the_token_itself():
 
 def test_two_powers_recall_the_token_after_the_next():
     assert (read_out(2, "key")[:-2].argmax(1) == torch.arange(2, 16)).all()
+
+
+def test_tokens_that_are_held_are_recalled_by_two_powers():
+    """If each token of a pair fills four steps, K = 2 recalls better than K = 1. The operator moves on too slowly."""
+    pairs, rank, right = 16, 48, {}
+    for power in (1, 2):
+        hits = 0
+        for seed in range(8):
+            draws = torch.randn(2 * pairs, rank, generator=torch.Generator().manual_seed(seed)).double()
+            tokens = torch.nn.functional.normalize(draws, dim=-1)
+            held = tokens.repeat_interleave(4, 0)[None, :, None]
+            read, _ = koopman_attention(tokens[None, ::2, None], held, held, power=power, mode="prefix")
+            hits += int(((read[0, :, 0] @ tokens[1::2].T).argmax(1) == torch.arange(pairs)).sum())
+        right[power] = hits / (8 * pairs)
+    assert right[2] == pytest.approx(0.984, abs=0.001)
+    assert right[1] == pytest.approx(0.680, abs=0.001)
 
 
 @pytest.mark.parametrize("power", [0, 1, 2])

@@ -81,7 +81,13 @@ def test_channels_in_use():
         slow = rates[: 17 - count]
         assert (1 - torch.exp(-slow * t) <= 1 - math.exp(-1)).all()
         assert (1 - torch.exp(-rates[17 - count :] * t) >= (1 - math.exp(-1)) * (1 - 1e-9)).all()
-    theory_figures.channels_in_use(found).canvas.draw()
+    theory_figures.channels_in_use(found).canvas.draw()  # as in the files of earlier versions
+    for t in (10, 100, 10_000):
+        theorem, default = (spectra.effective_channels(rates, [t], 1e4, reference) for reference in (1e4, 1))
+        assert (theorem["counted"], theorem["law"]) == ([17], [pytest.approx(17)])
+        scales = [(1e4 * t) ** (k / 16) for k in range(17)]
+        assert default["counted"] == [sum(scale <= t * (1 + 1e-9) for scale in scales)]
+        assert abs(default["counted"][0] - default["law"][0]) <= 1
 
 
 # --------------------------------------------------------------------------------------------- responses
@@ -125,6 +131,12 @@ def test_response_figure():
     figure = theory_figures.impulse_responses(data)
     figure.canvas.draw()
     assert [len(axes.lines) for axes in figure.axes] == [4] * 6
+    figure = theory_figures.impulse_responses(
+        {**data, "default": spectra.responses(geometric_rates(5, 100), [10, 100])}
+    )
+    figure.canvas.draw()
+    assert [len(axes.lines) for axes in figure.axes] == [4] * 12
+    assert [axes.get_title()[:9] for axes in figure.axes[::6]] == ["t_ref = T", "t_ref = 1"]
 
 
 # ------------------------------------------------------------------------------------------------ energy
@@ -180,6 +192,7 @@ def test_energy_of_moving_gates():
     shares = f64(data["simulated"])[:, ::40] / held[:, ::40]
     assert (shares - 1).abs().max() < 4.5 * math.sqrt(2 / 1500)
     theory_figures.energy_growth(data).canvas.draw()
+    assert len(theory_figures.energy_growth({**data, "default": data}).axes) == 6
 
 
 # ------------------------------------------------------------------------------------------------- taper

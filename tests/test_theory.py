@@ -15,7 +15,7 @@ from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures.theory import FIGURES, draw_all
 from halflife.report.tables.theory import TABLES
 from halflife.theory import approximation as approx
-from halflife.theory import correlations, spectra
+from halflife.theory import correlations, costs, covariances, gradients, normalization, spectra, stationarity
 from halflife.theory.compute import TOPICS, compute, write
 from halflife.theory.settings import TheorySettings
 
@@ -139,7 +139,19 @@ def test_numbers_are_those_of_the_functions(made):
     assert data["coherence"]["geometric on [1/T, 1]"]["largest"] == pytest.approx(1 / math.cosh(math.log(60) / 4))
     assert data["coherence"]["adapted to t = 8"]["largest"] == pytest.approx(1 / math.cosh(math.log(8) / 4))
     assert (data["channels"]["counted"][0], data["channels"]["counted"][-1]) == (1, 3)
+    # With t_ref = 1 the time-scales at t are those of [1, T t].
+    assert data["coherence"]["run at t = 8, t_ref = 1"]["largest"] == pytest.approx(1 / math.cosh(math.log(480) / 4))
+    assert data["channels"]["theorem"]["counted"][-1] == 3
+    assert data["channels"]["default"]["counted"][-1] == 2  # 1, 60 and 3,600 tokens
     assert data["responses"]["positions"] == [4, 6, 60]
+    slowest = [data["responses"]["default"]["frozen"][-1][0][-1], data["responses"]["frozen"][-1][0][-1]]
+    assert slowest == pytest.approx([math.exp(-1 / 60), math.exp(-1)])
+    assert data["energy"]["default"]["as run"][0][-1] == pytest.approx(60 / (1 + 2 / 60), rel=0.05)
+    assert data["normalization"] == normalization.relative_energies(3, 60)
+    assert data["gradients"] == gradients.gradient_flow()
+    assert data["phases"] == covariances.phase_attenuation()
+    assert data["gram"] == covariances.gram_bounds()
+    assert data["costs"] == costs.cost_table()
     assert data["energy"]["positions"][-1] == 60
     assert data["energy"]["as run"][0][-1] == pytest.approx(60 / 3, rel=0.05)  # t / (1 + 2r)
     # 7 octaves of 1.3 carry as much as 13 of 0.7: the middle one of three channels stands at their end.
@@ -159,6 +171,11 @@ def test_numbers_of_text_and_runs(made, inputs):
         assert (sequence["low"], sequence["high"]) == pytest.approx((alone["low"], alone["high"]), rel=1e-9)
     assert found["bits"]["autocovariance"][0] == pytest.approx(2 * alone["autocovariance"][0])  # 97 and 98: two bits
     assert data["autocovariance"]["tokens"] == len(ids)
+    blocks, density = data["blocks"], data["density"]
+    assert (blocks["tokens"], blocks["beta"]) == (len(ids), found["bits"]["exponent"])
+    assert blocks["exponents"] == stationarity.block_exponents(ids, correlations.bits(256))["exponents"]
+    assert density["claimed slope"] == found["bits"]["exponent"] - 1
+    assert density["slope"] == stationarity.spectral_density(ids, correlations.bits(256))["slope"]
     information = data["information"]["tnl"]
     assert (information["scales"], information["trained"], information["rows"]) == ([2, 4, 8], 16, 4)
     assert information["information"] == pytest.approx([x / math.log(2) for x in (0.5, 0.3, 0.1)])
@@ -216,6 +233,8 @@ def test_what_the_tables_say(made, inputs):
     [
         (["--only", "gap"], "unknown topic 'gap'. Did you mean 'gaps'? Choose from: errors, ends"),
         (["--only", "autocovariance"], "autocovariance needs a text: --text FILE"),
+        (["--only", "blocks"], "blocks needs a text: --text FILE"),
+        (["--only", "density"], "density needs a text: --text FILE"),
         (["--only", "information"], "information needs runs of `halflife train`: --runs DIR"),
         (["--text", "missing.txt"], "there is no file missing.txt"),
         (["--runs", "missing"], "there is no folder missing"),

@@ -10,9 +10,9 @@ from halflife.theory.settings import TheorySettings
 
 @dataclass(frozen=True, kw_only=True)
 class Theory(TheorySettings):
-    """Check PoST's claims about decay spectra against computed values: tables, theory.json, and a figure per topic.
+    """Check claims of PoST and Echo against computed values: tables, theory.json, and a figure per topic.
 
-    Topics:
+    Topics of PoST's decay spectra:
       errors          how well N channels approximate t^−β on T tokens (Table 1)
       ends            the same for different slowest and fastest rates
       positions       the same at positions t ≤ T, for fixed and for position-adaptive rates
@@ -21,9 +21,18 @@ class Theory(TheorySettings):
       channels        how many channels are in use at position t
       responses       what is left of an input, by lag
       energy          how the energy of the state grows with the position
+      normalization   how the energies of two channels compare beyond T, and what a norm makes of it (Prop. B.2)
       taper           how far the best taper may be from the ideal one
       autocovariance  whether a text has a power law (needs --text)
+      blocks          whether averages over blocks have the same power law (Condition 3.2, needs --text)
+      density         the power spectrum of a text (Corollary 3.7, needs --text)
       information     what each octave of context tells about the next token (needs --runs)
+
+    Topics of Echo's Koopman attention:
+      gradients       ranks and norms of the Jacobians of attention and SKA (Appendix J)
+      phases          what rotating keys do to the operator (Prop. C.5)
+      gram            the Gram matrix of keys that are divided by the largest norm (Prop. E.1)
+      costs           the multiplications of each kind of layer (Table 1)
 
     A second command on the same folder replaces the topics that it computes and keeps the others.
 

@@ -13,7 +13,8 @@ from halflife.decay.spectral import SpectralDecay
 class TNLDecay(Decay):
     """λ = exp(−8 j/h · (1 − l/L)): one fixed rate a head, slower in deeper layers.
 
-    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. Time-scale `h / (8 j (1 − l/L))`. The
+    Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. If layers counted from 1, the last one
+    would have λ = 1, and TNL-L no log-rate to learn. Time-scale `h / (8 j (1 − l/L))`. The
     median λ of the first layer is about e^{−4.5} with 8 heads, although the paper calls TNL's decays "close to 1". The
     released code has `tnl_released`. Source: Decay, Table 1.
     """
@@ -83,11 +84,31 @@ class ReleasedTNLDecay(TNLDecay):
 
 
 @DECAYS.add("tnl_l_released")
-class ReleasedLearnableTNLDecay(LearnableTNLDecay):
-    """λ = exp(−e^p) with learnable p, which starts at the rates of `tnl_released`.
+class ReleasedLearnableTNLDecay(SpectralDecay):
+    """λ = exp(−|r|) with learnable r, which starts at the rates of `tnl_released`.
 
-    Source: released code of the Decay paper (xmixers), which learns the log-decay itself.
+    In the last layer r starts between 4·10⁻⁸ and 5·10⁻⁶, so λ is 1 to five digits. Adam moves r by up to a learning
+    rate a step, so λ can leave this start. A log-rate could not: it would have to move by 11 to 16 for λ = 0.8, and the
+    paper's learning rates sum to 6. Under PoST the rates are e^p.
+    Source: released code of the Decay paper (xmixers). It learns −r without a bound, which gives λ > 1 where r < 0.
     """
 
-    def _rates(self) -> Tensor:
-        return released_rates(self.num_heads, self.layer_idx, self.num_layers)
+    data_dependent = False
+    granularities = ("scalar",)
+
+    def __init__(self, **sizes) -> None:
+        super().__init__(**sizes)
+        self.rate: nn.Parameter | None = nn.Parameter(torch.empty(self.shape))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.rate is not None:
+            self.rate.copy_(released_rates(self.num_heads, self.layer_idx, self.num_layers))
+
+    def release_rates(self) -> None:
+        self.rate = None
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+        rate = self.rate.abs() if log_rate is None else log_rate.exp()  # type: ignore[union-attr]
+        return (-rate).to(f.dtype).expand(f.shape)

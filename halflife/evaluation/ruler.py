@@ -45,7 +45,8 @@ def evaluate(
         tokenizer: the model's tokenizer.
         tasks: names of tasks, see `tasks.ruler.names`.
         lengths: numbers of tokens of a prompt with its continuation.
-        examples: number of examples of each task and length; a multiple of ten has every needle depth equally often.
+        examples: number of examples of each task and length. A multiple of ten has each tenth of depths
+            equally often.
         seed: seed of the examples.
         essay: text in which needles are hidden, for the tasks that need one.
         batch_size: prompts in a batch.

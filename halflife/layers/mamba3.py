@@ -151,6 +151,24 @@ class Mamba3(Mixer):
         return self.out_proj(y), {"angle": last, **memory}
 
 
+class ChosenRateDecay(Decay):
+    """`g = −Δ r` with a step size `Δ = softplus(f)` and a rate `r = softplus(a)` that both depend on the input.
+
+    It has no parameters. Time-scale at f = a = 0: 1 / log² 2, about 2 tokens. Source: Echo, Appendix G.
+    """
+
+    granularities = ("scalar",)
+
+    def forward(
+        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, rate: Tensor | None = None
+    ) -> Tensor:
+        """Compute log-decays `[B, T, H]` from f and the rate r of every token. None means r = log 2."""
+        return -F.softplus(self._wide(f)) * (math.log(2) if rate is None else rate)
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+        return self(f)
+
+
 @LAYERS.add("mamba3_echo")
 class EchoMamba3(Mixer):
     """Mamba-3 as the block of Echo's Appendix G, 121,600 parameters at D = 128 and 4 heads.
@@ -200,6 +218,9 @@ class EchoMamba3(Mixer):
         inner, keys = num_heads * self.head_dim, num_heads * state_size
         self.splits = [inner, inner, keys, keys, num_heads, num_heads, num_heads, keys // 2]
         self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.decay = ChosenRateDecay(
+            num_heads=num_heads, head_dim=state_size, layer_idx=layer_idx, num_layers=num_layers
+        )
         self.conv = ShortConv(inner, conv_size, bias=True)
         self.out_proj = Linear(inner, hidden_size, bias=False)
 
@@ -208,12 +229,12 @@ class EchoMamba3(Mixer):
         v, conv = self.conv(v, state.get("conv"), cu_seqlens)
         b, c, rate = (part.to(compute_dtype(part)).unflatten(-1, (self.num_heads, -1)) for part in (b, c, rate))
         f, a, trapezoid = (part.to(compute_dtype(part)) for part in (f, a, trapezoid))
-        step = F.softplus(f)
+        step, g = F.softplus(f), self.decay(f, rate=F.softplus(a))
         angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), cu_seqlens)
         q, k = (rotate(part, 2 * math.pi * angle) for part in (c, b))
         y, memory = integrate(
-            x, q, k, v.unflatten(-1, (self.num_heads, -1)), -step * F.softplus(a), step, trapezoid.sigmoid(), state,
-            cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
+            x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, cu_seqlens,
+            chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}
 

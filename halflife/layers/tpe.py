@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,17 +101,16 @@ class HeadDecay(Float32Module):
             nn.init.normal_(parameter)
 
 
-@LAYERS.add("tpe_released")
-class ReleasedTPE(Mixer):
-    """Toeplitz position encoding with one λ a head: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over each head.
+@LAYERS.add("tpe_paper")
+class PaperTPE(Mixer):
+    """Toeplitz position encoding with one λ a head: `y_t = Σ_{s ≤ t} (a·b) λ^{t−s} x_s`, head by head.
 
-    The authors of the Decay paper ran it so. Its output replaces the embeddings. The paper prints `a b λ^{t−s}` with
-    one λ a head too, and no norm and no W. Source: Decay, §2.2; released code of the Decay paper (xmixers).
+    A model reads its output in the place of the embeddings. The paper gives no initial values. They are those of
+    `tpe_released`. Source: Decay, §2.2.
 
     Args:
         hidden_size: D.
         num_heads: kernels H, each for D / H channels. a and b have D / H entries.
-        norm_eps: eps of the norm.
         chunk_size, backend: passed to the op.
     """
 
@@ -119,7 +119,6 @@ class ReleasedTPE(Mixer):
         hidden_size: int,
         num_heads: int = 4,
         *,
-        norm_eps: float = 1e-5,
         layer_idx: int = 0,
         num_layers: int = 1,
         chunk_size: int = 64,
@@ -129,8 +128,6 @@ class ReleasedTPE(Mixer):
         self.num_heads, self.head_dim = num_heads, check_heads(hidden_size, num_heads)
         self.chunk_size, self.backend = chunk_size, backend
         self.kernel = HeadDecay(num_heads, self.head_dim)
-        self.norm = GatedRMSNorm(hidden_size, num_heads, norm_eps)
-        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True).expand(*x.shape[:2], -1, -1)
@@ -141,4 +138,27 @@ class ReleasedTPE(Mixer):
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
-        return self.out_proj(self.norm(y.flatten(-2))), {"memory": memory}
+        return y.flatten(-2), {"memory": memory}
+
+
+@LAYERS.add("tpe_released")
+class ReleasedTPE(PaperTPE):
+    """`tpe_paper` with a norm and a projection: `y = RMSNorm(Σ_{s ≤ t} (a·b) λ^{t−s} x_s) W`, norm over each head.
+
+    The authors of the Decay paper ran it so. Source: released code of the Decay paper (xmixers).
+
+    Args:
+        hidden_size: D.
+        num_heads: kernels H, each for D / H channels. a and b have D / H entries.
+        norm_eps: eps of the norm.
+        **options: as in `PaperTPE`.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int = 4, *, norm_eps: float = 1e-5, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, **options)
+        self.norm = GatedRMSNorm(hidden_size, num_heads, norm_eps)
+        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
+
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        y, new = super().mix(x, state, cu_seqlens, shared)
+        return self.out_proj(self.norm(y)), new

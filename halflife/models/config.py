@@ -14,7 +14,7 @@ MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_pa
 NORMS = ("rms", "layer")
 ATTACHMENTS = ("instead", "beside")
 INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
-POSITIONS = ("none", "tpe", "tpe_released")
+POSITIONS = ("none", "tpe", "tpe_paper", "tpe_released")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class ModelConfig:
         norm_eps: epsilon of every norm.
         embedding_norm: whether a norm follows the embedding (RWKV).
         embedding_dropout: share of the entries of the embeddings that training sets to 0, in [0, 1).
-        position: "tpe" adds a Toeplitz layer to the embeddings, "tpe_released" replaces them by its output, and "none"
-            leaves positions to the mixers.
+        position: "tpe" adds a Toeplitz layer to the embeddings, "tpe_paper" and "tpe_released" replace them by its
+            output, and "none" leaves positions to the mixers.
         initializer_range: initial standard deviation of the embeddings.
         initialization: "default", where every module draws its weights. "mamba2_released": linear maps, short
             convolutions and embeddings are normal with `initializer_range` and have no bias at the start, and the

@@ -1,18 +1,23 @@
 """RULER's tasks in text, generated without a network: needles, chains of variables, common and frequent words.
 
-The wording and the sizes are RULER's (Hsieh et al., 2024). The prompt ends with the first words of the answer, and a
-length counts the tokens of the prompt and of its continuation. The tasks here differ from RULER's as follows:
+The wording and the sizes are those of RULER's current code (Hsieh et al., 2024; `NVIDIA/RULER`). The prompt ends with
+the first words of the answer, and a length counts the tokens of the prompt and of its continuation. The tasks here
+differ from RULER's as follows:
 
 * A word is an adjective of four letters and a noun of three from the lists in `words.py` (`bold-cat` as a key,
   `boldcat` in a list). RULER takes words from the package wonderwords. Here no word contains another.
 * Keys, values and names are all different, so no question has two answers.
 * The user gives the essay, which is split into sentences at `.`, `!` and `?`. RULER uses essays of Paul Graham.
-* If one needle is the answer, its depth takes ten evenly spaced values in turn, so ten examples have each depth once.
-  RULER draws the depth. Other needles are at random ones of RULER's forty depths.
+* If one needle is the answer, ten examples in a row have it once in each tenth of the haystack. In an essay it lies at
+  ten evenly spaced depths, where RULER draws one of forty depths. Between repeated sentences and between other needles
+  its place is uniform within the tenth, where RULER draws it uniformly from all places. Other needles in an essay are
+  at random ones of RULER's forty depths.
 * The haystack is the largest that fits, by bisection. If none fits, the length is an error.
 
-The task of common words (`cwe`) has RULER's worked example and its line ` Answer: …`. lm-evaluation-harness leaves the
-example out and puts the line into a separate paragraph.
+lm-evaluation-harness has an older copy of RULER. Its `vt` has "assgined", puts an assignment on the line of the next
+sentence, has an empty line before a question and four line breaks after the worked example, counts 30 tokens of an
+answer for the example's length, and no space ends the prompt. Its `cwe` leaves out the space before the worked answer
+and puts the line ` Answer: …` into a separate paragraph. Its `fwe` has length/50 words.
 """
 
 from __future__ import annotations
@@ -32,8 +37,9 @@ from halflife.tasks.words import PAIRS, draw_codes, draw_distinct, numbered
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {} for {} is: {}."
 DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's depths
-LEVELS = 10  # depths of a needle that is the only answer
-WORKED = 500  # tokens of the worked example of variable tracking, as in RULER
+LEVELS = 10  # parts of the haystack, for a needle that is the only answer
+WORKED = 500  # tokens of the worked example of variable tracking without its answer, as in RULER
+LINKS = 5  # variables of a chain
 USER_TEXT = "user text"
 
 
@@ -46,7 +52,8 @@ class Example:
         references: strings; the score is the fraction of them that the continuation contains.
         new_tokens: number of tokens of the continuation, RULER's number for the task.
         haystack: kind of text around the answer; "user text" is the user's essay.
-        depth: position, from 0 (start) to 1 (end), of the only needle that is an answer; None if there is none.
+        depth: position, from 0 (start) to 1 (end), of the only needle that is an answer, or None. Examples 0 to 9 have
+            one depth in each tenth, and so do the next ten.
     """
 
     prompt: str
@@ -63,14 +70,14 @@ class Request:
     Attributes:
         draw: random number generator.
         length, count: as in `example`.
-        depth: depth of a needle that is the only answer.
+        level: tenth of the haystack that has a needle that is the only answer, 0 to 9.
         essay: words of the essay.
     """
 
     draw: Random
     length: int
     count: Callable[[str], int]
-    depth: float
+    level: int
     essay: list[str]
 
 
@@ -133,8 +140,10 @@ def needle_in_a_haystack(kind: Needles, request: Request) -> Draft:
     owners = [key for key in keys[: kind.num_keys] for _ in range(kind.num_values)] + keys[kind.num_keys :]
     lines = [NEEDLE.format(kind.values, key, value) for key, value in zip(owners, values, strict=True)]
     depths = draw.sample(DEPTHS, hidden)
-    if single:
-        depths[0] = request.depth
+    if kind.haystack != USER_TEXT:
+        depths[0] = (request.level + draw.random()) / LEVELS
+    elif single:
+        depths[0] = request.level / (LEVELS - 1)
     asked = keys[: kind.num_queries]
     query = ", ".join(asked[:-1]) + f", and {asked[-1]}" if len(asked) > 1 else asked[0]
     some, are, what = ("A", "is", "What is") if single else ("Some", "are", "What are all")
@@ -157,7 +166,7 @@ def needle_in_a_haystack(kind: Needles, request: Request) -> Draft:
 
     most = {"repeat": request.length, "needles": others, USER_TEXT: len(request.essay)}[kind.haystack]
     references = values[: kind.num_queries * kind.num_values]
-    return Draft(render, references, 128, kind.haystack, 1, most, request.depth if single else None)
+    return Draft(render, references, 128, kind.haystack, 1, most, depths[0] if single else None)
 
 
 for name, needles in NEEDLES.items():
@@ -171,32 +180,28 @@ def variable_tracking(request: Request) -> Draft:
     A worked example comes first. It has names of three letters and as many sentences as fit into 500 tokens.
     """
     worked, known = _chain(request.draw, 3)
-    size = _largest(lambda size: request.count(worked(size)), WORKED - 30, 1, WORKED)
-    example = f"{worked(size)}  {' '.join(known)}\n\n\n\n"
+    size = _largest(lambda size: request.count(worked(size)), WORKED, LINKS, WORKED)
+    example = f"{worked(size)} {' '.join(known)}\n\n"
     render, asked = _chain(request.draw, 5)
-    return Draft(lambda size: example + render(size), asked, 30, "repeat", 1, request.length)
+    return Draft(lambda size: example + render(size), asked, 30, "repeat", LINKS, request.length)
 
 
 def _chain(draw: Random, letters: int) -> tuple[Callable[[int], str], list[str]]:
     """Return the prompt as a function of its number of noise sentences, and the names in it."""
-    names = draw_codes(ascii_uppercase, letters, 5, draw)
+    names = draw_codes(ascii_uppercase, letters, LINKS, draw)
     value, order = draw.randrange(10_000, 99_999), draw.getrandbits(64)
     chain = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
 
     def render(size: int) -> str:
-        sentences = [f"{NOISE}\n"] * size
-        if size <= len(chain):  # with too few places RULER splits the sentences
-            parts = [part for sentence in sentences for part in sentence.split(".")]
-            sentences = [f"{part}." if part.strip() else part for part in parts]
-        places = sorted(Random(order).sample(range(len(sentences)), len(chain)))
-        for before, (place, assignment) in enumerate(zip(places, chain, strict=True)):
-            sentences.insert(place + before, assignment)
-        context = " ".join(sentences).replace(". \n", ".\n")
+        lines = [NOISE] * size
+        for before, place in enumerate(sorted(Random(order).sample(range(size), LINKS))):
+            lines.insert(place + before, chain[before])
+        context = "\n".join(lines)
         return (
             f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
             f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to "
-            f"the chain(s) of variable assignment in the text above, {len(chain)} variables are assgined the value "
-            f"{value}, they are:"
+            f"the chain(s) of variable assignment in the text above, {LINKS} variables are assigned the value {value}, "
+            "they are: "
         )
 
     return render, names
@@ -218,7 +223,7 @@ def common_words(request: Request) -> Draft:
             "list? Answer: The top 10 words that appear most often in the list are:"
         )
 
-    example = ask(known, often) + numbered(known[:10])
+    example = f"{ask(known, often)} {numbered(known[:10])}"
     return Draft(lambda size: f"{example}\n{ask(rest[:size], asked)}", rest[:10], 120, "words", 20, len(rest))
 
 
@@ -226,10 +231,10 @@ def common_words(request: Request) -> Draft:
 def frequent_words(request: Request) -> Draft:
     """Coded words whose frequencies follow Zipf's law with exponent 2; dots come first, the next three are queried.
 
-    The vocabulary has length/50 words, but at least five. The text has at least 74 words, because with fewer the fifth
-    word could be as frequent as the fourth.
+    The vocabulary has (length − 50)/50 words, but at least five. The text has at least 74 words, because with fewer the
+    fifth word could be as frequent as the fourth.
     """
-    codes = draw_codes(ascii_lowercase, 6, max(request.length // 50, 5), request.draw)
+    codes = draw_codes(ascii_lowercase, 6, max((request.length - 50) // 50, 5), request.draw)
     order = request.draw.getrandbits(64)
     words = ["...", *codes[1:]]
 
@@ -271,8 +276,8 @@ def example(
     draft_of, words = RULER[task], (essay or "").split()
     if task not in names(essay=bool(words)):
         raise ValueError(f"{task} needs an essay; without one, choose from: {', '.join(names(essay=False))}")
-    depth = 3 * index % LEVELS / (LEVELS - 1)  # steps of 3 put the first few examples far apart
-    draft = draft_of(Request(Random(f"{task}/{length}/{seed}/{index}"), length, count, depth, words))
+    level = 3 * index % LEVELS  # steps of 3 put the first few examples far apart
+    draft = draft_of(Request(Random(f"{task}/{length}/{seed}/{index}"), length, count, level, words))
     size = _largest(lambda size: count(draft.render(size)), length - draft.new_tokens, draft.least, draft.most)
     prompt = draft.render(size)
     tokens = count(prompt) + draft.new_tokens

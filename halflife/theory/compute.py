@@ -1,4 +1,4 @@
-"""The topics of `halflife theory`: PoST's claims about decay spectra and computed values, as one dict of plain data.
+"""The topics of `halflife theory`: claims of PoST and Echo, and computed values, as one dict of plain data.
 
 A topic is a function of the settings. The report has a figure of the same name for each topic, which it draws from
 `theory.json` alone.
@@ -29,6 +29,10 @@ from halflife.theory.approximation import (
 )
 from halflife.theory.approximation_survey import error_by_channels, error_by_ends, error_by_position
 from halflife.theory.correlations import bits, octave_information, power_law
+from halflife.theory.costs import cost_table
+from halflife.theory.covariances import gram_bounds, phase_attenuation
+from halflife.theory.gradients import gradient_flow
+from halflife.theory.normalization import relative_energies
 from halflife.theory.settings import TheorySettings
 from halflife.theory.spectra import (
     best_taper,
@@ -40,6 +44,7 @@ from halflife.theory.spectra import (
     spread,
     taper_bound,
 )
+from halflife.theory.stationarity import block_exponents, spectral_density
 
 FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1); with these ends "as run" is as good as the paper's "adapted"
 SLACKS = (0.1, 0.3, 0.5)
@@ -81,23 +86,40 @@ def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
         "linear, best step": linear_rates(n, best_step(n, t, s.beta, cache=cache)),
         "geometric on [1/T, 1]": geometric,
         f"adapted to t = {middle:,}": adapted_rates(geometric, middle, t),
+        f"run at t = {middle:,}, t_ref = 1": adapted_rates(geometric, middle, 1),
     }
     return {name: coherences(rates) for name, rates in spectra.items()}
 
 
 def _channels(s: TheorySettings, _: Path | None) -> dict[str, Any]:
-    return effective_channels(geometric_rates(s.channels, s.length), spread(1, s.length, 120).int().tolist(), s.length)
+    """Channels in use of static rates; "theorem" and "default" have the stretching with t_ref = T and t_ref = 1."""
+    rates, positions = geometric_rates(s.channels, s.length), spread(1, s.length, 120).int().tolist()
+    found = (effective_channels(rates, positions, s.length, reference) for reference in (None, s.length, 1))
+    static, theorem, default = found
+    return {**static, "theorem": theorem, "default": default}
 
 
 def _responses(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """Responses with the stretching of Theorem 4.11, t_ref = T, and as "default" with the algorithm's t_ref = 1."""
     positions = sorted({max(4, s.length // part) for part in (100, 10, 1)})
-    return responses(geometric_rates(s.channels, s.length), positions, s.length, points=40)
+    rates = geometric_rates(s.channels, s.length)
+    theorem, default = (responses(rates, positions, reference, points=40) for reference in (s.length, 1))
+    return {**theorem, "default": default}
 
 
 def _energy(s: TheorySettings, _: Path | None) -> dict[str, Any]:
-    """Energies with τ_k(t) = t^{α_k} (Theorem 4.11), for a slowest, a middle and a fastest channel, up to t = 1,000."""
+    """Energies with τ_k(t) = t^{α_k} (Theorem 4.11), for a slowest, a middle and a fastest channel, up to t = 1,000.
+
+    "default" has the τ_k(t) = (T t)^{α_k} of the algorithm, t_ref = 1.
+    """
     steps, trials = min(s.length, 1000), 4000
-    return energies(torch.ones(3, dtype=torch.float64), taper(3), steps, trials, s.seed, points=60)
+    spectra = torch.ones(3, dtype=torch.float64), geometric_rates(3, s.length)
+    theorem, default = (energies(rates, taper(3), steps, trials, s.seed, points=60) for rates in spectra)
+    return {**theorem, "default": default}
+
+
+def _normalization(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    return relative_energies(s.channels, s.length)
 
 
 def _taper(s: TheorySettings, _: Path | None) -> dict[str, Any]:
@@ -122,10 +144,8 @@ def _autocovariance(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     Returns:
         "tokens"; "sequences", name → the result of `power_law`; "without", name → why a sequence has no power law.
     """
-    if not s.text:
-        raise ValueError("autocovariance needs a text: --text FILE")
-    ids = read_ids(s.text, s.tokenizer)[: s.tokens]
-    vectors = {"bits": bits(BYTES if s.tokenizer is None else int(ids.max()) + 1)}
+    ids, table = _bits(s, "autocovariance")
+    vectors = {"bits": table}
     for label, folder in (checkpoints(s.runs) if s.runs else {}).items():
         model = load_any(folder)
         check_ids(model.config, ids, s.tokenizer)
@@ -139,6 +159,28 @@ def _autocovariance(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     if not result["sequences"]:
         raise ValueError(f"the text shows no power law: {next(iter(result['without'].values()))}")
     return result
+
+
+def _blocks(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """Exponents of block averages of the text in bits."""
+    ids, table = _bits(s, "blocks")
+    return {"tokens": len(ids), **block_exponents(ids, table, seed=s.seed)}
+
+
+def _density(s: TheorySettings, _: Path | None) -> dict[str, Any]:
+    """The slope of the spectrum of the text in bits, and β of its autocovariance."""
+    ids, table = _bits(s, "density")
+    law = power_law(ids, table, seed=s.seed)
+    claimed = {"claimed slope": law["exponent"] - 1, "claimed low": law["low"] - 1, "claimed high": law["high"] - 1}
+    return {"tokens": len(ids), **claimed, **spectral_density(ids, table, seed=s.seed)}
+
+
+def _bits(s: TheorySettings, topic: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of the text, and the bits of every id."""
+    if not s.text:
+        raise ValueError(f"{topic} needs a text: --text FILE")
+    ids = read_ids(s.text, s.tokenizer)[: s.tokens]
+    return ids, bits(BYTES if s.tokenizer is None else int(ids.max()) + 1)
 
 
 def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
@@ -164,11 +206,14 @@ def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
 
 TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
     "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
-    "channels": _channels, "responses": _responses, "energy": _energy, "taper": _taper,
-    "autocovariance": _autocovariance, "information": _information,
+    "channels": _channels, "responses": _responses, "energy": _energy, "normalization": _normalization,
+    "taper": _taper, "autocovariance": _autocovariance, "blocks": _blocks, "density": _density,
+    "information": _information, "gradients": lambda s, _: gradient_flow(seed=s.seed),
+    "phases": lambda s, _: phase_attenuation(seed=s.seed), "gram": lambda s, _: gram_bounds(seed=s.seed),
+    "costs": lambda s, _: cost_table(),
 }  # fmt: skip
 # Topics that need files → the setting that names the files.
-OF_FILES = {"autocovariance": "text", "information": "runs"}
+OF_FILES = {"autocovariance": "text", "blocks": "text", "density": "text", "information": "runs"}
 
 
 def compute(

@@ -77,22 +77,14 @@ def power_law(
         blocks, draws, confidence, seed: settings of the bootstrap.
 
     Returns:
-        "exponent", "low", "high", "max_lag", "blocks"; and lists with one entry for each octave: "lags" (their
-        geometric mean), "autocovariance", "error" (its standard error over the blocks) and "used" (whether the octave
-        is used).
+        "exponent", "low", "high", "max_lag", "blocks", "variance of the mean" (0 if the mean is known); and lists with
+        one entry for each octave: "lags" (their geometric mean), "autocovariance", "error" (its standard error over the
+        blocks) and "used" (whether the octave is used).
 
     Raises:
         ValueError: if blocks or max_lag are too small, or fewer than three octaves can be used.
     """
-    if vectors is None:
-        table, tokens = (sequence.unsqueeze(-1) if sequence.ndim == 1 else sequence), torch.arange(len(sequence))
-    else:
-        used_ids, tokens = sequence.long().unique(return_inverse=True)
-        table = vectors[used_ids]
-    shares = torch.bincount(tokens).double() / len(tokens)
-    table = table.double() - (shares @ table.double() if mean is None else mean)
-    if len(table) < table.shape[1]:  # fewer numbers with the same inner products
-        table = torch.linalg.qr(table.mT).R.mT
+    table, tokens = centred_vectors(sequence, vectors, mean)
     size = len(tokens) // blocks if blocks > 1 else 0
     max_lag = size // 4 if max_lag is None else max_lag
     if max_lag < 7 or max_lag >= size:
@@ -117,8 +109,27 @@ def power_law(
     return {
         "exponent": exponent.item(), "low": low, "high": high,
         "lags": logs.exp().tolist(), "autocovariance": (mean_of + added).tolist(), "error": error.tolist(),
-        "used": used.tolist(), "max_lag": max_lag, "blocks": blocks,
+        "used": used.tolist(), "max_lag": max_lag, "blocks": blocks, "variance of the mean": added.item(),
     }  # fmt: skip
+
+
+def centred_vectors(
+    sequence: Tensor, vectors: Tensor | None = None, mean: Tensor | float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return centred vectors `[V, D]` and the rows of them that the tokens have `[T]`. Arguments as in `power_law`.
+
+    If there are fewer vectors than D, they are replaced by V numbers each with the same inner products.
+    """
+    if vectors is None:
+        table, tokens = (sequence.unsqueeze(-1) if sequence.ndim == 1 else sequence), torch.arange(len(sequence))
+    else:
+        used_ids, tokens = sequence.long().unique(return_inverse=True)
+        table = vectors[used_ids]
+    shares = torch.bincount(tokens).double() / len(tokens)
+    table = table.double() - (shares @ table.double() if mean is None else mean)
+    if len(table) < table.shape[1]:
+        table = torch.linalg.qr(table.mT).R.mT
+    return table, tokens
 
 
 def _fit(logs: Tensor, values: Tensor, length: int | None) -> tuple[Tensor, Tensor]:

@@ -80,21 +80,38 @@ def coherences(rates: Float[Tensor, " N"]) -> dict[str, Any]:
     return {"matrix": matrix.tolist(), "largest": off.max().item(), "bound": (1 / torch.cosh(gap / 2)).item()}
 
 
-def effective_channels(rates: Float[Tensor, " N"], positions: Sequence[float], length: float) -> dict[str, Any]:
+def effective_channels(
+    rates: Float[Tensor, " N"], positions: Sequence[float], length: float, reference_length: float | None = None
+) -> dict[str, Any]:
     """Count the channels with time-scales in [1, t], and state the law N log t / log T (Prop. 4.9).
 
     For geometric rates on [1/T, 1] the number is `1 + ⌊(N − 1) log t / log T⌋`, within 1 of the law. The other channels
     are the slow ones, r < 1/t. The condition "p_k > log t" in the paper's proof selects the wrong end.
 
+    With a reference length the rates are stretched, `r_k (t/t_ref)^{−α_k}`. All channels are then in use for t_ref = T
+    (Theorem 4.11). For t_ref = 1, the default of the algorithm, the time-scales reach T·t, and the law is
+    N log t / log (T t): half of the channels are slower than the text at t = T.
+
+    Args:
+        rates: r_k.
+        positions: t.
+        length: T.
+        reference_length: t_ref, or None for rates that do not change.
+
     Returns:
         "positions", "counted" and "law", one number for each position; "channels", "length".
     """
-    scales = 1 / torch.as_tensor(rates, dtype=torch.float64)
+    rates = torch.as_tensor(rates, dtype=torch.float64)
     close = 1e-9  # tolerance for ends that rounding has moved
-    counted = [int(((scales >= 1 - close) & (scales <= t * (1 + close))).sum()) for t in positions]
-    law = [len(scales) * math.log(t) / math.log(length) for t in positions]
+    counted, law = [], []
+    for t in positions:
+        stretch = 1.0 if reference_length is None else t / reference_length
+        scales = 1 / (rates * stretch ** -taper(len(rates)))
+        counted.append(int(((scales >= 1 - close) & (scales <= t * (1 + close))).sum()))
+        widest = math.log(length * stretch)
+        law.append(len(rates) * (math.log(t) / widest if widest > 0 else 1.0))
     return {
-        "positions": list(positions), "counted": counted, "law": law, "channels": len(scales), "length": length,
+        "positions": list(positions), "counted": counted, "law": law, "channels": len(rates), "length": length,
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ MODIFIERS: Registry[Callable[[str, Options, PresetSizes], Options]] = Registry("
 EXCLUSIVE = (
     ({"post", "post_norm", "post_optimal", "post_paper", "post_released"}, "a decay is wrapped once"),
     ({"scalar", "vector"}, "a decay has one granularity"),
-    ({"rope", "lrpe", "tpe", "rope_released", "tpe_released"}, "positions are encoded once"),
+    ({"rope", "lrpe", "tpe", "rope_released", "tpe_paper", "tpe_released"}, "positions are encoded once"),
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
     ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
     ({"attention", "ska", "ska_paper"}, "a hybrid has one other mixer"),
@@ -259,6 +259,12 @@ def _position(base: str, model: Options, position: str) -> Options:
 def tpe(base: str, model: Options, sizes: PresetSizes) -> Options:
     """Toeplitz layer after the embedding: it weighs past tokens by their distance alone."""
     return _toeplitz(base, model, "tpe")
+
+
+@MODIFIERS.add("tpe_paper")
+def tpe_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """TPE as the Decay paper prints it: one decay a head, without a norm or a projection."""
+    return _toeplitz(base, model, "tpe_paper")
 
 
 @MODIFIERS.add("tpe_released")

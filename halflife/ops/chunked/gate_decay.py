@@ -138,7 +138,7 @@ def _weight_states(x: Tensor, weights: Tensor) -> Tensor:
     """Weigh `[…, C, K]` for both states by `[…, C, 2]`: `[…, C, 2K]`."""
     out = x.new_empty(*x.shape[:-1], 2 * x.shape[-1])
     for part, weight in zip(out.chunk(2, -1), weights.unsqueeze(-2).unbind(-1), strict=True):
-        torch.mul(x, weight, out=part)
+        part.copy_(x).mul_(weight)  # torch.compile refuses out= of a part
     return out
 
 

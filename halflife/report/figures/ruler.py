@@ -35,11 +35,12 @@ def ruler_figure(details: Details) -> Figure:
         raise ValueError("there is no example to draw")
     tasks = list(dict.fromkeys(row["task"] for row in details))
     lengths = sorted({row["length"] for row in details})
-    depths = sorted({row["depth"] for row in details if row["depth"] is not None})
-    with_depth = [task for task in tasks if any(row["depth"] is not None for row in details if row["task"] == task)]
+    deep = [{**row, "tenth": min(int(10 * row["depth"]), 9)} for row in details if row["depth"] is not None]
+    tenths = sorted({row["tenth"] for row in deep})
+    with_depth = [task for task in tasks if any(row["task"] == task for row in deep)]
     columns = min(len(with_depth), MAX_COLUMNS) or 1
     rows = math.ceil(len(with_depth) / columns)
-    heights = [0.3 * len(tasks) + 0.8, *[0.22 * len(depths) + 0.8] * rows]
+    heights = [0.3 * len(tasks) + 0.8, *[0.22 * len(tenths) + 0.8] * rows]
     width = max(WIDTH, columns * (0.36 * len(lengths) + 0.8))
     figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(1 + rows, columns, height_ratios=heights)
@@ -50,8 +51,8 @@ def ruler_figure(details: Details) -> Figure:
     for i, task in enumerate(with_depth):
         axes = figure.add_subplot(grid[1 + i // columns, i % columns])
         axes.set(title=_label(task), ylabel="depth, %" if i % columns == 0 else "")
-        cells = _means([row for row in details if row["task"] == task], "depth", depths, lengths)
-        draw_heat_map(axes, cells, [f"{100 * depth:.0f}" for depth in depths], ticks)
+        cells = _means([row for row in deep if row["task"] == task], "tenth", tenths, lengths)
+        draw_heat_map(axes, cells, [f"{10 * tenth} to {10 * tenth + 10}" for tenth in tenths], ticks)
     for axes in figure.axes:
         axes.set_xlabel("length (tokens)")
     return figure

@@ -83,12 +83,37 @@ def _coherence(data: dict[str, Any]) -> Iterator[TopicTable]:
     yield TopicTable("coherence of two channels", ("spectrum", "largest", "sech(δ/2), smallest gap δ"), rows)
 
 
+def _channels(data: dict[str, Any]) -> Iterator[TopicTable]:
+    forms = {"static": data, "t_ref = T": data["theorem"], "t_ref = 1": data["default"]}
+    last = [(name, str(one["counted"][-1]), f"{one['law'][-1]:.1f}") for name, one in forms.items()]
+    yield TopicTable(
+        f"channels with time-scales in [1, t] at t = {data['positions'][-1]:,}, of {data['channels']}",
+        ("rates", "counted", "law"), last,
+    )  # fmt: skip
+
+
 def _energy(data: dict[str, Any]) -> Iterator[TopicTable]:
     kinds = ("continuous", "frozen", "as run", "simulated")
+    for form, scale in ((data, "t^α"), (data["default"], "(T t)^α (t_ref = 1)")):
+        yield TopicTable(
+            f"energy at t = {form['positions'][-1]:,} of unit noise, time-scale {scale}", ("α", *kinds),
+            [(f"{alpha:g}", *(_number(form[kind][i][-1]) for kind in kinds)) for i, alpha in enumerate(form["tapers"])],
+            f"simulated: mean of {form['trials']:,} runs.",
+        )  # fmt: skip
+
+
+def _normalization(data: dict[str, Any]) -> Iterator[TopicTable]:
+    rows = []
+    for name, form in (("static", "static"), ("t_ref = T", "theorem"), ("t_ref = 1", "algorithm")):
+        one = data[form]
+        for i, multiple in enumerate(data["multiples"]):
+            claimed = 1 if form == "static" else multiple
+            numbers = (claimed, one["frozen"][i], one["as run"][i], one["claimed middle"][i], one["middle"][i])
+            rows.append((name, f"{multiple} T", *map(_number, numbers), f"{one['shrunk'][i]:.2f}"))
     yield TopicTable(
-        f"energy at t = {data['positions'][-1]:,} of unit noise, time-scale t^α", ("α", *kinds),
-        [(f"{alpha:g}", *(_number(data[kind][i][-1]) for kind in kinds)) for i, alpha in enumerate(data["tapers"])],
-        f"simulated: mean of {data['trials']:,} runs.",
+        f"growth of energy ratios from T = {data['length']:,} on, {data['channels']} channels",
+        ("rates", "t₂", "claimed", "frozen", "as run", "middle, claimed", "as run", "norm"), rows,
+        "Slowest against fastest channel, then middle against fastest. norm: factor on the fastest after a joint norm.",
     )  # fmt: skip
 
 
@@ -120,6 +145,33 @@ def _autocovariance(data: dict[str, Any]) -> Iterator[TopicTable]:
     )  # fmt: skip
 
 
+def _blocks(data: dict[str, Any]) -> Iterator[TopicTable]:
+    def cell(value: float | None, low: float | None, high: float | None) -> str:
+        interval = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"
+        return "–" if value is None else f"{value:.2f}{interval}"
+
+    columns = [data[key] for key in ("exponents", "low", "high")]
+    rows = [
+        (f"{factor}", *(cell(*(column[i][j] for column in columns)) for j in range(len(data["lags"]))))
+        for i, factor in enumerate(data["factors"])
+    ]
+    yield TopicTable(
+        f"Condition 3.2: −log(R_b(s)/R(s)) / log b, {data['tokens']:,} tokens",
+        ("b", *(f"s = {lag}" for lag in data["lags"])), rows,
+        f"Under the condition all are β. The autocovariance has β = {data['beta']:.2f}. Brackets: 95 %, too narrow.",
+    )  # fmt: skip
+
+
+def _density(data: dict[str, Any]) -> Iterator[TopicTable]:
+    used = [f for f, on in zip(data["frequencies"], data["used"], strict=True) if on]
+    rows = [
+        ("measured", f"{data['slope']:.2f}", f"{data['low']:.2f} to {data['high']:.2f}"),
+        ("β − 1", f"{data['claimed slope']:.2f}", f"{data['claimed low']:.2f} to {data['claimed high']:.2f}"),
+    ]
+    title = f"Corollary 3.7: slope of the power spectrum, {used[0]:.1e} to {used[-1]:.1e} cycles a token"
+    yield TopicTable(title, ("", "slope", "95 %"), rows)
+
+
 def _information(data: dict[str, Any]) -> Iterator[TopicTable]:
     scales = sorted({scale for one in data.values() for scale in one["scales"]})
     rows = []
@@ -132,15 +184,76 @@ def _information(data: dict[str, Any]) -> Iterator[TopicTable]:
     )  # fmt: skip
 
 
+def _gradients(data: dict[str, Any]) -> Iterator[TopicTable]:
+    yield TopicTable(
+        f"Jacobians of a head by the number of tokens: r = {data['rank']}, P = {data['width']}, K = {data['power']}",
+        ("T", "rank: attention", "SKA", "norm: attention", "bound", "SKA", "bound", "sharp", "least σ", "bound"),
+        [
+            (
+                f"{row['tokens']}", f"{row['attention rank']}", f"{row['ska rank']}",
+                *(_number(row[key]) for key in ("attention", "attention bound", "ska", "ska bound", "ska sharp")),
+                _small(row["ska least"]), _small(row["ska lower"]),
+            )
+            for row in data["by tokens"]
+        ],
+    )  # fmt: skip
+    keys = ("largest weight", "attention", "attention bound", "ska")
+    yield TopicTable(
+        "the same by the scale of the query", ("scale", "largest weight", "attention", "bound", "SKA"),
+        [(f"{row['scale']:g}", *(_number(row[key]) for key in keys)) for row in data["by scale"]],
+    )  # fmt: skip
+    keys = ("attention", "attention bound", "ska", "ska bound")
+    yield TopicTable(
+        "products of Jacobians by depth (Theorem J.9)", ("depth", "attention", "bound", "SKA", "bound"),
+        [(f"{row['depth']}", *(_small(row[key]) for key in keys)) for row in data["by depth"]],
+    )  # fmt: skip
+
+
+def _phases(data: dict[str, Any]) -> Iterator[TopicTable]:
+    keys = ("raw", "expected", "invariant", "expected invariant", "centred", "expected centred")
+    yield TopicTable(
+        f"operators of keys with a phase, {data['length']:,} tokens (Prop. C.5)",
+        ("ρ", "jitter", "|A|", "expected", "squares", "expected", "centred", "expected"),
+        [
+            (f"{row['correlation']:g}", "∞" if row["jitter"] is None else f"{row['jitter']:g}",
+             *(f"{row[key]:.3f}" for key in keys))
+            for row in data["rows"]
+        ],
+    )  # fmt: skip
+
+
+def _gram(data: dict[str, Any]) -> Iterator[TopicTable]:
+    keys = ("trace", "frobenius", "largest", "least", "directions")
+    yield TopicTable(
+        f"Gram matrix of {data['rank']}-dimensional keys over the largest norm (Prop. E.1)",
+        ("T (bound)", "first key ×", "trace", "‖·‖_F", "λ_max", "λ_min", "directions"),
+        [(f"{row['tokens']:,}", f"{row['outlier']:g}", *(_number(row[key]) for key in keys)) for row in data["rows"]],
+        f"directions: tr G (G + ε)⁻¹ with ε = {data['ridge']:g}.",
+    )  # fmt: skip
+
+
+def _costs(data: dict[str, Any]) -> Iterator[TopicTable]:
+    rows = [
+        (name, f"{length:,}", *(_small(counts[key][i]) for key in ("train", "printed train", "step", "printed step")))
+        for name, counts in data["counts"].items() for i, length in list(enumerate(data["lengths"]))[::2]
+    ]  # fmt: skip
+    yield TopicTable(
+        "multiplications of a layer, counted, and the orders of Echo's Table 1 with a factor of 1",
+        ("layer", "T", "train, counted", "printed", "step at T, counted", "printed"), rows,
+    )  # fmt: skip
+
+
 TABLES: dict[str, Callable[[Any], Iterator[TopicTable]]] = {
     "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
-    "energy": _energy, "taper": _taper, "autocovariance": _autocovariance, "information": _information,
+    "channels": _channels, "energy": _energy, "normalization": _normalization, "taper": _taper,
+    "autocovariance": _autocovariance, "blocks": _blocks, "density": _density, "information": _information,
+    "gradients": _gradients, "phases": _phases, "gram": _gram, "costs": _costs,
 }  # fmt: skip
 
 
 def _small(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

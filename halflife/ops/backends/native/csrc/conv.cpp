@@ -18,6 +18,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kTile = 256;  // channels of a tile
+constexpr int64_t kAlone = 1 << 14;  // entries that one thread does sooner than it would wake another
 
 struct Call {
   Tensor x, taps, bias;  // taps [W, D] and bias [D] in float32
@@ -186,7 +187,11 @@ void backward_strip(const float* x, float* dy, const float* taps, int64_t width,
 template <class F>
 void each_piece(const Call& c, F f) {
   const std::vector<Piece> pieces = make_pieces(c);
-  at::parallel_for(0, static_cast<int64_t>(pieces.size()) * c.tiles(), 1, [&](int64_t from, int64_t to) {
+  const int64_t tasks = static_cast<int64_t>(pieces.size()) * c.tiles();
+  int64_t tokens = 0;
+  for (const Piece& piece : pieces) tokens += piece.stop - piece.start;
+  const bool alone = tokens * c.channels < kAlone;
+  at::parallel_for(0, tasks, alone ? tasks : 1, [&](int64_t from, int64_t to) {
     std::optional<Tile> tile;
     for (int64_t n = from; n < to; n++) {  // all pieces of a tile, then the next tile
       const int64_t count = static_cast<int64_t>(pieces.size());

@@ -1,6 +1,7 @@
 // Decays inside a chunk: the weights that its log-decays give to each product. The members have the names and the
 // meaning of halflife/ops/chunked/decays.py and gate_decay.py, which derive them.
 #pragma once
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -53,6 +54,24 @@ class Decay {
 };
 
 std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys);
+
+// e^g = kept + change, where `kept` is 1 for a slow decay and else 0 (halflife/ops/slow_decay.py): the state becomes
+// kept · S + (change · S + update), which does not drift.
+constexpr float kSlowDecay = -0.69314718f;  // −ln 2
+
+struct Split {
+  float kept = 1.f, change = 0.f;
+  Split() = default;
+  explicit Split(float g) {
+    const bool slow = g > kSlowDecay;
+    kept = slow ? 1.f : 0.f;
+    change = slow ? std::expm1(g) : std::exp(g);
+  }
+};
+
+inline Vec decay_and_add(Vec state, Vec kept, Vec change, Vec update) {
+  return at::vec::fmadd(state, kept, at::vec::fmadd(state, change, update));
+}
 
 // e^x for x ≤ 0, with an error of about one unit in the last place; exactly 0 below −87.
 inline Vec exp_nonpositive(Vec x) {

@@ -58,8 +58,8 @@ class ScalarDecay final : public Decay {
   void weight_queries(const Mat& out, const Mat& x) override { scale_rows(out, x, query_.data()); }
   void weight_keys(const Mat& out, const Mat& k) override { scale_rows(out, k, key_.data()); }
   void carry(const Mat& state, const Mat& update) override {
-    const Vec decay(query_[chunk_ - 1]);
-    each([decay](Vec s, Vec u) { return at::vec::fmadd(s, decay, u); }, state, update);
+    const Vec kept(carried_.kept), change(carried_.change);
+    each([=](Vec s, Vec u) { return decay_and_add(s, kept, change, u); }, state, update);
   }
 
   void scores_grad(const Mat& grad, const Mat& x, const Mat& y, const Mat&, const Mat& dx, const Mat& dy) override {
@@ -86,6 +86,7 @@ class ScalarDecay final : public Decay {
   void weights() {
     double b = 0;
     for (int64_t t = 0; t < chunk_; t++) b_.set(t, b += std::max(g_->row(t)[0], kFloor));
+    carried_ = Split(static_cast<float>(b));
     for (int64_t t = 0; t < chunk_; t++) {
       query_[t] = b_.high[t] + b_.low[t];
       key_[t] = (b_.high[chunk_ - 1] - b_.high[t]) + (b_.low[chunk_ - 1] - b_.low[t]);
@@ -115,6 +116,7 @@ class ScalarDecay final : public Decay {
   std::vector<float> query_, key_;   // e^{b_i}, e^{b_C − b_i}
   std::vector<float> reads_, writes_;
   Cumulative b_;
+  Split carried_;                    // e^{b_C}
 };
 
 // ------------------------------------------------------------------------------------------------- vector
@@ -126,7 +128,8 @@ class VectorDecay final : public Decay {
   VectorDecay(Precision p, int64_t chunk, int64_t keys)
       : Decay(p, chunk, keys), tiles_(chunk / kLane), rate_(chunk, keys), since_(chunk, keys), until_(chunk, keys),
         query_(chunk, keys), key_(chunk, keys), tile_(tiles_, keys), log_tile_(tiles_, keys), reads_(chunk, keys), writes_(chunk, keys),
-        left_(kLane, keys), right_(chunk, keys), turned_(keys, chunk), plain_(keys, kLane) {
+        left_(kLane, keys), right_(chunk, keys), turned_(keys, chunk), plain_(keys, kLane),
+        kept_(keys), change_(keys) {
     g_ = Buffer(chunk, keys);
   }
 
@@ -147,6 +150,9 @@ class VectorDecay final : public Decay {
         weigh(n, d, since_, query_, exp_nonpositive(before));
         before = before + Vec::loadu(log_tile_->row(n) + d);
       }
+      const Vec slow = before > Vec(kSlowDecay);
+      Vec::blendv(Vec(0.f), Vec(1.f), slow).store(&kept_[d]);
+      Vec::blendv(exp_nonpositive(before), before.expm1(), slow).store(&change_[d]);
       for (int64_t n = tiles_ - 1; n >= 0; n--) {
         weigh(n, d, until_, key_, exp_nonpositive(after));
         after = after + Vec::loadu(log_tile_->row(n) + d);
@@ -177,8 +183,8 @@ class VectorDecay final : public Decay {
   }
   void carry(const Mat& state, const Mat& update) override {
     for (int64_t d = 0; d < state.rows; d++) {
-      const Vec decay(query_->row(chunk_ - 1)[d]);
-      each([decay](Vec s, Vec u) { return at::vec::fmadd(s, decay, u); }, state.row_range(d, 1), update.row_range(d, 1));
+      const Vec kept(kept_[d]), change(change_[d]);
+      each([=](Vec s, Vec u) { return decay_and_add(s, kept, change, u); }, state.row_range(d, 1), update.row_range(d, 1));
     }
   }
 
@@ -342,6 +348,7 @@ class VectorDecay final : public Decay {
   Buffer tile_, log_tile_;       // the decay of each tile, and its logarithm
   Buffer reads_, writes_;
   Buffer left_, right_, turned_, plain_;
+  std::vector<float> kept_, change_;  // e^{b_C}, split
 };
 
 // --------------------------------------------------------------------------------------------------- gate
@@ -386,8 +393,8 @@ class GateDecay final : public Decay {
       key_fast_[t] = fast ? weight : 0.f;
       key_slow_[t] = fast ? 0.f : weight;
     }
-    fast_ = resets ? 0.f : std::exp(static_cast<float>(wide_b_[last]));
-    slow_ = std::exp(static_cast<float>(wide_a_[last]));
+    fast_ = Split(resets ? -INFINITY : static_cast<float>(wide_b_[last]));
+    slow_ = Split(static_cast<float>(wide_a_[last]));
     fast_to_slow_ = resets ? std::exp(static_cast<float>(wide_a_[last] + first)) : 0.f;
     for (int64_t i = 0; i < chunk_; i++) {
       float* row = matrix_->row(i);
@@ -412,16 +419,12 @@ class GateDecay final : public Decay {
     scale_rows(slow_cols(out), k, key_slow_.data());
   }
   void carry(const Mat& state, const Mat& update) override {
-    const Vec fast(fast_), slow(slow_), merged(fast_to_slow_);
-    each([=](Vec s, Vec u, Vec f) { return at::vec::fmadd(s, slow, at::vec::fmadd(f, merged, u)); }, slow_rows(state),
-         slow_rows(update), fast_rows(state));
-    each([=](Vec s, Vec u) { return at::vec::fmadd(s, fast, u); }, fast_rows(state), fast_rows(update));
+    add_merged(slow_rows(state), slow_, fast_rows(state), slow_rows(update));
+    add_alone(fast_rows(state), fast_, fast_rows(update));
   }
   void carry_back(const Mat& grad, const Mat& update) override {
-    const Vec fast(fast_), slow(slow_), merged(fast_to_slow_);
-    each([=](Vec s, Vec u, Vec f) { return at::vec::fmadd(s, fast, at::vec::fmadd(f, merged, u)); }, fast_rows(grad),
-         fast_rows(update), slow_rows(grad));
-    each([=](Vec s, Vec u) { return at::vec::fmadd(s, slow, u); }, slow_rows(grad), slow_rows(update));
+    add_merged(fast_rows(grad), fast_, slow_rows(grad), fast_rows(update));
+    add_alone(slow_rows(grad), slow_, slow_rows(update));
   }
 
   void weight_queries_grad(const Mat& d) override {
@@ -458,8 +461,8 @@ class GateDecay final : public Decay {
       for (int64_t i = 0; i < x.rows; i++) s += dot(x.row(i), y.row(i), x.cols);
       return s;
     };
-    const float fast = fast_ * inner(fast_rows(entering), fast_rows(leaving));
-    const float slow = slow_ * inner(slow_rows(entering), slow_rows(leaving));
+    const float fast = (fast_.kept + fast_.change) * inner(fast_rows(entering), fast_rows(leaving));
+    const float slow = (slow_.kept + slow_.change) * inner(slow_rows(entering), slow_rows(leaving));
     const float merged = fast_to_slow_ * inner(fast_rows(entering), slow_rows(leaving));
     // Sums over pairs of tokens, apart for those with a reset between them: only these see the slow decay.
     std::vector<float> inside(chunk_), rows(chunk_), columns(chunk_), dslow(chunk_), read(read_fast_);
@@ -499,6 +502,16 @@ class GateDecay final : public Decay {
   Mat slow_cols(const Mat& m) const { return m.col_range(keys_, keys_); }
   Mat fast_rows(const Mat& m) const { return m.row_range(0, keys_); }
   Mat slow_rows(const Mat& m) const { return m.row_range(keys_, keys_); }
+  static void add_alone(const Mat& state, const Split& decay, const Mat& update) {
+    const Vec kept(decay.kept), change(decay.change);
+    each([=](Vec s, Vec u) { return decay_and_add(s, kept, change, u); }, state, update);
+  }
+  // The other state is added at a reset.
+  void add_merged(const Mat& state, const Split& decay, const Mat& other, const Mat& update) const {
+    const Vec kept(decay.kept), change(decay.change), merged(fast_to_slow_);
+    each([=](Vec s, Vec u, Vec x) { return decay_and_add(s, kept, change, at::vec::fmadd(x, merged, u)); }, state, update,
+         other);
+  }
   void products(std::vector<float>& fast, std::vector<float>& slow, const Mat& x, const Mat& d) const {
     for (int64_t i = 0; i < chunk_; i++) {
       fast[i] += dot(x.row(i), d.row(i), keys_);
@@ -513,7 +526,8 @@ class GateDecay final : public Decay {
   std::vector<float> read_fast_, read_slow_, write_fast_, write_slow_;
   Cumulative a_, b_;
   std::vector<double> wide_a_, wide_b_;
-  float fast_ = 0, slow_ = 0, fast_to_slow_ = 0;
+  Split fast_, slow_;
+  float fast_to_slow_ = 0;
 };
 
 }  // namespace

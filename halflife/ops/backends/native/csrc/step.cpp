@@ -7,7 +7,7 @@
 #include <cmath>
 #include <vector>
 
-#include "matrix.h"
+#include "decay.h"
 
 namespace halflife {
 namespace {
@@ -26,11 +26,6 @@ std::vector<float> row(const Tensor& x, int64_t n, int64_t head) {
   return out;
 }
 
-std::vector<float> exponentials(std::vector<float> g, int64_t keys) {
-  for (float& x : g) x = std::exp(x);
-  g.resize(keys, g[0]);  // a scalar decay is that of all channels
-  return g;
-}
 
 // f(first, count) for pieces of `n` columns that fit into a vector.
 template <class F>
@@ -49,14 +44,26 @@ void read(const float* state, const std::vector<float>& weights, std::vector<flo
   });
 }
 
-std::vector<float> product(const std::vector<float>& a, const std::vector<float>& b) {
-  std::vector<float> out(a.size());
-  for (size_t i = 0; i < a.size(); i++) out[i] = a[i] * b[i];
-  return out;
-}
-
 struct Token {
-  std::vector<float> q, k, v, decay;
+  std::vector<float> q, k, v;
+  std::vector<float> kept, change;  // the decay of each channel, split
+
+  Token(std::vector<float> q, std::vector<float> k, std::vector<float> v)
+      : q(std::move(q)), k(std::move(k)), v(std::move(v)), kept(this->k.size(), 1.f), change(this->k.size(), 0.f) {}
+
+  void set_decay(const std::vector<float>& g) {
+    Split split;
+    for (size_t d = 0; d < k.size(); d++) {
+      if (d < g.size()) split = Split(g[d]);  // a scalar decay is that of all channels
+      kept[d] = split.kept;
+      change[d] = split.change;
+    }
+  }
+  std::vector<float> decayed_key() const {
+    std::vector<float> out(k.size());
+    for (size_t d = 0; d < k.size(); d++) out[d] = k[d] * (kept[d] + change[d]);
+    return out;
+  }
 };
 
 // new_d = decay_d old_d + k_d v (+ b_d c), and out = Σ_d q_d new_d.
@@ -64,11 +71,13 @@ void write(const Token& t, const float* old, float* now, const std::vector<float
            std::vector<float>& out) {
   const int64_t values = t.v.size();
   vectors(values, [&](int64_t j, int64_t count) {
-    const Vec v = Vec::loadu(t.v.data() + j, count), change = c ? Vec::loadu(c->data() + j, count) : Vec(0.f);
+    const Vec v = Vec::loadu(t.v.data() + j, count), corrected = c ? Vec::loadu(c->data() + j, count) : Vec(0.f);
     Vec sum(0.f);
     for (size_t d = 0; d < t.k.size(); d++) {
-      Vec s = at::vec::fmadd(Vec(t.k[d]), v, Vec::loadu(old + d * values + j, count) * Vec(t.decay[d]));
-      if (b) s = at::vec::fmadd(Vec((*b)[d]), change, s);
+      const Vec before = Vec::loadu(old + d * values + j, count);
+      Vec added = Vec(t.k[d]) * v;
+      if (b) added = at::vec::fmadd(Vec((*b)[d]), corrected, added);
+      const Vec s = decay_and_add(before, Vec(t.kept[d]), Vec(t.change[d]), added);
       s.store(now + d * values + j, count);
       sum = at::vec::fmadd(s, Vec(t.q[d]), sum);
     }
@@ -76,14 +85,18 @@ void write(const Token& t, const float* old, float* now, const std::vector<float
   });
 }
 
-// GateRank: the fast state decays; at a reset the slow state takes it over. Writes both states before the new token.
-void decay_gate(const float* old, float* now, int64_t size, float slow, float fast) {
-  const float decay = std::exp(fast), reset = std::exp(slow);
-  for (int64_t i = 0; i < size; i++) {
-    const float f = old[i] * decay, s = old[size + i];
-    now[i] = slow != 0.f ? 0.f : f;
-    now[size + i] = slow != 0.f ? reset * (s + f) : s;
+// GateRank: at a reset the slow state decays and takes over the decayed fast one, which then starts at 0. Without one
+// the slow state stays, and the fast one decays when the token is written.
+void reset(Token& t, const float* old, float* slow_now, int64_t size, float slow, float fast) {
+  if (slow == 0.f) {
+    std::copy_n(old + size, size, slow_now);
+    return t.set_decay({fast});
   }
+  const Split split(slow);
+  const float merged = std::exp(slow + fast);
+  for (int64_t i = 0; i < size; i++)
+    slow_now[i] = split.kept * old[size + i] + (split.change * old[size + i] + merged * old[i]);
+  t.set_decay({-INFINITY});
 }
 
 std::tuple<Tensor, Tensor> step(std::string, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
@@ -100,16 +113,15 @@ std::tuple<Tensor, Tensor> step(std::string, Tensor q, Tensor k, Tensor v, Optio
       const int64_t n = i / heads, head = i % heads;
       const float* old = before + i * size * states;
       float* now = after + i * size * states;
-      Token t{row(q, n, head), row(k, n, head), row(v, n, head), std::vector<float>(keys, 1.f)};
+      Token t{row(q, n, head), row(k, n, head), row(v, n, head)};
       std::vector<float> out(values), held(values);
       if (g_slow) {
-        decay_gate(old, now, size, row(*g_slow, n, head)[0], row(*g, n, head)[0]);
-        old = now;
+        reset(t, old, now + size, size, row(*g_slow, n, head)[0], row(*g, n, head)[0]);
       } else if (g) {
-        t.decay = exponentials(row(*g, n, head), keys);
+        t.set_decay(row(*g, n, head));
       }
       if (beta) {
-        read(old, product(t.k, t.decay), held);
+        read(old, t.decayed_key(), held);
         if (g_slow) {
           std::vector<float> slow(values);
           read(now + size, t.k, slow);

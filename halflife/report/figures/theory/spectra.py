@@ -1,10 +1,9 @@
-"""Figures of the theory of decay spectra, each from the result of one function of `halflife.theory`."""
+"""Figures of PoST's decay spectra, each from the result of one function of `halflife.theory`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,9 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from halflife.decay.minimax import MEASURABLE
 from halflife.report.figures.grids import evenly, panel_grid
-from halflife.report.figures.matplotlib_renderer import FORMATS, save
 from halflife.report.style import (
     HEAT_COLOURS,
     INK,
-    REFERENCE_LINE,
     escape_formula,
     legend,
     model_handles,
@@ -159,18 +156,23 @@ def coherence_maps(data: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 @styled
 def channels_in_use(data: Mapping[str, Any]) -> Figure:
-    """Number of channels with time-scales in [1, t] against t (log), and the law N log t / log T.
+    """Number of channels with time-scales in [1, t] against t (log), and the law N log t / log of the longest one.
 
     Args:
-        data: what `theory.spectra.effective_channels` returns.
+        data: what `theory.spectra.effective_channels` returns, optionally with the same for both kinds of stretching as
+            "theorem" and "default".
     """
     figure, (axes,) = panel_grid(1, 2.8)
-    counted = {"counted: time-scale in [1, t]": data["counted"]}
+    forms = {"static": data, "t_ref = T": data.get("theorem"), "t_ref = 1": data.get("default")}
+    forms = {name: one for name, one in forms.items() if one}
+    counted = {name: one["counted"] for name, one in forms.items()}
     _plot(axes, data["positions"], counted, marker="", drawstyle="steps-post")
-    axes.plot(data["positions"], data["law"], **FORMULA)
+    for name, style in model_styles(list(counted)).items():
+        axes.plot(data["positions"], forms[name]["law"], **{**FORMULA, "color": style.color})
     axes.set(xlabel="position t", ylabel="channels in use", xscale="log", ylim=(0, 1.08 * data["channels"]))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    legend(figure, [*model_handles(list(counted), marker=""), _formula_handle(r"$N \log t\, /\, \log T$")])
+    law = _formula_handle(r"$N \log t\, /\, \log$ of the longest time-scale")
+    legend(figure, [*model_handles(list(counted), marker=""), law])
     return figure
 
 
@@ -185,25 +187,33 @@ def impulse_responses(data: Mapping[str, Any]) -> Figure:
     coincide, the channel's response is a function of that panel's x-axis.
 
     Args:
-        data: what `theory.spectra.responses` returns.
+        data: what `theory.spectra.responses` returns, optionally with another result as "default", drawn below.
     """
     channels = evenly(range(len(data["rates"])), 3)
-    figure, panels = panel_grid(2 * len(channels), 2.3, columns=len(channels), sharey=True)
+    forms = [one for one in (data, data.get("default")) if one]
+    figure, panels = panel_grid(2 * len(forms) * len(channels), 2.3, columns=len(channels), sharey=True)
     names = [f"t = {t:,}" for t in data["positions"]]
-    for column, channel in enumerate(channels):
-        above, below = panels[column], panels[len(channels) + column]
-        for i, style in enumerate(model_styles(names).values()):
-            lags = np.array(data["lags"][i])
-            for axes, x in ((above, lags), (below, lags / data["positions"][i])):
-                axes.plot(x, data["frozen"][i][channel], **{**style._asdict(), **LINE})
-                axes.plot(x, data["as run"][i][channel], **{**FORMULA, "color": style.color})
-        title = f"channel {channel + 1} of {len(data['rates'])}, α = {data['tapers'][channel]:.2f}"
-        above.set(title=title, xscale="log", xlabel="lag s")
-        below.set(xlabel="s / t", xscale="log")
+    for row, form in enumerate(forms):
+        reference = ("" if len(forms) == 1 else "t_ref = T, ", "t_ref = 1, ")[row]
+        for column, channel in enumerate(channels):
+            above, below = (panels[(2 * row + i) * len(channels) + column] for i in (0, 1))
+            _draw_responses(above, below, form, channel)
+            title = f"{reference}channel {channel + 1}, α = {form['tapers'][channel]:.2f}"
+            above.set(title=title, xscale="log", xlabel="lag s")
+            below.set(xlabel="s / t", xscale="log")
     for axes in panels[:: len(channels)]:
         axes.set_ylabel(r"response $\psi$")
     legend(figure, [*model_handles(names, marker=""), _formula_handle("gates along the way")])
     return figure
+
+
+def _draw_responses(above: Axes, below: Axes, data: Mapping[str, Any], channel: int) -> None:
+    """Draw the responses of a channel at every position against the lag, and against the lag / position."""
+    for i, style in enumerate(model_styles([f"t = {t:,}" for t in data["positions"]]).values()):
+        lags = np.array(data["lags"][i])
+        for axes, x in ((above, lags), (below, lags / data["positions"][i])):
+            axes.plot(x, data["frozen"][i][channel], **{**style._asdict(), **LINE})
+            axes.plot(x, data["as run"][i][channel], **{**FORMULA, "color": style.color})
 
 
 @styled
@@ -211,27 +221,56 @@ def energy_growth(data: Mapping[str, Any]) -> Figure:
     """Expected energy of the slowest, middle and fastest channel against t (both log), by formula and simulated.
 
     Args:
-        data: what `theory.spectra.energies` returns.
+        data: what `theory.spectra.energies` returns, optionally with another result as "default", which is drawn below.
     """
     channels = evenly(range(len(data["rates"])), 3)
-    figure, panels = panel_grid(len(channels), 3.0, sharey=True)
-    positions = np.array(data["positions"])
-    few = np.searchsorted(positions, np.geomspace(1, positions[-1], 40).round())
+    forms = [one for one in (data, data.get("default")) if one]
+    figure, panels = panel_grid(len(forms) * len(channels), 3.0, columns=len(channels), sharey=True)
     names = {
         "gates frozen at t, continuous time": "continuous", "gates frozen at t, discrete time": "frozen",
         "gates along the way": "as run",
     }  # fmt: skip
-    for axes, channel in zip(panels, channels, strict=True):
-        _plot(axes, positions, {name: data[key][channel] for name, key in names.items()}, **LINE)
-        axes.plot(positions[few], np.array(data["simulated"][channel])[few], **SIMULATED)
-        axes.set(title=f"α = {data['tapers'][channel]:.2f}", xlabel="position t", xscale="log", yscale="log")
-    panels[0].set_ylabel("energy (of unit noise)")
+    for i, axes in enumerate(panels):
+        form, channel = forms[i // len(channels)], channels[i % len(channels)]
+        positions = np.array(form["positions"])
+        few = np.searchsorted(positions, np.geomspace(1, positions[-1], 40).round())
+        _plot(axes, positions, {name: form[key][channel] for name, key in names.items()}, **LINE)
+        axes.plot(positions[few], np.array(form["simulated"][channel])[few], **SIMULATED)
+        reference = ("" if len(forms) == 1 else "t_ref = T, ", "t_ref = 1, ")[i // len(channels)]
+        title = f"{reference}α = {form['tapers'][channel]:.2f}"
+        axes.set(title=title, xlabel="position t", xscale="log", yscale="log")
+    for axes in panels[:: len(channels)]:
+        axes.set_ylabel("energy (of unit noise)")
     simulated = Line2D([], [], **SIMULATED, label=f"{data['trials']:,} simulations")
     legend(figure, [*model_handles(list(names), marker=""), simulated])
     return figure
 
 
-# ----------------------------------------------------------------------------------------- taper and data
+@styled
+def relative_energies(data: Mapping[str, Any]) -> Figure:
+    """Growth of the slowest channel's energy relative to the fastest, and shrinking of the fastest by a norm, beyond T.
+
+    Args:
+        data: what `theory.normalization.relative_energies` returns.
+    """
+    figure, (grown, shrunk) = panel_grid(2, 2.8)
+    multiples = np.array(data["multiples"])
+    names = {"static": "static", "t_ref = T": "theorem", "t_ref = 1": "algorithm"}
+    _plot(grown, multiples, {name: data[form]["as run"] for name, form in names.items()}, markersize=4)
+    _plot(shrunk, multiples, {name: data[form]["shrunk"] for name, form in names.items()}, markersize=4)
+    grown.plot(multiples, multiples, **FORMULA)
+    shrunk.plot(multiples, multiples**-0.5, **FORMULA)
+    grown.set(title="slowest : fastest, relative to T", ylabel="growth of the energy ratio", yscale="log")
+    shrunk.set(title="fastest, after a norm", ylabel="factor on its amplitude", yscale="log")
+    for axes in (grown, shrunk):
+        axes.set(xlabel="position / T", xscale="log")
+        axes.set_xticks(multiples, [str(m) for m in multiples])
+        axes.xaxis.set_minor_locator(NullLocator())
+    legend(figure, [*model_handles(list(names), marker=""), _formula_handle("Prop. B.2")])
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------- taper
 
 
 @styled
@@ -262,65 +301,3 @@ def taper_bands(data: Mapping[Any, Mapping[str, Sequence[float]]]) -> Figure:
     handles += [Line2D([], [], **best, label="best for uneven information"), _formula_handle("even")]
     legend(figure, handles)
     return figure
-
-
-@styled
-def autocovariances(data: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Autocovariance by octaves of lags (both log, relative to the first) with its slope, for each sequence.
-
-    Args:
-        data: name of a sequence → what `theory.correlations.power_law` returns; at least one.
-    """
-    figure, (axes,) = panel_grid(1, 3.4)
-    handles = []
-    for i, (name, style) in enumerate(model_styles(list(data)).items()):
-        result, shift = data[name], 1.06**i  # so that bars do not cover each other
-        used, scale = np.array(result["used"]), result["autocovariance"][0]
-        lags, values, errors = (np.array(result[key])[used] for key in ("lags", "autocovariance", "error"))
-        values, errors = values / scale, errors / scale
-        bars = {"color": style.color, "marker": style.marker, "linestyle": "none", "elinewidth": 1}
-        axes.errorbar(shift * lags, values, errors, **bars)
-        centre = np.exp(np.log(values).mean() + result["exponent"] * np.log(lags).mean())
-        axes.plot(lags, centre * lags ** -result["exponent"], color=style.color, linestyle=style.linestyle)
-        label = f"{escape_formula(name)}: β = {result['exponent']:.2f} ({result['low']:.2f} to {result['high']:.2f})"
-        handles.append(Line2D([], [], **style._asdict(), label=label))
-    axes.set(xlabel="lag s (mean of an octave)", ylabel="R(s), relative", xscale="log", yscale="log")
-    legend(figure, handles)
-    return figure
-
-
-@styled
-def information(data: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Information that each octave of context adds (bits a token) against the context length, for each model.
-
-    Args:
-        data: name of a model → what `theory.correlations.octave_information` returns; at least one.
-    """
-    figure, (axes,) = panel_grid(1, 3.0)
-    handles = []
-    for name, style in model_styles(list(data)).items():
-        result = data[name]
-        axes.plot(result["scales"], result["information"], **style._asdict())
-        slack = f"ε = {result['slack']:.2f}" if result["slack"] is not None and result["slack"] < 1 else "not even"
-        handles.append(Line2D([], [], **style._asdict(), label=f"{escape_formula(name)} ({slack})"))
-    axes.axhline(0, **REFERENCE_LINE)
-    axes.set(xlabel="context σ, doubled (tokens)", ylabel="information J(σ) (bits a token)")
-    axes.set_xscale("log", base=2)
-    legend(figure, handles)
-    return figure
-
-
-FIGURES: dict[str, Callable[[Any], Figure]] = {
-    "errors": errors_by_channels, "ends": errors_by_ends, "positions": errors_by_position, "gaps": gaps,
-    "coherence": coherence_maps, "channels": channels_in_use, "responses": impulse_responses, "energy": energy_growth,
-    "taper": taper_bands, "autocovariance": lambda data: autocovariances(data["sequences"]),
-    "information": information,
-}  # fmt: skip
-
-
-def draw_all(data: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Draw what `theory.compute.compute` returns, or its JSON, as `theory_<topic>.<format>` and return the files."""
-    return [
-        file for name, draw in FIGURES.items() if name in data
-        for file in save(draw(data[name]), folder, f"theory_{name}", formats)
-    ]  # fmt: skip

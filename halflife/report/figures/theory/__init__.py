@@ -1,0 +1,42 @@
+"""Figures of `halflife theory`, one for each topic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from halflife.report.figures.matplotlib_renderer import FORMATS, save
+from halflife.report.figures.theory.echo import gradient_flow, gram_sizes, layer_costs, phase_attenuation
+from halflife.report.figures.theory.spectra import (
+    channels_in_use,
+    coherence_maps,
+    energy_growth,
+    errors_by_channels,
+    errors_by_ends,
+    errors_by_position,
+    gaps,
+    impulse_responses,
+    relative_energies,
+    taper_bands,
+)
+from halflife.report.figures.theory.text import autocovariances, block_exponents, information, spectral_density
+
+FIGURES: dict[str, Callable[[Any], Figure]] = {
+    "errors": errors_by_channels, "ends": errors_by_ends, "positions": errors_by_position, "gaps": gaps,
+    "coherence": coherence_maps, "channels": channels_in_use, "responses": impulse_responses, "energy": energy_growth,
+    "normalization": relative_energies, "taper": taper_bands,
+    "autocovariance": lambda data: autocovariances(data["sequences"]), "blocks": block_exponents,
+    "density": spectral_density, "information": information, "gradients": gradient_flow, "phases": phase_attenuation,
+    "gram": gram_sizes, "costs": layer_costs,
+}  # fmt: skip
+
+
+def draw_all(data: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draw what `theory.compute.compute` returns, or its JSON, as `theory_<topic>.<format>` and return the files."""
+    return [
+        file for name, draw in FIGURES.items() if name in data
+        for file in save(draw(data[name]), folder, f"theory_{name}", formats)
+    ]  # fmt: skip
