@@ -22,7 +22,7 @@ from halflife.experiments import EXPERIMENTS, SCALES
 from halflife.experiments import compare as comparison
 from halflife.experiments.mqar import mqar_model
 from halflife.files import write_json
-from halflife.models import LanguageModel, checkpoint
+from halflife.models import PRESETS, LanguageModel, checkpoint
 from halflife.report.tables.comparison import summarise
 from halflife.runs.sweep import Cell
 from halflife.tasks import IGNORED
@@ -302,6 +302,13 @@ def test_every_scale_configures_every_model(task, scale):
         return
     capacity = [test.task["length"] for test in config.tests if test.name == "capacity"]
     assert not capacity or capacity == [settings.train_length * factor for factor in settings.length_factors]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_learn_mqar(name):
+    with torch.device("meta"):
+        for scale in EXPERIMENTS["mqar"].scales.values():
+            LanguageModel(mqar_model(name, scale))
 
 
 def test_models_of_the_paper_have_equal_states():

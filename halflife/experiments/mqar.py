@@ -106,11 +106,16 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     """The preset with a state of d²/h numbers per layer, no MLP and no positional encoding (PoST, App. C)."""
     head = settings.hidden_size // settings.num_heads
     base = name.split("+")[0]
+    mixer = preset(base).mixer
     # The inner width of Mamba-2 and Mamba-3 is 2d, so half the rows give a state of the same size.
     half: dict[str, Any] = {"state_size": max(1, head // 2)}
-    equal_state = {"mamba2": half, "mamba3": half, "rwkv7": {"head_dim": head}}.get(
-        base, {"head_dim": head, "value_dim": head}
-    )
+    equal_state = {
+        "mamba2": half,
+        "mamba3": half,
+        "mamba3_echo": half,
+        "rwkv7": {"head_dim": head},
+        "attention": {},
+    }.get(mixer, {"head_dim": head, "value_dim": head})
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4
@@ -129,7 +134,7 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         tie_embeddings=settings.tie_embeddings,
         initializer_range=settings.initializer_range,
         embedding_dropout=settings.embedding_dropout,
-        mixer_options={} if base == "llama" else {**equal_state, "chunk_size": settings.chunk_size},
+        mixer_options=equal_state if mixer == "attention" else {**equal_state, "chunk_size": settings.chunk_size},
     )
 
 
