@@ -16,6 +16,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add
 from halflife.shapes import Float, Int
 
 
@@ -68,10 +69,9 @@ def reference(call: OpCall) -> tuple[Tensor, Tensor]:
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `g [B, H, 1 or K]`."""
-    if g is not None:
-        state = state * g.exp().unsqueeze(-1)
-    error = v - (state * k.unsqueeze(-1)).sum(-2)
-    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    read = k if g is None else k * g.exp()  # S'ᵀ k = Sᵀ (e^g ⊙ k)
+    error = v - (state * read.unsqueeze(-1)).sum(-2)
+    state = decay_and_add(state, g, k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2))
     return (state * q.unsqueeze(-1)).sum(-2), state
 
 

@@ -17,6 +17,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add
 from halflife.shapes import Float, Int
 
 
@@ -74,9 +75,8 @@ def _token(
 ) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k, a, b [B, H, K]`, `v [B, H, V]`, `g [B, H, 1 or K]`."""
     correction = (state * a.unsqueeze(-1)).sum(-2)
-    if g is not None:
-        state = state * g.exp().unsqueeze(-1)
-    state = state + b.unsqueeze(-1) * correction.unsqueeze(-2) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    update = b.unsqueeze(-1) * correction.unsqueeze(-2) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    state = decay_and_add(state, g, update)
     return (state * q.unsqueeze(-1)).sum(-2), state
 
 

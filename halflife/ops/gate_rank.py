@@ -26,6 +26,7 @@ from halflife.ops.chunked.gate_decay import GateDecay
 from halflife.ops.delta_rule import DeltaBlock
 from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add
 from halflife.precision import compute_dtype
 from halflife.registry import unknown
 from halflife.shapes import Float, Int
@@ -142,13 +143,15 @@ def _token(
 ) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, 2K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `g_slow, beta [B, H]`, `g_fast [B, H, 1]`."""
     fast, slow = state.chunk(2, -2)
-    fast = fast * g_fast.exp().unsqueeze(-1)
-    reset = (g_slow != 0)[..., None, None]
-    slow = torch.where(reset, g_slow.exp()[..., None, None] * (slow + fast), slow)
-    fast = torch.where(reset, 0, fast)
+    decayed = g_fast.exp().unsqueeze(-1) * fast
+    g_slow = g_slow.unsqueeze(-1)
+    reset = g_slow != 0
+    moved = decay_and_add(slow, g_slow, g_slow.exp().unsqueeze(-1) * decayed)
+    slow = torch.where(reset.unsqueeze(-1), moved, slow)
     if beta is not None:
-        v = beta.unsqueeze(-1) * (v - ((slow + fast) * k.unsqueeze(-1)).sum(-2))
-    fast = fast + k.unsqueeze(-1) * v.unsqueeze(-2)
+        held = slow + torch.where(reset.unsqueeze(-1), 0, decayed)
+        v = beta.unsqueeze(-1) * (v - (held * k.unsqueeze(-1)).sum(-2))
+    fast = decay_and_add(fast, torch.where(reset, -torch.inf, g_fast), k.unsqueeze(-1) * v.unsqueeze(-2))
     return ((slow + fast) * q.unsqueeze(-1)).sum(-2), torch.cat([fast, slow], -2)
 
 

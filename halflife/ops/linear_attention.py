@@ -15,6 +15,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add
 from halflife.shapes import Float, Int
 
 
@@ -66,9 +67,7 @@ def reference(call: OpCall) -> tuple[Tensor, Tensor]:
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `g [B, H, 1 or K]`."""
-    if g is not None:
-        state = state * g.exp().unsqueeze(-1)
-    state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
+    state = decay_and_add(state, g, k.unsqueeze(-1) * v.unsqueeze(-2))
     return (state * q.unsqueeze(-1)).sum(-2), state
 
 
