@@ -52,6 +52,11 @@ def inverse_softplus_of(y: float) -> float:
     return y + math.log(-math.expm1(-y))
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in float64, for exact sums and angles (in float32 on Apple's MPS, which has no float64)."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of decays, solves and states: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -16,7 +16,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
-from halflife.ops.slow_decay import decay_and_add
+from halflife.ops.slow_decay import decay_and_add, split_decay
 from halflife.shapes import Float, Int
 
 
@@ -69,8 +69,11 @@ def reference(call: OpCall) -> tuple[Tensor, Tensor]:
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `g [B, H, 1 or K]`."""
-    read = k if g is None else k * g.exp()  # S'ᵀ k = Sᵀ (e^g ⊙ k)
-    error = v - (state * read.unsqueeze(-1)).sum(-2)
+    error, held = v, k
+    if g is not None:  # S'ᵀ k = Sᵀ (change ⊙ k) + Sᵀ (kept ⊙ k); the small part is subtracted first, so that it counts
+        kept, change = split_decay(g)
+        error, held = v - (state * (change * k).unsqueeze(-1)).sum(-2), kept * k
+    error = error - (state * held.unsqueeze(-1)).sum(-2)
     state = decay_and_add(state, g, k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2))
     return (state * q.unsqueeze(-1)).sum(-2), state
 

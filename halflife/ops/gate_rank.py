@@ -21,13 +21,13 @@ from torch import Tensor
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.chunked import blocks
-from halflife.ops.chunked.decays import FLOOR, wide
+from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.gate_decay import GateDecay
 from halflife.ops.delta_rule import DeltaBlock
 from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
-from halflife.precision import compute_dtype
+from halflife.precision import compute_dtype, wide
 from halflife.registry import unknown
 from halflife.shapes import Float, Int
 

@@ -24,15 +24,11 @@ import torch
 from torch import Tensor
 
 from halflife.ops.slow_decay import split_decay
+from halflife.precision import wide
 
 # exp(-110) is 0 in float32 and exp(-750) is 0 in float64. Clamping log-decays here changes no result, and it makes
 # differences of -inf finite.
 FLOOR = {torch.float32: -110.0, torch.float64: -750.0}
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return `x` in float64 for exact cumulative sums (in float32 on Apple's MPS, which has no float64)."""
-    return x.float() if x.device.type == "mps" else x.double()
 
 
 RowGrads = tuple[Tensor, Tensor]  # rows `[…, C, K]` and a gradient of them

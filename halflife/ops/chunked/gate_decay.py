@@ -21,8 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.chunked.decays import FLOOR, DecayGrads, RowGrads, wide
+from halflife.ops.chunked.decays import FLOOR, DecayGrads, RowGrads
 from halflife.ops.slow_decay import split_decay
+from halflife.precision import wide
 
 
 class GateDecay:

@@ -12,7 +12,7 @@ from halflife.registry import unknown
 
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
-NORMALIZATIONS = ("causal", "sequence", "paper")
+NORMALIZATIONS = ("causal", "sequence", "paper", "trace")
 OPERATORS = ("whitened", "main_text")
 
 
@@ -37,9 +37,9 @@ class KoopmanCall:
     operator: str = "whitened"
 
     @property
-    def is_paper_form(self) -> bool:
-        """Whether the call has a form of the paper that only the implementations in plain torch have."""
-        return self.operator != "whitened" or self.normalization == "paper"
+    def needs_plain_torch(self) -> bool:
+        """Whether the call has a form that only the implementations in plain torch have."""
+        return self.operator != "whitened" or self.normalization in ("paper", "trace")
 
     @property
     def tokens_per_operator(self) -> int:
