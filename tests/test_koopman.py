@@ -643,7 +643,7 @@ def test_native_refuses_options_that_it_does_not_know():
         ({"backend": "triton"}, "unknown backend"),
         ({"mode": "masked"}, "needs a mask"),
         ({"mask": torch.ones(2, 3)}, r"mask must be \[B, T\]"),
-        ({"chunk_size": 0}, "chunk_size ≥ 1"),
+        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"power": -1}, "power ≥ 0"),
         ({"ridge": 0}, "ridge > 0"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "batch size 1"),

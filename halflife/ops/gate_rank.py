@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.arguments import check_tensors
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.chunked import blocks
@@ -117,6 +118,7 @@ def join(states: Any) -> Tensor | None:
         return None
     if not isinstance(states, tuple | list) or len(states) != 2:
         raise ValueError("initial_state must be the pair (fast, slow)")
+    check_tensors(fast=states[0], slow=states[1])
     if states[0].ndim != 4 or states[0].shape != states[1].shape:
         shapes = " and ".join(str(tuple(state.shape)) for state in states)
         raise ValueError(f"initial_state must be two states [sequences, H, K, V]; got {shapes}")

@@ -37,7 +37,7 @@ from halflife.ops.koopman.state import (
     sum_tokens,
     with_pending,
 )
-from halflife.precision import compute_dtype
+from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
 OP = "koopman_attention"
@@ -125,7 +125,7 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             raise ValueError(f"this form of koopman_attention runs on chunked and reference; got {backend!r}")
         backend = "chunked" if backend == "auto" else backend
     implementation, dtype = choose(OP, backend, call.k.device, call), compute_dtype(call.k)
-    with torch.autocast(call.k.device.type, enabled=False):
+    with without_autocast(call.k.device):
         masked = replace(call, k=mask_keys(call.k, call.mask))
         readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator)
         memory = initial_memory(call.initial_state, call.k, call.v, call.num_sequences, call.tokens_per_operator)
