@@ -114,9 +114,8 @@ def test_a_decay_is_split_exactly(g):
     assert math.isclose(kept + change, g.exp(), rel_tol=1e-15)
     state, update = torch.full((1, 1, 2, 3), 1e30), torch.ones(1, 1, 2, 3)
     if g < -750:
-        assert torch.equal(
-            decay_and_add(state, g.float().view(1, 1, 1), update), update
-        )  # an erased state leaves no rest
+        # An erased state leaves no rest.
+        assert torch.equal(decay_and_add(state, g.float().view(1, 1, 1), update), update)
 
 
 # ---------------------------------------------------------------------------------------------- angles

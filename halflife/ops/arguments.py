@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
+    is_functorch_wrapped_tensor,
+)
 from torch.autograd import forward_ad
 
 _SEEN: set[tuple[Any, ...]] = set()  # the calls on accelerators whose log-decays have been checked once
@@ -84,7 +87,7 @@ def is_transformed(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return forward_ad._current_level >= 0 or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+    return forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, tensors))
 
 
 def _is_traced(x: Tensor) -> bool:
@@ -93,6 +96,6 @@ def _is_traced(x: Tensor) -> bool:
         torch.compiler.is_compiling()
         or x.device.type == "meta"
         or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        or is_functorch_wrapped_tensor(x)
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )

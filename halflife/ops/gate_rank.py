@@ -74,7 +74,8 @@ def gate_rank(
         `o [B, T, H, V]` in v's dtype, and the final `(fast, slow)` (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     check_reset_law(reset_law, delta=beta is not None)
     if reset_law == "printed":

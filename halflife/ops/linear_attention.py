@@ -50,7 +50,8 @@ def linear_attention(
         `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     call = OpCall(
         "linear_attention", q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,

@@ -131,8 +131,8 @@ def initial_memory(state: KoopmanState | None, k: Tensor, v: Tensor, sequences: 
 def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "causal") -> KoopmanState:
     """Return a state for operators of `chunk_size` tokens (1 for `refresh="token"`), from one for any other number.
 
-    `normalization` is that of the op. If the numbers differ, the tokens that wait for their chunk enter the sums, and the
-    next token begins a chunk.
+    `normalization` is that of the op. If the numbers differ, the tokens that wait for their chunk enter the sums, and
+    the next token begins a chunk.
     """
     if state["pending_keys"].shape[1] == chunk_size - 1:
         return state
