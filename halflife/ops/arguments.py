@@ -40,7 +40,7 @@ def check_integers(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of integers; got {type(x).__name__}")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise ValueError(f"{name} must hold integers; got {x.dtype}")
+        raise ValueError(f"{name} must be integers; got {x.dtype}")
 
 
 def check_number(name: str, x: Any) -> None:
