@@ -15,6 +15,8 @@ NEWEST, OLDER = "checkpoints/checkpoint-8", "checkpoints/checkpoint-4"
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "window.json",
          "run.json", "complete.json", "training_args.bin")  # fmt: skip
 
+EVENTS_OF_COMPARISON = 215  # the same for a comparison of two models
+
 SPOIL = ("flip", "cut", "empty", "garbage", "remove")
 
 SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
@@ -22,6 +24,11 @@ SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
 TABLE = [
     # Killed at any moment that touches a file.
     *(("kill", event, "same numbers") for event in range(EVENTS)),
+    # Killed anywhere else: at a share of the time that a run takes, three times in a row.
+    *(("moment", share / 100, "same numbers") for share in range(4, 100, 4)),
+    *(("kill of compare", event, "same numbers") for event in range(0, EVENTS_OF_COMPARISON, 10)),
+    # Two processes that hold shards are killed after a checkpoint, and one process goes on.
+    ("kill of fsdp", 1, "same result"),
     # A checkpoint that is damaged, in any file and way.
     *((how, f"{NEWEST}/{name}", "same numbers") for how in SPOIL for name in FILES),
     *((how, f"{NEWEST}+{OLDER}/{name}", "same numbers") for how in SPOIL for name in ("optimizer.pt", "complete.json")),
