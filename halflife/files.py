@@ -215,9 +215,7 @@ def check_new_folder(folder: Path) -> None:
         FileExistsError: the folder is not empty.
         NotADirectoryError: it is a file.
     """
-    if folder.exists() and any(
-        path.name != ".lock" and not _ORPHAN.fullmatch(path.name) for path in folder.iterdir()
-    ):
+    if folder.exists() and any(path.name != ".lock" and not _ORPHAN.fullmatch(path.name) for path in folder.iterdir()):
         raise FileExistsError(f"{folder.absolute()} is not empty; choose another folder")
 
 

@@ -21,7 +21,6 @@ from halflife.runs.one import CellConfig, ModelRun
 from halflife.tasks import build as build_task
 from halflife.training.config import ExecutionConfig
 
-
 LONGEST = 1 << 24  # tokens of a sequence; more do not fit into memory with what a model computes from them
 MOST_EXAMPLES = 10_000_000  # examples of a validation or test
 
@@ -83,7 +82,9 @@ class RunConfig(CellConfig):
         for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
             length = build_task(**task).length  # impossible sizes raise here, before training
             if length > LONGEST:
-                raise ValueError(f"a sequence may have at most {LONGEST:,} tokens; {task['name']} was asked for {length:,}")
+                raise ValueError(
+                    f"a sequence may have at most {LONGEST:,} tokens; {task['name']} was asked for {length:,}"
+                )
 
     def open(self, show: bool = False) -> TaskRun:
         return TaskRun(self)

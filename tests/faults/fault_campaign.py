@@ -127,7 +127,17 @@ def test_killed_comparison(row, processes, compared, tmp_path):
 @pytest.mark.parametrize("row", [row for row in TABLE if row[0] == "kill of fsdp"], ids=identity)
 def test_killed_shards(row, tmp_path):
     (tmp_path / "notes.txt").write_text("".join(f"line {i} of the notes\n" for i in range(4000)))
-    words = ["mamba2", "--data", str(tmp_path / "notes.txt"), "--tokens", "15360", "--context", "64", "--batch-size", "4"]
+    words = [
+        "mamba2",
+        "--data",
+        str(tmp_path / "notes.txt"),
+        "--tokens",
+        "15360",
+        "--context",
+        "64",
+        "--batch-size",
+        "4",
+    ]
     words += ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--save-every", "4", "--quiet"]
 
     def torchrun(count, folder, *others):
