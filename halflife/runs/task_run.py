@@ -82,9 +82,7 @@ class RunConfig(CellConfig):
         for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
             length = build_task(**task).length  # impossible sizes raise here, before training
             if length > LONGEST:
-                raise ValueError(
-                    f"a sequence may have at most {LONGEST:,} tokens; {task['name']} was asked for {length:,}"
-                )
+                raise ValueError(f"a sequence has at most {LONGEST:,} tokens; {task['name']} was asked for {length:,}")
 
     def open(self, show: bool = False) -> TaskRun:
         return TaskRun(self)
