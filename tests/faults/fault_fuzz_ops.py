@@ -32,8 +32,8 @@ def any_call(draw):
     op = draw(st.sampled_from(OPS))
     batch, length, heads, key, value = draw(sizes), draw(st.integers(0, 9)), draw(sizes), draw(sizes), draw(sizes)
     names = {
-        "delta_rule": ["beta", "g"], "dplr": ["a", "b", "g"], "gate_rank": ["g_slow", "g_fast"], "koopman_attention": [],
-        "linear_attention": ["g"],
+        "delta_rule": ["beta", "g"], "dplr": ["a", "b", "g"], "gate_rank": ["g_slow", "g_fast"],
+        "koopman_attention": [], "linear_attention": ["g"],
     }[op]  # fmt: skip
     generator, arguments = torch.Generator().manual_seed(draw(st.integers(0, 99))), {}
     common = draw(st.sampled_from(DTYPES))
@@ -61,7 +61,7 @@ def any_call(draw):
             optional={
                 "chunk_size": st.sampled_from([1, 2, 3, 16, 64, 200, 0, -3]),
                 "cu_seqlens": st.lists(st.integers(-1, 9), max_size=4).map(lambda x: torch.tensor(x, dtype=torch.long)),
-                "backend": st.sampled_from(ops.available_backends(op) + ["triton", "none"]),
+                "backend": st.sampled_from([*ops.available_backends(op), "triton", "none"]),
                 "output_final_state": st.booleans(),
             },
         )
@@ -84,7 +84,8 @@ def test_an_op_gives_its_result_or_a_sentence(data):
     try:
         o, state = function(**arguments, **options)
     except Exception as error:
-        assert inside(error), f"{type(error).__name__}: {error}"
+        if not inside(error):
+            raise
         return
     assert all(torch.equal(arguments[name], x) for name, x in before.items()), "an argument was changed"
     assert (o.shape, o.dtype) == (arguments["v"].shape, arguments["v"].dtype)
