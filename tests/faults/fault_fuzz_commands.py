@@ -19,18 +19,21 @@ NUMBERS = ["0", "-1", "1", "2", "3", "7", "1e3", "0.5", "nan", "inf", "-inf", "1
 PATHS = ["", ".", "missing", "notes.txt", "folder", "folder/deep", "model", "damaged", "empty", "notes.txt/below",
          "é [red]", "x" * 300, "/proc/self/mem", "broken.json", "-", "model/config.json"]  # fmt: skip
 NAMES = ["", "mamba2", "mamba2+post", "+post", "mamba2+", "mamba2+post+post", "llama+post", "nope", "[red]", "é",
-         "mqar", "niah:hard", "bytes", "cpu", "cuda", "tpu", "a=b", "training.lr=1", "post.reference_length=x"]  # fmt: skip
+         "mqar", "niah:hard", "bytes", "cpu", "cuda", "tpu", "a=b", "training.lr=1",
+         "post.reference_length=x"]  # fmt: skip
 # Command → its words that are always there, and its options with their values; None is an option without a value.
 TRAIN = ["--tokens", "64", "--context", "16", "--batch-size", "2", "--hidden-size", "16", "--num-layers", "1",
          "--num-heads", "2", "--quiet"]  # fmt: skip
 COMPARE = ["--steps", "1", "--batch-size", "2", "--hidden-size", "16", "--num-layers", "1", "--num-heads", "2",
-           "--quiet", "--test-examples", "2", "--train-length", "16", "--pairs", "1", "--output", "compared"]  # fmt: skip
+           "--quiet", "--test-examples", "2", "--train-length", "16", "--pairs", "1", "--output",
+           "compared"]  # fmt: skip
 COMMANDS = {
     "list": ([], {"": NAMES}),
     "memory": (["mamba2"], {"--lengths": NUMBERS, "--hidden-size": NUMBERS, "--num-layers": NUMBERS, "--dtype": NAMES,
                             "--num-heads": NUMBERS, "--vocab-size": NUMBERS, "--output": PATHS, "": NAMES}),
     "mask": (["model"], {"--text": PATHS, "--task": NAMES, "--tokens": NUMBERS, "--sequences": NUMBERS,
-                         "--block": NUMBERS, "--layer": NUMBERS, "--head": NUMBERS, "--tokenizer": PATHS, "--output": PATHS,
+                         "--block": NUMBERS, "--layer": NUMBERS, "--head": NUMBERS, "--tokenizer": PATHS,
+                         "--output": PATHS,
                          "--device": NAMES, "": PATHS}),
     "spectrum": (["model"], {"--text": PATHS, "--length": NUMBERS, "--sequences": NUMBERS, "--train-length": NUMBERS,
                              "--tokenizer": PATHS, "--output": PATHS, "--device": NAMES, "": PATHS}),
@@ -43,20 +46,22 @@ COMMANDS = {
     "eval": (["model"], {"": PATHS, "--tasks": NAMES, "--lengths": NUMBERS, "--output": PATHS, "--limit": NUMBERS}),
     "train": (["mamba2", "--data", "notes.txt", "--output", "trained", *TRAIN],
               {"--data": PATHS, "--output": PATHS, "--resume": PATHS, "--config": PATHS, "--set": NAMES,
-               "--tokens": NUMBERS, "--context": NUMBERS, "--batch-size": NUMBERS, "--tokenizer": PATHS, "--documents": NAMES,
+               "--tokens": NUMBERS, "--context": NUMBERS, "--batch-size": NUMBERS, "--tokenizer": PATHS,
+               "--documents": NAMES,
                "--held-out": NUMBERS, "--size": NAMES, "--lr": NUMBERS, "--schedule": NAMES, "--warmup": NUMBERS,
                "--weight-decay": NUMBERS, "--clip": NUMBERS, "--seed": NUMBERS, "--save-every": NUMBERS,
                "--validate-every": NUMBERS, "--micro-batch-size": NUMBERS, "": NAMES}),
     "compare": (["mamba2", *COMPARE],
                 {"--task": NAMES, "--experiment": NAMES, "--scale": NAMES, "--seeds": NUMBERS[:3], "--lr": NUMBERS,
                  "--resume": PATHS, "--config": PATHS, "--set": NAMES, "--output": PATHS, "--name": NAMES,
-                 "--text": PATHS, "--train-length": NUMBERS, "--pairs": NUMBERS, "--lengths": NUMBERS, "--test-pairs": NUMBERS,
+                 "--text": PATHS, "--train-length": NUMBERS, "--pairs": NUMBERS, "--lengths": NUMBERS,
+                 "--test-pairs": NUMBERS,
                  "--group": NAMES, "--save-every": NUMBERS, "--only-seeds": NUMBERS, "--on": NAMES, "": NAMES}),
 }  # fmt: skip
 
 
 def any_line(draw):
-    """A command line. Commands that would work for seconds get a wrong word more often."""
+    """A command line. Of an option that is given twice, the last value counts."""
     name = draw(st.sampled_from(list(COMMANDS)))
     words, options = COMMANDS[name]
     line = [name, *words]
