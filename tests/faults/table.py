@@ -9,7 +9,7 @@ A row is (fault, where, expected):
   expression for the error, which must be one of `ACCEPTED`. Alternatives of the form "A or B" are allowed.
 """
 
-EVENTS = 110  # file-system events of a run; `fault_kills.py` measures that there are no more
+EVENTS = 110  # file-system events of a run; `fault_campaign.py` measures that there are no more
 
 NEWEST, OLDER = "checkpoints/checkpoint-8", "checkpoints/checkpoint-4"
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "window.json",
@@ -25,7 +25,7 @@ TABLE = [
     # Killed at any moment that touches a file.
     *(("kill", event, "same numbers") for event in range(EVENTS)),
     # Killed anywhere else: at a share of the time that a run takes, three times in a row.
-    *(("moment", share / 100, "same numbers") for share in range(4, 100, 4)),
+    *(("moment", share / 100, "same numbers") for share in range(8, 100, 8)),
     *(("kill of compare", event, "same numbers") for event in range(0, EVENTS_OF_COMPARISON, 10)),
     # Two processes that hold shards are killed after a checkpoint, and one process goes on.
     ("kill of fsdp", 1, "same result"),
