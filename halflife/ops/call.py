@@ -99,7 +99,7 @@ class OpCall:
     @property
     def is_transformed(self) -> bool:
         """Whether torch.func or forward-mode differentiation sees the call."""
-        return is_transformed(*self.tensors)
+        return is_transformed()
 
     def first_state(self, dtype: torch.dtype | None = None) -> Tensor:
         """The state before the first token `[N, H, num_states · K, V]`, in `dtype` (None: the compute dtype)."""

@@ -65,7 +65,7 @@ def causal_conv1d(
         initial_state = x.new_zeros(expected)
     elif tuple(initial_state.shape) != expected:
         raise ValueError(f"initial_state must be [sequences, D, W - 1] = {expected}; got {tuple(initial_state.shape)}")
-    backend = "reference" if is_transformed(x, weight) else "auto" if usable(x) else "chunked"
+    backend = "reference" if is_transformed() else "auto" if usable(x) else "chunked"
     implementation = choose("causal_conv1d", backend, x.device)
     y, state = implementation(x, weight, bias, activation, initial_state, cu_seqlens)
     return y, state if output_final_state else None

@@ -67,7 +67,7 @@ class KoopmanCall:
         check_tensors(q=self.q, k=self.k, v=self.v, **sums, **tensors)
         for name in settings.keys() - tensors.keys():
             check_number(name, settings[name])
-        if is_transformed(self.q, self.k, self.v, *tensors.values()):
+        if is_transformed():
             raise ValueError("koopman_attention has no rules for torch.func and forward-mode derivatives")
         if self.k.device.type == "meta":
             raise ValueError("koopman_attention needs the values of its keys, which the meta device does not have")
