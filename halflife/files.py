@@ -209,13 +209,13 @@ def _unpack(path: Path) -> bytes:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Check that a command may fill `folder`.
+    """Check that a command may fill `folder`, which may hold a lock and temporary files of a killed process.
 
     Raises:
         FileExistsError: the folder is not empty.
         NotADirectoryError: it is a file.
     """
-    if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+    if folder.exists() and any(path.name != ".lock" and not _ORPHAN.fullmatch(path.name) for path in folder.iterdir()):
         raise FileExistsError(f"{folder.absolute()} is not empty; choose another folder")
 
 

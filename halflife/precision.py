@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +52,16 @@ def inverse_softplus(y: Tensor) -> Tensor:
 def inverse_softplus_of(y: float) -> float:
     """`inverse_softplus` of one number, which also works while modules are built on the meta device."""
     return y + math.log(-math.expm1(-y))
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in float64, for exact sums and angles (in float32 on Apple's MPS, which has no float64)."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast changes no dtype on `device`; the meta device has no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

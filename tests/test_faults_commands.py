@@ -327,3 +327,33 @@ def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, c
     arguments = ["eval", "model", "--tasks", "niah_single_1", "--lengths", "64", "--output"]
     assert command(*arguments, "text/0.txt/a") == 2
     assert "a file stands where a folder is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["spectrum", "x", "--device", "tpu"], "there is no device 'tpu' here"),
+        (["generate", "x", "text", "--device", "meta"], "there is no device 'meta' here"),
+        (["theory", "--channels", "1000000"], "--channels may be at most 256; got 1,000,000"),
+        (["theory", "--lengths", "1e3", "1e99"], "--lengths may be at most"),
+        (["compare", "mamba2", "--seeds", "1000000000"], "from 1 to 10,000"),
+        (["compare", "mamba2", "--task", "niah", "--lengths", "99999999999"], "at most 16,777,216 tokens"),
+        (["compare", "mamba2", "--test-examples", "99999999999"], "between 1 and 10,000,000"),
+    ],
+)
+def test_what_would_never_end_is_refused(arguments, message, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_with_the_temporary_file_of_a_killed_process_is_new(tmp_path):
+    """The process was killed while it wrote the first file."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / ".config.json.0123456789ab.tmp").write_text("{")
+    assert create(folder) == folder
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y/.config").write_text("mine")
+    with pytest.raises(FileExistsError, match="not empty"):
+        create(tmp_path / "y")

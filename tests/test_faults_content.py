@@ -132,3 +132,25 @@ def test_a_conversion_that_was_killed_is_done_again(tmp_path):
     assert (tmp_path / "target" / "config.json").exists()
     with pytest.raises(FileExistsError):
         convert(tmp_path / "source", tmp_path / "target", to="transformers")
+
+
+@pytest.mark.parametrize("weights", [(), (0.5, 0.5)])
+def test_a_run_reads_the_files_that_it_began_with(tmp_path, weights):
+    """A file that is added later does not change the text, and a removed one is named."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        for i in range(6):
+            (folder / f"{i}.txt").write_text(f"document {i} of {folder.name} " * 20)
+    config = CorpusConfig(
+        sources=tuple(folders), weights=weights, context=8, cache_dir=tmp_path / "cache", fractions=(0.1, 0.0)
+    )
+    first = Corpus.open(config, show=False)
+    saved = json.loads(json.dumps(first.config.to_dict()))
+    (folders[0] / "later.txt").write_text("later " * 99)
+    again = Corpus.open(CorpusConfig.from_dict(saved), show=False)
+    assert again.digest == first.digest != Corpus.open(config, show=False).digest
+    assert Corpus.open(CorpusConfig.from_dict({**saved, "files": []}), show=False).digest != first.digest
+    (folders[1] / "0.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"0\.txt"):
+        Corpus.open(CorpusConfig.from_dict(saved), show=False)

@@ -188,7 +188,7 @@ def test_autocast_changes_nothing(op, granularity, backend):
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "must be integers"),
         ({"cu_seqlens": torch.tensor([[0, 5]])}, "must be integers"),
         ({"backend": "cuda"}, "unknown backend.*auto, .*chunked, reference"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
     ],
 )
 def test_errors_say_what_is_wrong(op, change, message):

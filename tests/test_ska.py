@@ -226,7 +226,7 @@ def test_a_narrow_layer_is_lifted_in_float32():
         ({"normalization": "batch"}, "unknown normalization 'batch'.*causal, sequence"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"rank": 8, "lift": "cg"}, "for lift 'cg' a multiple of 3; got 8"),
-        ({"chunk_size": 0}, "chunk_size ≥ 1"),
+        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"power": -1}, "power ≥ 0"),
         ({"ridge": 0.0}, "ridge > 0"),
         ({"num_heads": 5}, "num_heads must divide hidden_size"),

@@ -89,7 +89,7 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
     assert (result.length, result.sequences) == (4, 1)
     with pytest.raises(ValueError, match=r"token 2.* vocabulary of 2"):
         measure_models([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
-    with pytest.raises(ValueError, match=r"no tokenizer '\./nowhere'"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer '\./nowhere'"):
         measure_models([tmp_path / "3"], [text], tokenizer="./nowhere")
 
 

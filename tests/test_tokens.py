@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer
+from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer, read_ids
 
 TEXT = "λ = e^(−Δ·a), naïve 🙂 <|end|> text\n"
 
@@ -108,3 +108,23 @@ def test_a_tokenizer_larger_than_the_model_is_an_error(saved):
 def test_a_tokenizer_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer '.*nothing'"):
         load_tokenizer(tmp_path / "nothing")
+
+
+def test_without_the_hub_a_name_is_refused_at_once(monkeypatch):
+    """transformers would try five times, with pauses that add up to a minute."""
+    import huggingface_hub
+
+    def unreachable(self, name, timeout):
+        assert timeout <= 10
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer 'some/name'.*Name or service not known"):
+        load_tokenizer("some/name")
+
+
+def test_bytes_are_no_name_of_the_hub(tmp_path):
+    """As in `spectrum --tokenizer bytes`."""
+    (tmp_path / "text").write_bytes(b"abc")
+    for name in (None, "bytes", "bytes+eos"):
+        assert read_ids([tmp_path / "text"], name).tolist() == [97, 98, 99]

@@ -12,7 +12,7 @@ from operator import or_
 from typing import Annotated, Any
 
 from halflife import __version__, extensions
-from halflife.cli.options import one_line_errors
+from halflife.cli.options import check_device, one_line_errors
 from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             arguments = _import_extensions(arguments)
             command = read_command(arguments)
             require(f"halflife {arguments[0]}", *NEEDS.get(arguments[0], ()))
+            check_device(getattr(command, "device", None))
             command.run()
         finally:
             sys.stdout.flush()  # here, because Python reports an error at its exit

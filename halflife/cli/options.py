@@ -198,6 +198,25 @@ def memory_error(error: Exception) -> str | None:
     )
 
 
+def check_device(name: str | None) -> None:
+    """Check that tensors can be made on a device; None is a device that exists.
+
+    Raises:
+        ValueError: torch does not know the device, or this machine does not have it.
+    """
+    import torch
+
+    if name is None:
+        return
+    try:
+        torch.empty(1, device=name)
+        works = torch.device(name).type != "meta"
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError):  # what torch raises depends on the device
+        works = False
+    if not works:
+        raise ValueError(f"there is no device {name!r} here; name cpu, or an accelerator as in cuda or cuda:1")
+
+
 def default_device(device: str | None) -> str:
     """Return `device`, or if it is None the GPU where there is one, else the CPU."""
     import torch

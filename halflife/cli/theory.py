@@ -55,8 +55,18 @@ class Theory(TheorySettings):
         from halflife.report.tables.theory import print_tables
         from halflife.theory.compute import compute, write
 
+        self._limit()
         topics = compute(self, self.only, cache=self.output / "theory_ends.json", show=not self.quiet)
         print_tables(topics)
         data = write(topics, self.output)
         figures = draw_all({name: data[name] for name in topics}, self.output)
         print(f"written to {self.output}: {', '.join(['theory.json', *(file.name for file in figures)])}")
+
+    def _limit(self) -> None:
+        """Raise a ValueError for numbers with which a topic would compute for hours, or not fit into memory."""
+        for name, values, largest in (
+            ("channels", (self.channels,), 256), ("counts", self.counts, 256), ("length", (self.length,), 10**8),
+            ("lengths", self.lengths, 1e15),
+        ):  # fmt: skip
+            if not max(values, default=0) <= largest:
+                raise ValueError(f"--{name} may be at most {largest:,.0f}; got {max(values):,.0f}")

@@ -50,6 +50,8 @@ class CorpusConfig:
             None reads data sets whole, too.
         weights: the share of each source among the training rows (they need not sum to 1). Without weights the sources
             are one text.
+        files: for each source its files, as `Corpus.open` found them; none for `hf:` and `python:`. A run saves them,
+            so that a file which is added to a folder later does not change its text. Without them they are looked for.
     """
 
     sources: tuple[str | Path, ...]
@@ -63,6 +65,7 @@ class CorpusConfig:
     seed: int = 0
     tokens: int | None = None
     weights: tuple[float, ...] = ()
+    files: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.sources, (str, Path)):
@@ -71,6 +74,8 @@ class CorpusConfig:
             raise ValueError("a corpus needs at least one source")
         if self.weights and len(self.weights) != len(self.sources):
             raise ValueError(f"{len(self.sources)} sources have {len(self.weights)} weights")
+        if self.files and len(self.files) != len(self.sources):
+            raise ValueError(f"{len(self.sources)} sources have {len(self.files)} lists of files")
         if self.context < 1:
             raise ValueError(f"context must be at least 1; got {self.context}")
         if self.mode not in MODES:
@@ -83,6 +88,7 @@ class CorpusConfig:
         sources = [str(s) if is_name(s) else str(Path(s).absolute()) for s in self.sources]
         cache = None if self.cache_dir is None else str(Path(self.cache_dir).absolute())
         lists = {"sources": sources, "fractions": list(self.fractions), "weights": list(self.weights)}
+        lists["files"] = [list(own) for own in self.files]
         return {**asdict(self), **lists, "cache_dir": cache}
 
     @classmethod
@@ -90,7 +96,24 @@ class CorpusConfig:
         """The inverse of `to_dict`."""
         cache = None if data["cache_dir"] is None else Path(data["cache_dir"])
         tuples = {name: tuple(data[name]) for name in ("sources", "fractions", "weights") if name in data}
+        tuples["files"] = tuple(map(tuple, data.get("files", ())))
         return cls(**{**data, **tuples, "cache_dir": cache})
+
+    def pinned(self) -> tuple[CorpusConfig, list[Path]]:
+        """This configuration with the files of every source, and all of these files without duplicates."""
+        known = self.files or ((),) * len(self.sources)
+        found = [
+            list(map(Path, own)) or find([source], self.field, self.cache_dir)
+            for source, own in zip(self.sources, known, strict=True)
+        ]
+        unique: dict[Path, Path] = {}
+        for path in (path for own in found for path in own):
+            unique.setdefault(path.resolve(), path)
+        files = tuple(
+            () if is_name(source) else tuple(str(path.absolute()) for path in own)
+            for source, own in zip(self.sources, found, strict=True)
+        )
+        return replace(self, files=files), list(unique.values())
 
 
 class Split:
@@ -186,7 +209,7 @@ class Corpus:
         settings = SplitSettings(tokenizer, config.field, config.fractions, config.strict)
         if config.tokens is not None and any(str(source).startswith("hf:") for source in config.sources):
             return cls._from_stream(config, tokenizer, settings, config.tokens, show)
-        files = find(config.sources, config.field, config.cache_dir)
+        config, files = config.pinned()
         with _progress("hashing", sum(path.stat().st_size for path in files), show) as advance:
             digest = store.digest(files, settings, advance)
 
@@ -235,13 +258,18 @@ class Corpus:
     def _mix(cls, config: CorpusConfig, show: bool) -> Corpus:
         """Open each source as a corpus, with its share of the wanted tokens."""
         parts: list[Corpus] = []
-        for source, share in zip(config.sources, shares(config.weights) / PERIOD, strict=True):
+        known = config.files or ((),) * len(config.sources)
+        for source, own, share in zip(config.sources, known, shares(config.weights) / PERIOD, strict=True):
             tokens = None if config.tokens is None else math.ceil(config.tokens * share) + config.context
-            part = Corpus.open(replace(config, sources=(source,), weights=(), tokens=tokens), show)
+            one = replace(config, sources=(source,), files=(own,) if own else (), weights=(), tokens=tokens)
+            part = Corpus.open(one, show)
             if part.split("train").tokens < config.context:
                 raise ValueError(f"{source} has fewer than {config.context} training tokens, which are one row")
             parts.append(part)
-        config = replace(config, sources=tuple(part.config.sources[0] for part in parts))
+        config = replace(
+            config, sources=tuple(part.config.sources[0] for part in parts),
+            files=tuple(part.config.files[0] if part.config.files else () for part in parts),
+        )  # fmt: skip
         digest = hashlib.sha256(json.dumps([[part.digest for part in parts], config.weights]).encode()).hexdigest()
         mixed: dict[str, Split] = {
             name: MixedSplit([part.split(name) for part in parts], config.weights, config) for name in SPLITS

@@ -21,6 +21,8 @@ from halflife.files import read_bytes
 from halflife.models import ModelConfig
 
 BYTES = 256  # vocabulary size of a model of bytes
+OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
+TIMEOUT = 10  # seconds for an answer of the hub
 Ids = Iterable[int] | np.ndarray | Tensor  # token ids of one text, `[T]`
 
 
@@ -216,21 +218,44 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
         ValueError: the tokenizer has more ids than the model.
     """
     name = str(name_or_path)
-    tokenizer = ByteTokenizer(name == "bytes+eos") if name in ("bytes", "bytes+eos") else _from_pretrained(name, local)
+    wrapped = name not in OF_BYTES
+    tokenizer = HuggingFaceTokenizer(pretrained(name, local), name) if wrapped else ByteTokenizer(name == "bytes+eos")
     if model_vocab_size is not None:
         check_vocabulary(tokenizer, model_vocab_size)
     return tokenizer
 
 
-def _from_pretrained(name: str, local: bool) -> HuggingFaceTokenizer:
+def pretrained(name: str, local: bool = False) -> Any:
+    """Load a tokenizer of transformers from a folder, the hub, or the hub's cache where the hub cannot be reached.
+
+    Args:
+        local: do not ask the hub.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     from transformers import AutoTokenizer
 
+    reason = None if Path(name).is_dir() else "not on this machine" if local else _unreachable(name)
     try:
-        found = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
-        return HuggingFaceTokenizer(found, name)
-    except OSError as error:
-        reason = str(error).strip().split("\n")[0]
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=reason is not None)
+    except (OSError, ValueError) as error:
+        reason = reason or str(error).strip().split("\n")[0]
         raise FileNotFoundError(f"there is no tokenizer {name!r}, neither a folder nor on the hub: {reason}") from error
+
+
+def _unreachable(name: str) -> str | None:
+    """Why the hub does not answer about a model, after some seconds; None if it does.
+
+    Without this question, transformers would retry for a minute.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, timeout=TIMEOUT)
+    except Exception as error:  # the HTTP library of the client may raise anything
+        return " ".join(str(error).split())[:200]
+    return None
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
@@ -247,26 +272,18 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
 
     Args:
         files: the files of the text; `.gz` files are decompressed.
-        tokenizer: name or folder of a tokenizer of transformers, whose ids are int64; None for bytes, uint8.
+        tokenizer: name or folder of a tokenizer of transformers, whose ids are int64; None or "bytes" for bytes, uint8.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is empty or truncated, or there is no such tokenizer.
+        FileNotFoundError: a file is missing, or there is no such tokenizer.
+        ValueError: a file is empty or truncated.
     """
     if not files:
         raise ValueError("name a text to read: --text FILE")
     data = b"".join(read_bytes(file) for file in files)
-    if tokenizer is None:
+    if tokenizer is None or tokenizer in OF_BYTES:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    from transformers import AutoTokenizer
-
-    try:
-        encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"no tokenizer {tokenizer!r}: it is no folder with one, and cannot be fetched ({reason})"
-        ) from error
+    encoder = pretrained(tokenizer)
     text = data.decode("utf-8", errors="replace")
     return torch.tensor(encoder.encode(text, add_special_tokens=False, verbose=False), dtype=torch.long)
 
@@ -298,7 +315,7 @@ def check_ids(config: ModelConfig, ids: Tensor, tokenizer: str | None) -> None:
     Raises:
         ValueError: the ids are bytes and the model is not of bytes, or an id lies beyond its vocabulary.
     """
-    if tokenizer is None and config.vocab_size != BYTES:
+    if tokenizer in (None, "bytes") and config.vocab_size != BYTES:
         raise ValueError(
             f"{config.name} has a vocabulary of {config.vocab_size:,}, and bytes are {BYTES}: "
             "give its tokenizer with --tokenizer NAME_OR_PATH"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halflife.layers.init import UniformLinear
 from halflife.ops import causal_conv1d, delta_rule, gate_rank, linear_attention
 from halflife.ops.gate_rank import check_reset_law
-from halflife.precision import Float32Module, compute_dtype
+from halflife.precision import Float32Module, compute_dtype, without_autocast
 from halflife.registry import unknown
 
 State = dict[str, Tensor]
@@ -82,7 +82,7 @@ class SlowGate(Float32Module):
         taps, bias = (p.to(f.dtype) for p in (self.taps, self.bias))
         if self.bias_place == "before":
             f, bias = f + bias, None
-        with torch.autocast(f.device.type, enabled=False):
+        with without_autocast(f.device):
             y, state = causal_conv1d(
                 f, taps, bias, activation=None, initial_state=state, output_final_state=True,
                 cu_seqlens=cu_seqlens,

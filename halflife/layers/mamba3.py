@@ -19,7 +19,7 @@ from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, che
 from halflife.layers.parts import ShortConv
 from halflife.ops.chunked.layout import make_layout
 from halflife.position import check_pairs, rotate
-from halflife.precision import Float32Module, compute_dtype
+from halflife.precision import Float32Module, compute_dtype, wide
 
 
 class NormBias(Float32Module):
@@ -286,14 +286,19 @@ def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
 
     Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
     by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
-    errors of other sequences in.
+    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
     """
+    sums, last = _running_sums(wide(turns), start, cu_seqlens)
+    return sums.to(turns.dtype), last
+
+
+def _running_sums(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     layout = make_layout(turns.shape[1], 64, cu_seqlens, turns.device)
     inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
     bounds = None if cu_seqlens is None else F.pad(-(-cu_seqlens.diff() // layout.chunk).cumsum(0), (1, 0))
     totals = inside[:, :, -1]
     if layout.num_chunks > len(layout.first):  # a sequence has several chunks
-        totals, _ = running_angle(_drop_turns(totals), start, bounds)
+        totals, _ = _running_sums(_drop_turns(totals), start, bounds)
     entering, _ = packing.delay(totals, start, bounds)
     angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
     return angle, packing.delay(angle, start, cu_seqlens)[1]

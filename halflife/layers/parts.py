@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halflife.layers.init import Linear
 from halflife.ops import causal_conv1d, fused
-from halflife.position import rope
+from halflife.position import angles, rope, spread
 
 
 class RMSNorm(nn.RMSNorm):
@@ -127,7 +127,6 @@ def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0) -> tu
     if not fused.usable(q, k):
         return rope(q, position, base), rope(k, position, base)
     half = q.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=q.device, dtype=torch.float32) / half)
-    angle = position.float().unsqueeze(-1) * frequency
+    angle = angles(position, base, spread(half, half, q.device), torch.float32)
     cos, sin = angle.cos(), angle.sin()
     return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)

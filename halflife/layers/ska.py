@@ -91,8 +91,8 @@ class SKA(Mixer):
         refresh: "chunk", or "token" for one operator a token.
         decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
             `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
-        normalization: "causal", "sequence" or "paper" (`ops.koopman_attention`). In the last two information flows from
-            future tokens.
+        normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information
+            flows from future tokens.
         operator: "whitened", or "main_text" (`ops.koopman_attention`).
         eta_init: initial η.
         layer_idx, num_layers: the index of the layer and the number of layers.
@@ -207,7 +207,8 @@ class SKA(Mixer):
             longest = q.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
             if longest <= 1 and not self.training and self.mode == "chunk":
                 refresh = self.decode_refresh
-            state = convert_state(state, 1 if refresh == "token" else self.options["chunk_size"])
+            size = 1 if refresh == "token" else self.options["chunk_size"]
+            state = convert_state(state, size, self.options["normalization"])
         options = {**self.options, "refresh": refresh}
         y, new, _ = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
         return y, new

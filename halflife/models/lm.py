@@ -185,7 +185,9 @@ class LanguageModel(nn.Module):
             call: function that runs a block, `call(block, x, state, cu_seqlens, shared=shared)`, for activation
                 checkpoints or to record inputs; None means `block(x, …)`.
         """
-        if ids.ndim != 2 + ids.is_floating_point():
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids must be a torch.Tensor; got {type(ids).__name__}")
+        if ids.dtype == torch.bool or ids.is_complex() or ids.ndim != 2 + ids.is_floating_point():
             raise ValueError(
                 f"ids must be integers [B, T] (or embeddings [B, T, D]); got {ids.dtype} {tuple(ids.shape)}"
             )
@@ -198,8 +200,7 @@ class LanguageModel(nn.Module):
                 raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
             shared = {name: layers.unpad(x, attention_mask)[0] for name, x in shared.items()}
             ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
-        embedded = ids if ids.is_floating_point() else self.embedding(ids)
-        x, new, toeplitz = self.embedding_norm(embedded), [], []
+        x, new, toeplitz = self.embedding_norm(self._embed(ids)), [], []
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
         if self.tpe is not None:
@@ -211,6 +212,18 @@ class LanguageModel(nn.Module):
         new += toeplitz
         x = self.norm(x)
         return (x if index is None else layers.repad(x, index, *shape)), tuple(new)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """The embeddings of token ids `[B, T]`; embeddings stay as they are."""
+        if ids.is_floating_point():
+            return ids
+        if ids.is_meta and not self.embedding.weight.is_meta:
+            raise ValueError("ids are on the meta device, which has no values, and the model is not")
+        try:
+            return self.embedding(ids if ids.dtype == torch.int32 else ids.long())
+        except IndexError as error:  # on a CPU; an accelerator does not tell
+            message = f"ids must lie between 0 and {self.config.vocab_size - 1}"
+            raise ValueError(f"{message}; got {int(ids.min())} to {int(ids.max())}") from error
 
     def _shared(self, ids: Tensor, action_mask: Tensor | None) -> Shared:
         """Return the tensors that one forward pass gives to all of its layers."""

@@ -78,9 +78,11 @@ class Session:
                     f"text needs a tokenizer's encode: the vocabulary has {size} tokens, so they are not bytes"
                 )
             tokens = list(tokens.encode()) if self.encode is None else self.encode(tokens)
+        if isinstance(tokens, Tensor) and tokens.is_meta:
+            raise ValueError("tokens are on the meta device, which has no values")
         ids = torch.as_tensor(tokens, device=device)
         ids = ids.long() if not ids.numel() else ids
-        if ids.ndim != 1 or ids.is_floating_point():
+        if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"tokens must be integers [T]; got {ids.dtype} {tuple(ids.shape)}")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise ValueError(f"tokens must lie between 0 and {size - 1}; got {int(ids.min())} to {int(ids.max())}")

@@ -9,6 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import (
+    check_chunk_size,
+    check_decay,
+    check_integers,
+    check_number,
+    check_tensors,
+    is_transformed,
+)
 from halflife.precision import compute_dtype
 
 
@@ -88,6 +96,11 @@ class OpCall:
         tensors = self.tensors if self.initial_state is None else [*self.tensors, self.initial_state]
         return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
+    @property
+    def is_transformed(self) -> bool:
+        """Whether torch.func or forward-mode differentiation sees the call."""
+        return is_transformed()
+
     def first_state(self, dtype: torch.dtype | None = None) -> Tensor:
         """The state before the first token `[N, H, num_states · K, V]`, in `dtype` (None: the compute dtype)."""
         dtype = compute_dtype(self.q) if dtype is None else dtype
@@ -97,11 +110,23 @@ class OpCall:
         return self.q.new_zeros(self.num_sequences, heads, self.num_states * key, self.v.shape[-1], dtype=dtype)
 
     def check(self) -> None:
-        """Checks the shapes of all tensors.
+        """Checks all tensors.
 
         Raises:
-            ValueError: a shape does not fit; the message gives the expected one.
+            TypeError: an argument is no tensor.
+            ValueError: a shape, dtype or device does not fit, or a log-decay is positive; the message says what would.
         """
+        fast = "g" if self.g_slow is None else "g_fast"
+        check_tensors(
+            q=self.q, k=self.k, v=self.v, beta=self.beta, a=self.a, b=self.b, g_slow=self.g_slow, **{fast: self.g},
+            initial_state=self.initial_state,
+        )  # fmt: skip
+        check_number("scale", self.scale)
+        self._check_shapes()
+        for name, log_decay in ((fast, self.g), ("g_slow", self.g_slow)):
+            check_decay(name, log_decay, (self.op, name))
+
+    def _check_shapes(self) -> None:
         q, k, v, g = self.q, self.k, self.v, self.g
         if q.ndim != 4 or k.shape != q.shape:
             raise ValueError(f"q and k must both be [B, T, H, K]; got {tuple(q.shape)} and {tuple(k.shape)}")
@@ -109,6 +134,9 @@ class OpCall:
         scalar = vector[:3]
         if v.ndim != 4 or v.shape[:3] != scalar:
             raise ValueError(f"v must be [B, T, H, V] with B, T, H = {scalar}; got {tuple(v.shape)}")
+        if not q.shape[-1] or not v.shape[-1]:
+            raise ValueError(f"a head needs at least one channel; got K = {q.shape[-1]} and V = {v.shape[-1]}")
+        check_chunk_size(self.chunk_size)
         if g is not None and self.g_slow is None and g.shape not in (scalar, vector):
             raise ValueError(
                 f"g must be None, [B, T, H] = {scalar} (scalar) or [B, T, H, K] = {vector} (vector); "
@@ -138,7 +166,8 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> int:
         return batch
     if batch != 1:
         raise ValueError(f"packed input (cu_seqlens) has batch size 1, one row of all tokens; got {batch}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+    check_integers("cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
     bounds: Sequence[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):

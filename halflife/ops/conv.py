@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.arguments import check_tensors, is_transformed
 from halflife.ops.backends.dispatch import Implementation, choose, implements
 from halflife.ops.backends.native import unsupported
 from halflife.ops.call import check_cu_seqlens, pieces
@@ -51,6 +52,7 @@ def causal_conv1d(
     Raises:
         ValueError: a shape does not fit, or the activation is unknown.
     """
+    check_tensors(x=x, weight=weight, bias=bias, initial_state=initial_state)
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
         raise ValueError(f"x must be [B, T, D] and weight [D, W]; got {tuple(x.shape)} and {tuple(weight.shape)}")
     if bias is not None and bias.shape != x.shape[2:]:
@@ -63,7 +65,8 @@ def causal_conv1d(
         initial_state = x.new_zeros(expected)
     elif tuple(initial_state.shape) != expected:
         raise ValueError(f"initial_state must be [sequences, D, W - 1] = {expected}; got {tuple(initial_state.shape)}")
-    implementation = choose("causal_conv1d", "auto" if usable(x) else "chunked", x.device)
+    backend = "reference" if is_transformed() else "auto" if usable(x) else "chunked"
+    implementation = choose("causal_conv1d", backend, x.device)
     y, state = implementation(x, weight, bias, activation, initial_state, cu_seqlens)
     return y, state if output_final_state else None
 

@@ -16,6 +16,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add, split_decay
 from halflife.shapes import Float, Int
 
 
@@ -51,7 +52,8 @@ def delta_rule(
         `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     call = OpCall(
         "delta_rule", q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -68,10 +70,12 @@ def reference(call: OpCall) -> tuple[Tensor, Tensor]:
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `beta [B, H]`, `g [B, H, 1 or K]`."""
-    if g is not None:
-        state = state * g.exp().unsqueeze(-1)
-    error = v - (state * k.unsqueeze(-1)).sum(-2)
-    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    error, held = v, k
+    if g is not None:  # S'ᵀ k = Sᵀ (change ⊙ k) + Sᵀ (kept ⊙ k); the small part is subtracted first, so that it counts
+        kept, change = split_decay(g)
+        error, held = v - (state * (change * k).unsqueeze(-1)).sum(-2), kept * k
+    error = error - (state * held.unsqueeze(-1)).sum(-2)
+    state = decay_and_add(state, g, k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2))
     return (state * q.unsqueeze(-1)).sum(-2), state
 
 

@@ -17,6 +17,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add
 from halflife.shapes import Float, Int
 
 
@@ -54,7 +55,8 @@ def dplr(
         `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     call = OpCall(
         "dplr", q, k, v, g, a=a, b=b, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -74,9 +76,8 @@ def _token(
 ) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k, a, b [B, H, K]`, `v [B, H, V]`, `g [B, H, 1 or K]`."""
     correction = (state * a.unsqueeze(-1)).sum(-2)
-    if g is not None:
-        state = state * g.exp().unsqueeze(-1)
-    state = state + b.unsqueeze(-1) * correction.unsqueeze(-2) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    update = b.unsqueeze(-1) * correction.unsqueeze(-2) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    state = decay_and_add(state, g, update)
     return (state * q.unsqueeze(-1)).sum(-2), state
 
 

@@ -18,15 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.arguments import check_tensors
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.chunked import blocks
-from halflife.ops.chunked.decays import FLOOR, wide
+from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.gate_decay import GateDecay
 from halflife.ops.delta_rule import DeltaBlock
 from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
-from halflife.precision import compute_dtype
+from halflife.ops.slow_decay import decay_and_add
+from halflife.precision import compute_dtype, wide
 from halflife.registry import unknown
 from halflife.shapes import Float, Int
 
@@ -72,7 +74,8 @@ def gate_rank(
         `o [B, T, H, V]` in v's dtype, and the final `(fast, slow)` (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     check_reset_law(reset_law, delta=beta is not None)
     if reset_law == "printed":
@@ -116,6 +119,7 @@ def join(states: Any) -> Tensor | None:
         return None
     if not isinstance(states, tuple | list) or len(states) != 2:
         raise ValueError("initial_state must be the pair (fast, slow)")
+    check_tensors(fast=states[0], slow=states[1])
     if states[0].ndim != 4 or states[0].shape != states[1].shape:
         shapes = " and ".join(str(tuple(state.shape)) for state in states)
         raise ValueError(f"initial_state must be two states [sequences, H, K, V]; got {shapes}")
@@ -142,13 +146,15 @@ def _token(
 ) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, 2K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `g_slow, beta [B, H]`, `g_fast [B, H, 1]`."""
     fast, slow = state.chunk(2, -2)
-    fast = fast * g_fast.exp().unsqueeze(-1)
-    reset = (g_slow != 0)[..., None, None]
-    slow = torch.where(reset, g_slow.exp()[..., None, None] * (slow + fast), slow)
-    fast = torch.where(reset, 0, fast)
+    decayed = g_fast.exp().unsqueeze(-1) * fast
+    g_slow = g_slow.unsqueeze(-1)
+    reset = g_slow != 0
+    moved = decay_and_add(slow, g_slow, g_slow.exp().unsqueeze(-1) * decayed)
+    slow = torch.where(reset.unsqueeze(-1), moved, slow)
     if beta is not None:
-        v = beta.unsqueeze(-1) * (v - ((slow + fast) * k.unsqueeze(-1)).sum(-2))
-    fast = fast + k.unsqueeze(-1) * v.unsqueeze(-2)
+        held = slow + torch.where(reset.unsqueeze(-1), 0, decayed)
+        v = beta.unsqueeze(-1) * (v - (held * k.unsqueeze(-1)).sum(-2))
+    fast = decay_and_add(fast, torch.where(reset, -torch.inf, g_fast), k.unsqueeze(-1) * v.unsqueeze(-2))
     return ((slow + fast) * q.unsqueeze(-1)).sum(-2), torch.cat([fast, slow], -2)
 
 

@@ -15,6 +15,7 @@ from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
+from halflife.ops.slow_decay import decay_and_add
 from halflife.shapes import Float, Int
 
 
@@ -49,7 +50,8 @@ def linear_attention(
         `o [B, T, H, V]` in v's dtype, and the final state (float32, or float64 for float64 inputs), or None.
 
     Raises:
-        ValueError: a shape does not fit, or the backend cannot run; the message names the backends that can.
+        ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
+            run; the message names the backends that can.
     """
     call = OpCall(
         "linear_attention", q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -66,9 +68,7 @@ def reference(call: OpCall) -> tuple[Tensor, Tensor]:
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token: `state [B, H, K, V]`, `q, k [B, H, K]`, `v [B, H, V]`, `g [B, H, 1 or K]`."""
-    if g is not None:
-        state = state * g.exp().unsqueeze(-1)
-    state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
+    state = decay_and_add(state, g, k.unsqueeze(-1) * v.unsqueeze(-2))
     return (state * q.unsqueeze(-1)).sum(-2), state
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halflife.position.rope import angles, spread
+from halflife.precision import compute_dtype
+
 
 def lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
     """Map x to `[x cos tθ, x sin tθ]`, twice the channels. Products become `Σ q_i k_i cos((t_q − t_k) θ_i)`.
@@ -20,9 +23,8 @@ def lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
     Source: Decay, §2.2.
     """
     heads, channels = x.shape[-2:]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    exponent = torch.arange(heads * channels, device=x.device, dtype=wide) / (heads * channels)
-    angle = position.to(wide)[..., None, None] * (base**-exponent).unflatten(0, (heads, channels))
+    exponent = spread(heads * channels, heads * channels, x.device).view(heads, channels)
+    angle = angles(position, base, exponent, compute_dtype(x))
     return torch.cat([x * angle.cos(), x * angle.sin()], -1).to(x.dtype)
 
 
@@ -39,8 +41,7 @@ def half_lrpe(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
 
     Source: the RoPE rows of the Decay paper as its authors ran them.
     """
-    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / max(half, 1))
-    angle = (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
+    half = x.shape[-1] // 2
+    angle = angles(position, base, spread(half, half, x.device), compute_dtype(x)).unsqueeze(-2)
     encoded, rest = x[..., :half], x[..., half:]
     return torch.cat([encoded * angle.cos(), encoded * angle.sin(), rest], -1).to(x.dtype)

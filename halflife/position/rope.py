@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from halflife.precision import compute_dtype, wide
 
 
 def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
@@ -21,9 +25,32 @@ def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
         ValueError: K is odd, so that one channel has no partner.
     """
     check_pairs(x.shape[-1])
-    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    return rotate(x, (position.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2))
+    half = x.shape[-1] // 2
+    return rotate(x, angles(position, base, spread(half, half, x.device), compute_dtype(x)).unsqueeze(-2))
+
+
+def angles(position: Tensor, base: float, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `t · base^{−exponent}` modulo 2π, between −π and π.
+
+    Products and whole turns are float64, so that the error is that of rounding to `dtype` at any position. In float32
+    an angle at a million tokens would be wrong by 0.03 (and it is on Apple's MPS, which has no float64).
+
+    Args:
+        position: positions t `[…]`.
+        base: base of the geometric frequencies.
+        exponent: exponents `[…]`, one a channel (see `spread`).
+        dtype: dtype of the result.
+
+    Returns:
+        The angles, with the axes of `position` before those of `exponent`.
+    """
+    angle = wide(position)[(..., *(None,) * exponent.ndim)] * base**-exponent
+    return torch.remainder(angle + math.pi, 2 * math.pi).sub(math.pi).to(dtype)
+
+
+def spread(count: int, size: int, device: torch.device) -> Tensor:
+    """Return `[0, 1, …, count − 1] / size` in float64."""
+    return wide(torch.arange(count, device=device)) / max(size, 1)
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:

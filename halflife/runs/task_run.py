@@ -21,6 +21,9 @@ from halflife.runs.one import CellConfig, ModelRun
 from halflife.tasks import build as build_task
 from halflife.training.config import ExecutionConfig
 
+LONGEST = 1 << 24  # tokens of a sequence; more do not fit into memory with what a model computes from them
+MOST_EXAMPLES = 10_000_000  # examples of a validation or test
+
 
 @dataclass(frozen=True, kw_only=True)
 class TestSpec:
@@ -72,12 +75,14 @@ class RunConfig(CellConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("validation_examples", "test_examples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_EXAMPLES:
+                raise ValueError(f"{name} must be between 1 and {MOST_EXAMPLES:,}; got {getattr(self, name)}")
         if not self.stages or not self.validation or not all(self.stages):
             raise ValueError("a run needs at least one task in every stage, and at least one task to validate on")
         for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
-            build_task(**task)  # impossible sizes raise here, before training
+            length = build_task(**task).length  # impossible sizes raise here, before training
+            if length > LONGEST:
+                raise ValueError(f"a sequence has at most {LONGEST:,} tokens; {task['name']} was asked for {length:,}")
 
     def sequences(self) -> dict[int, float]:
         counts: dict[int, float] = {}

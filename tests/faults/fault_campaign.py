@@ -1,17 +1,22 @@
 """Every row of `table.py`: spoil a run, let it go on, and compare."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import actions
+import psutil
 import pytest
 import torch
-from processes import limited, trial
-from table import EVENTS, TABLE
+from processes import compare, limited, trial, trial_of_comparison
+from table import EVENTS, EVENTS_OF_COMPARISON, TABLE
 from tiny_runs import after_step, comparable, interrupt_after, run, tiny
 
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -72,6 +77,87 @@ def test_killed(row, processes, whole, tmp_path):
 def test_the_table_has_every_event(processes, tmp_path):
     finish(processes, trial, tmp_path / "run", None, tmp_path / "count")
     assert EVENTS - 25 <= int((tmp_path / "count").read_text()) <= EVENTS
+    finish(processes, trial_of_comparison, tmp_path / "comparison", None, tmp_path / "count")
+    assert EVENTS_OF_COMPARISON - 40 <= int((tmp_path / "count").read_text()) <= EVENTS_OF_COMPARISON
+
+
+@pytest.fixture(scope="session")
+def duration(processes, tmp_path_factory):
+    """Seconds of a run in a process of its own."""
+    start = time.monotonic()
+    finish(processes, trial, tmp_path_factory.mktemp("duration") / "run")
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row[0] == "moment"], ids=identity)
+def test_killed_at_a_moment(row, processes, duration, whole, tmp_path):
+    for attempt in (1, 1.3, 1.6):
+        process = processes.Process(target=trial, args=(tmp_path / "run",))
+        process.start()
+        process.join(row[1] * attempt * duration)
+        process.kill()
+        process.join()
+    run(tiny(), tmp_path / "run")
+    assert comparable(tmp_path / "run") == comparable(whole)
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory):
+    """An uninterrupted comparison."""
+    folder = tmp_path_factory.mktemp("compared") / "x"
+    compare(folder)
+    return folder
+
+
+def scores(folder):
+    """What a comparison has measured, and its weights."""
+    weights = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("model.safetensors")}
+    return (folder / "results.csv").read_text(), weights
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row[0] == "kill of compare"], ids=identity)
+def test_killed_comparison(row, processes, compared, tmp_path):
+    finish(processes, trial_of_comparison, tmp_path / "x", row[1])
+    compare(tmp_path / "x")
+    assert scores(tmp_path / "x") == scores(compared)
+    names = [sorted(str(path.relative_to(each)) for path in each.rglob("*")) for each in (tmp_path / "x", compared)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row[0] == "kill of fsdp"], ids=identity)
+def test_killed_shards(row, tmp_path):
+    (tmp_path / "notes.txt").write_text("".join(f"line {i} of the notes\n" for i in range(4000)))
+    words = [
+        "mamba2",
+        "--data",
+        str(tmp_path / "notes.txt"),
+        "--tokens",
+        "15360",
+        "--context",
+        "64",
+        "--batch-size",
+        "4",
+    ]
+    words += ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--save-every", "4", "--quiet"]
+
+    def torchrun(count, folder, *others):
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [sys.executable, *start, "-m", "halflife.cli", "train", *others]
+        return subprocess.Popen(command, env={**os.environ, "HALFLIFE_CACHE": str(tmp_path / "cache")})
+
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert torchrun(1, whole, *words, "--output", str(whole), "--fsdp").wait() == 0
+    process = torchrun(2, folder, *words, "--output", str(folder), "--fsdp")
+    while process.poll() is None and len([*folder.glob("checkpoints/checkpoint-*/complete.json")]) <= row[1]:
+        time.sleep(0.05)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.kill()
+    process.wait()
+    assert not (folder / "result.json").exists()
+    assert torchrun(1, folder, "--resume", str(folder), "--fsdp", "--quiet").wait() == 0
+    found, wanted = (json.loads((each / "result.json").read_text()) for each in (folder, whole))
+    assert found["bits_per_byte"] == pytest.approx(wanted["bits_per_byte"], rel=1e-5)
 
 
 def finish(processes, function, *arguments):
@@ -82,7 +168,8 @@ def finish(processes, function, *arguments):
 
 
 AGAIN = ("model.safetensors", "session", "tokens")
-SPOILED = [row for row in TABLE if row[0] not in ("kill", "signal", "small_files") and row[1] not in AGAIN]
+OTHERS = ("kill", "moment", "kill of compare", "kill of fsdp", "signal", "small_files")
+SPOILED = [row for row in TABLE if row[0] not in OTHERS and row[1] not in AGAIN]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -124,11 +211,15 @@ def test_small_files(row, processes, whole, tmp_path):
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row[0] == "signal"], ids=identity)
 def test_signals(row, whole, tmp_path):
-    name, step = row[1]
-    with pytest.MonkeyPatch.context() as patch:
-        after_step(patch, step, lambda: os.kill(os.getpid(), getattr(signal, name)))
-        with pytest.raises(StoppedBySignal):
-            run(tiny(), tmp_path)
+    number, step = getattr(signal, row[1][0]), row[1][1]
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so in a run
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            after_step(patch, step, lambda: os.kill(os.getpid(), number))
+            with pytest.raises(StoppedBySignal):
+                run(tiny(), tmp_path)
+    finally:
+        signal.signal(number, before)
     run(tiny(), tmp_path)
     assert comparable(tmp_path) == comparable(whole)
 

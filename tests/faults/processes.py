@@ -9,16 +9,22 @@ from pathlib import Path
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 
 
-def trial(folder, kill_at=None, counted=None):
+def single(folder):
+    """A run on a task, from its start or from where it is."""
+    from tiny_runs import run, tiny
+
+    run(tiny(), folder)
+
+
+def trial(folder, kill_at=None, counted=None, job=single):
     """A run that kills itself at an event that changes the file system below its folder.
 
     Args:
         folder: of the run.
         kill_at: the number of the event, from 0; None for never.
         counted: a file for the number of all events.
+        job: what runs in the folder.
     """
-    from tiny_runs import run, tiny
-
     count = 0
 
     def hook(event, arguments):
@@ -32,9 +38,29 @@ def trial(folder, kill_at=None, counted=None):
             count += 1
 
     sys.addaudithook(hook)
-    run(tiny(), folder)
+    job(folder)
     if counted is not None:
         Path(counted).write_text(str(count))
+
+
+COMPARED = {
+    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 4,
+    "batch_size": 4, "test_examples": 8, "validation_examples": 8, "save_every": 2, "validate_every": 2,
+}  # fmt: skip
+
+
+def compare(folder):
+    """A comparison of two models, from its start or from where it is."""
+    from halflife.experiments.compare import create_comparison, run_comparison
+
+    if not (folder / "config.json").exists():
+        create_comparison(("mamba2", "llama"), settings=COMPARED, output=folder)
+    run_comparison(folder, show=False)
+
+
+def trial_of_comparison(folder, kill_at=None, counted=None):
+    """`trial` for a comparison."""
+    trial(folder, kill_at, counted, job=compare)
 
 
 def limited(folder, size):

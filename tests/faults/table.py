@@ -9,11 +9,13 @@ A row is (fault, where, expected):
   expression for the error, which must be one of `ACCEPTED`. Alternatives of the form "A or B" are allowed.
 """
 
-EVENTS = 110  # file-system events of a run; `fault_kills.py` measures that there are no more
+EVENTS = 110  # file-system events of a run; `fault_campaign.py` measures that there are no more
 
 NEWEST, OLDER = "checkpoints/checkpoint-8", "checkpoints/checkpoint-4"
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "window.json",
          "run.json", "complete.json", "training_args.bin")  # fmt: skip
+
+EVENTS_OF_COMPARISON = 215  # the same for a comparison of two models
 
 SPOIL = ("flip", "cut", "empty", "garbage", "remove")
 
@@ -22,6 +24,11 @@ SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
 TABLE = [
     # Killed at any moment that touches a file.
     *(("kill", event, "same numbers") for event in range(EVENTS)),
+    # Killed anywhere else: at a share of the time that a run takes, three times in a row.
+    *(("moment", share / 100, "same numbers") for share in range(8, 100, 8)),
+    *(("kill of compare", event, "same numbers") for event in range(0, EVENTS_OF_COMPARISON, 10)),
+    # Two processes that hold shards are killed after a checkpoint, and one process goes on.
+    ("kill of fsdp", 1, "same result"),
     # A checkpoint that is damaged, in any file and way.
     *((how, f"{NEWEST}/{name}", "same numbers") for how in SPOIL for name in FILES),
     *((how, f"{NEWEST}+{OLDER}/{name}", "same numbers") for how in SPOIL for name in ("optimizer.pt", "complete.json")),

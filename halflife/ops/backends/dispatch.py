@@ -27,6 +27,7 @@ from torch import Tensor
 
 from halflife.ops.backends import fla, native, triton
 from halflife.ops.call import OpCall
+from halflife.precision import without_autocast
 from halflife.registry import Registry, unknown
 
 Implementation = Callable[..., Any]
@@ -110,6 +111,15 @@ def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Imp
     raise CannotRun(f"backend {backend!r} cannot run this {op}: {reason}. Those that can: {', '.join(able)}")
 
 
+def _traceable(op: str, backend: str) -> str:
+    """Return the backend for a call under torch.func or forward-mode differentiation, which need plain operations."""
+    if backend not in ("auto", "reference", "mask"):
+        raise CannotRun(
+            f"backend {backend!r} has no rules for torch.func and forward-mode derivatives of {op}; use 'reference'"
+        )
+    return "reference" if backend == "auto" else backend
+
+
 def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
     """Check the arguments of an op, choose its implementation and run it.
 
@@ -126,10 +136,12 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
         ValueError: a shape does not fit, or the backend cannot run.
     """
     call.check()
+    if call.is_transformed:
+        backend = _traceable(call.op, backend)
     if backend == "auto" and call.is_token and (call.differentiated or why(call.op, "native", call.device, call)):
         backend = "reference"
     implementation = choose(call.op, backend, call.device, call)
-    with torch.autocast(call.device.type, enabled=False):
+    with without_autocast(call.device):
         o, state = implementation(call)
     return o, state if output_final_state else None
 

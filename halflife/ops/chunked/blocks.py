@@ -15,6 +15,7 @@ from torch import Tensor
 from halflife.ops.call import OpCall
 from halflife.ops.chunked.decays import FLOOR, DecayGrads, make_decay
 from halflife.ops.chunked.layout import ChunkLayout, make_layout, put_block, take_block
+from halflife.precision import without_autocast
 
 # ------------------------------------------------------------------------------------- chunk to chunk
 
@@ -191,7 +192,7 @@ class _ChunkedOp(torch.autograd.Function):
         grads = [None if x is None else torch.empty_like(x) for x in inputs]
         dinitial, dstate = dfinal.clone(), dfinal[:0]
         places = list(layout.blocks(do.shape[0], do.shape[2], do.device, num_states))
-        with torch.autocast(do.device.type, enabled=False):
+        with without_autocast(do.device):
             for (rows, chunks), state in zip(reversed(places), reversed(borders), strict=True):
                 block = block_type(inputs, scale, initial.dtype, layout, rows, chunks)
                 dob = take_block(do, rows, chunks, layout.chunk, initial.dtype)

@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halflife.ops.slow_decay import split_decay
+from halflife.precision import wide
+
 # exp(-110) is 0 in float32 and exp(-750) is 0 in float64. Clamping log-decays here changes no result, and it makes
 # differences of -inf finite.
 FLOOR = {torch.float32: -110.0, torch.float64: -750.0}
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return `x` in float64 for exact cumulative sums (in float32 on Apple's MPS, which has no float64)."""
-    return x.float() if x.device.type == "mps" else x.double()
 
 
 RowGrads = tuple[Tensor, Tensor]  # rows `[…, C, K]` and a gradient of them
@@ -61,6 +59,7 @@ class _OneState:
     query_weights: Tensor  # e^{b_t}
     key_weights: Tensor  # e^{b_C − b_t}
     chunk_decay: Tensor  # e^{b_C}
+    chunk_change: tuple[Tensor, Tensor] | None = None  # the two parts of e^{b_C}, or None for no decay
 
     def weight_queries(self, x: Tensor) -> Tensor:
         return x * self.query_weights
@@ -69,7 +68,10 @@ class _OneState:
         return k * self.key_weights
 
     def carry(self, c: int, state: Tensor, update: Tensor) -> Tensor:
-        return torch.addcmul(update, self.chunk_decay[:, :, c], state)
+        if self.chunk_change is None:
+            return update + state
+        kept, change = (x[:, :, c] for x in self.chunk_change)
+        return torch.addcmul(update, change, state).addcmul_(kept, state)
 
     carry_back = carry
 
@@ -105,6 +107,7 @@ class ScalarDecay(_OneState):
         self.query_weights = b.to(dtype).exp().unsqueeze(-1)
         self.key_weights = (b[..., -1:] - b).to(dtype).exp().unsqueeze(-1)
         self.chunk_decay = self.query_weights[..., -1:, :]
+        self.chunk_change = split_decay(b[..., -1:].unsqueeze(-1), dtype)
         bound = torch.where(lower > 0, 0.0, -torch.inf)
         self.matrix = torch.minimum((b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype), bound).exp_()
 
@@ -144,6 +147,7 @@ class VectorDecay(_OneState):
         self.query_weights = b.to(dtype).exp()
         self.key_weights = (b[..., -1:, :] - b).to(dtype).exp()
         self.chunk_decay = self.query_weights[..., -1, :].unsqueeze(-1)
+        self.chunk_change = split_decay(b[..., -1, :].unsqueeze(-1), dtype)
         self.tiles: list[tuple[int, Tensor, Tensor]] = []
         size = chunk // 2
         while size:

@@ -21,7 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.chunked.decays import FLOOR, DecayGrads, RowGrads, wide
+from halflife.ops.chunked.decays import FLOOR, DecayGrads, RowGrads
+from halflife.ops.slow_decay import split_decay
+from halflife.precision import wide
 
 
 class GateDecay:
@@ -49,7 +51,8 @@ class GateDecay:
         log_keys = torch.stack([log_keys.where(stays_fast, -torch.inf), log_keys.where(~stays_fast, -torch.inf)], -1)
         self.key_weights = log_keys.to(dtype).exp()
         fast_to_fast = b[..., -1:].where(first == -torch.inf, -torch.inf)
-        self.chunk_decay = torch.stack([fast_to_fast, a[..., -1:]], -2).to(dtype).exp().unsqueeze(-1)
+        log_decay = torch.stack([fast_to_fast, a[..., -1:]], -2).unsqueeze(-1)
+        self.chunk_decay, self.chunk_change = log_decay.to(dtype).exp(), split_decay(log_decay, dtype)
         self.fast_to_slow = (a[..., -1:] + first).to(dtype).exp().unsqueeze(-1)  # [b, H, c, 1, 1]
 
         weights = torch.maximum(b.unsqueeze(-1), following.unsqueeze(-2)).add_(a.unsqueeze(-1))
@@ -71,15 +74,17 @@ class GateDecay:
 
     def carry(self, c: int, state: Tensor, update: Tensor) -> Tensor:
         state, update = _split_states(state), _split_states(update)
-        out = torch.addcmul(update, self.chunk_decay[:, :, c], state)
+        kept, change = (x[:, :, c] for x in self.chunk_change)
+        out = torch.addcmul(update, change, state)
         out[:, :, 1].addcmul_(self.fast_to_slow[:, :, c], state[:, :, 0])
-        return out.flatten(-3, -2)
+        return out.addcmul_(kept, state).flatten(-3, -2)
 
     def carry_back(self, c: int, grad: Tensor, update: Tensor) -> Tensor:
         grad, update = _split_states(grad), _split_states(update)
-        out = torch.addcmul(update, self.chunk_decay[:, :, c], grad)
+        kept, change = (x[:, :, c] for x in self.chunk_change)
+        out = torch.addcmul(update, change, grad)
         out[:, :, 0].addcmul_(self.fast_to_slow[:, :, c], grad[:, :, 1])
-        return out.flatten(-3, -2)
+        return out.addcmul_(kept, grad).flatten(-3, -2)
 
     def weight_queries_grad(self, d: Tensor) -> Tensor:
         return _split_states(d, -1).mul_(self.query_weights.unsqueeze(-1)).flatten(-2)

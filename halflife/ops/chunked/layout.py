@@ -57,7 +57,7 @@ class ChunkLayout:
         """Yield (batch rows, chunks) of each block; a group of rows goes from its first chunk to its last."""
         target = _BLOCK_ROWS.get(device.type, _BLOCK_ROWS_ACCELERATOR) // num_states
         per_chunk = max(1, heads * self.chunk)
-        rows = min(batch, max(1, target // per_chunk))
+        rows = max(1, min(batch, target // per_chunk))
         chunks = max(1, target // (per_chunk * rows))
         for row in range(0, batch, rows):
             for start in range(0, self.num_chunks, chunks):

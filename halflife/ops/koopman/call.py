@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from halflife.ops.arguments import check_chunk_size, check_number, check_tensors, is_transformed
 from halflife.ops.call import check_cu_seqlens
 from halflife.ops.koopman.state import KoopmanState
 from halflife.registry import unknown
 
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
-NORMALIZATIONS = ("causal", "sequence", "paper")
+NORMALIZATIONS = ("causal", "sequence", "paper", "trace")
 OPERATORS = ("whitened", "main_text")
 
 
@@ -37,9 +38,9 @@ class KoopmanCall:
     operator: str = "whitened"
 
     @property
-    def is_paper_form(self) -> bool:
-        """Whether the call has a form of the paper that only the implementations in plain torch have."""
-        return self.operator != "whitened" or self.normalization == "paper"
+    def needs_plain_torch(self) -> bool:
+        """Whether the call has a form that only the implementations in plain torch have."""
+        return self.operator != "whitened" or self.normalization in ("paper", "trace")
 
     @property
     def tokens_per_operator(self) -> int:
@@ -52,12 +53,31 @@ class KoopmanCall:
         return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def check(self) -> None:
-        """Raises a ValueError for a shape, name or number that does not fit."""
+        """Checks all arguments.
+
+        Raises:
+            TypeError: an argument is no tensor.
+            ValueError: a shape, dtype, device, name or number does not fit.
+        """
+        if self.initial_state is not None and not isinstance(self.initial_state, dict):
+            raise TypeError(f"initial_state must be the dict that an earlier call returned; got {self.initial_state!r}")
+        sums = {name: x for name, x in (self.initial_state or {}).items() if name != "pending"}
+        settings = {"gamma": self.gamma, "mix": self.mix}
+        tensors = {name: x for name, x in settings.items() if isinstance(x, Tensor)}
+        check_tensors(q=self.q, k=self.k, v=self.v, **sums, **tensors)
+        for name in settings.keys() - tensors.keys():
+            check_number(name, settings[name])
+        if is_transformed():
+            raise ValueError("koopman_attention has no rules for torch.func and forward-mode derivatives")
+        if self.k.device.type == "meta":
+            raise ValueError("koopman_attention needs the values of its keys, which the meta device does not have")
         q, k, v, mode, mask = self.q, self.k, self.v, self.mode, self.mask
         if q.ndim != 4 or k.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
             raise ValueError(f"q and k must be [B, T, H, R]; got {tuple(q.shape)} and {tuple(k.shape)}")
         if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
             raise ValueError(f"v must be [B, T, H, P] with B, T, H = {tuple(k.shape[:3])}; got {tuple(v.shape)}")
+        if not k.shape[-1] or not v.shape[-1]:
+            raise ValueError(f"a head needs at least one channel; got R = {k.shape[-1]} and P = {v.shape[-1]}")
         if mode == "chunk" and q.shape[1] != k.shape[1]:
             raise ValueError(f"in mode 'chunk' queries and keys have one length; got {q.shape[1]} and {k.shape[1]}")
         if mask is not None and mask.shape != k.shape[:2]:
@@ -81,5 +101,6 @@ def check_settings(
     ):  # fmt: skip
         if name not in choices:
             raise unknown(kind, name, list(choices))
-    if chunk_size < 1 or power < 0 or ridge <= 0:
-        raise ValueError(f"need chunk_size ≥ 1, power ≥ 0 and ridge > 0; got {chunk_size}, {power}, {ridge}")
+    check_chunk_size(chunk_size)
+    if not (power >= 0 and ridge > 0):
+        raise ValueError(f"need power ≥ 0 and ridge > 0; got {power}, {ridge}")

@@ -37,7 +37,7 @@ from halflife.ops.koopman.state import (
     sum_tokens,
     with_pending,
 )
-from halflife.precision import compute_dtype
+from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
 OP = "koopman_attention"
@@ -76,14 +76,16 @@ def koopman_attention(
         mask: `[B, T]`, 0 where a token is left out of the sums. A pair of neighbours counts where both are in.
         chunk_size: tokens that share one operator.
         refresh: "token" fits one operator a token, as `chunk_size=1` does, by rank-one updates while decoding.
-        normalization: "causal"; "sequence": m over the whole sequence including the future; or "paper": m over all
-            keys of the first call with keys, masked ones and the future included, which later calls do not change.
+        normalization: "causal"; "trace": `m² = tr G`, a ridge that grows with the sums, so that the condition number of
+            G̃ is at most 1 + 1/ε at any length (docs/streaming.md); "sequence": m over the whole sequence including
+            the future; or "paper": m over all keys of the first call with keys, masked ones and the future included,
+            which later calls do not change.
         initial_state: the state before the first token (see `koopman.state`), or None. A sequence may be cut at any
             token.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
         backend: "auto", or one of `available_backends("koopman_attention")`. Modes "prefix" and "masked" have one form.
-            The forms "paper" and "main_text" run on "chunked" and "reference" alone.
+            The forms "trace", "paper" and "main_text" run on "chunked" and "reference" alone.
         operator: "whitened", or "main_text" for the paper's Eqs. 11 to 13, `A = M G̃⁻¹`, `A ← γ A / max(σ_max(A), 1)`
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 
@@ -118,12 +120,12 @@ class KoopmanResult(NamedTuple):
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     """`koopman_attention` with the count of repeated factorisations; raises as it does."""
     call.check()
-    if call.is_paper_form:
+    if call.needs_plain_torch:
         if backend not in ("auto", "chunked", "reference"):
-            raise ValueError(f"the paper's forms of koopman_attention run on chunked and reference; got {backend!r}")
+            raise ValueError(f"this form of koopman_attention runs on chunked and reference; got {backend!r}")
         backend = "chunked" if backend == "auto" else backend
     implementation, dtype = choose(OP, backend, call.k.device, call), compute_dtype(call.k)
-    with torch.autocast(call.k.device.type, enabled=False):
+    with without_autocast(call.k.device):
         masked = replace(call, k=mask_keys(call.k, call.mask))
         readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator)
         memory = initial_memory(call.initial_state, call.k, call.v, call.num_sequences, call.tokens_per_operator)
@@ -149,8 +151,7 @@ def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     """One operator for all tokens, those of the memory included; all queries read it."""
     k, v = with_pending(call.k, call.v, memory)
     sums = sum_tokens(k, v, previous_keys(k, memory.last)).after(memory.sums)
-    if call.normalization == "paper":
-        sums = sums._replace(norm=memory.sums.norm)
+    sums = sums.normalized(call.normalization, memory.sums.norm)
     y, retries = readout.read(sums, call.q.transpose(1, 2))
     last = k[:, -1] if k.shape[1] else memory.last
     return y.transpose(1, 2), memory.without_pending().full_chunks(sums, last), retries
@@ -169,7 +170,10 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     if call.normalization == "sequence":
         norm = layout.largest_norm(chunks, memory.sums)
     elif call.normalization == "paper":
-        norm, leaving = layout.same_norm(memory.sums), leaving._replace(norm=memory.sums.norm)
+        norm = layout.same_norm(memory.sums)
+    elif call.normalization == "trace":
+        norm = entering.normalized("trace", entering.norm).norm
+    leaving = leaving.normalized(call.normalization, memory.sums.norm)
     queries = layout.split(layout.place(call.q))
     y, retries = readout.read(entering, queries.flatten(0, 1), norm)
     return layout.restore(y.unflatten(0, queries.shape[:2])), layout.final(leaving, keys, values, memory), retries
@@ -188,7 +192,7 @@ def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> 
     key, value = call.k[:, 0], call.v[:, 0]
     if waits:
         return y, add_pending(key, value, memory), retries
-    memory, more = add_token(key, value, memory, inverse, readout.ridge, frozen=call.normalization == "paper")
+    memory, more = add_token(key, value, memory, inverse, readout.ridge, call.normalization)
     return y, memory, retries + more
 
 

@@ -40,7 +40,7 @@ def _loop(
 
     def sums_before(stop: int) -> Sums:
         sums = sum_tokens(k[:, :stop], v[:, :stop], previous[:, :stop]).after(memory.sums)
-        return sums._replace(norm=memory.sums.norm) if call.normalization == "paper" else sums
+        return sums.normalized(call.normalization, memory.sums.norm)
 
     rows, retries = [], 0
     for t in range(length):

@@ -88,19 +88,18 @@ def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
 
 
 def add_token(
-    k: Tensor, v: Tensor, memory: KoopmanMemory, inverse: Tensor, ridge: float, frozen: bool = False
+    k: Tensor, v: Tensor, memory: KoopmanMemory, inverse: Tensor, ridge: float, normalization: str = "causal"
 ) -> tuple[KoopmanMemory, int]:
     """Add one token to the sums, and update the inverse factor with them.
 
-    A rank-one update gives the new inverse factor. Where the largest norm grows, the unit changes, and the factor is
-    computed from the sums instead. A `frozen` norm does not grow.
+    A rank-one update gives the new inverse factor. Where m² grows, the unit changes, and the factor is computed from
+    the sums instead. Under "trace" m² grows with every key, and under "paper" never.
 
     Returns:
         The new memory, and the retries of its factorisations.
     """
     new = add_to_sums(k, v, memory)
-    if frozen:
-        new = new._replace(sums=new.sums._replace(norm=memory.sums.norm))
+    new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))
     grown = new.sums.norm > memory.sums.norm
     if grown.all():
         factor = inverse_factor(new.sums, ridge)

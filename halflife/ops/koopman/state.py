@@ -5,7 +5,7 @@ Users, sessions and checkpoints see a state as a dict of tensors with one row a 
 | name | shape | meaning |
 |---|---|---|
 | `gram`, `transition`, `values` | `[N, H, R, R]`, `[N, H, R, R]`, `[N, H, P, R]` | the sums G, M and C |
-| `norm` | `[N, H]` | the largest squared norm of a key, m² |
+| `norm` | `[N, H]` | m²: the largest squared norm of a key, or tr G under `normalization="trace"` |
 | `last` | `[N, H, R]` | the last key of the full chunks |
 | `pending_keys`, `pending_values` | `[N, S − 1, H, R]`, `[N, S − 1, H, P]` | tokens since the last full chunk of S |
 | `pending` | `[N]` | how many of these there are |
@@ -33,7 +33,7 @@ class Sums(NamedTuple):
         gram: `G = Σ z zᵀ`, `[n, H, R, R]`.
         transition: `M = Σ z_t z_{t−1}ᵀ`, `[n, H, R, R]`.
         values: `C = Σ v zᵀ`, `[n, H, P, R]`.
-        norm: the largest squared norm of a key, `[n, H]`.
+        norm: m², the largest squared norm of a key or the trace of G, `[n, H]`.
     """
 
     gram: Tensor
@@ -49,6 +49,12 @@ class Sums(NamedTuple):
             earlier.values + self.values,
             torch.maximum(self.norm, earlier.norm),
         )
+
+    def normalized(self, normalization: str, frozen: Tensor) -> Sums:
+        """These sums with the m² of a normalisation: `frozen` under "paper", tr G under "trace", else the largest."""
+        if normalization == "trace":
+            return self._replace(norm=self.gram.diagonal(dim1=-2, dim2=-1).sum(-1))
+        return self._replace(norm=frozen) if normalization == "paper" else self
 
 
 class KoopmanMemory(NamedTuple):
@@ -122,10 +128,11 @@ def initial_memory(state: KoopmanState | None, k: Tensor, v: Tensor, sequences: 
     return KoopmanMemory.from_state({name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()})
 
 
-def convert_state(state: KoopmanState, chunk_size: int) -> KoopmanState:
+def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "causal") -> KoopmanState:
     """Return a state for operators of `chunk_size` tokens (1 for `refresh="token"`), from one for any other number.
 
-    If the numbers differ, the tokens that wait for their chunk enter the sums, and the next token begins a chunk.
+    `normalization` is that of the op. If the numbers differ, the tokens that wait for their chunk enter the sums, and
+    the next token begins a chunk.
     """
     if state["pending_keys"].shape[1] == chunk_size - 1:
         return state
@@ -133,6 +140,7 @@ def convert_state(state: KoopmanState, chunk_size: int) -> KoopmanState:
     keys, values, counts = memory.pending_keys, memory.pending_values, memory.pending
     # Slots behind the pending tokens hold zeros, which change no sum.
     sums = sum_tokens(keys, values, previous_keys(keys, memory.last)).after(memory.sums)
+    sums = sums.normalized(normalization, memory.sums.norm)
     index = (counts - 1).clamp(min=0).view(-1, 1, 1, 1).expand(-1, 1, *keys.shape[2:])
     newest = keys.gather(1, index)[:, 0] if keys.shape[1] else memory.last
     last = torch.where((counts > 0)[:, None, None], newest, memory.last)
