@@ -17,6 +17,7 @@ import torch
 from tiny_runs import after_step, comparable, interrupt_after, run, tiny
 
 from halflife.files import atomic_path, read_bytes, read_json, remove_orphans, write_json, write_text
+from halflife.runs.scores import scores_of, write_scores
 from halflife.training import callbacks
 from halflife.training.checkpoints import checksums, last_checkpoint
 from halflife.training.fit import StoppedBySignal
@@ -329,3 +330,11 @@ def test_an_edited_run_is_refused_by_name(cut, key, value):
     with pytest.raises(ValueError, match=rf"run.json was changed after checkpoint-. .*{key} = .* and {value}"):
         run(changed, cut)
     assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before
+
+
+def test_a_speed_that_is_unknown_is_an_empty_cell(tmp_path):
+    """A run that was killed after its last step is not timed when it goes on."""
+    result = {"parameters": 3, "state_size": 2, "tokens_per_second": None, "tests": [{"test": "capacity", "length": 8}]}
+    scores = scores_of(result, model="mamba2", learning_rate=0.1, seed=0, selected=True)
+    write_scores(tmp_path / "results.csv", scores)
+    assert (tmp_path / "results.csv").read_text().splitlines()[1].startswith("mamba2,0.1,0,True,3,2,,capacity,8,")

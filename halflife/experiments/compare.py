@@ -87,7 +87,7 @@ def plan_comparison(
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if not 1 <= seeds <= 10_000:
-        raise ValueError(f"seeds is the number of seeds, from 1 to 10,000; got {seeds}")
+        raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
     rates = {model: list(learning_rates or chosen.learning_rates(model, scale)) for model in models}
     plan = Plan(kind, resolved, tested, scale, rates, seeds)
     check_parts([chosen.build_cell(resolved, cell) for cell in plan.cells()], resolved.overrides)

@@ -52,7 +52,8 @@ def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
         result: its `result.json`, of a run on tasks or on text.
         **cell: the columns `model`, `learning_rate`, `seed` and `selected`.
     """
-    shared = {name: result[name] for name in ("parameters", "state_size", "tokens_per_second")}
+    shared = {name: result[name] for name in ("parameters", "state_size")}
+    shared["tokens_per_second"] = number(result["tokens_per_second"])  # null after a resume from the last step
     # A null, such as the number of pairs of a task without pairs, becomes NaN.
     tests = [{name: value for name, value in test.items() if value is not None} for test in result["tests"]]
     return [Score(**cell, **shared, **test) for test in tests]

@@ -29,6 +29,7 @@ from halflife.files import (
 )
 from halflife.runs.folder import (
     CONFIG_JSON,
+    FIGURES,
     RESULTS_CSV,
     VERSIONS_JSON,
     cell_folder,
@@ -167,7 +168,8 @@ def run_sweep(
         ValueError: `seeds` has none of the sweep's seeds.
     """
     config = read_json(folder / CONFIG_JSON)
-    remove_orphans(folder, older_than=60)  # other processes may share the folder
+    for place in (folder, folder / FIGURES):
+        remove_orphans(place, older_than=60)  # other processes may share the folder
     if not (folder / VERSIONS_JSON).exists():  # the process was killed between the two files
         write_json(folder / VERSIONS_JSON, versions())
     jobs = {

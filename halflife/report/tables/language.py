@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from halflife.report.tables.terminal import print_wide
+from halflife.runs.scores import number
 
 
 def print_language_run(result: dict[str, Any], folder: Path) -> None:
@@ -28,6 +30,8 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
     print_wide(table)
     rows, documents = result["bits_per_byte"], result["bits_per_byte_of_documents"]
     print_wide(f"validation: {rows:.4f} bits per byte in rows as in training, {documents:.4f} of whole documents")
-    print_wide(f"training: {result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.1%}")
+    speed, share = (number(result[name]) for name in ("tokens_per_second", "mfu"))
+    if math.isfinite(speed):  # it is unknown after a resume from the last step
+        print_wide(f"training: {speed:,.0f} tokens/s, MFU {share:.1%}")
     print_wide(f"report: {folder / 'report.html'}")
     print_wide(f'continue a text with: halflife generate {folder} "…"')
