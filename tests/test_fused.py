@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import generator
+from helpers import assert_close, generator
 
+from halflife import layers
 from halflife.layers.parts import rotary
 from halflife.ops import causal_conv1d, fused
 from halflife.ops import linear as linear_module
@@ -229,3 +230,16 @@ def test_products_are_measured():
     assert set(products.measure()) == {"forward", "input", "weight"}
     x, weight = torch.randn(6, 4), torch.randn(3, 4)
     torch.testing.assert_close(products.by_onednn(x, weight), x @ weight.t())
+
+
+def test_forward_derivatives_of_a_layer_are_those_of_torch():
+    """Kernels have no forward derivatives, and a custom op without them would return tangents of 0."""
+    layer = layers.build("gated_deltanet", hidden_size=64, num_heads=2)
+    x, direction = torch.randn(2, 1, 70, 64, generator=generator("tangent"))
+
+    def tangent():
+        return torch.func.jvp(lambda x: layer(x)[0], (x,), (direction,))[1]
+
+    with fused.off():
+        expected = tangent()
+    assert_close({"tangent": tangent()}, {"tangent": expected}, 4e-6)

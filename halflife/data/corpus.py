@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from halflife.data.cache import cache_folder
 from halflife.data.documents import PYTHON, find, is_name
 from halflife.data.hub import HubSource, commit_of
 from halflife.data.mixture import PERIOD, MixedBatches, MixedFiles, shares
-from halflife.data.splits import Advance, SplitSettings
-from halflife.data.stream import Report, Stream
+from halflife.data.progress import byte_progress, token_progress
+from halflife.data.splits import SplitSettings
+from halflife.data.stream import Stream
 from halflife.data.tokenizers import Tokenizer, load_tokenizer
 from halflife.registry import unknown
 from halflife.tasks.base import SPLITS
@@ -210,14 +210,14 @@ class Corpus:
         if config.tokens is not None and any(str(source).startswith("hf:") for source in config.sources):
             return cls._from_stream(config, tokenizer, settings, config.tokens, show)
         config, files = config.pinned()
-        with _progress("hashing", sum(path.stat().st_size for path in files), show) as advance:
+        with byte_progress("hashing", sum(path.stat().st_size for path in files), show) as advance:
             digest = store.digest(files, settings, advance)
 
         def make(folder: Path) -> dict[str, Any]:
-            with _progress("reading", None, show) as advance:  # the unpacked size is unknown
+            with byte_progress("reading", None, show) as advance:  # the unpacked size is unknown
                 plan = splits.scan(files, settings, advance)
             folder.mkdir(parents=True)
-            with _progress("tokenising", plan.size, show) as advance:
+            with byte_progress("tokenising", plan.size, show) as advance:
                 counts = store.write(files, settings, plan, folder, advance)
             dtype = str(store.dtype_of(tokenizer.vocab_size))
             return {"format": store.FORMAT, "digest": digest, "tokenizer": tokenizer.name, "dtype": dtype,
@@ -285,7 +285,7 @@ class Corpus:
             raise ValueError("a data set of the hub stands beside other sources; give each a weight: SOURCE=0.5")
         source = HubSource.parse(str(config.sources[0]))
         stream = Stream(source, commit_of(source), settings, config.cache_dir)
-        with _stream_progress(stream, show) as report:
+        with token_progress(stream, show) as report:
             index = stream.index(tokens, config.context, report)
         pinned = replace(config, sources=(source.at(stream.commit),))
         return cls._from_folder(stream.folder, index, pinned, tokenizer)
@@ -299,39 +299,6 @@ class Corpus:
         if name not in SPLITS:
             raise unknown("split", name, list(SPLITS))
         return self._splits[name]
-
-
-@contextmanager
-def _progress(name: str, size: int | None, show: bool) -> Iterator[Advance]:
-    """A progress bar of bytes with the remaining time; yields a function that advances it."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, transient=True, disable=not show) as progress:
-        task = progress.add_task(name, total=size)
-        yield lambda done: progress.advance(task, done)
-
-
-@contextmanager
-def _stream_progress(stream: Stream, show: bool) -> Iterator[Report]:
-    """A progress bar of training tokens with the remaining time. The first record also prints an estimate of sizes."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True, disable=not show) as progress:
-        task = progress.add_task("tokens", total=None)
-
-        def report(record: dict[str, Any], tokens: int) -> None:
-            counts = record["splits"]["train"]
-            if show and progress.tasks[0].total is None and counts["tokens"]:
-                ratio, item = counts["bytes"] / counts["tokens"], store.dtype_of(stream.settings.tokenizer.vocab_size)
-                progress.print(
-                    f"hf:{stream.source.name}: {tokens:,} training tokens are about {tokens * ratio / 1e6:,.0f} MB of "
-                    f"text ({ratio:.2f} bytes a token), and {tokens * item.itemsize / 1e6:,.0f} MB in {stream.folder}"
-                )
-            progress.update(task, total=tokens, completed=min(counts["tokens"], tokens))
-
-        yield report
 
 
 def bits_per_byte(loss_nats: float, tokens: int, bytes: int) -> float:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.arguments import is_transformed
 from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.precision import compute_dtype
@@ -34,11 +35,16 @@ def off() -> Iterator[None]:
 
 
 def usable(*matrices: Tensor) -> bool:
-    """Whether the native kernels take these tensors: on a CPU, all in float32 or all in bfloat16."""
+    """Whether the native kernels take these tensors: on a CPU, all in float32 or all in bfloat16.
+
+    They have no derivatives under torch.func, where the expressions of torch run.
+    """
     first = matrices[0]
     if not _on or first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
         return False
-    return all(x.dtype == first.dtype and x.device == first.device for x in matrices) and _built()
+    if not all(x.dtype == first.dtype and x.device == first.device for x in matrices):
+        return False
+    return not is_transformed() and _built()
 
 
 @constant_while_tracing
