@@ -45,7 +45,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, State]:
         # Earlier layers may be on another device.
         shared.update({name: part.to(x.device) for name, part in shared.items()})
-        y, new = self.mixer(self.mixer_norm(x), state, cu_seqlens, shared=shared)
+        y, new = self.mixer(self.mixer_norm(x), _part(state), cu_seqlens, shared=shared)
         x = x + y
         if self.beside is not None:
             y, after = self.beside(x, _part(state, "beside"), cu_seqlens, shared=shared)
@@ -58,10 +58,10 @@ class Block(nn.Module):
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
 
-def _part(state: State | None, owner: str) -> State | None:
-    """The state of one part of a block, whose names begin with `owner.`; None at the start."""
-    part = {name.removeprefix(f"{owner}."): x for name, x in (state or {}).items() if name.startswith(f"{owner}.")}
-    return part or None
+def _part(state: State | None, owner: str = "") -> State | None:
+    """The state of one part of a block, whose names begin with `owner.`, or of its mixer; None at the start."""
+    parts = ((*name.rpartition("."), x) for name, x in (state or {}).items())
+    return {name: x for prefix, _, name, x in parts if prefix == owner} or None
 
 
 def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
