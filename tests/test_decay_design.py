@@ -233,6 +233,7 @@ def losses(folder):
     return {name: {seed: run["test"] for seed, run in runs.items()} for name, runs in found.items()}
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp_path, capsys):
     variants = ["vector/mamba2", "scalar/mamba2", "tpe/mamba2", "--seeds", "2"]
     main(arguments(text, tmp_path / "whole", *variants))

@@ -380,7 +380,8 @@ def finish(processes, environment, *own):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, environment, kind):
     process = subprocess.Popen(start(1, *arguments(text, tmp_path, *LONG)), env=environment, stderr=subprocess.PIPE)
     after_first_checkpoint(tmp_path, process)
@@ -425,9 +426,8 @@ def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, 
     assert numbers(tmp_path) == numbers(long)
 
 
-@pytest.mark.parametrize(
-    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ((), ("--micro-batch-size", "1"))), ("--fsdp",)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--micro-batch-size", "1"), ("--fsdp",)])
 def test_two_processes_give_the_numbers_of_one(text, whole, tmp_path, environment, how):
     finish(2, environment, *arguments(text, tmp_path, *how))
     same_numbers(tmp_path, whole)

@@ -138,6 +138,7 @@ def test_save_figures_writes_every_figure_twice(run_dir):
     assert all(path.parent == run_dir / "figures" and path.stat().st_size > 2000 for path in files)
 
 
+@pytest.mark.slow
 def test_figures_are_the_same_each_time(run_dir):
     before = {path: path.read_bytes() for path in save_figures(results.read(run_dir))}
     assert all(path.read_bytes() == before[path] for path in save_figures(results.read(run_dir)))
