@@ -93,18 +93,20 @@ def ours(x: dict, backend: str = "auto") -> list[Case]:
 def koopman(x: dict, backend: str = "auto", rank: int = 48) -> Case:
     """Return spectral Koopman attention with one operator a chunk and keys of size `rank`.
 
-    Its FLOPs are those of the matrix products of the chunked form, by torch's counter.
+    Its FLOPs are those of the matrix products of the chunked form on one chunk, by torch's counter, times the chunks.
     """
     q, k = (x[name][..., :rank].detach().contiguous().requires_grad_() for name in ("q", "k"))
 
-    def run(backend: str = backend) -> Tensor:
-        return ops.koopman_attention(q, k, x["v"], backend=backend)[0]
+    def run(backend: str = backend, length: int | None = None) -> Tensor:
+        q_k_v = (part[:, :length] for part in (q, k, x["v"]))
+        return ops.koopman_attention(*q_k_v, backend=backend)[0]
 
     with FlopCounterMode(display=False) as forward, torch.no_grad():
-        run("chunked")
+        run("chunked", C)
     with FlopCounterMode(display=False) as both:
-        run("chunked").sum().backward()
-    return Case("koopman_attention", run, (forward.get_total_flops(), both.get_total_flops()))
+        run("chunked", C).sum().backward()
+    chunks = q.shape[1] / C
+    return Case("koopman_attention", run, (chunks * forward.get_total_flops(), chunks * both.get_total_flops()))
 
 
 def gated(x: dict, backend: str = "auto") -> list[Case]:

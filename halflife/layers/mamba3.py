@@ -18,7 +18,7 @@ from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.parts import ShortConv
 from halflife.ops.chunked.layout import make_layout
-from halflife.position import check_pairs, rotate
+from halflife.position import check_pairs, turn
 from halflife.precision import Float32Module, compute_dtype, wide
 
 
@@ -143,7 +143,7 @@ class Mamba3(Mixer):
         step, g = self.decay.step_size(f), self.decay(f, position=position)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
-        q, k = (rotate(part, 2 * math.pi * angle) for part in (self.query(c), self.key(b)))
+        q, k = _turned(self.query(c), self.key(b), angle)
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
         options = {"chunk_size": self.chunk_size, "backend": self.backend}
         y, memory = integrate(x, q, k, v, g, step, end, state, cu_seqlens, gate=self.gate_rank, **options)
@@ -231,7 +231,7 @@ class EchoMamba3(Mixer):
         f, a, trapezoid = (part.to(compute_dtype(part)) for part in (f, a, trapezoid))
         step, g = F.softplus(f), self.decay(f, rate=F.softplus(a))
         angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), cu_seqlens)
-        q, k = (rotate(part, 2 * math.pi * angle) for part in (c, b))
+        q, k = _turned(c, b, angle)
         y, memory = integrate(
             x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, cu_seqlens,
             chunk_size=self.chunk_size, backend=self.backend,
@@ -279,6 +279,13 @@ def integrate(
         memory["memory"] = memory["memory"] + last
     current = gain * (q * k).sum(-1)
     return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
+
+
+def _turned(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the same angles, in turns of 2π."""
+    angle = 2 * math.pi * turns
+    cos, sin = angle.cos(), angle.sin()
+    return turn(q, cos, sin), turn(k, cos, sin)
 
 
 def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
