@@ -63,6 +63,10 @@ def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
         done = length
         times.append(timing.medians({n: _step(mixer, states[n]) for n, mixer in mixers.items()}, seconds))
         sizes.append({n: sum(x.nbytes for x in state.values()) for n, state in states.items() if state is not None})
+    yield "## Decoding"
+    yield ""
+    yield "`python benchmarks/decode.py --write docs/benchmarks.md`"
+    yield ""
     yield f"One layer, d {HIDDEN}, one sequence, float32, {torch.get_num_threads()} threads: ms a token (state kB)."
     yield "SKA also stores the inverse factor of its operator, r² numbers a head. With an operator a token, the state"
     yield "contains it. With an operator a chunk, it comes on top (110 kB here)."

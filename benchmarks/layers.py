@@ -56,6 +56,10 @@ def table(names: list[str]) -> list[str]:
     )
     copy = timing.copy_rate()
     lines = [
+        "## Layers",
+        "",
+        "`python benchmarks/layers.py --write docs/benchmarks.md`",
+        "",
         f"One layer, d {HIDDEN}, T {LENGTH}, float32, {torch.get_num_threads()} threads. In brackets: the same without",
         "the compiled kernels. The floor is the bytes of weights and state at the rate of a copy of 256 MB, which",
         f"reads and writes {copy / 1e9:.0f} GB/s here. The layers take turns, so that their weights come from memory.",
