@@ -45,9 +45,7 @@ def main() -> None:
         text = "\n".join([*contexts(sorted(arguments.lengths), arguments.seconds), "", *updates(arguments.seconds)])
     print(text)
     if arguments.write:
-        head, _, rest = arguments.write.read_text().partition(MARK)
-        after = rest.partition("<!-- ")
-        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+        timing.write_section(arguments.write, MARK, text)
 
 
 # --------------------------------------------------------------------------------------------- contexts
@@ -65,7 +63,7 @@ def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
         sizes.append({n: sum(x.nbytes for x in state.values()) for n, state in states.items() if state is not None})
     yield "## Decoding"
     yield ""
-    yield "`python benchmarks/decode.py --write docs/benchmarks.md`"
+    yield timing.command()
     yield ""
     yield f"One layer, d {HIDDEN}, one sequence, float32, {torch.get_num_threads()} threads: ms a token (state kB)."
     yield "SKA also stores the inverse factor of its operator, r² numbers a head. With an operator a token, the state"

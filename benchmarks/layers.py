@@ -36,9 +36,7 @@ def main() -> None:
     text = "\n".join(table(arguments.presets))
     print(text)
     if arguments.write:
-        head, _, rest = arguments.write.read_text().partition(MARK)
-        after = rest.partition("<!-- ")
-        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+        timing.write_section(arguments.write, MARK, text)
 
 
 def table(names: list[str]) -> list[str]:
@@ -55,7 +53,7 @@ def table(names: list[str]) -> list[str]:
     lines = [
         "## Layers",
         "",
-        "`python benchmarks/layers.py --write docs/benchmarks.md`",
+        timing.command(),
         "",
         f"One layer, d {HIDDEN}, T {LENGTH}, float32, {torch.get_num_threads()} threads. In brackets: the same without",
         "the compiled kernels. The floor is the bytes of weights and state at the rate of a copy of 256 MB, which",

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import timing  # noqa: E402
 
 from halflife.models.loss import ChunkedLoss  # noqa: E402
 
@@ -59,16 +61,14 @@ def main() -> None:
     text = "\n".join(report(64 if arguments.quick else TOKENS, (500,) if arguments.quick else VOCABULARIES))
     print(text)
     if arguments.write:
-        head, _, rest = arguments.write.read_text().partition(MARK)
-        after = rest.partition("<!-- ")
-        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+        timing.write_section(arguments.write, MARK, text)
 
 
 def report(tokens: int, vocabularies: tuple[int, ...]) -> Iterator[str]:
     """Yield the Markdown lines of the table."""
     yield "## Loss over a large vocabulary"
     yield ""
-    yield "`python benchmarks/loss.py --write docs/benchmarks.md`"
+    yield timing.command()
     yield ""
     yield f"Forward and backward of {tokens:,} tokens of width {WIDTH}, one thread, torch {torch.__version__}. Seconds"
     yield "of the processor, peak memory beyond the inputs and the two gradients, and the loss."

@@ -58,9 +58,7 @@ def main() -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         write_text(RESULTS, json.dumps(results, indent=1) + "\n")
         draw(results)
-        head, _, rest = arguments.write.read_text().partition(MARK)
-        after = rest.partition("<!-- ")
-        write_text(arguments.write, f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+        timing.write_section(arguments.write, MARK, text)
 
 
 # --------------------------------------------------------------------------------------------- measurement

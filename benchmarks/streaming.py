@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import timing  # noqa: E402
 
 from halflife import LanguageModel, Session, preset  # noqa: E402
 from halflife.evaluation.throughput import Pace, Stretch  # noqa: E402
@@ -52,9 +54,7 @@ def main() -> None:
     text = "\n".join(report(arguments))
     print(text)
     if arguments.write:
-        head, _, rest = arguments.write.read_text().partition(MARK)
-        after = rest.partition("<!-- ")
-        arguments.write.write_text(f"{head}{MARK}\n\n{text}\n\n{''.join(after[1:])}")
+        timing.write_section(arguments.write, MARK, text)
 
 
 def report(arguments: argparse.Namespace) -> Iterator[str]:
@@ -66,7 +66,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
     softmax = {"llama": found.pop("llama")}
     yield "## Streaming"
     yield ""
-    yield "`python benchmarks/streaming.py --write docs/benchmarks.md`"
+    yield timing.command()
     yield ""
     yield f"Hidden size {SIZES['hidden_size']}, {SIZES['num_layers']} layers, float32, one thread, torch"
     yield f"{torch.__version__}. Median ms a token in the stretch that ends at a token (MB of the process there)."

@@ -28,6 +28,7 @@ import timing  # noqa: E402
 
 from halflife.evaluation import throughput  # noqa: E402
 from halflife.models import LanguageModel, preset  # noqa: E402
+from halflife.report.tables.throughput import first_ahead  # noqa: E402
 from halflife.training import speed  # noqa: E402
 
 HIDDEN, VOCABULARY = 256, 256
@@ -81,9 +82,7 @@ def main() -> None:
     print(text)
     if arguments.write:
         mark = f"<!-- throughput {'bf16' if arguments.bf16 else 'float32'} -->"
-        head, _, rest = arguments.write.read_text().partition(mark)
-        after = rest.partition("<!-- ")
-        arguments.write.write_text(f"{head}{mark}\n\n{text}\n\n{''.join(after[1:])}")
+        timing.write_section(arguments.write, mark, text)
 
 
 def report(arguments: argparse.Namespace) -> Iterator[str]:
@@ -92,7 +91,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
 
     yield f"## Whole models{' in bfloat16' if arguments.bf16 else ''}"
     yield ""
-    yield f"`python benchmarks/throughput.py{' --bf16' if arguments.bf16 else ''} --write docs/benchmarks.md`"
+    yield timing.command()
     yield ""
     yield f"{'bfloat16 mixed precision' if arguments.bf16 else 'float32'}, {arguments.threads} threads, torch"
     yield f"{torch.__version__}, transformers {transformers.__version__}; {time.strftime('%Y-%m-%d')}. Hidden size"
@@ -231,12 +230,7 @@ def ratio_table(speeds: Speeds) -> Iterator[str]:
 
 def faster_from(ratios: dict[int, float]) -> str:
     """Return the first length from which on every ratio is above 1, or "never" if the last one is not."""
-    first = "never"
-    for length in sorted(ratios, reverse=True):
-        if ratios[length] <= 1:
-            break
-        first = f"{length:,}"
-    return first
+    return first_ahead({length: ratio > 1 for length, ratio in ratios.items()})
 
 
 def _memory(name: str, length: int, arguments: argparse.Namespace, *flags: str) -> float:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from halflife.files import write_text
 from halflife.ops.backends.native import build
 
 
@@ -61,6 +64,20 @@ def copy_rate(device: str = "cpu", megabytes: int = 256) -> float:
     a = torch.ones(megabytes << 18, device=device)  # memory that was never written is not read from memory
     b = torch.zeros_like(a)
     return 2 * a.nbytes / medians({"copy": lambda: b.copy_(a)}, 1.0, device)["copy"]
+
+
+def command() -> str:
+    """The command line of this process, in Markdown."""
+    return f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`"
+
+
+def write_section(page: Path, mark: str, text: str) -> None:
+    """Replace what stands between `mark` and the next comment of a Markdown page.
+
+    A heading of the section belongs into `text`, because what stands before a mark is part of the section before it.
+    """
+    head, _, rest = page.read_text().partition(mark)
+    write_text(page, f"{head}{mark}\n\n{text}\n\n{''.join(rest.partition('<!-- ')[1:])}")
 
 
 @contextmanager

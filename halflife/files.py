@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import math
@@ -12,8 +13,9 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table with a row of headings. None is an empty cell."""
+    table = StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_text(path, table.getvalue())
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write `data` as JSON atomically. A number that is not finite becomes null, see `finite`."""
     write_text(path, json.dumps(finite(data), indent=2, allow_nan=False) + "\n")
@@ -114,6 +125,15 @@ def finite(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def without_null(data: Any, value: float) -> Any:
+    """Return data that was read from JSON with `value` in place of None."""
+    if isinstance(data, dict):
+        return {key: without_null(part, value) for key, part in data.items()}
+    if isinstance(data, list):
+        return [without_null(part, value) for part in data]
+    return value if data is None else data
 
 
 def read_json(path: Path) -> Any:

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from tiny_runs import after_step, comparable, interrupt_after, run, tiny
+from tiny_runs import after_step, comparable, interrupt, run, tiny
 
 from halflife.files import atomic_path, read_bytes, read_json, remove_orphans, write_json, write_text
 from halflife.runs.scores import scores_of, write_scores
@@ -115,14 +115,6 @@ def interrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interrupted")
     interrupt(folder, 9)
     return folder
-
-
-def interrupt(folder, step):
-    """Ctrl-C after a step."""
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_after(patch, step)
-        with pytest.raises(KeyboardInterrupt):
-            run(tiny(), folder)
 
 
 def stop(folder, step, config=None, number=signal.SIGTERM):

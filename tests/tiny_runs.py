@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from transformers import TrainerCallback
 
 from halflife import preset
@@ -67,3 +68,11 @@ def interrupt_after(monkeypatch, step):
         raise KeyboardInterrupt
 
     after_step(monkeypatch, step, interrupt)
+
+
+def interrupt(folder, step):
+    """Ctrl-C after a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, step)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(), folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -50,12 +49,3 @@ def table_rows(model: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**layer, "state": "fast" if "slow" in layer else "", **spectrum, **ends}
         if "slow" in layer:
             yield {"layer": layer["layer"], "state": "slow", **layer["slow"]}
-
-
-def from_finite(data: Any) -> Any:
-    """Return data that was read from JSON with NaN in place of None. Infinities are not restored."""
-    if isinstance(data, dict):
-        return {key: from_finite(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [from_finite(value) for value in data]
-    return math.nan if data is None else data

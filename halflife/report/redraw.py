@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from halflife.analysis.tables import from_finite
-from halflife.files import FORECAST_JSON, THEORY_JSON, read_json
+from halflife.files import FORECAST_JSON, THEORY_JSON, read_json, without_null
 from halflife.report.card import write_card
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
@@ -94,7 +94,7 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     folder = run.path / "spectrum"
     for name, figures_of in SPECTRUM_FILES.items():
         if (folder / f"{name}.json").exists():
-            for figure_name, figure in figures_of(from_finite(read_json(folder / f"{name}.json"))).items():
+            for figure_name, figure in figures_of(without_null(read_json(folder / f"{name}.json"), math.nan)).items():
                 files += save(figure, folder, figure_name, formats)
     files += _redraw_analyses(run.path / "forecast", formats)
     return [*files, write_page(run)]
@@ -109,7 +109,7 @@ def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     if (folder / RESULTS_JSON).exists() and not (folder / RESULTS_CSV).exists():
         files += save(draw(against_paper(read_json(folder / RESULTS_JSON))), folder, "results", formats)
     if (folder / THEORY_JSON).exists():
-        files += theory.draw_all(from_finite(read_json(folder / THEORY_JSON)), folder, formats)
+        files += theory.draw_all(without_null(read_json(folder / THEORY_JSON), math.nan), folder, formats)
     if (folder / FORECAST_JSON).exists():
         files += save(forecasts(read_forecasts(folder / FORECAST_JSON)), folder, "forecast", formats)
     return files

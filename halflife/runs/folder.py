@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from halflife import files
-from halflife.files import CONFIG_JSON, METRICS_JSONL, RESULT_JSON, RUN_JSON, VERSIONS_JSON, read_json, read_json_object
+from halflife.files import (
+    CONFIG_JSON,
+    METRICS_JSONL,
+    RESULT_JSON,
+    RUN_JSON,
+    VERSIONS_JSON,
+    read_json,
+    read_json_object,
+    without_null,
+)
 from halflife.runs.records import Comparison, LanguageRun, Training, flatten, mean
 from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
 
@@ -204,20 +213,14 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
                 learning_rate=rate,
                 seed=seed,
                 metrics=_read_metrics(path / METRICS_JSONL, finished),
-                spectrum=_unbounded(_present(read_json, spectrum)) if tasks and (finished or spectrum.exists()) else {},
+                # A channel that never decays has the time-scale infinity, which JSON cannot hold.
+                spectrum=without_null(_present(read_json, spectrum), math.inf)
+                if tasks and (finished or spectrum.exists())
+                else {},
                 positions=read_result(path).get("positions", []) if tasks and (path / RESULT_JSON).exists() else [],
             )
         )
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))
-
-
-def _unbounded(spectrum: Any) -> Any:
-    """The content of `spectrum.json` with infinity in place of null, the time-scale of a channel that never decays."""
-    if isinstance(spectrum, dict):
-        return {key: _unbounded(value) for key, value in spectrum.items()}
-    if isinstance(spectrum, list):
-        return [_unbounded(value) for value in spectrum]
-    return math.inf if spectrum is None else spectrum
 
 
 def _text(path: Path) -> str:

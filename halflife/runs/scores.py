@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from halflife.files import write_text
+from halflife.files import write_csv
 
 IN_DISTRIBUTION = "in_distribution"
 # Columns of `results.csv` and keys of `result.json` that version 0.1.0 named otherwise.
@@ -61,13 +60,8 @@ def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
 
 def write_scores(path: Path, scores: Iterable[Score]) -> None:
     """Write the table, whole or not at all."""
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for score in scores:
-        values = [getattr(score, name) for name in COLUMNS]
-        writer.writerow("" if isinstance(x, float) and math.isnan(x) else x for x in values)
-    write_text(path, table.getvalue())
+    rows = ([getattr(score, name) for name in COLUMNS] for score in scores)
+    write_csv(path, COLUMNS, ([None if isinstance(x, float) and math.isnan(x) else x for x in row] for row in rows))
 
 
 def read_scores(path: Path, text: str) -> Iterator[Score]:

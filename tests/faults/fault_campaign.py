@@ -1,6 +1,5 @@
 """Every row of `table.py`: spoil a run, let it go on, and compare."""
 
-import contextlib
 import csv
 import json
 import multiprocessing
@@ -18,7 +17,7 @@ import pytest
 import torch
 from processes import compare, limited, trial, trial_of_comparison
 from table import EVENTS, EVENTS_OF_COMPARISON, TABLE
-from tiny_runs import after_step, comparable, interrupt_after, run, tiny
+from tiny_runs import after_step, comparable, interrupt, run, tiny
 
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.models import checkpoint
@@ -47,10 +46,7 @@ def whole(tmp_path_factory):
 def interrupted(tmp_path_factory):
     """A run that was interrupted after step 9, with the checkpoints of the steps 4 and 8."""
     folder = tmp_path_factory.mktemp("interrupted")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_after(patch, 9)
-        with contextlib.suppress(KeyboardInterrupt):
-            run(tiny(), folder)
+    interrupt(folder, 9)
     return folder
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from halflife.evaluation.memory import format_bytes
-from halflife.files import write_json, write_text
+from halflife.files import write_csv, write_json
 from halflife.report.tables.terminal import print_wide
 
 COLUMNS = ("model", "length", "bytes", "cache_bytes", "smaller_from")
@@ -83,12 +81,10 @@ def write_memory(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `memory.json` with all of `result`, and `memory.csv` with a row a model and length; return the files."""
     files = [folder / "memory.json", folder / "memory.csv"]
     write_json(files[0], result)
-    rows = StringIO()
-    writer = csv.writer(rows, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for model in result["models"]:
-        for length, size, cache in zip(result["lengths"], model["bytes"], result["cache"]["bytes"], strict=True):
-            crossing = model["smaller_from"]
-            writer.writerow((model["model"], length, size, cache, "never" if crossing is None else crossing))
-    write_text(files[1], rows.getvalue())
+    rows = (
+        (model["model"], *cells, "never" if model["smaller_from"] is None else model["smaller_from"])
+        for model in result["models"]
+        for cells in zip(result["lengths"], model["bytes"], result["cache"]["bytes"], strict=True)
+    )
+    write_csv(files[1], COLUMNS, rows)
     return files

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from io import StringIO
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
-from halflife.files import write_json, write_text
+from halflife.files import write_csv, write_json
 from halflife.report.tables.terminal import print_sections
 
 COLUMNS = ("model", "length", "seconds", "tokens_per_second")
@@ -51,26 +50,28 @@ def faster_from(result: dict[str, Any]) -> dict[str, str]:
     times = {row["model"]: [x or float("inf") for x in row["seconds"]] for row in result["models"]}
     if SOFTMAX not in times:
         return {}
-    found = {SOFTMAX: ""}
-    for name in times.keys() - {SOFTMAX}:
-        first = "never"
-        for length, own, other in reversed(list(zip(result["lengths"], times[name], times[SOFTMAX], strict=True))):
-            if own >= other:
-                break
-            first = f"{length:,}"
-        found[name] = first
-    return found
+    return {
+        name: ""
+        if name == SOFTMAX
+        else first_ahead({n: x < y for n, x, y in zip(result["lengths"], own, times[SOFTMAX], strict=True)})
+        for name, own in times.items()
+    }
+
+
+def first_ahead(ahead: Mapping[int, bool]) -> str:
+    """Return the first length from which on a model is ahead, or "never" if it is not at the last one."""
+    behind = [n for n, faster in ahead.items() if not faster]
+    return next((f"{n:,}" for n in sorted(ahead) if n > max(behind, default=-1)), "never")
 
 
 def write_throughput(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `throughput.json` with all of `result`, and `throughput.csv` with a row a model and length."""
     files = [folder / "throughput.json", folder / "throughput.csv"]
     write_json(files[0], result)
-    rows = StringIO()
-    writer = csv.writer(rows, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for model in result["models"]:
-        for length, *numbers in zip(result["lengths"], model["seconds"], model["tokens_per_second"], strict=True):
-            writer.writerow((model["model"], length, *("" if x is None else x for x in numbers)))
-    write_text(files[1], rows.getvalue())
+    rows = (
+        (model["model"], *cells)
+        for model in result["models"]
+        for cells in zip(result["lengths"], model["seconds"], model["tokens_per_second"], strict=True)
+    )
+    write_csv(files[1], COLUMNS, rows)
     return files
