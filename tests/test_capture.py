@@ -8,8 +8,7 @@ import torch
 
 from halflife.analysis.capture import capture, evaluating, read_from, ska_layers, slow_gates
 from halflife.analysis.records import Record
-from halflife.analysis.tables import from_finite
-from halflife.files import finite
+from halflife.files import finite, without_null
 from halflife.models import LanguageModel, preset
 
 
@@ -132,7 +131,7 @@ def test_records_become_plain_data():
 def test_numbers_that_json_cannot_hold():
     data = {"a": [1.0, math.inf, {"b": math.nan}], "c": "text", "d": 2}
     assert finite(data) == {"a": [1.0, None, {"b": None}], "c": "text", "d": 2}
-    again = from_finite(finite(data))
+    again = without_null(finite(data), math.nan)
     assert again["a"][0] == 1.0
     assert math.isnan(again["a"][1])
     assert math.isnan(again["a"][2]["b"])
