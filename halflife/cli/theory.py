@@ -10,7 +10,7 @@ from halflife.theory.settings import TheorySettings
 
 @dataclass(frozen=True, kw_only=True)
 class Theory(TheorySettings):
-    """Check claims of PoST and Echo against computed values: tables, theory.json, and a figure per topic.
+    """Check claims of the papers against computed values: tables, theory.json, and a figure per topic.
 
     Topics of PoST's decay spectra:
       errors          how well N channels approximate t^−β on T tokens (Table 1)
@@ -33,6 +33,9 @@ class Theory(TheorySettings):
       phases          what rotating keys do to the operator (Prop. C.5)
       gram            the Gram matrix of keys that are divided by the largest norm (Prop. E.1)
       costs           the multiplications of each kind of layer (Table 1)
+
+    Topic of all four papers:
+      statements      identities, bounds and numbers that a few random draws decide (docs/claims.md)
 
     A second command on the same folder replaces the topics that it computes and keeps the others.
 

@@ -1,4 +1,4 @@
-"""The topics of `halflife theory`: claims of PoST and Echo, and computed values, as one dict of plain data.
+"""The topics of `halflife theory`: claims of the papers, and computed values, as one dict of plain data.
 
 A topic is a function of the settings. The report has a figure of the same name for each topic, which it draws from
 `theory.json` alone.
@@ -44,6 +44,7 @@ from halflife.theory.spectra import (
     spread,
     taper_bound,
 )
+from halflife.theory.statements import statements
 from halflife.theory.stationarity import block_exponents, spectral_density
 
 FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1); with these ends "as run" is as good as the paper's "adapted"
@@ -210,7 +211,7 @@ TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
     "taper": _taper, "autocovariance": _autocovariance, "blocks": _blocks, "density": _density,
     "information": _information, "gradients": lambda s, _: gradient_flow(seed=s.seed),
     "phases": lambda s, _: phase_attenuation(seed=s.seed), "gram": lambda s, _: gram_bounds(seed=s.seed),
-    "costs": lambda s, _: cost_table(),
+    "costs": lambda s, _: cost_table(), "statements": lambda s, _: statements(s.seed),
 }  # fmt: skip
 # Topics that need files → the setting that names the files.
 OF_FILES = {"autocovariance": "text", "blocks": "text", "density": "text", "information": "runs"}

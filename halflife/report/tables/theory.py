@@ -243,11 +243,28 @@ def _costs(data: dict[str, Any]) -> Iterator[TopicTable]:
     )  # fmt: skip
 
 
+def _statements(data: dict[str, Any]) -> Iterator[TopicTable]:
+    def cell(value: Any) -> str:
+        if isinstance(value, dict):
+            return "; ".join(f"{name}: {cell(each)}" for name, each in value.items())
+        if isinstance(value, list):
+            return ", ".join(map(_number, value))
+        return _small(value)
+
+    limits = {"identity": "0", "bound": "≤ 1", "number": ""}
+    yield TopicTable(
+        "statements on random draws, in float64", ("source", "quantity", "expected", "value"),
+        [(one["source"], one["what"], limits[one["kind"]], cell(one["value"])) for one in data.values()],
+        "An identity has its largest relative error, and a bound the largest quotient of a value and the bound.",
+    )  # fmt: skip
+
+
 TABLES: dict[str, Callable[[Any], Iterator[TopicTable]]] = {
     "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
     "channels": _channels, "energy": _energy, "normalization": _normalization, "taper": _taper,
     "autocovariance": _autocovariance, "blocks": _blocks, "density": _density, "information": _information,
     "gradients": _gradients, "phases": _phases, "gram": _gram, "costs": _costs,
+    "statements": _statements,
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from halflife.report.figures.theory.spectra import (
     relative_energies,
     taper_bands,
 )
+from halflife.report.figures.theory.statements import statement_values
 from halflife.report.figures.theory.text import autocovariances, block_exponents, information, spectral_density
 
 FIGURES: dict[str, Callable[[Any], Figure]] = {
@@ -30,7 +31,7 @@ FIGURES: dict[str, Callable[[Any], Figure]] = {
     "normalization": relative_energies, "taper": taper_bands,
     "autocovariance": lambda data: autocovariances(data["sequences"]), "blocks": block_exponents,
     "density": spectral_density, "information": information, "gradients": gradient_flow, "phases": phase_attenuation,
-    "gram": gram_sizes, "costs": layer_costs,
+    "gram": gram_sizes, "costs": layer_costs, "statements": statement_values,
 }  # fmt: skip
 
 

@@ -1,0 +1,294 @@
+"""Statements of Echo about the operator of its keys, ridge retrieval and the power filter (Appendices A to D and I)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.ops import koopman_attention
+from halflife.theory.koopman import (
+    Operator,
+    crossover,
+    excess_risk,
+    filter_bias,
+    filtered_amplitude,
+    filtered_readout,
+    lambda_min,
+    linear_bound,
+    linear_scale,
+    loss,
+    norm,
+    sigma_max,
+    state_size,
+)
+from halflife.theory.koopman_bounds import bauer_fike, eigenvalue_bound, perturbation_bound, regime
+from halflife.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
+
+DRAWS, TOKENS, RANK, WIDTH = 200, 40, 8, 8
+EPSILON = 1e-3
+PRINTED_POWERS = {2: (0.902, 0.810, 0.490, 0.250, 0.090), 4: (0.815, 0.656, 0.240, 0.063, 0.008)}  # Prop. D.1
+MODULI = (0.95, 0.9, 0.7, 0.5, 0.3)
+HELD, POWERS = tuple(range(1, 10)), (0, 1, 2)
+PAIRS = (8, 16, 24, 48, 96, 192)
+
+
+def recall_of_held(power: int, held: int, *, pairs: int = 16, rank: int = 48, draws: int = 8, seed: int = 0) -> float:
+    """Return the share of pairs that untrained SKA recalls if every token is held for `held` steps.
+
+    Keys and values are random unit vectors, and a query is a key. The answer is the value with the largest product.
+
+    Args:
+        power: K.
+        held: h, the steps of every token.
+        pairs, rank: pairs of a sequence, and the size of a vector.
+        draws, seed: number of sequences, and their seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(draws, 2 * pairs, 1, rank, generator=generator, dtype=torch.float64)
+    tokens = torch.nn.functional.normalize(tokens, dim=-1)
+    steps = tokens.repeat_interleave(held, 1)
+    read, _ = koopman_attention(tokens[:, ::2], steps, steps, power=power, mode="prefix", backend="reference")
+    found = (read[:, :, 0] @ tokens[:, 1::2, 0].mT).argmax(-1)
+    return (found == torch.arange(pairs)).double().mean().item()
+
+
+def recall_of_ridge(pairs: Sequence[int], *, rank: int = 24, draws: int = 8, seed: int = 0) -> dict[str, list[float]]:
+    """Recall random pairs by ridge regression (K = 0), with so many pairs in a state of one size.
+
+    Args:
+        pairs: numbers of pairs T.
+        rank: r, the size of keys and of values.
+        draws, seed: number of sequences, and their seed.
+
+    Returns:
+        "recall", the share of pairs whose value is the nearest one, and "least", the mean λ_min(G̃), by T.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    columns: dict[str, list[float]] = {"recall": [], "least": []}
+    for count in pairs:
+        keys, values = torch.nn.functional.normalize(
+            torch.randn(2, draws, count, rank, generator=generator, dtype=torch.float64), dim=-1
+        )
+        operator = Operator.of_tokens(keys, values, EPSILON)
+        found = (keys @ operator.readout.mT @ values.mT).argmax(-1)
+        columns["recall"].append((found == torch.arange(count)).double().mean().item())
+        columns["least"].append(lambda_min(operator).mean().item())
+    return columns
+
+
+def normal_operator(eigenvalues: Tensor, generator: torch.Generator) -> Operator:
+    """Return statistics with A_w = diag(eigenvalues) `[…, R]`, G̃ = I and random values, for Theorem I.11."""
+    eye = torch.eye(eigenvalues.shape[-1], dtype=torch.float64).expand(*eigenvalues.shape, -1)
+    values = torch.randn(eye.shape, generator=generator, dtype=torch.float64)
+    ridge = torch.full(eigenvalues.shape[:-1], EPSILON, dtype=torch.float64)
+    return Operator((1 - EPSILON) * eye, torch.diag_embed(eigenvalues), values, ridge)
+
+
+def power_traces(matrix: Tensor) -> Tensor:
+    """Return tr A, tr A², … tr A^R `[…, R]`, which are equal if and only if the eigenvalues are."""
+    return torch.stack([
+        torch.linalg.matrix_power(matrix, n).diagonal(dim1=-2, dim2=-1).sum(-1) for n in range(1, matrix.shape[-1] + 1)
+    ], -1)  # fmt: skip
+
+
+def statements(seed: int) -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    keys, values, query = normal(DRAWS, TOKENS, RANK), normal(DRAWS, TOKENS, WIDTH), normal(DRAWS, RANK)
+    operator = Operator.of_tokens(keys, values, EPSILON)
+    noisy = Operator.of_tokens(keys + 0.1 * normal(*keys.shape), values, EPSILON)
+    return {
+        **_operators(operator, noisy, keys),
+        **_retrieval(operator, keys, values, query),
+        **_filter(operator, keys, query, generator),
+        **_memory(),
+    }
+
+
+def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, dict[str, Any]]:
+    """Appendices A to C."""
+    inverse = torch.linalg.inv(operator.regularised)
+    unwhitened, reversed_order = operator.transition @ inverse, inverse @ operator.transition
+    traces = power_traces(operator.whitened)
+    before, after = keys[:, :-1], keys[:, 1:]
+    fitted = torch.linalg.lstsq(before, after).solution.mT  # z_{t+1} ≈ A z_t
+    least_squares = (after.mT @ before) @ torch.linalg.inv(before.mT @ before)
+    other = noisy.transition @ torch.linalg.inv(noisy.regularised)
+    moved = (noisy.eigenvalues.unsqueeze(-1) - operator.eigenvalues.unsqueeze(-2)).abs().amin(-1).amax(-1)
+    change = noisy.whitened - operator.whitened
+    angle = 7 * keys[..., :4]
+    turned = torch.polar(keys[..., 4:].abs(), angle).abs() ** 2
+    return {
+        "least squares": row("Echo, Prop. A.1", "error of M G⁻¹", IDENTITY, error(least_squares, fitted)),
+        "whitened": row(
+            "Echo, Props. A.3, I.4", "difference of tr A_wⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
+            error(power_traces(unwhitened), traces),
+        ),
+        "reversed": row(
+            "Echo, Remark 2", "difference of tr (G̃⁻¹ M)ⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
+            error(power_traces(reversed_order), traces),
+        ),
+        "positive definite": row(
+            "Echo, Lemmas A.4, I.1", "ε / λ_min(G̃)", BOUND,
+            quotient(operator.ridge, torch.linalg.eigvalsh(operator.regularised)[..., 0]),
+        ),
+        "lift": row("Echo, Thm B.2", "change of |k|² under a phase", IDENTITY, error(turned, keys[..., 4:] ** 2)),
+        "perturbation": row(
+            "Echo, Thm C.1", "‖Â − A‖ / bound", BOUND,
+            quotient(norm(other - unwhitened), perturbation_bound(operator, noisy).paper),
+        ),
+        "bauer fike": row(
+            "Echo, Thm C.3", "movement of an eigenvalue / bound", BOUND,
+            quotient(moved, bauer_fike(operator.whitened, change)),
+        ),
+        "combined": row(
+            "Echo, Cor. C.4", "movement of an eigenvalue / bound", BOUND,
+            quotient(moved, eigenvalue_bound(operator, noisy).paper),
+        ),
+        "largest whitened": row(
+            "Echo, Eq. 12, Prop. D.2", "largest σ_max(A_w) before normalisation", NUMBER, sigma_max(operator).max()
+        ),
+        "largest main text": row(
+            "Echo, Eq. 11", "least and largest σ_max(M G̃⁻¹)", NUMBER,
+            [norm(unwhitened).min().item(), norm(unwhitened).max().item()],
+        ),
+    }  # fmt: skip
+
+
+def _retrieval(operator: Operator, keys: Tensor, values: Tensor, query: Tensor) -> dict[str, dict[str, Any]]:
+    """Appendix I, without the filter."""
+    ridge, best = operator.ridge[..., None, None], operator.readout
+    stacked = torch.cat([keys, (ridge.sqrt() * torch.eye(RANK, dtype=keys.dtype)).expand(DRAWS, -1, -1)], 1)
+    padded = torch.nn.functional.pad(values, (0, 0, 0, RANK))
+    fitted = torch.linalg.lstsq(stacked, padded).solution.mT
+    energy = values.square().sum((-2, -1))
+    linear = operator.values
+    excess = loss(operator, linear, energy) - loss(operator, best, energy)
+    start = torch.zeros_like(linear, requires_grad=True)
+    loss(operator, start, energy).sum().backward()
+    assert start.grad is not None
+    read, scaled = (linear @ query.unsqueeze(-1)), (best @ query.unsqueeze(-1))
+    distance = (read - linear_scale(operator)[..., None, None] * scaled).squeeze(-1).norm(dim=-1)
+    bound = norm(linear) * linear_bound(operator) * query.norm(dim=-1)
+    direction = torch.linalg.eigh(operator.regularised).eigenvectors[..., 0:1]  # a query that linear attention solves
+    along, solved = linear @ direction, best @ direction
+    size = (along * solved).sum((-2, -1)) / solved.square().sum((-2, -1))
+    answers = [
+        koopman_attention(
+            query[:, None, None], keys.unsqueeze(2), values.unsqueeze(2), power=power, ridge=EPSILON, mode="prefix",
+            backend="reference",
+        )[0][:, 0, 0]
+        for power in (0, 2)
+    ]  # fmt: skip
+    filtered = (filtered_readout(operator, 2) @ query.unsqueeze(-1)).squeeze(-1)
+    ridge_recall = recall_of_ridge(PAIRS)
+    return {
+        "ridge": row("Echo, Prop. I.2", "error of C G̃⁻¹ as a least-squares solution", IDENTITY, error(best, fitted)),
+        "excess": row(
+            "Echo, Prop. I.3", "error of the excess risk of C", IDENTITY, error(excess_risk(operator, linear), excess)
+        ),
+        "gradient step": row(
+            "Echo, Prop. I.5", "C against half a gradient step from 0", IDENTITY, error(-0.5 * start.grad, linear)
+        ),
+        "linear distance": row("Echo, Thm I.6", "‖C q − a* B* q‖ / bound", BOUND, quotient(distance, bound)),
+        "unavoidable": row(
+            "Echo, §I.10", "distance of C q from a B* q for an eigenvector q", IDENTITY,
+            error(size[..., None, None] * solved, along),
+        ),
+        "ridge at K = 0": row(
+            "Echo, Props. I.7, I.8, Cor. I.9", "error of the op at K = 0", IDENTITY,
+            error(answers[0], scaled.squeeze(-1)),
+        ),
+        "pipeline": row("Echo, Prop. I.8", "error of the op at K = 2", IDENTITY, error(answers[1], filtered)),
+        "pairs": row("Echo, §3.2.2", "pairs in a state of rank 24", NUMBER, list(PAIRS)),
+        "pairs recalled": row(
+            "Echo, §3.2.2", "share that ridge regression recalls, by pairs", NUMBER, ridge_recall["recall"]
+        ),
+        "pairs least": row("Echo, §3.2.2", "mean λ_min(G̃), by pairs", NUMBER, ridge_recall["least"]),
+    }  # fmt: skip
+
+
+def _filter(operator: Operator, keys: Tensor, query: Tensor, generator: torch.Generator) -> dict[str, dict[str, Any]]:
+    """Appendices D and I.6 to I.8, and §3.2.3."""
+    shifted = torch.linalg.solve_triangular(operator.factor, operator.power(2), upper=False, left=False)
+    biased = filtered_readout(operator, 2)
+    expected = operator.values @ torch.linalg.inv(operator.regularised) @ operator.factor @ shifted
+    draws = torch.rand(DRAWS, RANK, generator=generator, dtype=torch.float64)
+    kinds = torch.rand(DRAWS, RANK, generator=generator) < 0.5
+    normal = normal_operator(torch.where(kinds, 0.7 + 0.3 * draws, 0.7 * draws), generator)
+    target, filtered, unfiltered = regime(normal, query)
+    answers = [(filtered_readout(normal, power) @ query.unsqueeze(-1)).squeeze(-1) for power in (2, 0)]
+    distance = [(answer - target).norm(dim=-1) for answer in answers]
+    better = filtered.paper < unfiltered
+    moduli = torch.tensor(MODULI, dtype=torch.float64)
+    gamma = 1.5
+    return {
+        "filter": row("Echo, Prop. I.8", "error of C G̃⁻¹ L Â² L⁻¹", IDENTITY, error(biased, expected)),
+        "filter bias": row(
+            "Echo, Prop. I.10", "error of the excess risk of the filter", IDENTITY,
+            error(filter_bias(operator, 2), excess_risk(operator, biased)),
+        ),
+        "regime": row(
+            "Echo, Thm I.11", "distance to the persistent target / bound", BOUND, quotient(distance[0], filtered.paper)
+        ),
+        "regime without": row(
+            "Echo, Cor. I.12", "the same at K = 0", BOUND, quotient(distance[1], unfiltered.clamp(min=1e-12))
+        ),
+        "regime helped": row(
+            "Echo, Cor. I.12", "share of draws where the filter has the smaller bound, and of those where it is nearer",
+            NUMBER, [better.double().mean().item(), (distance[0] < distance[1])[better].double().mean().item()],
+        ),
+        "printed powers": row(
+            "Echo, Prop. D.1", "largest difference from the printed tables", NUMBER,
+            max(
+                (filtered_amplitude(moduli, power) - torch.tensor(printed, dtype=moduli.dtype)).abs().max().item()
+                for power, printed in PRINTED_POWERS.items()
+            ),
+        ),
+        "energy left": row(
+            "Echo, Remark 3, §6.1", "energy of a mode at |λ| = 0.9 after K = 2, as a share", NUMBER,
+            (filtered_amplitude(moduli, 2) ** 2)[1],
+        ),
+        "restored": row(
+            "Echo, Prop. D.3", "‖(γ A_w)²‖ / γ²", BOUND,
+            quotient(norm(operator.power(2, gamma)), torch.tensor(gamma**2)),
+        ),
+        "linear in the query": row(
+            "Echo, Prop. I.13", "error of linearity in the query", IDENTITY, _nonlinearity(keys, query)
+        ),
+        "held": row("Echo, §3.2.3", "steps for which every token is held", NUMBER, list(HELD)),
+        "held recall": row(
+            "Echo, §3.2.3", "share of pairs recalled by K = 0, 1, 2, by steps", NUMBER,
+            {str(power): [recall_of_held(power, held) for held in HELD] for power in POWERS},
+        ),
+    }  # fmt: skip
+
+
+def _nonlinearity(keys: Tensor, query: Tensor) -> float:
+    """Compare y(q₁ + q₂) of the op with y(q₁) + y(q₂)."""
+    queries = torch.stack([query, query.flip(0), query + query.flip(0)], 1).unsqueeze(2)
+    read, _ = koopman_attention(queries, keys.unsqueeze(2), keys.unsqueeze(2), mode="prefix", backend="reference")
+    return error(read[:, 2], read[:, 0] + read[:, 1])
+
+
+def _memory() -> dict[str, dict[str, Any]]:
+    """§3.5, §6.2 and Prop. I.14."""
+    rank, width = 56, 64
+    cache = [length * (rank + width) for length in range(1, 1000)]
+    smaller = next(length for length, size in enumerate(cache, 1) if size > state_size(rank, width))
+    return {
+        "crossover": row(
+            "Echo, Prop. I.14", "first length at which a cache is larger, counted and by the formula (r 56, P 64)",
+            NUMBER, [smaller, crossover(rank, width)],
+        ),
+        "state kB": row(
+            "Echo, §3.5", "kB of the SKA states of the 50M model in float32", NUMBER,
+            4 * 4 * 7 * state_size(rank, width) / 1000,
+        ),
+    }  # fmt: skip
