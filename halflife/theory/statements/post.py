@@ -72,6 +72,33 @@ def added_state() -> list[int]:
     return [numbers(f"{name}+post") - numbers(name) for name in PAIRS]
 
 
+def fractional_noise(beta: float = 0.5, blocks: int = 8, lags: int = 64) -> list[float]:
+    """Return how well fractional Gaussian noise meets Condition 3.2, and R(1) over the power law of its long lags.
+
+    Its autocovariance is `R(s) = (|s + 1|^h − 2 |s|^h + |s − 1|^h) / 2` with h = 2 − β. It tends to h (h − 1)/2 s^−β.
+    The autocovariance of averages over b numbers is the sum of R over all pairs of two blocks, divided by b².
+
+    Args:
+        beta: β.
+        blocks: the largest b.
+        lags: the largest s.
+
+    Returns:
+        The largest relative error of `R_b(s) = b^−β R(s)`, and `R(1) / (h (h − 1)/2)`.
+    """
+    h = 2 - beta
+
+    def covariance(s: Tensor) -> Tensor:
+        return ((s + 1).abs() ** h - 2 * s.abs() ** h + (s - 1).abs() ** h) / 2
+
+    errors, s = [], torch.arange(1, lags + 1, dtype=torch.float64)
+    for b in range(2, blocks + 1):
+        inside = torch.arange(b, dtype=torch.float64)
+        apart = s[:, None, None] * b + inside[:, None] - inside
+        errors.append(error(covariance(apart).mean((-2, -1)), b**-beta * covariance(s)))
+    return [max(errors), covariance(s)[0].item() / (h * (h - 1) / 2)]
+
+
 def statements(seed: int) -> dict[str, dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
 
@@ -114,6 +141,10 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         "rwkv7 law": row(
             "PoST, Remark 5.2", "τ_k(T) / (τ_k(1) T^α), slowest and middle channel", NUMBER,
             [(slowest / start / LENGTH**exponents)[k].item() for k in (0, CHANNELS // 2)],
+        ),
+        "fractional noise": row(
+            "PoST, Lemma 3.6", "error of Condition 3.2, and R(1) over the power law of long lags", NUMBER,
+            fractional_noise(),
         ),
         "added state": row(
             "PoST, Prop. 4.17", f"numbers that PoST adds to the state of {', '.join(PAIRS)}", NUMBER, added_state()

@@ -1,0 +1,310 @@
+"""Write docs/claims.md from docs/claims.yaml and the files of docs/results.
+
+    python docs/claims.py            writes the page, in a second
+    python docs/claims.py --costs    first estimates what the open claims would cost, in a minute
+
+A claim of claims.yaml has rules, which are Python expressions over the files of results. The verdict follows from them:
+"holds" if all are true, "fails" if none is, and "holds in part" otherwise. It is "open" if a claim has no rules, if a
+condition under `given` is false, or if a comparison of trained models lacks seeds or learning rates (CONTRIBUTING.md,
+"Claims"). The numbers of the page are formatted expressions over the same files. Names in expressions:
+
+    theory, grid               theory.json and decay_design.json
+    value("mask rank")         a statement of theory.json
+    slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
+    accuracy(file, model, test, length, pairs), loss(variant)    one number a seed, at the selected learning rate
+    low(x), high(x)            the ends of the bootstrap interval of the mean of x
+    percent(x)                 the mean in percent and its interval
+    learned(file, model)       whether a model has learned its training task
+    mark(file, model)          " (not learned)", or nothing
+    steps(x)                   quotients of neighbouring values
+    list_of(x)                 the values of a dict
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from halflife.report.intervals import SEEDS, bootstrap, has_learned, in_percent
+
+DOCS = Path(__file__).parent
+RESULTS, PAGE, COSTS = DOCS / "results", DOCS / "claims.md", DOCS / "results" / "claims_costs.json"
+SOURCES = {"theory": "theory.json", "grid": "decay_design.json"}
+VERDICTS = ("holds", "holds in part", "fails", "open")
+RATES = 3  # learning rates that a comparison of trained models has at least
+H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of its peak
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of a paper, as claims.yaml has it.
+
+    Attributes:
+        where: the place in the paper.
+        says: the statement in plain words.
+        rules: expressions; see the module.
+        number: the text of the column "number", with expressions in braces. All digits are in braces.
+        given: expressions without which the claim is open.
+        note: a sentence about the verdict.
+        settle: the command of the run that would settle an open claim.
+        names: local names → expressions, for `rules`, `given` and `number`.
+    """
+
+    where: str
+    says: str
+    rules: tuple[str, ...] = ()
+    number: str = ""
+    given: tuple[str, ...] = ()
+    note: str = ""
+    settle: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+
+
+class Reading(NamedTuple):
+    """What the files say of a claim: the verdict, the number, the files that were read, and why it is open."""
+
+    verdict: str
+    number: str
+    files: tuple[str, ...]
+    reason: str
+
+
+class Node(dict):
+    """A dict of JSON whose keys are attributes, and whose lists are arrays."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        if isinstance(found, dict):
+            return Node(found)
+        if isinstance(found, list) and found and isinstance(found[0], dict):
+            return [Node(each) for each in found]
+        try:
+            return np.array(found) if isinstance(found, list) else found
+        except ValueError:  # lists of different lengths
+            return found
+
+
+@cache
+def _json(name: str) -> Node:
+    return Node(json.loads((RESULTS / name).read_text(encoding="utf-8")))
+
+
+@cache
+def _csv(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Files:
+    """Reads the files of results for one claim, and notes which files, seeds and learning rates it used.
+
+    Attributes:
+        used: names of the files.
+        seeds, rates: the smallest numbers of seeds and of learning rates of the trained models that were read; None if
+            none was read.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[str, None] = {}
+        self.seeds: int | None = None
+        self.rates: int | None = None
+
+    def json(self, name: str) -> Node:
+        self.used[name] = None
+        return _json(name)
+
+    def accuracy(
+        self, name: str, model: str, test: str, length: int | None = None, pairs: int | None = None
+    ) -> np.ndarray:
+        """The accuracy of every seed, a mean over the rows that are left, at the selected learning rate."""
+        self.used[name] = None
+        own = [row for row in _csv(name) if row["model"] == model]
+        self._note(len({row["learning_rate"] for row in own}))
+        seeds: dict[str, list[float]] = {}
+        for row in own:
+            wanted = row["test"] == test and length in (None, int(row["length"]))
+            if row["selected"] == "True" and wanted and (pairs is None or pairs == float(row["num_pairs"] or "nan")):
+                seeds.setdefault(row["seed"], []).append(float(row["accuracy"] or "nan"))
+        if not seeds:
+            raise ValueError(f"{name} has no row of {model}, {test}, length {length}, pairs {pairs}")
+        return self._seeds([float(np.mean(seeds[seed])) for seed in sorted(seeds)])
+
+    def loss(self, variant: str) -> np.ndarray:
+        """The test loss of every seed of a variant of decay_design.json, whose runs have one learning rate."""
+        runs = self.json("decay_design.json")["results"][variant]
+        self._note(1)
+        return self._seeds([runs[seed]["test"] for seed in sorted(runs)])
+
+    def learned(self, name: str, model: str) -> bool:
+        tests = {row["test"] for row in _csv(name)}
+        test = "in_distribution" if "in_distribution" in tests else sorted(tests)[0]
+        shortest = min(int(row["length"]) for row in _csv(name) if row["test"] == test)
+        return has_learned(self.accuracy(name, model, test, shortest))
+
+    def mark(self, name: str, model: str) -> str:
+        return "" if self.learned(name, model) else " (not learned)"
+
+    def _note(self, rates: int) -> None:
+        self.rates = rates if self.rates is None else min(rates, self.rates)
+
+    def _seeds(self, values: list[float]) -> np.ndarray:
+        self.seeds = len(values) if self.seeds is None else min(len(values), self.seeds)
+        return np.array(values)
+
+    def lacks(self) -> str:
+        """What a verdict on trained models needs and the files do not have."""
+        few = [
+            f"{count} {unit}{'s' if count != 1 else ''}"
+            for count, unit, needed in ((self.seeds, "seed", SEEDS), (self.rates, "learning rate", RATES))
+            if count is not None and count < needed
+        ]
+        return " and ".join(few)
+
+    def names(self) -> dict[str, Any]:
+        """The names in expressions."""
+        numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
+
+        def slopes(spectrum: str, column: str) -> np.ndarray:
+            return np.array([row[column] for row in self.json("theory.json").errors.slopes if row.spectrum == spectrum])
+
+        return {
+            **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
+            "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
+            "accuracy": self.accuracy, "loss": self.loss, "learned": self.learned, "mark": self.mark,
+            "percent": in_percent,
+            "list_of": lambda node: [node[name] for name in node],
+            "low": lambda x: bootstrap(x).low, "high": lambda x: bootstrap(x).high,
+            "steps": lambda x: np.asarray(x)[..., 1:] / np.asarray(x)[..., :-1],
+        }  # fmt: skip
+
+
+def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:
+    """Evaluate an expression. A file is read if the expression names it."""
+    used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+    sources = {name: files.json(SOURCES[name]) for name in used & set(SOURCES)}
+    # A generator in an expression looks its names up in the globals, which must be a plain dict.
+    return eval(expression, {"__builtins__": {}, **known, **sources})
+
+
+def read(claim: Claim) -> Reading:
+    """Evaluate the expressions of a claim."""
+    files = Files()
+    known = files.names()
+    for name, expression in claim.names.items():
+        known[name] = _evaluate(expression, files, known)
+    true = [bool(_evaluate(rule, files, known)) for rule in claim.rules]
+    number = _evaluate(f"f{claim.number!r}", files, known) if claim.number else ""
+    unmet = [condition for condition in claim.given if not _evaluate(condition, files, known)]
+    number = re.sub(r"(?<![\w.])-(?=\d)", "−", number)
+    reasons = [files.lacks(), *(f"`{condition}` is false" for condition in unmet), "" if true else "no run"]
+    reason = ", ".join(filter(None, reasons))
+    verdict = "open" if reason else "holds" if all(true) else "holds in part" if any(true) else "fails"
+    return Reading(verdict, number, tuple(files.used), reason if verdict == "open" else "")
+
+
+def load() -> tuple[str, dict[str, str], dict[str, list[Claim]]]:
+    """Read claims.yaml: the text above the tables, file → the command that wrote it, and paper → its claims."""
+    data = yaml.safe_load((DOCS / "claims.yaml").read_text(encoding="utf-8"))
+
+    def claim(fields: dict[str, Any]) -> Claim:
+        lists = {name: tuple(fields[name]) for name in ("rules", "given") if name in fields}
+        return Claim(**{**fields, **lists})
+
+    papers = {paper: [claim(fields) for fields in claims] for paper, claims in data["papers"].items()}
+    return data["head"], data["files"], papers
+
+
+def page() -> str:
+    """The text of docs/claims.md."""
+    head, commands, papers = load()
+    readings = {paper: [read(claim) for claim in claims] for paper, claims in papers.items()}
+    runs = list(dict.fromkeys(claim.settle for claims in papers.values() for claim in claims if claim.settle))
+    lines = [head.rstrip(), "", *_counts(readings)]
+    number = 0
+    for paper, claims in papers.items():
+        lines += ["", f"## {paper}", "", "| | statement | where | verdict | evidence |", "|---:|---|---|---|---|"]
+        for claim, reading in zip(claims, readings[paper], strict=True):
+            number += 1
+            cells = (str(number), claim.says, claim.where, f"**{reading.verdict}**", _evidence(claim, reading, runs))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## Runs that would settle the open claims", "", "| | command | one H200 |", "|---|---|---:|"]
+    hours = json.loads(COSTS.read_text(encoding="utf-8"))
+    lines += [f"| R{n} | `{run}` | {_hours(hours[run]) if run in hours else '–'} |" for n, run in enumerate(runs, 1)]
+    lines += ["", "## Files and commands", "", "| file | command |", "|---|---|"]
+    lines += [f"| [{file}](results/{file}) | `{command}` |" for file, command in commands.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(readings: Mapping[str, list[Reading]]) -> Iterator[str]:
+    """A table of the verdicts by paper."""
+    yield "| paper | " + " | ".join(VERDICTS) + " | all |"
+    yield "|---" + "|---:" * (len(VERDICTS) + 1) + "|"
+    for paper, own in {**readings, "all": [one for part in readings.values() for one in part]}.items():
+        found = [reading.verdict for reading in own]
+        yield f"| {paper} | " + " | ".join(str(found.count(v)) for v in VERDICTS) + f" | {len(found)} |"
+
+
+def _evidence(claim: Claim, reading: Reading, runs: list[str]) -> str:
+    """The cell of a claim: number, note, rules, files, and why it is open."""
+    parts = [part for part in (reading.number, claim.note) if part]
+    if claim.rules:
+        local = ", ".join(f"`{name} = {expression}`" for name, expression in claim.names.items())
+        parts.append("Rule: " + "; ".join(f"`{rule}`" for rule in claim.rules) + (f", with {local}." if local else "."))
+    if reading.files:
+        parts.append("From " + ", ".join(f"[{file}](results/{file})" for file in reading.files) + ".")
+    if reading.verdict == "open":
+        run = f"; R{runs.index(claim.settle) + 1} would settle it" if claim.settle else ""
+        parts.append(f"Open: {reading.reason}{run}.")
+    return " ".join(parts)
+
+
+def _hours(cost: Mapping[str, float]) -> str:
+    hours = cost["hours"]
+    return f"{hours:,.0f} hours" if hours >= 2 else f"{60 * hours:,.0f} minutes" if hours * 60 >= 2 else "a minute"
+
+
+def costs() -> dict[str, dict[str, float]]:
+    """Command → "operations", "runs" and "hours" of an H200 at 40 % of its peak, for `halflife compare` commands."""
+    from halflife.cli import read_command
+    from halflife.experiments import compare
+
+    found = {}
+    for command in _comparisons():
+        plan = compare.plan_comparison(**read_command(command.split()[1:])._choices())
+        needs = compare.estimate_comparison(plan)
+        operations = sum(each.operations * runs for each, runs in needs)
+        found[command] = {
+            "operations": operations, "runs": sum(runs for _, runs in needs), "hours": operations / H200 / 3600
+        }  # fmt: skip
+    return found
+
+
+def _comparisons() -> Iterator[str]:
+    seen = {claim.settle for claims in load()[2].values() for claim in claims}
+    return (command for command in sorted(seen) if command.startswith("halflife compare"))
+
+
+def main() -> None:
+    if "--costs" in sys.argv[1:]:
+        COSTS.write_text(json.dumps(costs(), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+    verdicts = [read(claim).verdict for claims in load()[2].values() for claim in claims]
+    print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS))
+
+
+if __name__ == "__main__":
+    main()

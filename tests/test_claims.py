@@ -1,0 +1,129 @@
+"""docs/claims.md is what docs/claims.py writes, its numbers come from files, and its verdicts follow the rules."""
+
+import csv
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from halflife.cli import read_command
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+sys.path.insert(0, str(DOCS))
+import claims  # noqa: E402 (a script of the documents, not of the package)
+
+_, COMMANDS, PAPERS = claims.load()
+EVERY = [claim for each in PAPERS.values() for claim in each]
+
+
+def test_the_page_is_what_the_script_writes():
+    assert claims.PAGE.read_text(encoding="utf-8") == claims.page()
+
+
+def test_every_verdict_has_its_evidence():
+    """Read the files without docs/claims.py: who is not open has a file, and trained models have seeds and rates."""
+    for claim in EVERY:
+        reading = claims.read(claim)
+        assert reading.verdict in claims.VERDICTS
+        assert set(reading.files) <= set(COMMANDS)
+        if reading.verdict == "open":
+            assert reading.reason, claim.says
+            continue
+        assert claim.rules, claim.says
+        assert reading.files, claim.says
+        for name in reading.files:
+            if name.endswith(".csv"):
+                with (DOCS / "results" / name).open(newline="") as file:
+                    rows = list(csv.DictReader(file))
+                assert len({row["seed"] for row in rows}) >= 3
+                assert len({row["learning_rate"] for row in rows}) >= 3
+
+
+def test_no_number_is_typed():
+    for claim in EVERY:
+        typed = re.sub(r"\{(?:[^{}]|\{[^{}]*\})*\}|Mamba-2", "", claim.number)
+        assert not re.search(r"\d", typed), claim.number
+
+
+def test_numbers_are_those_of_the_files():
+    """Some cells of the page, computed here from the files."""
+    page = claims.PAGE.read_text(encoding="utf-8")
+    theory = json.loads((DOCS / "results" / "theory.json").read_text())
+    errors = theory["positions"][0]["errors"]
+    most = max(run / static for run, static in zip(errors["as run"], errors["static"], strict=True))
+    assert f"In the recurrence the error is up to {most:.0f} times the static one." in page
+    with (DOCS / "results" / "gate_rank_niah.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    seeds = [
+        100 * float(row["accuracy"])
+        for row in rows
+        if (row["model"], row["test"], row["length"], row["num_pairs"]) == ("mamba2", "niah:hard", "256", "8")
+    ]
+    assert f"against {sum(seeds) / 3:.1f} [{min(seeds):.1f}, {max(seeds):.1f}] %" in page
+
+
+def test_commands_parse():
+    runs = {claim.settle for claim in EVERY} - {""}
+    for command in {*COMMANDS.values(), *runs}:
+        program, *arguments = shlex.split(command)
+        assert program == "halflife"
+        read_command(arguments)
+    assert set(json.loads(claims.COSTS.read_text())) == {run for run in runs if run.startswith("halflife compare")}
+
+
+# ------------------------------------------------------------------------------------------------- rules
+
+
+def written(folder, seeds=3, rates=3, base=0.95):
+    """Write results of a model that is better than its base by 0.1 to 0.3."""
+    lines = ["model,learning_rate,seed,selected,test,length,num_pairs,accuracy"]
+    for seed in range(seeds):
+        for rate in range(rates):
+            for model, gain in (("new", 0.1 * (1 + seed)), ("base", 0)):
+                for test, accuracy in (("in_distribution", base), ("capacity", 0.4 + gain)):
+                    lines.append(f"{model},{rate},{seed},{rate == 0},{test},8,,{accuracy}")
+    (folder / "trained.csv").write_text("\n".join(lines) + "\n")
+
+
+def verdict(folder, monkeypatch, *rules, given=()):
+    monkeypatch.setattr(claims, "RESULTS", folder)
+    claims._csv.cache_clear()
+    a, b = (f'accuracy("trained.csv", "{name}", "capacity")' for name in ("new", "base"))
+    reading = claims.read(claims.Claim("here", "it is so", rules=rules, given=given, names={"a": a, "b": b}))
+    claims._csv.cache_clear()
+    return reading.verdict, reading.reason
+
+
+LEARNED = 'learned("trained.csv", "base")'
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (["low(a - b) > 0.05"], "holds"),
+        (["low(a - b) > 0.15"], "fails"),
+        (["low(a - b) > 0", "high(a - b) > 0.5"], "holds in part"),
+        ([], "open"),
+    ],
+)
+def test_verdicts_follow_from_rules(tmp_path, monkeypatch, rules, expected):
+    written(tmp_path)
+    assert verdict(tmp_path, monkeypatch, *rules, given=[LEARNED])[0] == expected
+
+
+def test_too_little_evidence_is_open(tmp_path, monkeypatch):
+    rule = "low(a - b) > 0"
+    written(tmp_path, seeds=2)
+    assert verdict(tmp_path, monkeypatch, rule) == ("open", "2 seeds")
+    written(tmp_path, seeds=3, rates=1)
+    assert verdict(tmp_path, monkeypatch, rule) == ("open", "1 learning rate")
+    written(tmp_path, seeds=2, rates=2)
+    assert verdict(tmp_path, monkeypatch, rule) == ("open", "2 seeds and 2 learning rates")
+    written(tmp_path, base=0.5)
+    assert verdict(tmp_path, monkeypatch, rule, given=[LEARNED]) == ("open", f"`{LEARNED}` is false")
+    with pytest.raises(ValueError, match=r"trained.csv has no row of new, capacity, length 9"):
+        verdict(tmp_path, monkeypatch, 'low(accuracy("trained.csv", "new", "capacity", 9)) > 0')
