@@ -46,9 +46,12 @@ class PoST(Decay):
             has (1, T), and its released GLA (1, 16).
         learning_rate_factor: factor on the learning rate of θ and δ (see `models.param_groups`). PoST's released RWKV-7
             has 2.
+        stretch: whether channels slow down with the position. Without, α is 0, and the spectrum is sorted and static.
+        last_position: the position that all later ones count as, such as T; None for no limit.
 
     Raises:
-        ValueError: the decay has no base rates, or a length, an end point or a factor is out of range.
+        ValueError: the decay has no base rates, a length, an end point or a factor is out of range, or a static
+            spectrum has an option of the stretching.
     """
 
     def __init__(
@@ -61,11 +64,17 @@ class PoST(Decay):
         beta: float = 0.5,
         rate_range: Sequence[float] | None = None,
         learning_rate_factor: float = 1.0,
+        stretch: bool = True,
+        last_position: float | None = None,
     ) -> None:
         if train_length < 2 or reference_length <= 0:
             raise ValueError(f"need train_length ≥ 2 and reference_length > 0; got {train_length}, {reference_length}")
         if not isinstance(decay, SpectralDecay):
             raise no_base_rates(decay)
+        if last_position is not None and last_position < 1:
+            raise ValueError(f"last_position must be at least 1; got {last_position}")
+        if not stretch and (reference_length != 1 or last_position is not None):
+            raise ValueError("reference_length and last_position have no meaning without stretch; leave them out")
         if learning_rate_factor <= 0:
             raise ValueError(f"learning_rate_factor must be positive; got {learning_rate_factor}")
         ends = _check_range(decay, rate_range, endpoints) or _endpoint_rates(decay, train_length, endpoints, beta)
@@ -80,6 +89,7 @@ class PoST(Decay):
         self.decay = decay
         self.train_length, self.reference_length, self.endpoints = train_length, reference_length, endpoints
         self.learning_rate_factor = learning_rate_factor
+        self.stretch, self.last_position = stretch, last_position
         slow, fast = (math.log(end) if rate_range is not None else decay.post_base(end) for end in ends)
         self.base_endpoints = slow, fast
         self.base_shape = decay.base_shape
@@ -106,17 +116,19 @@ class PoST(Decay):
         return self.decay.post_log_rates(self.base())
 
     def taper(self) -> Tensor:
-        """The exponents α `[N]`, in [0, 1]; a single channel has α = 0."""
+        """The exponents α `[N]`, in [0, 1]; a single channel, or a static spectrum, has α = 0."""
         p, ideal = self.log_rates(), self._ideal_taper()
-        if self.channels == 1:
+        if self.channels == 1 or not self.stretch:
             return ideal
         k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
         gap = (p[-1] - p[0]) / (self.channels - 1)
         return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1)
 
     def _ideal_taper(self) -> Tensor:
-        """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0."""
+        """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0; all are 0 without stretching."""
         p = self.theta
+        if not self.stretch:
+            return p.new_zeros(self.channels)
         k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
         return (self.channels - 1 - k) / max(self.channels - 1, 1)
 
@@ -130,7 +142,8 @@ class PoST(Decay):
 
     def log_stretch(self, position: Tensor) -> Tensor:
         """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
-        log_t = position.to(self.theta.dtype).log().unsqueeze(-1)
+        t = position.to(self.theta.dtype)
+        log_t = (t if self.last_position is None else t.clamp(max=self.last_position)).log().unsqueeze(-1)
         stretch = self._ideal_taper() * math.log(self.reference_length) - log_t * self.taper()
         return stretch.unflatten(-1, self.base_shape)
 

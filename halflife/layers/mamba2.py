@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.decay import Decay
+from halflife.decay import Decay, PoST
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.init import Linear
@@ -52,11 +52,14 @@ class Mamba2(Mixer):
         decay, decay_options: the name of one of Mamba-2's decays, and its options.
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank: options of `GateRank`, which adds a slow state, or None.
+        stretch_gain: whether PoST stretches Δ in the input Δ x as in the decay, so that the stationary size of the
+            state does not grow with the position. The paper leaves the input alone (§5.2).
         layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
 
     Raises:
-        ValueError: a number of heads or groups does not divide, or the decay has no step size.
+        ValueError: a number of heads or groups does not divide, the decay has no step size, or `stretch_gain` is given
+            without PoST.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Mamba2(Mixer):
         decay_options: Mapping[str, Any] | None = None,
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
+        stretch_gain: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
         num_layers: int = 1,
@@ -85,11 +89,13 @@ class Mamba2(Mixer):
                 f"Mamba-2's layer scales its values by the step size of its decay, but {decay!r} has no step size; "
                 "for other decays use the design-space block (layer 'linear')"
             )
+        if stretch_gain and post is None:
+            raise ValueError("stretch_gain stretches the input as PoST stretches the decay; give post too")
         if num_groups < 1 or num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         self.num_heads, self.num_groups, self.state_size = num_heads, num_groups, state_size
         self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
-        self.chunk_size, self.backend = chunk_size, backend
+        self.chunk_size, self.backend, self.stretch_gain = chunk_size, backend, stretch_gain
         inner, shared = num_heads * self.head_dim, num_groups * state_size
         self.splits = [inner, inner + 2 * shared, num_heads]
         self.conv_splits = [inner, shared, shared]
@@ -111,7 +117,11 @@ class Mamba2(Mixer):
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
-        v = scale_heads(values, self.decay.step_size(f))
+        step = self.decay.step_size(f)
+        if self.stretch_gain:
+            assert isinstance(self.decay, PoST)
+            step = step * self.decay.log_stretch(position).exp()
+        v = scale_heads(values, step)
         y, memory = apply_update(
             self.gate_rank, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
