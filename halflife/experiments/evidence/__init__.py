@@ -1,0 +1,1 @@
+"""Experiments for open claims of the papers (docs/claims.md)."""

@@ -1,0 +1,109 @@
+"""The experiments for open claims: their models resolve, and three steps of them run from training to the tables."""
+
+import pytest
+import torch
+
+from halflife import LanguageModel
+from halflife.experiments import EXPERIMENTS, compare
+from halflife.experiments.evidence import post_parts
+from halflife.models import ModelConfig
+from halflife.runs.sweep import Cell
+
+NAMES = ("post-taken-apart", "post-taken-apart-text", "overview")
+TINY = {"steps": 3, "batch_size": 2, "save_every": 3, "hidden_size": 32}
+TINY_TASK = {**TINY, "test_examples": 2, "validation_examples": 2}
+TINY_TEXT = {
+    **TINY, "num_layers": 1, "num_heads": 2, "train_length": 16, "test_tokens": 512, "validation_tokens": 64,
+    "held_out": (0.2, 0.2), "validate_every": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_resolve(name):
+    experiment = EXPERIMENTS[name]()
+    for scale in experiment.scales:
+        settings = experiment.settings_at(scale, {})
+        assert len(experiment.learning_rates(experiment.models[0], scale)) >= 3
+        first = experiment.configure(settings, Cell(experiment.models[0], 1e-3, 0))
+        assert first.model.num_layers == settings.num_layers
+    settings = experiment.settings_at("smoke", {})
+    for model in experiment.models[-4:]:
+        assert isinstance(experiment.configure(settings, Cell(model, 1e-3, 0)).model, ModelConfig)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_resolves(name):
+    experiment = EXPERIMENTS[name]()
+    for scale in experiment.scales:
+        settings = experiment.settings_at(scale, {})
+        for model in {model for group in experiment.groups.values() for model in group} | set(experiment.models):
+            assert isinstance(experiment.configure(settings, Cell(model, 1e-3, 0)).model, ModelConfig)
+
+
+def options(part, base="mamba2"):
+    experiment = EXPERIMENTS["post-taken-apart"]()
+    settings = experiment.settings_at("small", {})
+    name = f"{base}:{part}" if part else base
+    return experiment.configure(settings, Cell(name, 1e-2, 0)).model.mixer_options
+
+
+def test_parts_are_what_they_are_called():
+    assert "post" not in options("")
+    assert options("post")["post"] == {"train_length": 64, "reference_length": 1}
+    assert options("theorem")["post"]["reference_length"] == 64
+    assert options("held")["post"]["last_position"] == 64
+    assert options("static")["post"]["stretch"] is False
+    assert options("gain-held")["post"]["last_position"] == 64
+    assert options("gain")["stretch_gain"] is options("gain-held")["stretch_gain"] is True
+    assert options("theorem-slow0.01", "rwkv7")["post"]["endpoints"] == (0.01, 1.0)
+    assert options("frozen")["decay_options"] == {"step_bias": "frozen"}
+    assert "stretch_gain" not in options("post")
+    different = [str(options(part)) for part in ("", *post_parts.PARTS)]
+    assert len(set(different)) == len(different)
+
+
+def test_parts_that_do_not_exist():
+    with pytest.raises(ValueError, match=r"unknown part of PoST 'theorme'\. Did you mean 'theorem'"):
+        options("theorme")
+    with pytest.raises(ValueError, match="rwkv7 has no 'gain': choose from rwkv7:post"):
+        options("gain", "rwkv7")
+
+
+def test_states_of_the_overview_are_of_one_size():
+    """Layers of linear attention and of the delta rule store d²/h numbers a head, and small states of convolutions."""
+    experiment = EXPERIMENTS["overview"]()
+    settings = experiment.settings_at("small", {})
+    sizes = []
+    for name in ("mamba2", "gated_deltanet", "rwkv7", "simple", "tnl"):
+        with torch.device("cpu"):
+            sizes.append(LanguageModel(experiment.configure(settings, Cell(name, 1e-2, 0)).model).state_size())
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "models", "changes"),
+    [
+        ("post-taken-apart", ["mamba2", "mamba2:gain-held"], TINY_TASK),
+        ("post-taken-apart-text", ["mamba2", "mamba2:gain"], TINY_TEXT),
+        ("overview", ["mamba2+ska", "gated_deltanet+gate_rank"], TINY_TASK),
+    ],
+)
+def test_three_steps(name, models, changes, tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    settings = dict(changes)
+    if name.endswith("text"):
+        (tmp_path / "text").mkdir()
+        for i in range(20):
+            (tmp_path / "text" / f"{i}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 30)
+        settings["text"] = (str(tmp_path / "text"),)
+    folder = compare.create_comparison(
+        models, experiment=name, settings=settings, learning_rates=[1e-3], output=tmp_path / "run"
+    )
+    rows = compare.run_comparison(folder, show=False)
+    assert {row["model"] for row in rows} == set(models)
+    summary = (folder / "summary.md").read_text()
+    assert all(f"| {model} |" in summary for model in models)
+    if name.endswith("text"):
+        assert "| perplexity at | 16 | 32 |" in summary
