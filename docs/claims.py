@@ -26,6 +26,7 @@ import ast
 import csv
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -284,7 +285,7 @@ def costs() -> dict[str, dict[str, float]]:
 
     found = {}
     for command in _comparisons():
-        plan = compare.plan_comparison(**read_command(command.split()[1:])._choices())
+        plan = compare.plan_comparison(**read_command(shlex.split(command)[1:])._choices())
         needs = compare.estimate_comparison(plan)
         operations = sum(each.operations * runs for each, runs in needs)
         found[command] = {

@@ -87,7 +87,7 @@ def test_states_of_the_overview_are_of_one_size():
     [
         ("post-taken-apart", ["mamba2", "mamba2:gain-held"], TINY_TASK),
         ("post-taken-apart-text", ["mamba2", "mamba2:gain"], TINY_TEXT),
-        ("overview", ["mamba2+ska", "gated_deltanet+gate_rank"], TINY_TASK),
+        ("overview", ["gated_deltanet+gate_rank", "mamba2+ska", "mamba2@state(mamba2+ska)"], TINY_TASK),
     ],
 )
 def test_three_steps(name, models, changes, tmp_path, monkeypatch):

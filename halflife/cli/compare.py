@@ -51,7 +51,9 @@ class Compare:
     """
 
     models: Positional[tuple[str, ...]] = ()
-    """Presets, base[+modifier…]; `halflife list` shows them. An experiment may add models and has its own default."""
+    """Presets, base[+modifier…]; `halflife list` shows them. An experiment may add models and has its own default.
+    'mamba2@state(mamba2+ska)' and 'mamba2@parameters(mamba2+ska)' are controls: mamba2 with as much state, or as many
+    parameters."""
     task: tuple[str, ...] = ()
     """The task to learn, or several as a mixture: `name` or `name:tier` (niah:hard); `halflife list` shows them. All
     but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs. Default:

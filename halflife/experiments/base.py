@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from halflife.experiments.overrides import apply_overrides
 from halflife.files import write_text
+from halflife.models.controls import control, split_control
 from halflife.registry import Registry, unknown
 from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
@@ -131,9 +132,22 @@ class Experiment:
         """The configuration of one cell before the user's overrides; `settings` is an instance of `self.settings`."""
         raise NotImplementedError
 
+    def build_control(self, settings: Any, cell: Cell) -> CellConfig:
+        """`build_cell`, where a model may be a control: `base@state(target)` or `base@parameters(target)`.
+
+        Raises:
+            ValueError: the base cannot have as much state, or as many parameters, as the target.
+        """
+        if (parts := split_control(cell.model)) is None:
+            return self.build_cell(settings, cell)
+        base, kind, target = parts
+        config, other = (self.build_cell(settings, dataclasses.replace(cell, model=name)) for name in (base, target))
+        model = control(config.model, kind, other.model, settings.train_length, cell.model)
+        return dataclasses.replace(config, model=model)
+
     def configure(self, settings: Any, cell: Cell) -> CellConfig:
         """The configuration of one model, learning rate and seed."""
-        return resolve(self.build_cell(settings, cell), settings.overrides)
+        return resolve(self.build_control(settings, cell), settings.overrides)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         """Tables and verdicts in Markdown, from the folder and the rows of `results.csv`; "" for none."""

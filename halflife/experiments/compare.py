@@ -13,6 +13,7 @@ from typing import Any
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
 from halflife.files import CONFIG_JSON, read_json
+from halflife.models.controls import split_control
 from halflife.registry import unknown
 from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
@@ -88,9 +89,12 @@ def plan_comparison(
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if not 1 <= seeds <= 10_000:
         raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
-    rates = {model: list(learning_rates or chosen.learning_rates(model, scale)) for model in models}
+    rates = {
+        model: list(learning_rates or chosen.learning_rates((split_control(model) or (model,))[0], scale))
+        for model in models
+    }
     plan = Plan(kind, resolved, tested, scale, rates, seeds)
-    check_parts([chosen.build_cell(resolved, cell) for cell in plan.cells()], resolved.overrides)
+    check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
         chosen.configure(resolved, cell)
     return plan
