@@ -23,6 +23,7 @@ def test_percent_gives_the_mean_and_every_seed():
     rows = [row(seed=0, accuracy=0.5), row(seed=0, accuracy=1.0), row(seed=1, accuracy=0.25)]
     assert percent(rows) == "50.0 (75.0, 25.0)"
     assert percent(rows[:1]) == "50.0"
+    assert percent([*rows, row(seed=3, accuracy=0.5)]) == "50.0 [25.0, 75.0] (75.0, 25.0, 50.0)"
     assert percent([]) == "–"
     assert percent([row(accuracy=math.nan), *rows]) == "diverged"
     assert percent([*rows, row(seed=2, accuracy=0.0, selected=False)]) == "50.0 (75.0, 25.0)"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from halflife.report.intervals import with_interval
 from halflife.report.markdown import Rows, in_distribution, markdown
 from halflife.runs.folder import Comparison, read
 
@@ -50,4 +51,4 @@ def _seeds(values: Sequence[float], digits: int = 2) -> str:
     if not values:
         return "–"
     every = f" ({', '.join(f'{x:.{digits}f}' for x in values)})" if len(values) > 1 else ""
-    return f"{fmean(values):.{digits}f}{every}"
+    return f"{with_interval(values, digits)}{every}"

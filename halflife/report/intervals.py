@@ -60,10 +60,15 @@ def _all_resamples(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[picks].mean(1), factorials[n] / factorials[counts].prod(0) / float(n) ** n
 
 
+def with_interval(values: Values, digits: int) -> str:
+    """Write a mean with its interval, "78.0 [72.8, 81.1]", which fewer seeds do not have."""
+    mean, low, high = bootstrap(values)
+    return f"{mean:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
+
+
 def in_percent(values: Values) -> str:
-    """Write fractions as a mean in percent with its interval, "78.0 [72.8, 81.1]", which fewer seeds do not have."""
-    mean, low, high = bootstrap([100 * value for value in values])
-    return f"{mean:.1f}" if math.isnan(low) else f"{mean:.1f} [{low:.1f}, {high:.1f}]"
+    """Write fractions as a mean in percent, with its interval."""
+    return with_interval([100 * value for value in values], 1)
 
 
 def ratio(values: Values, baseline: Values, learned: Values) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from halflife.report.intervals import in_percent
+
 Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
 
 
@@ -29,13 +31,16 @@ def models(rows: Rows) -> list[str]:
 
 
 def percent(rows: Rows) -> str:
-    """The mean accuracy over seeds and that of every seed, "87.5 (86.1, 88.9)", at the selected learning rate."""
+    """The mean accuracy over seeds and that of every seed at the selected learning rate: "87.5 (86.1, 88.9)".
+
+    From three seeds on, the 95 % interval of the mean stands between them: "87.6 [86.1, 88.9] (86.1, 88.9, 87.8)".
+    """
     rows = [r for r in rows if r["selected"]]
     seeds = [fmean([r["accuracy"] for r in rows if r["seed"] == s]) for s in sorted({r["seed"] for r in rows})]
     if not seeds or any(map(math.isnan, seeds)):
         return "diverged" if seeds else "–"
     every = f" ({', '.join(f'{100 * x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
-    return f"{100 * fmean(seeds):.1f}{every}"
+    return f"{in_percent(seeds)}{every}"
 
 
 def markdown(heading: Sequence[str], table: Sequence[Sequence[str]]) -> str:

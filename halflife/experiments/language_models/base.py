@@ -15,6 +15,7 @@ from halflife.data.documents import PYTHON
 from halflife.experiments.base import Experiment, ExperimentSettings
 from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.models import SIZES, ModelConfig, preset
+from halflife.report.intervals import with_interval
 from halflife.report.markdown import markdown
 from halflife.runs.folder import RESULTS_JSON
 from halflife.runs.language_run import LanguageConfig
@@ -172,7 +173,7 @@ class LanguageExperiment(Experiment):
             losses = [run["test"] for run in runs]
             table.append([
                 name, f"{runs[0]['parameters']:,}", f"{fmean(run['tokens_per_second'] for run in runs):,.0f}",
-                ", ".join(f"{loss:.4f}" for loss in losses), f"{fmean(losses):.4f}",
+                ", ".join(f"{loss:.4f}" for loss in losses), with_interval(losses, 4),
                 "–" if paper is None else f"{paper:.3f}",
             ])  # fmt: skip
         heading = ["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"]
