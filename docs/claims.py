@@ -274,8 +274,7 @@ def _evidence(claim: Claim, reading: Reading, runs: list[str]) -> str:
 
 
 def _hours(cost: Mapping[str, float]) -> str:
-    hours = cost["hours"]
-    return f"{hours:,.0f} hours" if hours >= 2 else f"{60 * hours:,.0f} minutes" if hours * 60 >= 2 else "a minute"
+    return f"{cost['hours']:,.0f} hours" if cost["hours"] >= 1 else "under an hour"
 
 
 def costs() -> dict[str, dict[str, float]]:

@@ -45,10 +45,10 @@ def test_options_in_the_table_exist():
     groups = {
         "decay": constructor_options(DECAYS["mamba2"]), "ska": constructor_options(LAYERS["ska"]),
         "gate_rank": constructor_options(GateRank), "post": constructor_options(PoST),
-        "training": get_type_hints(RunConfig),
+        "training": get_type_hints(RunConfig), "mixer": constructor_options(LAYERS["mamba2"]),
     }  # fmt: skip
-    options = re.findall(r"`(decay|ska|gate_rank|post|training)\.(\w+)`", section)
-    assert len(options) == 11
+    options = re.findall(r"`(decay|ska|gate_rank|post|training|mixer)\.(\w+)`", section)
+    assert len(options) == 14
     assert all(option in groups[group] for group, option in options)
     assert all(f"`{choice}`" in section for choice in (*ATTACHMENTS, *INITIALIZATIONS))
 

@@ -60,7 +60,7 @@ class PoST(Decay):
         *,
         train_length: int,
         reference_length: float = 1,
-        endpoints: tuple[float, float] | str = (1.0, 1.0),
+        endpoints: Sequence[float] | str = (1.0, 1.0),
         beta: float = 0.5,
         rate_range: Sequence[float] | None = None,
         learning_rate_factor: float = 1.0,
@@ -191,7 +191,7 @@ class PoST(Decay):
 
 
 def _check_range(
-    decay: SpectralDecay, rate_range: Sequence[float] | None, endpoints: tuple[float, float] | str
+    decay: SpectralDecay, rate_range: Sequence[float] | None, endpoints: Sequence[float] | str
 ) -> tuple[float, float] | None:
     """Return `rate_range`, if it is given and has a meaning."""
     if rate_range is None:
@@ -206,7 +206,7 @@ def _check_range(
 
 
 def _endpoint_rates(
-    decay: SpectralDecay, train_length: int, endpoints: tuple[float, float] | str, beta: float
+    decay: SpectralDecay, train_length: int, endpoints: Sequence[float] | str, beta: float
 ) -> tuple[float, float]:
     """The slowest and the fastest base rate."""
     if endpoints == "optimal":
