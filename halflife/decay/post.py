@@ -60,7 +60,7 @@ class PoST(Decay):
         *,
         train_length: int,
         reference_length: float = 1,
-        endpoints: Sequence[float] | str = (1.0, 1.0),
+        endpoints: tuple[float, float] | list[float] | str = (1.0, 1.0),  # a list from JSON
         beta: float = 0.5,
         rate_range: Sequence[float] | None = None,
         learning_rate_factor: float = 1.0,
