@@ -5,8 +5,9 @@
 
 A claim of claims.yaml has rules, which are Python expressions over the files of results. The verdict follows from them:
 "holds" if all are true, "fails" if none is, and "holds in part" otherwise. It is "open" if a claim has no rules, if a
-condition under `given` is false, or if a comparison of trained models lacks seeds or learning rates (CONTRIBUTING.md,
-"Claims"). The numbers of the page are formatted expressions over the same files. Names in expressions:
+condition under `given` is false, or if a comparison of trained models lacks seeds, learning rates or a fair chance
+(CONTRIBUTING.md, "Claims"). The numbers of the page are formatted expressions over the same files. Expressions may
+name:
 
     theory, grid               theory.json and decay_design.json
     value("mask rank")         a statement of theory.json
@@ -16,6 +17,7 @@ condition under `given` is false, or if a comparison of trained models lacks see
     percent(x)                 the mean in percent and its interval
     learned(file, model)       whether a model has learned its training task
     mark(file, model)          " (not learned)", or nothing
+    measured(file, model)      whether a file has a model, such as a control
     steps(x)                   quotients of neighbouring values
     list_of(x)                 the values of a dict
 """
@@ -59,6 +61,8 @@ class Claim:
         given: expressions without which the claim is open.
         note: a sentence about the verdict.
         settle: the command of the run that would settle an open claim.
+        fair: whether the runs gave the paper a fair chance: its setting as far as it can run, and twice the steps.
+            Without it, a claim about trained models is open and does not fail.
         names: local names → expressions, for `rules`, `given` and `number`.
     """
 
@@ -69,6 +73,7 @@ class Claim:
     given: tuple[str, ...] = ()
     note: str = ""
     settle: str = ""
+    fair: bool = False
     names: dict[str, str] = field(default_factory=dict)
 
 
@@ -156,6 +161,9 @@ class Files:
         shortest = min(int(row["length"]) for row in _csv(name) if row["test"] == test)
         return has_learned(self.accuracy(name, model, test, shortest))
 
+    def measured(self, name: str, model: str) -> bool:
+        return any(row["model"] == model for row in _csv(name))
+
     def mark(self, name: str, model: str) -> str:
         return "" if self.learned(name, model) else " (not learned)"
 
@@ -186,6 +194,7 @@ class Files:
             **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
             "accuracy": self.accuracy, "loss": self.loss, "learned": self.learned, "mark": self.mark,
+            "measured": self.measured,
             "percent": in_percent,
             "list_of": lambda node: [node[name] for name in node],
             "low": lambda x: bootstrap(x).low, "high": lambda x: bootstrap(x).high,
@@ -211,7 +220,11 @@ def read(claim: Claim) -> Reading:
     number = _evaluate(f"f{claim.number!r}", files, known) if claim.number else ""
     unmet = [condition for condition in claim.given if not _evaluate(condition, files, known)]
     number = re.sub(r"(?<![\w.])-(?=\d)", "−", number)
-    reasons = [files.lacks(), *(f"`{condition}` is false" for condition in unmet), "" if true else "no run"]
+    unfair = files.seeds is not None and not claim.fair and not all(true)
+    reasons = [
+        files.lacks(), *(f"`{condition}` is false" for condition in unmet), "" if true else "no run",
+        "the setting of the paper was not run" if unfair else "",
+    ]  # fmt: skip
     reason = ", ".join(filter(None, reasons))
     verdict = "open" if reason else "holds" if all(true) else "holds in part" if any(true) else "fails"
     return Reading(verdict, number, tuple(files.used), reason if verdict == "open" else "")

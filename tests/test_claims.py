@@ -89,11 +89,12 @@ def written(folder, seeds=3, rates=3, base=0.95):
     (folder / "trained.csv").write_text("\n".join(lines) + "\n")
 
 
-def verdict(folder, monkeypatch, *rules, given=()):
+def verdict(folder, monkeypatch, *rules, given=(), fair=True):
     monkeypatch.setattr(claims, "RESULTS", folder)
     claims._csv.cache_clear()
     a, b = (f'accuracy("trained.csv", "{name}", "capacity")' for name in ("new", "base"))
-    reading = claims.read(claims.Claim("here", "it is so", rules=rules, given=given, names={"a": a, "b": b}))
+    claim = claims.Claim("here", "it is so", rules=rules, given=given, names={"a": a, "b": b}, fair=fair)
+    reading = claims.read(claim)
     claims._csv.cache_clear()
     return reading.verdict, reading.reason
 
@@ -113,6 +114,20 @@ LEARNED = 'learned("trained.csv", "base")'
 def test_verdicts_follow_from_rules(tmp_path, monkeypatch, rules, expected):
     written(tmp_path)
     assert verdict(tmp_path, monkeypatch, *rules, given=[LEARNED])[0] == expected
+
+
+def test_no_needs_a_fair_chance(tmp_path, monkeypatch):
+    written(tmp_path)
+    assert verdict(tmp_path, monkeypatch, "low(a - b) > 0", fair=False) == ("holds", "")
+    for rules in (["low(a - b) > 0.15"], ["low(a - b) > 0", "high(a - b) > 0.5"]):
+        assert verdict(tmp_path, monkeypatch, *rules, fair=False) == ("open", "the setting of the paper was not run")
+
+
+def test_controls_are_asked_for(tmp_path, monkeypatch):
+    written(tmp_path)
+    given = ['measured("trained.csv", "base@state(new)")']
+    assert verdict(tmp_path, monkeypatch, "low(a - b) > 0", given=given)[0] == "open"
+    assert verdict(tmp_path, monkeypatch, "low(a - b) > 0", given=['measured("trained.csv", "new")'])[0] == "holds"
 
 
 def test_too_little_evidence_is_open(tmp_path, monkeypatch):
