@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
-from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary
+from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.one import CellConfig, ModelRun, training_device
@@ -142,8 +142,7 @@ class CorpusRun(ModelRun):
     def save(self, model: LanguageModel, folder: Path) -> None:
         tokenizer = self.corpus.tokenizer
         checkpoint.save(model, folder, tokenizer.name if isinstance(tokenizer, ByteTokenizer) else None)
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.tokenizer.save_pretrained(folder)
+        tokenizer.save(folder)
 
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         if diverged:
