@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
+from halflife.extras import require
 from halflife.files import RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "te
 RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Names for --set that are options of the command.
 OPTIONS = {
-    "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "training.learning_rate": "lr",
+    "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "model.mlp": "mlp",
+    "training.learning_rate": "lr",
     **{f"training.{name}": name for name in RECIPE},
 }  # fmt: skip
 
@@ -85,6 +87,9 @@ class Train:
     """Layers. Default: 6, or the layers of --size."""
     num_heads: int | None = None
     """Heads. Default: the choice of the architecture, or the heads of --size."""
+    mlp: str | None = None
+    """The MLP of every block: swiglu, koopman, rwkv7, … or none (Mamba-2 as its paper has it). Default: that of the
+    preset or of --size."""
     lr: float = 1e-3
     """Learning rate after the warm-up."""
     schedule: str = "cosine"
@@ -145,6 +150,8 @@ class Train:
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing, fsdp=self.fsdp,
             tensorboard=self.tensorboard, show=not self.quiet,
         )  # fmt: skip
+        if self.tensorboard:
+            require("--tensorboard", "tensorboard")
         if self.resume is not None:
             reject_other_options(self, *EXECUTION)
             folder, config = self.resume, language.load_config(self.resume)
@@ -192,7 +199,7 @@ class Train:
             tokens = convert("training.steps", steps, int) * self.batch_size * self.context
         if (vocab_size := overrides.pop("model.vocab_size", None)) is not None:
             sizes["vocab_size"] = convert("model.vocab_size", vocab_size, int)
-        for name in ("hidden_size", "num_layers", "num_heads"):
+        for name in ("hidden_size", "num_layers", "num_heads", "mlp"):
             if (value := getattr(self, name)) is not None:
                 sizes[name] = value
         rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1

@@ -76,7 +76,7 @@ class ByteTokenizer:
 
 
 def _byte_marks() -> list[str]:
-    """The characters of the 256 bytes in byte-level BPE: printable ones stand for themselves, and U+0100 … for others."""
+    """The characters of the 256 bytes in byte-level BPE. Printable bytes stand for themselves."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(i if i in printable else next(others)) for i in range(256)]

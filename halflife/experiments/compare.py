@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halflife import extensions
+from halflife.data.corpus import absolute_paths, relative_paths
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
 from halflife.files import CONFIG_JSON, read_json
@@ -120,10 +122,18 @@ def create_comparison(
     config = {
         "command": command, "models": list(plan.learning_rates), "experiment": plan.kind,
         "task": plan.label, "scale": plan.scale, "seeds": list(range(plan.seeds)),
-        "learning_rates": plan.learning_rates, "settings": dataclasses.asdict(settings),
+        "learning_rates": plan.learning_rates, **extensions.record(),
     }  # fmt: skip
     label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
-    return create_sweep(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
+    folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    config["settings"] = _with_text(dataclasses.asdict(settings), folder, relative_paths)
+    return create_sweep(folder, config)
+
+
+def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Settings whose paths of texts, if there are some, `relative_paths` or `absolute_paths` has changed."""
+    text = {"text": change({"sources": settings["text"]}, folder)["sources"]} if "text" in settings else {}
+    return {**settings, **text}
 
 
 def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
@@ -211,5 +221,6 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
         )
     if "settings" not in config or "experiment" not in config:
         raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+    extensions.recall(config)
     experiment = EXPERIMENTS[config["experiment"]]()
-    return experiment, experiment.settings.from_dict(config["settings"])
+    return experiment, experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))

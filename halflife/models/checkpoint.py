@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from halflife import extensions
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
@@ -34,11 +35,12 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
     folder = Path(folder)
     write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt"})
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
+    known: dict[str, Any] = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
     named: dict[str, Any] = {} if tokenizer is None else {"tokenizer": tokenizer}
     if tokenizer == "bytes+eos":
         named["eos_token_id"] = 256  # for `generate` of transformers
-    write_json(folder / CONFIG_JSON, {"format": FORMAT, **known, **named, "model": model.config.to_dict()})
+    known |= {**named, **extensions.record()}
+    write_json(folder / CONFIG_JSON, {"format": FORMAT, **known, "model": model.config.to_dict()})
     return folder
 
 
@@ -71,6 +73,10 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         with torch.device("meta"):
             model = LanguageModel(ModelConfig.from_dict(config["model"]))
         model.load_state_dict(tensors, assign=True)
+    except ValueError as error:
+        if advice := extensions.advice(config):
+            raise ValueError(f"{error}{advice}") from error
+        raise
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS} is of another model: {reason}") from error

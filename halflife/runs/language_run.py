@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
+from halflife.data.corpus import Corpus, CorpusConfig, Split, absolute_paths, bits_per_byte, relative_paths
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
@@ -55,6 +55,11 @@ class LanguageConfig(CellConfig):
         for name in ("context", "validation_tokens", "test_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+
+    def portable(self, saved: dict[str, Any], folder: Path) -> dict[str, Any]:
+        # A relative path is one that `run.json` holds, because those of a configuration are absolute. The folder of the
+        # cache is a matter of the machine.
+        return {**saved, "data": {**relative_paths(absolute_paths(saved["data"], folder), folder), "cache_dir": None}}
 
     def sequences(self) -> dict[int, float]:
         return {self.context: self.steps * self.batch_size}
