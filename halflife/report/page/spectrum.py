@@ -41,6 +41,13 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
     return {"length": train_length, "models": models} if models and train_length else None
 
 
+def opened(spectra: dict[str, Any] | None) -> int:
+    """The index of the model that the explorer shows first: one whose time-scales depend on the position, if any."""
+    models = spectra["models"] if spectra else []
+    moving = [i for i, one in enumerate(models) if any(len(layer["trained"]) > 1 for layer in one["layers"])]
+    return moving[0] if moving else 0
+
+
 def without(models: Sequence[str], spectra: dict[str, Any] | None) -> list[str]:
     """The models that have no spectrum in the result of `explorer`."""
     shown = {entry["model"] for entry in spectra["models"]} if spectra else set()
