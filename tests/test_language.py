@@ -343,6 +343,15 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     ids = torch.randint(256, (1, 9))
     torch.testing.assert_close(loaded(ids).logits, checkpoint.load(folder)(ids)[0])
     main(["generate", str(folder), "the", "--greedy", "--max-new-tokens", "3", "--device", "cpu"])
+    data = (text / "00.txt").read_bytes()
+    main(["eval", str(folder), "--text", str(text / "00.txt"), "--output", str(tmp_path / "eval"), "--device", "cpu"])
+    nats = torch.nn.functional.cross_entropy(
+        checkpoint.load(folder)(torch.tensor([list(data)]))[0][0, :-1], torch.tensor(list(data[1:])), reduction="sum"
+    ).item()
+    found = json.loads((tmp_path / "eval" / "results.json").read_text())["text"][str(text / "00.txt")]
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(data), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(data) - 1)), rel=1e-4)
+    assert "perplexity of a byte" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["train", *arguments(text, folder)])  # the folder has a run already
     assert "--resume" in capsys.readouterr().err

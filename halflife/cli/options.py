@@ -57,7 +57,7 @@ def read_options(command: Command) -> Command:
 
 def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What a file of a run in `folder` holds, with absolute paths of texts. A file of a user stays as it is."""
-    from halflife.data.corpus import absolute_paths
+    from halflife.data.paths import absolute_paths
 
     places = {"data": "sources", "settings": "text"}  # in run.json, and in the config.json of a comparison
     located = dict(written)

@@ -15,10 +15,11 @@ from tyro.conf import Positional
 
 from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
 from halflife.extras import require
-from halflife.files import RUN_JSON, check_new_folder
+from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
+    from halflife.training.trial import Trial
 
 EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "tensorboard", "prompts", "quiet")
 RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
@@ -123,7 +124,7 @@ class Train:
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
     quiet: bool = False
-    """Show no progress bars."""
+    """Show no progress bars, and no estimate of time, memory and disk before the run."""
     dry_run: bool = False
     """Print the settings and what the run needs (parameters, tokens, memory of one process without
     --gradient-checkpointing and --fsdp, operations); read no text, write and train nothing."""
@@ -143,6 +144,7 @@ class Train:
 
     def run(self) -> None:
         from halflife.experiments import train as language
+        from halflife.report.tables.estimate import describe_trial
         from halflife.report.tables.language import print_language_run
         from halflife.training.config import ExecutionConfig, rank
 
@@ -163,6 +165,8 @@ class Train:
                 return _print_needs(config, self.micro_batch_size)
         if rank() == 0:
             say(f"writing to {folder}")
+            if not (self.quiet or (folder / RESULT_JSON).exists()) and (trial := _try(config, self.micro_batch_size)):
+                say(describe_trial(trial))
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
             result = language.run_language(
                 config, folder, execution=execution, samples=self.prompts,
@@ -219,6 +223,15 @@ class Train:
             validate_every=self.validate_every, save_every=self.save_every,
         )  # fmt: skip
         return apply_overrides(config, overrides)
+
+
+def _try(config: LanguageConfig, rows: int | None) -> Trial | None:
+    """What the run will take; None under torchrun, where several processes share its work."""
+    from halflife.runs.one import training_device
+    from halflife.training.config import world_size
+    from halflife.training.trial import try_runs
+
+    return try_runs([(config, config.sequences())], training_device(), rows) if world_size() == 1 else None
 
 
 def _print_needs(config: LanguageConfig, rows: int | None) -> None:

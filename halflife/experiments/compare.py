@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from halflife import extensions
-from halflife.data.corpus import absolute_paths, relative_paths
+from halflife.data.paths import absolute_paths, relative_paths
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
-from halflife.files import CONFIG_JSON, read_json
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json
 from halflife.registry import unknown
+from halflife.runs.one import training_device
 from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
 from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import Estimate, estimate
+from halflife.training.trial import Trial, try_runs
 
 MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
@@ -134,6 +136,21 @@ def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dic
     """Settings whose paths of texts, if there are some, `relative_paths` or `absolute_paths` has changed."""
     text = {"text": change({"sources": settings["text"]}, folder)["sources"]} if "text" in settings else {}
     return {**settings, **text}
+
+
+def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:
+    """What the runs of the comparison in `folder` that have no result yet will take; see `training.trial.try_runs`.
+
+    Args:
+        only_seeds: the seeds to run; None for all.
+        rows: sequences of a micro-batch; None for whole batches.
+    """
+    experiment, settings = load_experiment(folder)
+    config = read_json(folder / CONFIG_JSON)
+    seeds = [seed for seed in config["seeds"] if only_seeds is None or seed in only_seeds]
+    left = [c for c in sweep_cells(config["learning_rates"], seeds) if not (folder / c.folder / RESULT_JSON).exists()]
+    configs = [experiment.configure(settings, cell) for cell in left]
+    return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
 
 
 def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from halflife import extensions
-from halflife.data.corpus import Corpus, CorpusConfig, absolute_paths
+from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.data.paths import absolute_paths
 from halflife.experiments.decay_design import row_or_preset
 from halflife.experiments.values import convert
 from halflife.files import RUN_JSON, folder_lock, read_json_object, write_json

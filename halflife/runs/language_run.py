@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from halflife.data.corpus import Corpus, CorpusConfig, Split, absolute_paths, bits_per_byte, relative_paths
+from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
+from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint

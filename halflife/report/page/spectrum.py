@@ -44,8 +44,11 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
 def opened(spectra: dict[str, Any] | None) -> int:
     """The index of the model that the explorer shows first: one whose time-scales depend on the position, if any."""
     models = spectra["models"] if spectra else []
-    moving = [i for i, one in enumerate(models) if any(len(layer["trained"]) > 1 for layer in one["layers"])]
-    return moving[0] if moving else 0
+    moving = (
+        i for i, one in enumerate(models) for layer in one["layers"]
+        if any(row != layer["trained"][0] for row in layer["trained"])
+    )  # fmt: skip
+    return next(moving, 0)
 
 
 def without(models: Sequence[str], spectra: dict[str, Any] | None) -> list[str]:
