@@ -131,7 +131,7 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
     measured = {}
     for file in files:
         data = read_bytes(file)
-        loss = document_loss(model, [tokenizer.encode(data)])
+        loss = document_loss(model, [torch.as_tensor(tokenizer.encode(data))])
         if not loss.tokens:
             raise ValueError(f"{file} has fewer than two tokens, so there is nothing to predict")
         measured[str(file)] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from halflife.training.fit import Objective
 
 TOKENS = 4096  # of a timed step at most; the time of a larger batch is extrapolated
 LARGEST = 200_000_000  # parameters of a model that is tried; a larger one would take long
+ENOUGH = 0.3  # seconds of steps of a model; one step is always timed
 MODELS = 8  # different models that are tried; others count as their mean
 PAGE = 6_000_000  # bytes of a report page with its figures
 
@@ -95,10 +97,12 @@ def _try(
     with saved_tensors_hooks(save, lambda x: x):
         step()  # the first one also allocates
     _wait(device)
-    start = time.perf_counter()
-    step()
-    _wait(device)
-    seconds = time.perf_counter() - start
+    seconds, start = math.inf, time.perf_counter()
+    while time.perf_counter() - start < ENOUGH:  # the fastest of several steps, because other processes disturb them
+        before = time.perf_counter()
+        step()
+        _wait(device)
+        seconds = min(seconds, time.perf_counter() - before)
     tokens = sum(n * number for n, number in sequences.items()) / config.steps
     return seconds * tokens / (count * length), sum(saved.values()) * held * max(sequences) / (count * length)
 
