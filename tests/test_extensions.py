@@ -146,4 +146,4 @@ def test_an_error_of_the_system_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("halflife.cli.read_command", lambda _: type("Command", (), {"run": staticmethod(run)}))
     with pytest.raises(SystemExit):
         main(["list"])
-    assert capsys.readouterr().err == "halflife: x.txt: no such file or directory\n"
+    assert capsys.readouterr().err == "halflife: there is no file x.txt\n"
