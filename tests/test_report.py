@@ -274,7 +274,7 @@ def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_d
     print_comparison([vars(score) for score in results.read(run_dir).scores])
     out = capsys.readouterr().out
     assert "in: in distribution, also cap 64, also per 64." in out
-    assert re.search(r"in +cap +cap +cap +per +per +per *\n", out)
+    assert re.search(r" cap +cap +cap +per +per +per *\n", out)
     assert re.search(r" 128 +256 +512 +128 +256 +512 *\n", out)
 
 
