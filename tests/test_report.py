@@ -14,14 +14,16 @@ import pytest
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import save_figures, write_report
 from halflife.report.style import model_styles
+from halflife.report.tables.comparison import print_comparison
 from halflife.runs import folder as results
 
 MODELS = ("mamba2", "mamba2+post", "llama")
 LENGTH = 64
-VOID = {"meta", "link", "br", "img", "hr", "input"}
+VOID = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 
 
 def make_run(folder: Path, models=MODELS, seeds=(0, 1), layers=2, finished=True) -> Path:
@@ -245,8 +247,35 @@ def test_spectra_of_runs_without_weights_are_those_saved(html):
 
 def test_best_mean_is_emphasised(html):
     marked = re.findall(r"<strong>(.*?)</strong>", html)
-    best = ["90.5 %"] * 3 + ["64.0 %", "45.2 %", "32.0 %", "78.8 %", "68.6 %", "59.7 %"]
+    best = ["90.5 %", "64.0 %", "45.2 %", "32.0 %", "78.8 %", "68.6 %", "59.7 %"]
     assert sorted(marked) == sorted(["10,002", *best])
+
+
+def test_the_table_begins_with_accuracies_and_says_nothing_twice(tmp_path, run_dir, html):
+    table = _table(results.read(run_dir))
+    tested = ["64 (T)", *["128 (2T)", "256 (4T)", "512 (8T)"] * 2]
+    assert table.columns == [*tested, "parameters", "state size", "tokens/s", "learning rate"]
+    assert [(text, len(columns)) for text, columns in table.parts] == [
+        ("in distribution", 1), ("capacity, by length in tokens", 3), ("persist, by length in tokens", 3), ("", 4)
+    ]  # fmt: skip
+    assert "also capacity at 64 tokens and persist at 64 tokens" in table.caption
+    one = _table(results.read(make_run(tmp_path / "one", seeds=(1,))))
+    assert [[(row.name, row.note) for row in rows] for rows in one.groups] == [[(model, "seed 1")] for model in MODELS]
+    assert not _table(results.read(make_run(tmp_path / "none", finished=False))).caption.count("also")
+
+
+def test_the_explorer_opens_on_a_model_whose_spectrum_moves(html):
+    """That is mamba2+post, model 1 of the run; the first entries are the two seeds of mamba2."""
+    options = [attrs for tag, attrs in Page(html).tags if tag == "option"]
+    assert ["selected" in attrs for attrs in options] == [False, False, True, False]
+
+
+def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_dir, capsys):
+    print_comparison([vars(score) for score in results.read(run_dir).scores])
+    out = capsys.readouterr().out
+    assert "in: in distribution, also cap 64, also per 64." in out
+    assert re.search(r" cap +cap +cap +per +per +per *\n", out)
+    assert re.search(r" 128 +256 +512 +128 +256 +512 *\n", out)
 
 
 def test_special_characters_are_escaped(tmp_path):

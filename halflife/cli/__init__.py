@@ -100,7 +100,9 @@ def _say(error: Exception) -> str:
     if name in EXTRAS and str(error).startswith("No module named"):
         what = "the command line" if EXTRAS[name] == "cli" else "this command"
         return f"{missing(what, name)}, or {install('all')} for every command"
-    if isinstance(error, OSError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
+    if isinstance(error, FileNotFoundError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
+        return f"there is no file {error.filename}"
+    if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
 

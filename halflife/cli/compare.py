@@ -132,7 +132,7 @@ class Compare:
     gradient_checkpointing: bool = False
     """Recompute the activations inside blocks: this takes less memory and a third more work."""
     quiet: bool = False
-    """Show no progress bars."""
+    """Show no progress bars, and no estimate of time, memory and disk before the first run."""
 
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -144,6 +144,7 @@ class Compare:
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.report.tables.comparison import print_comparison
+        from halflife.report.tables.estimate import describe_trial
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
         from halflife.runs.pool import make_runner
         from halflife.runs.sweep import RunsFailed
@@ -161,6 +162,8 @@ class Compare:
         else:
             folder = self._create()
         say(f"writing to {folder}")
+        if not self.quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, self.micro_batch_size)):
+            say(describe_trial(trial))
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
         with resumable(command, folder / CONFIG_JSON):

@@ -149,26 +149,27 @@ class Session:
             self.feed([token])
             yield token
 
-    def write(self, n: int, *, stop: Sequence[int] = (), **settings) -> Iterator[str]:
+    def write(self, n: int, *, stop: str | Sequence[int | str] = (), **settings) -> Iterator[str]:
         """Draw tokens as `sample` does, and yield them as pieces of text that hold whole characters.
 
         Args:
             n: largest number of tokens.
-            stop: tokens that end the text; they are not part of it.
+            stop: tokens or texts that end the text; they are not part of it. The session has read what it drew of them.
             **settings: settings of `sample`.
 
         Raises:
-            ValueError: as in `sample`, or the tokens are not bytes and there is no `decode`.
+            ValueError: as in `sample`, an empty text in `stop`, or the tokens are not bytes and there is no `decode`.
+            TypeError: `stop` has something other than tokens and texts.
         """
         if self.decode is None and self.model.config.vocab_size != BYTES:
             raise ValueError(
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
+        ends, texts = _divide([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
-        if self.decode is None:
-            return _text(tokens, frozenset(stop), _Bytes())
         before = [] if self._last is None else self._last.tolist()
-        return _text(tokens, frozenset(stop), _Incremental(self.decode, before))
+        pieces = _text(tokens, ends, _Bytes() if self.decode is None else _Incremental(self.decode, before))
+        return _until(pieces, texts) if texts else pieces
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -260,6 +261,33 @@ def _text(tokens: Iterator[int], stop: frozenset[int], unpack: _Bytes | _Increme
             yield piece
     if piece := unpack([], final=True):
         yield piece
+
+
+def _divide(stop: Sequence[int | str]) -> tuple[frozenset[int], list[str]]:
+    """Return the tokens and the texts of `stop`."""
+    texts = [one for one in stop if isinstance(one, str)]
+    tokens = [one for one in stop if isinstance(one, int) and not isinstance(one, bool)]
+    if len(texts) + len(tokens) < len(stop):
+        raise TypeError(f"stop must be a text, or a list of tokens and texts; got {stop!r}")
+    if "" in texts:
+        raise ValueError("a text of stop must not be empty")
+    return frozenset(tokens), texts
+
+
+def _until(pieces: Iterator[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield the text before the first of `stops`. An end that may be the beginning of one waits for the rest of it."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
+            held = held[: min(ends)]
+            break
+        waiting = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        if ready := held[: len(held) - waiting]:
+            yield ready
+        held = held[len(ready) :]
+    if held:
+        yield held
 
 
 class _Bytes:

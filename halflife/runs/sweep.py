@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halflife import __version__
+from halflife import __version__, extensions
 from halflife.files import (
     RESULT_JSON,
     RUN_JSON,
@@ -63,12 +63,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be done: its configuration, its folder, its label, and how it uses memory."""
+    """A run to be done: its configuration, folder, label and use of memory, and the extensions that it imports."""
 
     config: CellConfig
     folder: Path
     name: str
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    imports: Mapping[str, Sequence[str]] = field(default_factory=extensions.record)
 
 
 # Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars. The result
@@ -132,6 +133,7 @@ def run_job(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, A
     Raises:
         ValueError: another process keeps the lock, or the folder belongs to a run with another configuration.
     """
+    extensions.recall(job.imports)  # a worker on another machine does not have them yet
     with folder_lock(job.folder, patience):
         return run_one(job.config.open(show), job.folder, name=job.name, execution=replace(job.execution, show=show))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -167,7 +168,7 @@ class ProgressBar(TrainerCallback):
             refresh_per_second=2,
         )  # fmt: skip
         self.task: TaskID | None = None
-        self.loss = float("nan")
+        self.loss: float | None = None  # none is logged yet
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.progress.start()
@@ -188,7 +189,7 @@ class ProgressBar(TrainerCallback):
         self.progress.update(
             self.task,
             completed=state.global_step,
-            info=f"loss {self.loss:.2f}{shown}{rate}",
+            info=f"loss {'–' if self.loss is None else f'{self.loss:.2f}'}{shown}{rate}",
             clock="in all" if state.global_step == state.max_steps else "left",
         )
 
@@ -198,10 +199,11 @@ class ProgressBar(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """On a signal to end (`SIGNALS`), saves a checkpoint after the current step and ends the training.
+    """On a signal to end (`SIGNALS`, or Ctrl-C), saves a checkpoint after the current step and ends the training.
 
-    Job managers send such a signal some seconds before they kill a process. All processes of a run stop after the same
-    step, even if only one of them received it. A signal that is ignored, as SIGHUP under nohup, stays ignored.
+    Job managers send such a signal some seconds before they kill a process. A second Ctrl-C ends it at once. All
+    processes of a run stop after the same step, even if only one of them received it. A signal that is ignored, as
+    SIGHUP under nohup, stays ignored.
 
     Attributes:
         received: the number of the signal, or None.
@@ -211,11 +213,15 @@ class StopOnSignal(TrainerCallback):
         self.received: int | None = None
         self.previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
-            for number in SIGNALS:
+            for number in (*SIGNALS, signal.SIGINT):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if self.received == number:
+                raise KeyboardInterrupt
+            print("\nsaving a checkpoint after this step; press Ctrl-C again to stop at once", file=sys.stderr)
         self.received = number
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

@@ -8,8 +8,10 @@ import math
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from halflife import extensions
 from halflife.extras import require
 from halflife.models import ModelConfig
 
@@ -73,6 +75,14 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def portable(self, saved: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """A configuration as JSON holds it, with paths relative to `folder`, the folder of the run."""
+        return saved
+
+    def saved_in(self, folder: Path) -> dict[str, Any]:
+        """What `run.json` in `folder` holds: the configuration, and the extensions that a resumed run imports."""
+        return {**self.portable(as_json(self.to_dict()), folder), **extensions.record()}
 
 
 @dataclass(frozen=True, kw_only=True)

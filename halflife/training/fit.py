@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
+from halflife import extensions
 from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
@@ -69,7 +70,8 @@ def check_run_folder(config: TrainConfig, folder: Path) -> bool:
         ValueError: the folder belongs to a run with another configuration, or `run.json` was edited after the first
             checkpoint; the message names what differs.
     """
-    if (folder / RUN_JSON).exists() and (differing := _differences(read_json_object(folder / RUN_JSON), config)):
+    path = folder / RUN_JSON
+    if path.exists() and (differing := _differences(read_json_object(path), config, folder)):
         raise ValueError(
             f"{folder} belongs to a run with another configuration; choose another folder. There and here: {differing}"
         )
@@ -80,7 +82,7 @@ def check_run_folder(config: TrainConfig, folder: Path) -> bool:
             trained = read_json_object(saved)
         except ValueError:  # a damaged checkpoint, which is passed over later
             continue
-        if differing := _differences(trained, config):
+        if differing := _differences(trained, config, folder):
             raise ValueError(
                 f"{folder / RUN_JSON} was changed after {saved.parent.name} was written. A run cannot change its "
                 f"settings: restore the file, or start a new run. There and here: {differing}"
@@ -92,12 +94,13 @@ def claim_run_folder(config: TrainConfig, folder: Path) -> None:
     """Write `run.json`, and remove what killed processes left in the folder."""
     if rank() == 0:
         remove_orphans(folder)
-        write_json(folder / RUN_JSON, config.to_dict())
+        write_json(folder / RUN_JSON, config.saved_in(folder))
 
 
-def _differences(saved: dict[str, Any], config: TrainConfig) -> str:
+def _differences(saved: dict[str, Any], config: TrainConfig, folder: Path) -> str:
     """The settings that differ between a `run.json` and a configuration, with both values; "" if none differ."""
-    there, here = _flatten(_with_defaults(saved, config)), _flatten(as_json(config.to_dict()))
+    whole = (config.portable(x, folder) for x in (_with_defaults(saved, config), as_json(config.to_dict())))
+    there, here = (_flatten({name: x for name, x in one.items() if name != extensions.IMPORTS}) for one in whole)
     names = [name for name in {**here, **there} if name not in here or name not in there or here[name] != there[name]]
     return "; ".join(f"{name} = {there.get(name, 'missing')} and {here.get(name, 'missing')}" for name in names[:4])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def render(page: dict[str, Any]) -> str:
         policy=_policy(scripts),
         data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")),
         as_text=_as_text,
+        parts=re.compile(r"(?<=[+_./:-])").split,  # a name may break after these characters
         ink=INK,
         slowest=f"{SLOWEST:,.0f}",
         fastest=f"{FASTEST:g}",
