@@ -22,7 +22,7 @@ SETTINGS = (
     "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
-PLACE = ("on", "cpus_per_run", "gpus_per_run", "micro_batch_size", "gradient_checkpointing")
+PLACE = ("on", "cpus_per_run", "gpus_per_run", "worker_timeout", "micro_batch_size", "gradient_checkpointing")
 # Names for --set that are options of the command.
 OPTIONS = {
     "training.learning_rate": "lr", "training.steps": "steps", "training.batch_size": "batch_size",
@@ -127,6 +127,8 @@ class Compare:
     """Processors, and threads, of a run on Ray. Default: 1."""
     gpus_per_run: float | None = None
     """GPUs of a run on Ray, from 0 to 1; with 0.5 two runs share one. Default: 1 if the cluster has GPUs, else 0."""
+    worker_timeout: float | None = None
+    """Seconds without a sign of life after which a worker of Ray is killed and its run continued. Default: 600."""
     micro_batch_size: int | None = None
     """Rows that a run holds at once (experiments on text); the gradients of micro-batches are added. Default: all."""
     gradient_checkpointing: bool = False
@@ -152,7 +154,9 @@ class Compare:
         execution = ExecutionConfig(
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing
         )
-        runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
+        runner = make_runner(
+            self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run, worker_timeout=self.worker_timeout
+        )
         if self.resume is not None:
             reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
             folder = self.resume

@@ -15,6 +15,7 @@ from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
 
 FORMAT = 1  # increased when older files can no longer be read
+RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
 BYTES = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
 
 
@@ -32,6 +33,9 @@ class Session:
         encode: the tokenizer's function from text to ids; None for a vocabulary of 256, whose tokens are bytes.
         decode: the tokenizer's function from ids to text; None as above.
         piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
+        state_dtype: torch.float64 keeps the recurrent states in float64 from the second piece on, for streams of
+            hundreds of thousands of tokens (`docs/streaming.md`). They then take twice the memory. None keeps the
+            dtype of the model's states.
 
     Attributes:
         state: the model's state, or None before the first token. Its tensors are never modified.
@@ -45,10 +49,14 @@ class Session:
         encode: Callable[[str], Sequence[int]] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         piece_size: int = 4096,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if piece_size < 1:
             raise ValueError(f"piece_size must be at least 1; got {piece_size}")
+        if state_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"state_dtype must be None, torch.float32 or torch.float64; got {state_dtype}")
         self.model, self.encode, self.decode, self.piece_size = model, encode, decode, piece_size
+        self.state_dtype = state_dtype
         self.state: ModelState | None = None
         self.position = 0
         self._logits: Tensor | None = None
@@ -65,10 +73,20 @@ class Session:
         """
         ids = self._ids(tokens)
         for piece in ids.split(self.piece_size) if len(ids) else ():
-            hidden, self.state = self.model.hidden(piece.unsqueeze(0), self.state)
+            hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
+            self.state = self._cast(state)
             self._logits = self.model.logits(hidden[0, -1])
             self._last, self.position = piece[-1:], self.position + len(piece)
         return self
+
+    def _cast(self, state: ModelState) -> ModelState:
+        """The state with its sums over all tokens in `state_dtype`."""
+        if self.state_dtype is None:
+            return state
+        return tuple(
+            {name: x.to(self.state_dtype) if name.rpartition(".")[2] in RECURRENT else x for name, x in layer.items()}
+            for layer in state
+        )
 
     def _ids(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
         size, device = self.model.config.vocab_size, self.model.embedding.weight.device
@@ -101,7 +119,9 @@ class Session:
 
     def fork(self) -> Session:
         """Return a second session that continues from here independently. The two share tensors, which never change."""
-        other = Session(self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size)
+        other = Session(
+            self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size, state_dtype=self.state_dtype
+        )
         other.state, other.position = self.state, self.position
         other._logits, other._last = self._logits, self._last
         return other
@@ -213,7 +233,7 @@ class Session:
         vocabulary = self.model.config.vocab_size
         if position < 1 or logits.shape != (vocabulary,) or last.shape != (1,) or not 0 <= int(last) < vocabulary:
             raise ValueError(f"{path} holds no state of a session: its position, logits or last token cannot be")
-        self.state = tuple(layers[i] for i in range(len(layers)))
+        self.state = self._cast(tuple(layers[i] for i in range(len(layers))))
         self.position, self._logits, self._last = position, logits, last
         return self
 

@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
 from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, layer_grid, note_missing
 from halflife.report.style import INK, REFERENCE_LINE, legend, model_styles, styled
 from halflife.runs.folder import Comparison
 
+PAGE_ROWS = 8  # of panels in one picture
 Ends = tuple[np.ndarray, np.ndarray]  # time-scales `[N]` at the first position and at the training length
 
 
+def spectrum_pages(run: Comparison) -> list[Figure]:
+    """`spectrum` in pictures of at most `PAGE_ROWS` rows of panels."""
+    spectra = _spectra(run, run.models)
+    one_layer = all(len(found["layers"]) == 1 for found in spectra.values())
+    size = PAGE_ROWS * 3 if one_layer else PAGE_ROWS
+    return [spectrum(run, list(spectra)[i : i + size]) for i in range(0, len(spectra), size)] or [spectrum(run)]
+
+
+def _spectra(run: Comparison, models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The saved spectrum of each model that has one: of its first seed at the selected learning rate."""
+    spectra = {}
+    for model in models:
+        found = [one.spectrum for one in run.trainings_of(model) if one.spectrum.get("layers")]
+        if found:
+            spectra[model] = found[0]
+    return spectra
+
+
 @styled
-def spectrum(run: Comparison) -> Figure:
+def spectrum(run: Comparison, models: Sequence[str] | None = None) -> Figure:
     """Time-scales (tokens, log) of the channels in the model's order, initial and trained, by layer.
 
     The first seed at the selected learning rate is shown. Circles are time-scales at the first position. Triangles are
     those at position T, if they differ.
+
+    Args:
+        run: the comparison.
+        models: which of its models; None for all.
     """
-    spectra = {}
-    for model in run.models:
-        found = [one.spectrum for one in run.trainings_of(model) if one.spectrum.get("layers")]
-        if found:
-            spectra[model] = found[0]
+    spectra = _spectra(run, run.models if models is None else models)
     figure, panels = layer_grid([(model, found["layers"]) for model, found in spectra.items()], sharey=True)
     if not panels:
         return note_missing(figure, "no spectrum: no model with a decay has finished")
@@ -59,6 +80,7 @@ def _draw_layer(axes: Axes, layer: dict[str, Any], train_length: int | None, col
     if train_length:
         axes.axhline(train_length, **REFERENCE_LINE)
     axes.set(yscale="log", xlabel=channels, xlim=(0.4, len(numbers) + 0.6))
+    axes.yaxis.set_minor_locator(NullLocator())  # minor ticks take most of the time of drawing
     if len(numbers) <= 8:
         axes.set_xticks(numbers)
     return moves
