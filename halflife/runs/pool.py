@@ -14,7 +14,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +24,9 @@ from typing import Any
 from halflife.extras import require
 from halflife.runs.board import ProgressBoard
 from halflife.runs.cluster import marked, servers
+from halflife.runs.interrupts import signals_noted
 from halflife.runs.sweep import Job, Runner, one_by_one, reason
 from halflife.runs.worker import WORKER, SignOfLife, Silence, read_sign, run_job_in_worker, send, stop_workers
-from halflife.training.config import SIGNALS
 from halflife.training.fit import StoppedBySignal
 
 RETRIES = 5  # of a run whose worker died, and of a cluster; a run repeats at most the steps since its last checkpoint
@@ -117,8 +116,8 @@ class Pool:
         sweep = _Sweep(jobs, self.worker_timeout, show)
         for _ in range(1 + RETRIES * own):
             if sweep.waiting:
-                with suppress(_ClusterLost), _cluster(self.address) as alive, _signals_raise():
-                    sweep.run(self._resources(), alive)
+                with suppress(_ClusterLost), _cluster(self.address) as alive, signals_noted() as check:
+                    sweep.run(self._resources(), alive, check)
         return sweep.failed | {job.name: "the Ray cluster ended" for job in sweep.waiting}
 
     def _resources(self) -> dict[str, float]:
@@ -134,24 +133,6 @@ class Pool:
                 f"this machine has {cpus:g} processors and {gpus:g} GPUs; a run needs {self.cpus} and {wanted:g}"
             )
         return {"num_cpus": self.cpus, "num_gpus": wanted}
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Raise `StoppedBySignal` on a signal to end. Ray's handler would end the process without a word to the runs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _: object) -> None:
-        raise StoppedBySignal("the comparison was stopped", number)
-
-    previous = {number: signal.signal(number, stop) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
@@ -226,8 +207,13 @@ class _Sweep:
         self.timeout = timeout
         self.running: dict[Any, Job] = {}  # by the references of Ray's tasks, also those that wait for a worker
 
-    def run(self, resources: Mapping[str, float], alive: Callable[[], bool]) -> None:
+    def run(self, resources: Mapping[str, float], alive: Callable[[], bool], check: Callable[[], None]) -> None:
         """Run the jobs on the cluster that this process is connected to. An interrupt cancels the running jobs.
+
+        Args:
+            resources: what a run takes.
+            alive: tells whether the servers of the cluster live.
+            check: raises an error after a signal to end.
 
         Raises:
             _ClusterLost: the jobs in `waiting` have not ended.
@@ -242,6 +228,7 @@ class _Sweep:
                     self._submit(task, int(resources["num_cpus"]))
                     for ref in ray.wait(list(self.running), timeout=1.0)[0]:
                         self._take(ref, alive)
+                    check()
                     if not alive():
                         raise _ClusterLost
                     for job, sign in silence.too_long(self.running.values()):
@@ -274,7 +261,7 @@ class _Sweep:
 
         job = self.running[ref]
         try:
-            result = ray.get(ref)
+            result: Any = ray.get(ref)
         except RayTaskError as error:
             del self.running[ref]
             if isinstance(error.cause, StoppedBySignal):

@@ -160,10 +160,11 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMA
 
 @styled
 def _arrange(figure: Figure) -> None:
-    """Compute the layout once for all files, which is most of the time that a file takes."""
-    figure.dpi = DPI
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    """Compute the layout once for all files. With a layout engine, matplotlib draws each file twice."""
+    if (engine := figure.get_layout_engine()) is not None:
+        figure.dpi = DPI
+        engine.execute(figure)
+        figure.set_layout_engine(None)
 
 
 @styled
