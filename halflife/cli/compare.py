@@ -148,7 +148,7 @@ class Compare:
         from halflife.report.tables.comparison import print_comparison
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
         from halflife.runs.pool import make_runner
-        from halflife.runs.sweep import RunsFailed
+        from halflife.runs.sweep import RunsFailed, check_seeds
         from halflife.training.config import ExecutionConfig
 
         execution = ExecutionConfig(
@@ -163,6 +163,7 @@ class Compare:
         elif self.dry_run:
             return self._estimate()
         else:
+            check_seeds(self.only_seeds, range(self.seeds))
             folder = self._create()
         say(f"writing to {folder}")
         failed: Mapping[str, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -149,7 +150,11 @@ class Session:
         Raises:
             ValueError: a setting is out of range, or the session has read nothing yet.
         """
-        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        if (
+            not 0 <= temperature < math.inf
+            or (top_k is not None and top_k < 1)
+            or (top_p is not None and not 0 < top_p <= 1)
+        ):
             raise ValueError(
                 f"need temperature ≥ 0, top_k ≥ 1 and 0 < top_p ≤ 1; got {temperature}, {top_k} and {top_p}"
             )
@@ -250,7 +255,13 @@ def draw(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Draw a token from `logits [V]`; the settings are those of `Session.sample`."""
+    """Draw a token from `logits [V]`; the settings are those of `Session.sample`.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
+    if not logits.isfinite().all():
+        raise ValueError("the logits of the model are not finite, as after a divergence in training")
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator))
