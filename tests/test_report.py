@@ -297,6 +297,7 @@ def test_fifty_models_of_five_seeds(tmp_path):
     assert time.process_time() - began <= 60  # 28 s on two busy cores, where it was 167 s before
     script = Path(render.HERE / render.SCRIPTS[0]).stat().st_size
     assert page.stat().st_size <= data + script
+    assert "<title>50 models on mqar" in page.read_text()
     pictures = sorted(folder.glob("figures/*.png"))
     assert [path.name for path in pictures if path.name.startswith("spectrum")] == [
         *(f"spectrum-{i}.png" for i in range(2, 8)), "spectrum.png"

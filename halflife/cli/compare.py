@@ -121,8 +121,8 @@ class Compare:
     on: str = "local"
     """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
     install 'halflife-lm[sweep]'); ray://host:port, on that Ray cluster, whose machines must all see the folder under
-    the same path (a shared file system). A run that is killed there continues from its last checkpoint, up to 5
-    times."""
+    the same path (a shared file system). A run whose worker dies there continues from its last checkpoint, up
+    to 5 times."""
     cpus_per_run: int | None = None
     """Processors, and threads, of a run on Ray. Default: 1."""
     gpus_per_run: float | None = None

@@ -53,11 +53,6 @@ class ExperimentSettings:
     chunk_size: int = 64
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "train_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Any:
         """An instance of the class, from settings as `config.json` holds them, with lists for tuples."""

@@ -56,7 +56,7 @@ class HalflifeConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        model: ModelConfig | dict[str, Any] | None = None,
+        model: Any = None,
         *,
         use_cache: bool = True,
         pad_token_id: int | None = None,
