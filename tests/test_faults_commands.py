@@ -214,7 +214,7 @@ def test_a_terminal_of_ascii_shows_everything(tmp_path):
         (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
         (["--seed", "-1"], "seed must lie between 0"),
         (["--num-heads", "0"], "num_heads must be at least 1; got 0"),
-        (["--tokens", "99999999999999999"], "steps must lie between 1 and 1,000,000,000"),
+        (["--tokens", "99999999999999999"], "steps must be at least 1 and at most 1,000,000,000"),
         (["--fsdp"], "torchrun"),
         (["--data", ""], "name a file, a folder or a glob"),
         (["--data", "pipe"], "pipe is a pipe or a device"),

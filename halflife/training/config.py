@@ -60,7 +60,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "validate_every", "save_every"):
             if not 1 <= getattr(self, name) <= MOST_STEPS:
-                raise ValueError(f"{name} must lie between 1 and {MOST_STEPS:,}; got {getattr(self, name):,}")
+                raise ValueError(f"{name} must be at least 1 and at most {MOST_STEPS:,}; got {getattr(self, name)}")
         for name in ("learning_rate", "epsilon", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
