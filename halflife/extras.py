@@ -10,7 +10,7 @@ EXTRAS = {
     "tyro": "cli", "rich": "cli", "yaml": "cli",
     "transformers": "train", "accelerate": "train", "huggingface_hub": "train", "datasets": "train",
     "pyarrow": "train", "filelock": "train",
-    "matplotlib": "report", "plotly": "report", "jinja2": "report", "markupsafe": "report",
+    "matplotlib": "report", "jinja2": "report", "markupsafe": "report",
     "fla": "gpu", "tensorboard": "tensorboard", "lm_eval": "eval", "ray": "sweep",
 }  # fmt: skip
 

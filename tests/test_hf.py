@@ -68,6 +68,8 @@ def test_config_errors():
         HalflifeConfig(model={**model, "hidden_sizes": 3})
     with pytest.raises(ValueError, match="vocab_size is 40"):
         HalflifeConfig(model=model, vocab_size=40)
+    with pytest.raises(TypeError, match=r"got 'mamba2'\. HalflifeConfig\.from_preset takes names"):
+        HalflifeConfig(model="mamba2")
 
 
 # ------------------------------------------------------------------------------------------------ forward

@@ -1,19 +1,25 @@
 """The figures and the report page, from a made-up run folder."""
 
 import csv
+import hashlib
 import json
 import math
 import re
+import struct
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.comparison_spectrum import spectrum_pages
+from halflife.report.figures.data import Axis, FigureData, HeatMap
 from halflife.report.figures.language import length, loss
-from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.figures.matplotlib_renderer import draw, draw_pages
+from halflife.report.page import render
 from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import save_figures, write_report
@@ -293,6 +299,41 @@ def test_special_characters_are_escaped(tmp_path):
 def test_one_seed_one_layer_and_any_number_of_models(tmp_path, models):
     page = Page(write_report(make_run(tmp_path / "run", models=models, seeds=(7,), layers=1)).read_text())
     assert all(model in page.text for model in models)
+
+
+def test_figures_of_many_models_are_divided(tmp_path):
+    """Into files `name`, `name-2`, …, with each panel once."""
+    run = results.read(make_run(tmp_path / "many", models=[f"model{i}" for i in range(10)], seeds=(0,), layers=2))
+    figures = spectrum_pages(run)
+    assert [len(figure.axes) for figure in figures] == [16, 4]
+    heat = HeatMap("x", Axis("x"), Axis("y"), ["1"], ["1", "2"], [[0.5], [1.0]])
+    pages = draw_pages(FigureData("heat", "", "", "", [heat] * 60, columns=2))
+    assert [len(figure.axes) for figure in pages] == [26, 26, 8]
+    assert all(figure.get_figheight() < 20 for figure in (*figures, *pages))
+
+
+def test_the_script_of_the_plots_is_the_one_that_is_recorded():
+    script = Path(render.HERE / render.SCRIPTS[0]).read_bytes()
+    assert hashlib.sha256(script).hexdigest() in (render.HERE / "vendor" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_fifty_models_of_five_seeds(tmp_path):
+    folder = make_run(tmp_path / "large", models=[f"model{i:02d}" for i in range(50)], seeds=range(5), layers=6)
+    data = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    began = time.process_time()
+    page = write_report(folder)
+    assert time.process_time() - began <= 60  # 28 s on two busy cores, where it was 167 s before
+    script = Path(render.HERE / render.SCRIPTS[0]).stat().st_size
+    assert page.stat().st_size <= data + script
+    assert "<title>50 models on mqar" in page.read_text()
+    pictures = sorted(folder.glob("figures/*.png"))
+    assert [path.name for path in pictures if path.name.startswith("spectrum")] == [
+        *(f"spectrum-{i}.png" for i in range(2, 8)), "spectrum.png"
+    ]  # fmt: skip
+    for path in pictures:
+        _, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert height <= 3000, path.name
 
 
 def test_unfinished_run_has_curves(tmp_path):

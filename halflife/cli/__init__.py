@@ -45,7 +45,7 @@ COMMANDS = {
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
-_PAGE = (*_FIGURES, "jinja2", "plotly")
+_PAGE = (*_FIGURES, "jinja2")
 # Packages that a command always needs. Without this table it would miss them after minutes of work.
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,

@@ -18,8 +18,15 @@ BYTES = 256
 
 
 def load_model(folder: Path) -> LanguageModel:
-    """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`."""
-    return load_any(folder)
+    """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
+
+    Raises:
+        ValueError: a weight is not finite. The scores and texts of such a model would look like those of a bad one.
+    """
+    model = load_any(folder)
+    if bad := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+        raise ValueError(f"the model in {folder} has diverged: {bad[0]} holds numbers that are not finite")
+    return model
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

@@ -22,7 +22,7 @@ SETTINGS = (
     "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
-PLACE = ("on", "cpus_per_run", "gpus_per_run", "micro_batch_size", "gradient_checkpointing")
+PLACE = ("on", "cpus_per_run", "gpus_per_run", "worker_timeout", "micro_batch_size", "gradient_checkpointing")
 # Names for --set that are options of the command.
 OPTIONS = {
     "training.learning_rate": "lr", "training.steps": "steps", "training.batch_size": "batch_size",
@@ -121,12 +121,14 @@ class Compare:
     on: str = "local"
     """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
     install 'halflife-lm[sweep]'); ray://host:port, on that Ray cluster, whose machines must all see the folder under
-    the same path (a shared file system). A run that is killed there continues from its last checkpoint, up to 5
-    times."""
+    the same path (a shared file system). A run whose worker dies there continues from its last checkpoint, up
+    to 5 times."""
     cpus_per_run: int | None = None
     """Processors, and threads, of a run on Ray. Default: 1."""
     gpus_per_run: float | None = None
     """GPUs of a run on Ray, from 0 to 1; with 0.5 two runs share one. Default: 1 if the cluster has GPUs, else 0."""
+    worker_timeout: float | None = None
+    """Seconds without a sign of life after which a worker of Ray is killed and its run continued. Default: 600."""
     micro_batch_size: int | None = None
     """Rows that a run holds at once (experiments on text); the gradients of micro-batches are added. Default: all."""
     gradient_checkpointing: bool = False
@@ -147,19 +149,22 @@ class Compare:
         from halflife.report.tables.estimate import describe_trial
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
         from halflife.runs.pool import make_runner
-        from halflife.runs.sweep import RunsFailed
+        from halflife.runs.sweep import RunsFailed, check_seeds
         from halflife.training.config import ExecutionConfig
 
         execution = ExecutionConfig(
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing
         )
-        runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
+        runner = make_runner(
+            self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run, worker_timeout=self.worker_timeout
+        )
         if self.resume is not None:
             reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
             folder = self.resume
         elif self.dry_run:
             return self._estimate()
         else:
+            check_seeds(self.only_seeds, range(self.seeds))
             folder = self._create()
         say(f"writing to {folder}")
         if not self.quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, self.micro_batch_size)):

@@ -167,7 +167,7 @@ def run_sweep(
 
     Raises:
         RunsFailed: no run has ended.
-        ValueError: `seeds` has none of the sweep's seeds.
+        ValueError: `seeds` has a seed that is not the sweep's.
     """
     config = read_json(folder / CONFIG_JSON)
     for place in (folder, folder / FIGURES):
@@ -178,9 +178,8 @@ def run_sweep(
         cell: Job(configure(cell), _place(folder, cell), cell.title, execution or ExecutionConfig())
         for cell in cells(config["learning_rates"], config["seeds"])
     }
+    check_seeds(seeds, config["seeds"])
     wanted = [cell for cell in jobs if seeds is None or cell.seed in seeds]
-    if not wanted:
-        raise ValueError(f"there is nothing to run: the seeds of {folder} are {', '.join(map(str, config['seeds']))}")
     done = _results(jobs)
     failed = runner([jobs[cell] for cell in wanted if cell not in done], show)
     results = _results(jobs)
@@ -194,6 +193,19 @@ def run_sweep(
     ]
     write_scores(folder / RESULTS_CSV, scores)
     return [asdict(score) for score in scores], failed
+
+
+def check_seeds(chosen: Sequence[int] | None, seeds: Sequence[int]) -> None:
+    """Check that the chosen seeds belong to a sweep.
+
+    Raises:
+        ValueError: one of them does not; the message names it.
+    """
+    if unknown := [seed for seed in chosen or () if seed not in seeds]:
+        raise ValueError(
+            f"there is no seed {', '.join(map(str, unknown))} to run; the comparison has the seeds {seeds[0]} to "
+            f"{seeds[-1]}"
+        )
 
 
 def _place(folder: Path, cell: Cell) -> Path:

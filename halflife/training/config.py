@@ -18,6 +18,8 @@ from halflife.models import ModelConfig
 # A job manager sends one of these before it kills a process, or a terminal that closes does.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
 
+MOST_STEPS = 10**9  # also the largest batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -59,8 +61,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "validate_every", "save_every"):
-            if not 1 <= getattr(self, name) < 1 << 62:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_STEPS:
+                raise ValueError(f"{name} must be at least 1 and at most {MOST_STEPS:,}; got {getattr(self, name)}")
         for name in ("learning_rate", "epsilon", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")

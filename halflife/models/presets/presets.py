@@ -182,6 +182,10 @@ def preset(
         raise unknown("option of a preset", min(foreign), list(dict.fromkeys(known)))
     base, *modifiers = name.split("+")
     check_modifiers(name, modifiers)
+    given = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "num_heads": num_heads}
+    for field, size in given.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{field} must be at least 1; got {size}")
     sizes = PresetSizes(hidden_size, num_layers, num_heads, train_length)
     model = PRESETS[base](sizes)
     for modifier in modifiers:
