@@ -12,6 +12,7 @@ EXTRAS = {
     "pyarrow": "train", "filelock": "train",
     "matplotlib": "report", "plotly": "report", "jinja2": "report", "markupsafe": "report",
     "fla": "gpu", "tensorboard": "tensorboard", "lm_eval": "eval", "ray": "sweep",
+    "fastapi": "serve", "uvicorn": "serve", "starlette": "serve", "pydantic": "serve",
 }  # fmt: skip
 
 

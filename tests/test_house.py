@@ -16,7 +16,7 @@ FLOORS = (
     ("layers",),
     ("models",),
     ("data", "hf", "evaluation"),
-    ("theory", "training"),
+    ("theory", "training", "serve"),
     ("analysis",),
     ("runs",),
     ("report",),

@@ -165,10 +165,7 @@ class Session:
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
         tokens = self.sample(n, **settings)
-        if self.decode is None:
-            return _text(tokens, frozenset(stop), _Bytes())
-        before = [] if self._last is None else self._last.tolist()
-        return _text(tokens, frozenset(stop), _Incremental(self.decode, before))
+        return _text(tokens, frozenset(stop), decoder(self.decode, [] if self._last is None else self._last.tolist()))
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -251,7 +248,17 @@ def probabilities(
     return p / p.sum()
 
 
-def _text(tokens: Iterator[int], stop: frozenset[int], unpack: _Bytes | _Incremental) -> Iterator[str]:
+def decoder(decode: Callable[[Sequence[int]], str] | None, before: Sequence[int] = ()) -> Callable[..., str]:
+    """Return a function `unpack(tokens, final=…)` from tokens, as they come, to the characters that they complete.
+
+    Args:
+        decode: the tokenizer's function from ids to text; None for bytes.
+        before: the tokens before the first one, as far as its text depends on them.
+    """
+    return _Bytes() if decode is None else _Incremental(decode, list(before))
+
+
+def _text(tokens: Iterator[int], stop: frozenset[int], unpack: Callable[..., str]) -> Iterator[str]:
     """Yield the text of the tokens as they come; the first part of a character waits for the rest of it."""
     for token in tokens:
         if token in stop:
