@@ -17,9 +17,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 BYTES = 256
 
 
-def load_model(folder: Path) -> LanguageModel:
-    """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`."""
-    return load_any(folder)
+def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
+    """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
+
+    Args:
+        folder: the folder.
+        quantize: "int8" for weights in int8, or "none".
+    """
+    model = load_any(folder)
+    if quantize == "int8":
+        from halflife.export import int8
+
+        int8.quantize(model)
+    return model
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

@@ -64,7 +64,7 @@ class Answering:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(deliver, event)
 
-        self.jobs.append(engine.submit(Job(prompt, self._settings, emit, begin)))
+        self.jobs.append(engine.submit(Job(prompt, self._settings, emit, begin, keep=self._session is not None)))
 
     def cancel(self) -> None:
         """Tell the engine that nobody waits for the answer."""

@@ -311,8 +311,11 @@ class Engine:
         job.written += len(tokens)
         job.left -= 1
         if job.left <= 0:
-            before = 0 if job.begin is None else job.begin.length
-            after = Prefix(before + len(read), compact(state), hidden)
+            before, after = 0 if job.begin is None else job.begin.length, None
+            if job.keep:
+                after = Prefix(before + len(read), compact(state), hidden)
+            # Jobs are parts of circles of references, which Python frees late, so a job must hold no state.
+            job.state = job.hidden = job.begin = None
             job.emit(Done(len(job.tokens), job.reused, job.written, after, tuple(tokens[-1:])))
 
 

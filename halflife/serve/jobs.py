@@ -66,14 +66,14 @@ class Done:
         read: tokens of the prompt.
         reused: how many of them a stored state stood for.
         written: tokens of all continuations.
-        after: what the model has read at the end. With several continuations it is that of the last one to end.
+        after: what the model has read at the end, if the job asks to keep it, or None.
         unread: tokens of the text that are not yet read.
     """
 
     read: int
     reused: int
     written: int
-    after: Prefix
+    after: Prefix | None
     unread: tuple[int, ...]
 
 
@@ -96,6 +96,7 @@ class Job:
         settings: of the continuations.
         emit: called by the engine's thread with each event. The last one is `Done` or `Failed`.
         begin: what a session has read before; None for a prompt from its beginning.
+        keep: whether the end of the job reports what the model has read.
         cancelled: set by anyone who no longer wants the answer.
     """
 
@@ -103,6 +104,7 @@ class Job:
     settings: Settings
     emit: Callable[[Event], None]
     begin: Prefix | None = None
+    keep: bool = False
     cancelled: bool = False
     created: float = field(default_factory=time.monotonic)
     # The progress, which belongs to the engine's thread:

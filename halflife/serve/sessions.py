@@ -47,7 +47,7 @@ class Session:
     def release(self, done: Done | None) -> None:
         """End the request. The session continues from the end of its job, or is as before if the job failed."""
         self.busy = False
-        if done is not None:
+        if done is not None and done.after is not None:
             self.read, self.unread, self.bytes = done.after, done.unread or self._rest, size(done.after.state)
 
     def about(self) -> dict[str, Any]:

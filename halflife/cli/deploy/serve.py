@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import Positional
 
@@ -51,6 +52,8 @@ class Serve:
     """Megabytes of states of earlier prompts, from which prompts with the same beginning start; 0 for none."""
     session_mb: int = 4096
     """Megabytes of states of sessions."""
+    quantize: Literal["none", "int8"] = "none"
+    """int8 stores the weights of linear maps in a quarter of the bytes, on a CPU; see `halflife quantize`."""
     device: str | None = None
     """The device. Default: the GPU if there is one, else the CPU."""
 
@@ -66,7 +69,7 @@ class Serve:
                 raise ValueError(f"{option} must be at least 1; got {getattr(self, option)}")
         if not 0 <= self.port < 65_536:
             raise ValueError(f"port must lie between 0 and 65535; got {self.port}")
-        model = load_model(self.checkpoint).to(default_device(self.device)).eval()
+        model = load_model(self.checkpoint, self.quantize).to(default_device(self.device)).eval()
         tokenizer = load_tokenizer(self.checkpoint, model.config.vocab_size)
         engine = Engine(
             model, tokenizer, max_rows=self.max_rows, max_waiting=self.max_waiting, piece=self.piece,
