@@ -1,6 +1,7 @@
 """Graphs of torch.export and ONNX: the numbers of the model, and layers that have none."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import add_noise
 
 from halflife import LanguageModel, preset
 from halflife.cli import main
+from halflife.export import int8
 from halflife.export.graphs import check, export, flat, initial_state, names
 from halflife.models import PRESETS, checkpoint
 from halflife.models.tensor_file import read_tensors
@@ -88,3 +90,50 @@ def test_what_cannot_be_exported_ends_the_command(tmp_path, refused, monkeypatch
     monkeypatch.setattr("halflife.cli.require", lambda *_: None)  # the packages of ONNX are not asked for yet
     assert "llama cannot be exported because of attention" in refused(*command)
     assert "prompt_tokens ≥ 2" in refused(*command, "--prompt-tokens", "1")
+
+
+# ------------------------------------------------------------------------------------------------------ int8 weights
+
+
+def test_an_int8_map_is_the_map_up_to_half_a_step_of_its_scale():
+    """Activations and scales are bfloat16, so both are chosen from its numbers. The outputs are padded to 32 inside."""
+    weight, bias = torch.randn(19, 32).bfloat16().float(), torch.randn(19)
+    weight[3] = 0
+    x = torch.randn(2, 3, 32).bfloat16().float()
+    small = int8.Int8Linear(weight, bias)
+    step = weight.abs().amax(-1) / 127
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    allowed = x.abs().sum(-1, keepdim=True) * step * 0.5 * 1.6 + 2**-8 * exact.abs() + 1e-2
+    assert small(x).shape == (2, 3, 19)
+    assert ((small(x) - exact).abs() <= allowed).all()
+    assert (small(x) - exact).abs().max() > 1e-4  # it is no float32 map
+
+
+@pytest.mark.parametrize("name", ["mamba2", "rwkv7", "gla"])
+def test_a_quantised_model_is_smaller_and_reads_nearly_the_same(name):
+    model = build(name)
+    ids = torch.randint(SIZES["vocab_size"], (2, 9))
+    with torch.no_grad():
+        expected, _ = model(ids)
+        before = int8.weight_bytes(model)
+        assert int8.quantize(model) > 4
+        found, _ = model(ids)
+    assert int8.weight_bytes(model) < 0.6 * before
+    assert 0 < (found - expected).abs().max() < 0.15 * expected.abs().max()
+
+
+def test_quantize_prints_what_int8_costs_and_saves(tmp_path, capsys, refused):
+    torch.manual_seed(0)
+    model = LanguageModel(preset("mamba2", **{**SIZES, "vocab_size": 256})).eval()
+    checkpoint.save(model, tmp_path / "model", "bytes")
+    text = tmp_path / "text"
+    text.write_text("a rose is a rose " * 9)
+    main(["quantize", str(tmp_path / "model"), "--text", str(text), "--tokens", "100"])
+    lines = capsys.readouterr().out.splitlines()
+    ids = torch.tensor(list(text.read_bytes()[:100]))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(ids[None, :-1])[0][0], ids[1:]) / math.log(2)
+    assert lines[1].startswith(f"float32  {loss:.4f} bits per byte")
+    assert lines[2].startswith("int8")
+    main(["generate", str(tmp_path / "model"), "a", "--greedy", "--max-new-tokens", "2", "--quantize", "int8"])
+    assert "need tokens ≥ 2" in refused("quantize", str(tmp_path / "model"), "--text", str(text), "--tokens", "1")

@@ -46,8 +46,5 @@ class Quantize:
         seconds = step_seconds([model, small])
         print(f"{maps} linear maps in int8; {len(ids):,} tokens of {self.text}")
         for name, one, step in zip(("float32", "int8"), (model, small), seconds, strict=True):
-            loss, size = (
-                f"{bits_per_byte(one, ids, count):.4f} bits per byte",
-                f"{weight_bytes(one):,} bytes of weights",
-            )
+            loss, size = bits_per_byte(one, ids, count), weight_bytes(one)
             print(f"{name:8} {loss:.4f} bits per byte, {size:,} bytes of weights, {1e3 * step:.2f} ms a step")
