@@ -60,7 +60,8 @@ def test_the_state_before_the_first_token_is_what_no_state_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form"), [("mamba2+gate_rank", "chunked"), ("gated_deltanet", "token loop")])
+@pytest.mark.filterwarnings("default")  # torch's exporter uses functions of torch that are deprecated
+@pytest.mark.parametrize(("name", "form"), [("mamba2", "chunked"), ("gated_deltanet", "token loop")])
 def test_onnx_graphs_continue_a_text_as_the_model_does(name, form, tmp_path, capsys):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

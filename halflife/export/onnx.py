@@ -102,7 +102,7 @@ def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loo
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
-        message = f"{model.config.name} has a piece of {tokens} tokens that ONNX cannot express"
+        message = f"ONNX cannot express how {model.config.name} reads {tokens} token{'s' if tokens > 1 else ''} at once"
         raise _NoOperation(f"{message}: {' '.join(str(reason).split())[:300]}") from error
 
 

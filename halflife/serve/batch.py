@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halflife.models.lm import ModelState
 from halflife.models.session import draw
-from halflife.serve.jobs import Row
-from halflife.serve.states import select, stack
+from halflife.serve.jobs import Job, Row
+from halflife.serve.states import form, select, stack
 
 
 @dataclass(eq=False)
@@ -21,6 +21,14 @@ class Group:
     rows: list[Row]
     state: ModelState
     hidden: Tensor
+
+
+def by_form(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return the jobs in groups whose states have one form."""
+    groups: dict[tuple | None, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(None if job.state is None else form(job.state), []).append(job)
+    return list(groups.values())
 
 
 def merge(groups: Sequence[Group]) -> Group:

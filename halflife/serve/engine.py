@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
-from halflife.serve.batch import Group, draw_tokens, keep, merge
+from halflife.serve.batch import Group, by_form, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
 from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
 from halflife.serve.states import compact, form, select, stack
@@ -215,7 +215,7 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read a piece of the prompts, and begin the continuations of those that are read."""
         portions = self._portions()
-        for same in _by_form(portions):
+        for same in by_form(portions):
             try:
                 self._read({job: portions[job] for job in same})
             except Exception as error:
@@ -321,14 +321,6 @@ class Engine:
 
 def _remaining(job: Job) -> int:
     return len(job.tokens) - job.position
-
-
-def _by_form(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs in groups whose states have one form."""
-    groups: dict[tuple | None, list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(None if job.state is None else form(job.state), []).append(job)
-    return list(groups.values())
 
 
 def _reason(error: Exception) -> str:
