@@ -36,7 +36,11 @@ PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST)
 
-slow: $(VENV)/installed-dev chromium native
+$(VENV)/installed-slow: $(VENV)/installed-dev
+	$(PIP) --constraint constraints.txt --editable '.[dev-slow]'
+	touch $@
+
+slow: $(VENV)/installed-slow chromium native
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
 
 # Kills, damaged files, limits and foreign input. The last line says how many faults were survived.

@@ -12,6 +12,8 @@ EXTRAS = {
     "pyarrow": "train", "filelock": "train",
     "matplotlib": "report", "jinja2": "report", "markupsafe": "report",
     "fla": "gpu", "tensorboard": "tensorboard", "lm_eval": "eval", "ray": "sweep",
+    "fastapi": "serve", "uvicorn": "serve", "starlette": "serve", "pydantic": "serve",
+    "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx",
 }  # fmt: skip
 
 

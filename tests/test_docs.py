@@ -39,7 +39,9 @@ RUN = ("python", "bash")
 LANGUAGES = (*RUN, "text", "yaml", "mermaid")
 MARK = re.compile(r"slow: \d+ (second|minute|hour)s?|needs: [^<>]+|record")
 BUILTINS = ("cd", "export")
-NEED_ARGUMENTS = ("spectrum", "forecast", "train", "generate", "eval", "convert", "compare", "figures")
+NEED_ARGUMENTS = (
+    "spectrum", "forecast", "train", "generate", "eval", "convert", "compare", "figures", "serve", "export", "quantize",
+)  # fmt: skip
 SHELL = re.compile(r"[|<>&;$*]")  # a line that contains one of these needs a shell
 SECONDS = 300  # seconds for a fast block on a busy machine
 WRITTEN = {"results.md", "summary.md", "table.md"}  # files that runs write into their folders

@@ -27,6 +27,8 @@ examples:
   halflife train mamba2+post --data "docs/**/*.md" --tokens 20M --context 1024
   halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.weight_decay=0.05
   halflife generate my-checkpoint "Once upon a time" --temperature 0.8
+  halflife serve my-checkpoint --port 8000
+  halflife export my-checkpoint --onnx my-graphs
   halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
   halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
@@ -43,6 +45,7 @@ COMMANDS = {
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
     "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
+    "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2")
@@ -50,7 +53,8 @@ _PAGE = (*_FIGURES, "jinja2")
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
     "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
-    "throughput": _FIGURES,
+    "throughput": _FIGURES, "serve": ("fastapi", "uvicorn"),
+    "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 

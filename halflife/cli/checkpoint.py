@@ -17,8 +17,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 BYTES = 256
 
 
-def load_model(folder: Path) -> LanguageModel:
+def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
     """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
+
+    Args:
+        folder: the folder.
+        quantize: "int8" for weights in int8, or "none".
 
     Raises:
         ValueError: a weight is not finite. The scores and texts of such a model would look like those of a bad one.
@@ -26,6 +30,10 @@ def load_model(folder: Path) -> LanguageModel:
     model = load_any(folder)
     if bad := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
         raise ValueError(f"the model in {folder} has diverged: {bad[0]} holds numbers that are not finite")
+    if quantize == "int8":
+        from halflife.export import int8
+
+        int8.quantize(model)
     return model
 
 

@@ -193,7 +193,7 @@ class Session:
         ends, texts = _divide([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
         before = [] if self._last is None else self._last.tolist()
-        pieces = _text(tokens, ends, _Bytes() if self.decode is None else _Incremental(self.decode, before))
+        pieces = _text(tokens, ends, decoder(self.decode, before))
         return _until(pieces, texts) if texts else pieces
 
     # ------------------------------------------------------------------------------------------------ files
@@ -283,7 +283,17 @@ def probabilities(
     return p / p.sum()
 
 
-def _text(tokens: Iterator[int], stop: frozenset[int], unpack: _Bytes | _Incremental) -> Iterator[str]:
+def decoder(decode: Callable[[Sequence[int]], str] | None, before: Sequence[int] = ()) -> Callable[..., str]:
+    """Return a function `unpack(tokens, final=…)` from tokens, as they come, to the characters that they complete.
+
+    Args:
+        decode: the tokenizer's function from ids to text; None for bytes.
+        before: the tokens before the first one, as far as its text depends on them.
+    """
+    return _Bytes() if decode is None else _Incremental(decode, list(before))
+
+
+def _text(tokens: Iterator[int], stop: frozenset[int], unpack: Callable[..., str]) -> Iterator[str]:
     """Yield the text of the tokens as they come; the first part of a character waits for the rest of it."""
     for token in tokens:
         if token in stop:
