@@ -36,7 +36,12 @@ PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST)
 
-slow: $(VENV)/installed-dev chromium native
+# Beyond `dev`, the slow tests need packages such as wandb, mlflow and those that run notebooks.
+$(VENV)/installed-slow: $(VENV)/installed-dev
+	$(PIP) --constraint constraints.txt --editable '.[dev-slow]'
+	touch $@
+
+slow: $(VENV)/installed-slow chromium native
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
 
 # Kills, damaged files, limits and foreign input. The last line says how many faults were survived.
@@ -60,10 +65,10 @@ dist: $(VENV)/installed-dev
 	$(BIN)/python -m hatchling build
 
 # Write the versions in .venv into constraints.txt, after an upgrade whose tests are green.
-constraints: $(VENV)/installed-dev
+constraints: $(VENV)/installed-slow
 	$(BIN)/python .ci/constraints.py > constraints.new
 	mv constraints.new constraints.txt
-	touch $(VENV)/installed $(VENV)/installed-dev
+	touch $(VENV)/installed $(VENV)/installed-dev $(VENV)/installed-slow
 
 coverage: $(VENV)/installed-dev chromium native
 	$(BIN)/coverage erase

@@ -176,12 +176,16 @@ def test_every_package_that_is_imported_has_an_extra_that_installs_it(requiremen
     owners = metadata.packages_distributions()
     for package, extra in EXTRAS.items():
         direct = [r for r in chosen(requirements, extra) if r.marker is not None]
+        if package not in owners:  # a package of `dev-slow`, which has the name of its distribution
+            assert package in {r.name for r in direct}
+            continue
         installed = {name.lower().replace("_", "-") for name in owners[package]}
         assert installed & closure(direct).keys(), f"{extra} does not install {package}"
 
 
 def test_all_has_what_every_command_needs(requirements):
-    extras = set(EXTRAS.values()) - {"gpu"}  # fla-core is for GPUs alone
+    # fla-core is for GPUs alone. Of the heavy trackers a person uses one at most.
+    extras = set(EXTRAS.values()) - {"gpu", "wandb", "trackio", "mlflow"}
     assert {r.name for r in chosen(requirements, "all")} == {r.name for e in extras for r in chosen(requirements, e)}
 
 

@@ -32,6 +32,7 @@ examples:
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
   halflife throughput mamba2 mamba2+gate_rank llama --lengths 1024 4096 16384
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
+  halflife push my-model me/my-model --dry-run
 
 `halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
 `halflife --import MODULE COMMAND …` first imports a module of yours that registers decays, layers, presets or tasks.
@@ -43,6 +44,7 @@ COMMANDS = {
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
     "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
+    "push": "share.push.Push",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
 _PAGE = (*_FIGURES, "jinja2", "plotly")

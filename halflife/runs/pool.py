@@ -73,7 +73,7 @@ class Pool:
     def __post_init__(self) -> None:
         place = re.fullmatch(r"ray(://(?P<host>[^/:]+):(?P<port>\d+))?", self.address)
         if place is None:
-            raise ValueError(f"runs can be done on local, ray or ray://host:port; got {self.address!r}")
+            raise ValueError(f"runs can be done on local, ray, ray://host:port or slurm; got {self.address!r}")
         if self.cpus < 1 or not 0 <= (self.gpus or 0) <= 1:
             raise ValueError(f"a run needs at least 1 processor and 0 to 1 GPUs; got {self.cpus} and {self.gpus}")
         require(f"--on {self.address}", "ray")
