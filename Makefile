@@ -49,7 +49,7 @@ faults: $(VENV)/installed-dev native
 	$(BIN)/python -m pytest -p no:cacheprovider --quiet tests/faults/fault_*.py
 
 # The fast tests with the oldest torch that pyproject.toml allows, and with the newest that pip can find. On a machine
-# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA.
+# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA builds: 6 to 7 GB each.
 test-oldest: TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/torch==\1.*/p' pyproject.toml)
 test-newest: TORCH := torch
 test-oldest test-newest: chromium
