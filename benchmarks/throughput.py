@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--no-kernels", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    speed.keep_freed_memory()  # as `halflife train` does
     if arguments.memory:
         with timing.without_kernels() if arguments.no_kernels else contextlib.nullcontext():
             print(_grown(arguments.memory, _batch(arguments.lengths[0], arguments.tokens), arguments.bf16))

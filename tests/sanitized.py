@@ -44,4 +44,21 @@ for dtype in (torch.float32, torch.bfloat16):
     for width in (1, 4, 80):
         packed = layer.arguments((1, 204, 3, 50), dtype, width, 5)
         layer.results(partial(layer.conv, cu_seqlens=torch.tensor([0, 70, 70, 71, 73, 204])), packed)
+for dtype in (torch.float32, torch.bfloat16):
+    for mode, refresh in (("chunk", "chunk"), ("chunk", "token"), ("prefix", "chunk"), ("masked", "chunk")):
+        for length, heads, sizes in ((0, 2, (3, 5)), (1, 2, (1, 1)), (70, 3, (7, 80)), (150, 1, (33, 17))):
+            draw = partial(torch.randn, 2, length, heads, generator=torch.Generator().manual_seed(length))
+            x = [draw(size).to(dtype).requires_grad_() for size in (sizes[0], *sizes)]
+            options = {"refresh": refresh, "chunk_size": 16, "output_final_state": True, "backend": "native"}
+            mask = torch.ones(2, length) if mode == "masked" else None
+            y, state = ops.koopman_attention(*x, mode=mode, mask=mask, **options)
+            (y.float().sum() + state["gram"].sum()).backward()
+            with torch.no_grad():
+                for t in range(min(length, 3)):
+                    _, state = ops.koopman_attention(
+                        *(part[:, t : t + 1] for part in x), initial_state=state, **options
+                    )
+    x = [torch.randn(1, 60, 2, 9).to(dtype).requires_grad_() for _ in range(3)]
+    y, _ = ops.koopman_attention(*x, cu_seqlens=torch.tensor([0, 0, 1, 40, 60]), chunk_size=8, backend="native")
+    y.float().sum().backward()
 print("clean")

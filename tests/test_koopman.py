@@ -341,6 +341,35 @@ def test_a_prefix_is_the_next_chunk():
     assert_close(last, state, EXACT)
 
 
+@pytest.mark.parametrize(("keys", "queries"), [(0, 3), (1, 1), (9, 70), (70, 9), (130, 140)])
+@pytest.mark.parametrize("begun", [False, True])
+@each_fast_form
+def test_a_prefix_in_every_form(keys, queries, begun, backend):
+    """Outputs, states and gradients, after waiting tokens, with more or fewer queries than keys, and with a mask."""
+    q, k, v = form_inputs(backend, max(keys, queries), grad=True)
+    settings = [torch.tensor([0.9, 1.1]), torch.tensor([0.6, 1.0])]
+    mask = torch.rand(2, keys, generator=generator("prefix mask", keys)) < 0.8
+    state = koopman_attention(*inputs(11), chunk_size=8, output_final_state=True)[1] if begun else None
+
+    def run(x, backend):
+        q, k, v, gamma, mix, *first = x
+        options = {"mode": "masked", "mask": mask, "chunk_size": 8, "output_final_state": True, "backend": backend}
+        initial = {**state, **dict(zip(SUMS, first, strict=True))} if begun else None
+        y, last = koopman_attention(
+            q[:, :queries], k[:, :keys], v[:, :keys], gamma=gamma, mix=mix, initial_state=initial, **options
+        )
+        used = sum((x * torch.linspace(0.5, 1, x.numel()).view(x.shape)).sum() for x in (last["gram"], last["norm"]))
+        names = ["q", "k", "v", "gamma", "mix", *SUMS]
+        return y, last, dict(zip(names, grads(torch.cat([y.flatten(), used.view(1)]), x), strict=False))
+
+    SUMS = ["gram", "transition", "values", "norm", "last", "pending_keys", "pending_values"]
+    leaves = [q, k, v, *settings, *(state[name] for name in SUMS if begun)]
+    leaves = [x.detach().to(q.dtype).requires_grad_() for x in leaves]
+    got, expected = run(leaves, backend), run(wide(leaves), "reference")
+    for part, other in zip(got, expected, strict=True):
+        assert_form(backend, part, other, INVERTED)
+
+
 def test_a_state_has_as_many_numbers_as_the_paper_says():
     _, state = koopman_attention(*inputs(130), chunk_size=64, output_final_state=True)
     committed = {name for name in state if not name.startswith("pending")}
@@ -562,11 +591,11 @@ def everything(x, **options):
 
 
 @needs_native
-@pytest.mark.parametrize("refresh", ["chunk", "token"])
+@pytest.mark.parametrize("form", [{}, {"refresh": "token"}, {"mode": "prefix"}])
 @pytest.mark.parametrize("normalization", ["causal", "sequence"])
-def test_native_gives_the_same_bits_for_one_thread_and_two(refresh, normalization):
+def test_native_gives_the_same_bits_for_one_thread_and_two(form, normalization):
     """With two heads, which go to one thread each, and with one, whose chunks the threads share."""
-    options = {"chunk_size": 4, "refresh": refresh, "normalization": normalization, "backend": "native"}
+    options = {"chunk_size": 4, "normalization": normalization, "backend": "native", **form}
     threads = torch.get_num_threads()
     for heads in (1, 2):
         found = []
@@ -580,15 +609,15 @@ def test_native_gives_the_same_bits_for_one_thread_and_two(refresh, normalizatio
 
 
 @needs_native
-@pytest.mark.parametrize("refresh", ["chunk", "token"])
+@pytest.mark.parametrize("form", [{}, {"refresh": "token"}, {"mode": "prefix"}])
 @pytest.mark.parametrize(("rank", "width"), [(1, 7), (80, 16), (16, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_takes_any_head_size(refresh, rank, width, dtype):
-    """bfloat16 is read as it is and computed in float32, so that outputs and gradients are rounded once, by 2^−9."""
+def test_native_takes_any_head_size(form, rank, width, dtype):
+    """Products of bfloat16 tokens are exact, and the rest is float32: results are rounded once, by 2^−9."""
     draw = generator("native", rank, width)
     shapes = (rank, rank, width)
     x = [torch.randn(2, 37, 2, n, generator=draw).to(dtype).requires_grad_() for n in shapes]
-    options = {"chunk_size": 5, "refresh": refresh, "ridge": 0.1}
+    options = {"chunk_size": 5, "ridge": 0.1, **form}
     got = everything(x, backend="native", **options)
     expected = everything(x, backend="chunked", **options)
     assert_close(got, expected, 2**-8 if dtype == torch.bfloat16 else NATIVE)

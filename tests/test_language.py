@@ -5,7 +5,9 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -30,7 +32,7 @@ from halflife.training.checkpoints import last_checkpoint
 from halflife.training.config import ExecutionConfig
 from halflife.training.fit import Objective
 from halflife.training.schedules import schedule
-from halflife.training.speed import Speed, operations
+from halflife.training.speed import Speed, keep_freed_memory, operations
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
 
@@ -155,6 +157,19 @@ def test_operations_are_those_of_the_products(name):
     else:
         assert operations(model, 512) == operations(model, 4096)
         assert 1 < operations(model, 512) / (6 * weights) < 2.5  # chunks and states add to it
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_training_keeps_the_memory_that_it_frees(monkeypatch):
+    """Tensors of the next step get no new pages from the kernel. Settings in the environment go first."""
+    faults = []
+    assert keep_freed_memory()
+    for _ in range(24):  # the first ones fill holes that other tensors leave
+        torch.ones(16 << 20)  # 64 MB
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    assert (faults[-1] - faults[-9]) * resource.getpagesize() <= 2 * 64 << 20  # of the last 8 tensors; else 512 MB
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert not keep_freed_memory()
 
 
 def test_speed():

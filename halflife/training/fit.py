@@ -159,15 +159,18 @@ def fit(
     from halflife.training import sharding
     from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
+    from halflife.training.speed import keep_freed_memory
     from halflife.training.trackers import track
     from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
     store = CheckpointStore(folder / CHECKPOINTS)
     if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
         raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
-    metrics = Metrics(folder, validate, measure, config.validate_every, speed)
-    bar, stop = ProgressBar(name, metrics), StopOnSignal()
     objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
+    metrics = Metrics(folder, validate, measure, config.validate_every, speed)
+    if arguments.device.type == "cpu":
+        keep_freed_memory()
+    bar, stop = ProgressBar(name, metrics), StopOnSignal()
     if execution.fsdp:
         sharding.shard(objective, model, arguments.device)
     trainer = (FSDPTrainer if execution.fsdp else HalflifeTrainer)(

@@ -53,10 +53,14 @@ class Throughput:
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import step_times
         from halflife.report.tables.throughput import print_throughput, write_throughput
+        from halflife.training.speed import keep_freed_memory
 
+        device = default_device(self.device)
+        if device == "cpu":
+            keep_freed_memory()  # as `halflife train` does
         result = measure_steps(
             self.models, self.lengths, tokens=self.tokens, hidden_size=self.hidden_size, num_layers=self.num_layers,
-            num_heads=self.num_heads, vocab_size=self.vocab_size, device=default_device(self.device), bf16=self.bf16,
+            num_heads=self.num_heads, vocab_size=self.vocab_size, device=device, bf16=self.bf16,
             rounds=self.rounds, seconds=self.seconds,
         )  # fmt: skip
         print_throughput(result)

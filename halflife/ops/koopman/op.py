@@ -84,8 +84,9 @@ def koopman_attention(
             token.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
-        backend: "auto", or one of `available_backends("koopman_attention")`. Modes "prefix" and "masked" have one form.
-            The forms "trace", "paper" and "main_text" run on "chunked" and "reference" alone.
+        backend: "auto", or one of `available_backends("koopman_attention")`. In modes "prefix" and "masked" the
+            backends "chunked" and "reference" are the same. The forms "trace", "paper" and "main_text" run on these two
+            alone.
         operator: "whitened", or "main_text" for the paper's Eqs. 11 to 13, `A = M G̃⁻¹`, `A ← γ A / max(σ_max(A), 1)`
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 
@@ -132,7 +133,7 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
         if call.normalization == "paper":
             memory = freeze_norm(memory, call.k.to(dtype), call.cu_seqlens)
         if call.mode != "chunk":
-            implementation = _prefix
+            implementation = native.run if implementation is native.run else _prefix
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
         if implementation not in (native.run, _native_step):  # the kernels read bfloat16 as it is

@@ -41,8 +41,9 @@ def unsupported(device: torch.device, call: Any = None) -> str | None:
 
 
 def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
-    """Run mode "chunk", as `chunked` of halflife/ops/koopman/op.py does."""
+    """Run all tokens in one call, as `chunked` and `prefix` of halflife/ops/koopman/op.py do."""
     build.load()
+    prefix = call.mode != "chunk"
     (*sums, norm), last, keys, values, pending, _ = memory
     entering = [x.contiguous() for x in (*sums, norm, last, keys, values)]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
@@ -50,7 +51,7 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *entering, gamma, mix))
     y, *sums, last, keys, values, pending, _, _, retries = torch.ops.halflife.koopman(
         q, k, v, entering, pending.contiguous(), gamma, mix, call.cu_seqlens, readout.ridge, readout.power,
-        call.tokens_per_operator, call.normalization == "sequence", save,
+        call.tokens_per_operator, call.normalization == "sequence" and not prefix, prefix, save,
     )  # fmt: skip
     return y, type(memory)(type(memory.sums)._make(sums), last, keys, values, pending), int(retries)
 

@@ -12,13 +12,13 @@ _LANE = 16  # rows and columns of a matrix are multiples of it (csrc/matrix.h)
 
 @torch.library.register_fake("halflife::koopman")
 def _forward(
-    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, save
+    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, prefix, save
 ) -> list[Tensor]:
     heads, rank, width = k.shape[2], _round_up(k.shape[3]), _round_up(v.shape[3])
-    # The number of saved states depends on the counts of pending tokens.
-    borders = torch.library.get_ctx().new_dynamic_size() if save else 0
+    # In mode "chunk" the number of saved sums depends on the counts of pending tokens.
+    borders = (len(pending) if prefix else torch.library.get_ctx().new_dynamic_size()) if save else 0
     return [
-        v.new_empty(v.shape), *(torch.empty_like(x) for x in memory), torch.empty_like(pending),
+        v.new_empty(*q.shape[:3], v.shape[3]), *(torch.empty_like(x) for x in memory), torch.empty_like(pending),
         memory[0].new_empty(borders, heads, rank, 2 * rank + width), memory[0].new_empty(borders, heads),
         pending.new_empty(1),
     ]  # fmt: skip
@@ -30,8 +30,8 @@ def _round_up(n: int) -> int:
 
 @torch.library.register_fake("halflife::koopman_backward")
 def _backward(
-    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, borders, norms,
-    dy, dfinal,
+    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, prefix, borders,
+    norms, dy, dfinal,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *memory, gamma, mix)]
 
@@ -53,7 +53,7 @@ def _grad(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         q, k, v, memory, pending, gamma, mix, cu_seqlens, *ctx.settings, borders, norms,
         dy if dy.stride(-1) == 1 else dy.contiguous(), [x.contiguous() for x in dfinal],
     )  # fmt: skip
-    return dq, dk, dv, dmemory, None, dgamma, dmix, None, None, None, None, None, None
+    return dq, dk, dv, dmemory, None, dgamma, dmix, *[None] * 7
 
 
 torch.library.register_autograd("halflife::koopman", _grad, setup_context=_save)

@@ -20,6 +20,13 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr int64_t kTile = 256;  // channels of a tile
 constexpr int64_t kAlone = 1 << 14;  // entries that one thread does sooner than it would wake another
 
+template <class T>
+struct Tokens {
+  T* first;
+  int64_t step;
+  T* row(int64_t token) const { return first + token * step; }
+};
+
 struct Call {
   Tensor x, taps, bias;  // taps [W, D] and bias [D] in float32
   Tensor state;          // [N, D, W − 1] in x's dtype
@@ -33,9 +40,11 @@ struct Call {
   int64_t first(int64_t n) const { return bounds.empty() ? 0 : bounds[n]; }
   int64_t tiles() const { return (channels + kTile - 1) / kTile; }
 
+  // The rows of the tokens of sequence n, in x or a tensor like it.
   template <class T>
-  T* row(const Tensor& like_x, int64_t n, int64_t token) const {
-    return like_x.data_ptr<T>() + batch(n) * like_x.stride(0) + (first(n) + token) * like_x.stride(1);
+  Tokens<T> tokens(const Tensor& like_x, int64_t n) const {
+    const int64_t step = like_x.stride(1);
+    return {like_x.data_ptr<T>() + batch(n) * like_x.stride(0) + first(n) * step, step};
   }
   // The entry of the state that is the input `token` < 0 of sequence n, for channel 0; channels are W − 1 apart.
   template <class T>
@@ -123,9 +132,10 @@ void store_row(const Tile& tile, const Strips& in, int64_t row, T* x) {
 // Row i of `out` = the input `from + i` of sequence n. Inputs before the first come from the state.
 template <class T>
 void load(const Call& c, const Tile& tile, int64_t n, int64_t from, int64_t to, const Strips& out) {
+  const Tokens<T> x = c.tokens<T>(c.x, n);
   for (int64_t t = from; t < to; t++) {
     if (t >= 0) {
-      load_row(tile, c.row<T>(c.x, n, t), out, t - from);
+      load_row(tile, x.row(t), out, t - from);
       continue;
     }
     out.clear_row(tile, t - from);
@@ -204,14 +214,19 @@ void each_piece(const Call& c, F f) {
 // final[n][d][j] = the input L − (W − 1) + j.
 template <class T>
 void last_inputs(const Call& c, const Tensor& final) {
-  for (int64_t n = 0; n < c.sequences; n++)
-    for (int64_t j = 0; j < c.before(); j++) {
-      const int64_t t = c.length(n) - c.before() + j;
-      T* out = final.data_ptr<T>() + n * c.channels * c.before() + j;
-      const T* in = t < 0 ? c.earlier<T>(c.state, n, t) : c.row<T>(c.x, n, t);
-      const int64_t step = t < 0 ? c.before() : 1;
-      for (int64_t d = 0; d < c.channels; d++) out[d * c.before()] = in[d * step];
-    }
+  T* all = final.data_ptr<T>();
+  const int64_t each = c.channels * c.before();
+  const int64_t grain = kAlone / std::max<int64_t>(1, each) + 1;
+  at::parallel_for(0, c.sequences, grain, [&](int64_t from, int64_t to) {
+    for (int64_t n = from; n < to; n++)
+      for (int64_t j = 0; j < c.before(); j++) {
+        const int64_t t = c.length(n) - c.before() + j;
+        const T* in = t < 0 ? c.earlier<T>(c.state, n, t) : c.tokens<T>(c.x, n).row(t);
+        const int64_t step = t < 0 ? c.before() : 1;
+        T* out = all + n * each + j;
+        for (int64_t d = 0; d < c.channels; d++) out[d * c.before()] = in[d * step];
+      }
+  });
 }
 
 template <class T>
@@ -224,7 +239,8 @@ void run(const Call& c, const Tensor& y) {
     const auto strip = c.width == 4 ? forward_strip<4> : forward_strip<0>;
     for (int64_t n = 0; n < tile.strips; n++)
       strip(x.at(n, 0), tile.taps->row(n * (c.width + 1)), c.width, tokens, c.activated);
-    for (int64_t t = 0; t < tokens; t++) store_row(tile, x, t, c.row<T>(y, piece.sequence, piece.start + t));
+    const Tokens<T> out = c.tokens<T>(y, piece.sequence);
+    for (int64_t t = 0; t < tokens; t++) store_row(tile, x, t, out.row(piece.start + t));
   });
 }
 
@@ -243,9 +259,10 @@ void run_backward(const Call& c, const Grads& g) {
     const Strips x(inputs, tile, rows), dy(grads, tile, rows);
     load<T>(c, tile, n, from, seen, x);
     for (int64_t t = seen; t < from + rows; t++) x.clear_row(tile, t - from);
+    const Tokens<T> given = c.tokens<T>(g.dy, n), dx = c.tokens<T>(g.dx, n);
     for (int64_t t = from; t < from + rows; t++) {
       if (t >= piece.start && t < seen)
-        load_row(tile, c.row<T>(g.dy, n, t), dy, t - from);
+        load_row(tile, given.row(t), dy, t - from);
       else
         dy.clear_row(tile, t - from);
     }
@@ -265,7 +282,7 @@ void run_backward(const Call& c, const Grads& g) {
           dy.at(d / kWidth, u - from)[d % kWidth] += static_cast<float>(passed[d * before]);
       }
       if (u >= 0) {
-        store_row(tile, dy, u - from, c.row<T>(g.dx, n, u));
+        store_row(tile, dy, u - from, dx.row(u));
         continue;
       }
       T* dstate = c.earlier<T>(g.dstate, n, u) + tile.first * before;

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "matrix.h"
+#include "product.h"
 
 namespace halflife {
 
@@ -19,6 +19,7 @@ struct KoopmanSizes {
   int64_t block;        // tokens of a block
   int64_t rows;         // the same as a multiple of 16
   int64_t power;        // K
+  Precision tokens;     // of the products of tokens with tokens, which are exact in bfloat16 if the tokens are bfloat16
   int64_t columns() const { return 2 * rank + width; }
 };
 
@@ -93,10 +94,13 @@ class KoopmanBlock {
   int64_t parts() const { return n.power > 0 ? 7 + n.power : 5; }
   int64_t parts_back() const { return n.power > 0 ? 12 + 2 * n.power : 10; }
 
+  // Prepare the operator of a slot for `read` and `read_grad`, unless every token has its own.
+  virtual void fit(const KoopmanSlot&) {}
   // y ← outputs of the queries q. Only the first `count` rows are tokens.
   virtual void read(const KoopmanSlot& slot, int64_t count) = 0;
-  // From dy: dq, the sums of `slot` turned into the gradient of the sums before the block, and its other shares.
-  virtual void read_grad(KoopmanSlot& slot, int64_t count) = 0;
+  // From dy: dq, and into `slot` the gradient of the sums that were read, which are those of `fitted`, and its other
+  // shares. Both may be one slot.
+  virtual void read_grad(KoopmanSlot& slot, const KoopmanSlot& fitted, int64_t count) = 0;
   // From the gradient of the sums after the block: dtokens = [dz | dz_{t−1} | dv], where dz includes the gradient of
   // z_{t−1} of the row below, and `dbefore` of the slot.
   virtual void sums_grad(KoopmanSlot& slot, int64_t count) = 0;

@@ -9,7 +9,8 @@
 namespace halflife {
 namespace {
 
-constexpr Precision kSingle = Precision::float32;  // solves and reads lose too much in bfloat16
+// Solves and reads lose too much in bfloat16: G̃⁻¹ q is large where there are no keys, and C is 0 only up to rounding.
+constexpr Precision kSingle = Precision::float32;
 
 bool finite(const Mat& m) {
   for (int64_t i = 0; i < m.rows; i++)
@@ -126,7 +127,7 @@ float KoopmanBlock::unit_of(float norm) const {
 void KoopmanBlock::sum_tokens(const Mat& out) {
   const Mat keys = transposed->col_range(0, n.rows);
   transpose(keys, tokens->col_range(0, n.rank));
-  product_nn(kSingle, out, keys, tokens);
+  product_nn(n.tokens, out, keys, tokens);
   ahead.fetch();
 }
 
@@ -178,14 +179,31 @@ class SharedOperator final : public KoopmanBlock {
     if (grads) bs = Buffer((n.power + 1) * n.rows, n.rank), dxs = Buffer((n.power + 1) * n.rows, n.rank);
   }
 
+  void fit(const KoopmanSlot& slot) override {
+    const float unit = unit_of(slot.norm);
+    factorise(slot.sums->col_range(0, n.rank), unit);
+    ahead.fetch();
+    upper_inverse(upper, factor);
+    ahead.fetch();
+    transpose(lower, upper);
+    const Vec u(unit);
+    each([u](Vec v) { return v / u; }, Mat(lower));
+    if (n.power > 0) {
+      product_tn(kSingle, factor, slot.sums->col_range(n.rank, n.rank), upper);
+      ahead.fetch();
+      product_nn(kSingle, step, factor, lower);
+      ahead.fetch();
+    }
+  }
+
   void read(const KoopmanSlot& slot, int64_t) override {
-    solve_all(slot);
+    solve_all();
     product_nn(kSingle, y, mixed, slot.sums->col_range(2 * n.rank, n.width));
   }
 
-  void read_grad(KoopmanSlot& slot, int64_t) override {
-    solve_all(slot);
-    product_nt(kSingle, right, dy, slot.sums->col_range(2 * n.rank, n.width));  // the gradient of the mixed x
+  void read_grad(KoopmanSlot& slot, const KoopmanSlot& fitted, int64_t) override {
+    solve_all();
+    product_nt(kSingle, right, dy, fitted.sums->col_range(2 * n.rank, n.width));  // the gradient of the mixed x
     ahead.fetch();
     slot.dmix = dot(right, x(n.power)) - dot(right, x(0));
     slot.dgamma = 0;
@@ -203,7 +221,7 @@ class SharedOperator final : public KoopmanBlock {
     gradient_of_sums(slot.sums, xs, bs);
     double trace = 0;
     for (int64_t i = 0; i < n.rank; i++) trace += slot.sums->row(i)[i];
-    const float m2 = settings.whole_sequence ? settings.largest : slot.norm;
+    const float m2 = settings.whole_sequence ? settings.largest : fitted.norm;
     const double dunit = m2 > 0.f ? settings.ridge * trace : 0;
     slot.dentering = settings.whole_sequence ? 0 : dunit;
     slot.dlargest = settings.whole_sequence ? dunit : 0;
@@ -239,22 +257,8 @@ class SharedOperator final : public KoopmanBlock {
     ahead.fetch();
   }
 
-  void solve_all(const KoopmanSlot& slot) {
-    const float unit = unit_of(slot.norm);
-    factorise(slot.sums->col_range(0, n.rank), unit);
-    ahead.fetch();
-    upper_inverse(upper, factor);
-    ahead.fetch();
-    transpose(lower, upper);
-    const Vec u(unit);
-    each([u](Vec v) { return v / u; }, Mat(lower));
+  void solve_all() {
     solve(x(0), q);
-    if (n.power > 0) {
-      product_tn(kSingle, factor, slot.sums->col_range(n.rank, n.rank), upper);
-      ahead.fetch();
-      product_nn(kSingle, step, factor, lower);
-      ahead.fetch();
-    }
     for (int64_t i = 1; i <= n.power; i++) {
       product_nn(kSingle, x(i), x(i - 1), step);
       ahead.fetch();
@@ -285,7 +289,7 @@ class TokenOperators final : public KoopmanBlock {
     }
   }
 
-  void read_grad(KoopmanSlot& slot, int64_t count) override {
+  void read_grad(KoopmanSlot& slot, const KoopmanSlot&, int64_t count) override {
     begin(slot);
     slot.dgamma = slot.dmix = slot.dentering = slot.dlargest = 0;
     bool recorded = false;

@@ -43,9 +43,10 @@ struct Call {
   Tensor weight, scale;  // one number a channel, in float32; undefined where there is none
   int64_t group;
   float factor, eps;
+  // Loops read these pointers: to ask a tensor for its memory costs as much as several vectors.
+  const float *weights = memory(weight), *scales = memory(scale);
 
-  const float* weights() const { return weight.defined() ? weight.data_ptr<float>() : nullptr; }
-  const float* scales() const { return scale.defined() ? scale.data_ptr<float>() : nullptr; }
+  static const float* memory(const Tensor& x) { return x.defined() ? x.data_ptr<float>() : nullptr; }
 };
 
 // A parameter with one number for each of a few channels or heads, as one number a channel.
@@ -75,7 +76,7 @@ Call<T> make_call(const Tensor& x, const OptionalTensor& gate, const OptionalTen
 template <class T>
 inline Vec with_skip(const Call<T>& c, int64_t row, int64_t j, int64_t n) {
   const Vec x = read(c.x.row(row) + j, n);
-  return c.skip ? at::vec::fmadd(read(c.skip.row(row) + j, n), read(c.scales() + j, n), x) : x;
+  return c.skip ? at::vec::fmadd(read(c.skip.row(row) + j, n), read(c.scales + j, n), x) : x;
 }
 
 // One group of one row: v = x + scale ⊙ skip, s = σ(z) and u.
@@ -119,7 +120,7 @@ void run(const Call<T>& c, T* y) {
         for (int64_t j = 0; j < c.group; j += kWidth) {
           const int64_t n = lanes(j, c.group);
           Vec out = Vec::loadu(group.u() + j) * r;
-          if (c.weights()) out = out * read(c.weights() + start + j, n);
+          if (c.weights) out = out * read(c.weights + start + j, n);
           if constexpr (kGate == Gate::silu_after) out = out * silu(read(c.gate.row(row) + start + j, n));
           write(y + row * c.x.cols + start + j, out, n);
         }
@@ -151,7 +152,7 @@ void run_backward(const Call<T>& c, const Grads<T>& g) {
           const int64_t n = lanes(j, c.group), at = start + j;
           const Vec normed = Vec::loadu(u + j) * r;
           Vec grad = read(g.dy.row(row) + at, n);
-          const Vec weight = c.weights() ? read(c.weights() + at, n) : Vec(1.f);
+          const Vec weight = c.weights ? read(c.weights + at, n) : Vec(1.f);
           if constexpr (kGate == Gate::silu_after) {
             const Vec z = read(c.gate.row(row) + at, n), s = sigmoid(z);
             write(g.dgate + row * c.x.cols + at, grad * normed * weight * silu_slope(z, s), n);
@@ -175,7 +176,7 @@ void run_backward(const Call<T>& c, const Grads<T>& g) {
           }
           write(g.dx + row * c.x.cols + at, du, n);
           if (c.skip) {
-            write(g.dskip + row * c.x.cols + at, du * read(c.scales() + at, n), n);
+            write(g.dskip + row * c.x.cols + at, du * read(c.scales + at, n), n);
             write(dscale + at, at::vec::fmadd(du, read(c.skip.row(row) + at, n), read(dscale + at, n)), n);
           }
         }
