@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from halflife.extras import require
 from halflife.files import (
@@ -98,6 +99,7 @@ def push(folder: Path, name: str, files: Sequence[str], *, private: bool) -> str
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
+    unreached: Any = HfHubHTTPError.__bases__[0]  # what the client's HTTP library raises; versions use different ones
     api = HfApi()
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
@@ -106,6 +108,6 @@ def push(folder: Path, name: str, files: Sequence[str], *, private: bool) -> str
         )
     except LocalTokenNotFoundError as error:
         raise ConnectionError("the Hub asks who you are: log in with `hf auth login`, or set HF_TOKEN") from error
-    except (HfHubHTTPError.__bases__[0], OfflineModeIsEnabled) as error:  # the errors of the client's HTTP library
+    except (unreached, OfflineModeIsEnabled) as error:
         raise ConnectionError(f"the Hub did not take {name}: {' '.join(str(error).split())}") from error
     return str(address)
