@@ -371,7 +371,7 @@ def test_workers_must_see_the_folder(tmp_path):
         (["--on", "ray://127.0.0.1:1"], "nothing answers at ray://127.0.0.1:1"),
         (["--on", "ray://127.0.0.1:99999"], "nothing answers"),
         (["--on", "ray://nowhere"], "ray://host:port"),
-        (["--on", "slurm"], "local, ray or ray://host:port"),
+        (["--on", "mars"], "local, ray, ray://host:port or slurm"),
         (["--on", "ray", "--cpus-per-run", "0"], "at least 1 processor"),
         (["--on", "ray", "--gpus-per-run", "2"], "0 to 1 GPUs"),
         (["--gpus-per-run", "1"], "--on ray"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
     from halflife.training.trial import Trial
 
-EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "tensorboard", "prompts", "quiet")
+EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "track", "tensorboard", "prompts", "quiet")
 RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Names for --set that are options of the command.
 OPTIONS = {
@@ -119,8 +119,12 @@ class Train:
     """Recompute the activations inside blocks: this takes less memory and a third more work."""
     fsdp: bool = False
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
+    track: tuple[str, ...] = ()
+    """Report metrics, gates, decay spectra and their figures to wandb, trackio, mlflow or tensorboard; several are
+    allowed. Each has an extra of its name. Local files go into the folder of the run, unless the environment variables
+    of the tool say otherwise."""
     tensorboard: bool = False
-    """Also write <output>/tensorboard (needs halflife-lm[tensorboard])."""
+    """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
     quiet: bool = False
@@ -146,11 +150,12 @@ class Train:
         from halflife.experiments import train as language
         from halflife.report.tables.estimate import describe_trial
         from halflife.report.tables.language import print_language_run
+        from halflife.report.tracking import track_options
         from halflife.training.config import ExecutionConfig, rank
 
         execution = ExecutionConfig(
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing, fsdp=self.fsdp,
-            tensorboard=self.tensorboard, show=not self.quiet,
+            show=not self.quiet, **track_options((*self.track, *["tensorboard"] * self.tensorboard)),
         )  # fmt: skip
         if self.tensorboard:
             require("--tensorboard", "tensorboard")

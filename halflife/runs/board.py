@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -30,7 +31,7 @@ class ProgressBoard:
             refresh_per_second=2, speed_estimate_period=3600, disable=not show,
         )  # fmt: skip
         self.unfinished = list(jobs)
-        self.steps = {job.name: _last_step(job.folder) for job in jobs}
+        self.steps = {job.name: last_step(job.folder) for job in jobs}
         self.started = {job.name: _start_time(job.folder) for job in jobs}
         self.bars: dict[str, TaskID] = {}
         total = sum(job.config.steps for job in jobs)
@@ -43,26 +44,26 @@ class ProgressBoard:
                 self._add_bar(job)
                 self.started[job.name] = started
             if job.name in self.bars:
-                self.steps[job.name] = _last_step(job.folder)
+                self.steps[job.name] = last_step(job.folder)
                 self.progress.update(self.bars[job.name], completed=self.steps[job.name])
         running, done = len(self.bars), len(self.steps) - len(self.unfinished)
         info = f"{running} running, {len(self.unfinished) - running} queued, {done} done"
         self.progress.update(self.all, completed=sum(self.steps.values()), info=info)
 
-    def finish(self, job: Job, outcome: str) -> None:
-        """Remove the bar of a run that ended, and print its outcome."""
+    def finish(self, job: Job, message: str) -> None:
+        """Remove the bar of a run that ended, and print a line about it."""
         self.unfinished.remove(job)
         self.steps[job.name] = job.config.steps
         if job.name in self.bars:
             self.progress.remove_task(self.bars.pop(job.name))
-        self.note(job, outcome)
+        self.note(job, message)
 
     def _add_bar(self, job: Job) -> None:
         if job.name in self.bars:
             self.note(job, "its worker died; the run continues from its last checkpoint")
             self.progress.remove_task(self.bars.pop(job.name))
         self.bars[job.name] = self.progress.add_task(
-            job.name, total=job.config.steps, completed=_last_step(job.folder), info=""
+            job.name, total=job.config.steps, completed=last_step(job.folder), info=""
         )
 
     def note(self, job: Job, message: str) -> None:
@@ -79,7 +80,13 @@ def _start_time(folder: Path) -> int:
         return 0
 
 
-def _last_step(folder: Path) -> int:
+def outcome(job: Job, result: dict[str, Any]) -> str:
+    """The line that a finished run leaves."""
+    form = {"accuracy": ".1%", "loss": ".3f"}[job.config.measure]
+    return result.get("diverged") or f"validation {result['validation']:{form}}"
+
+
+def last_step(folder: Path) -> int:
     """The last step that the run in `folder` has logged; 0 if there is none. Only the end of the file is read."""
     try:
         with (folder / METRICS_JSONL).open("rb") as file:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halflife.extras import require
-from halflife.runs.board import ProgressBoard
+from halflife.runs.board import ProgressBoard, outcome
 from halflife.runs.cluster import marked, servers
 from halflife.runs.interrupts import signals_noted
 from halflife.runs.sweep import Job, Runner, one_by_one, reason
@@ -86,7 +86,7 @@ class Pool:
     def __post_init__(self) -> None:
         place = re.fullmatch(r"ray(://(?P<host>[^/:]+):(?P<port>\d+))?", self.address)
         if place is None:
-            raise ValueError(f"runs can be done on local, ray or ray://host:port; got {self.address!r}")
+            raise ValueError(f"runs can be done on local, ray, ray://host:port or slurm; got {self.address!r}")
         if self.cpus < 1 or not 0 <= (self.gpus or 0) <= 1:
             raise ValueError(f"a run needs at least 1 processor and 0 to 1 GPUs; got {self.cpus} and {self.gpus}")
         if not self.worker_timeout >= 10:
@@ -275,7 +275,7 @@ class _Sweep:
             self._again(job, "its worker died")
         else:
             del self.running[ref]
-            self.board.finish(job, _outcome(job, result))
+            self.board.finish(job, outcome(job, result))
 
     def _again(self, job: Job, why: str, started: bool = True) -> None:
         """Let a job wait for another attempt, which continues from its last checkpoint, unless it had all of them."""
@@ -298,12 +298,6 @@ def _kill_worker(sign: SignOfLife) -> None:
 
         place = NodeAffinitySchedulingStrategy(sign.node, soft=False)
         ray.remote(send).options(num_cpus=0, scheduling_strategy=place).remote(sign, signal.SIGKILL)
-
-
-def _outcome(job: Job, result: dict[str, Any]) -> str:
-    """The line that a finished run leaves."""
-    form = {"accuracy": ".1%", "loss": ".3f"}[job.config.measure]
-    return result.get("diverged") or f"validation {result['validation']:{form}}"
 
 
 def _first_line(error: BaseException) -> str:

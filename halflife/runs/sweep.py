@@ -174,8 +174,9 @@ def run_sweep(
         remove_orphans(place, older_than=60)  # other processes may share the folder
     if not (folder / VERSIONS_JSON).exists():  # the process was killed between the two files
         write_json(folder / VERSIONS_JSON, versions())
+    execution = replace(execution or ExecutionConfig(), sweep=folder.absolute())
     jobs = {
-        cell: Job(configure(cell), _place(folder, cell), cell.title, execution or ExecutionConfig())
+        cell: Job(configure(cell), _place(folder, cell), cell.title, execution)
         for cell in cells(config["learning_rates"], config["seeds"])
     }
     check_seeds(seeds, config["seeds"])

@@ -1,10 +1,11 @@
-"""A run in a worker process of Ray, and the sign of life that the worker leaves in the folder of the run."""
+"""A run in a worker process of Ray or Slurm, and the sign of life that the worker leaves in the folder of the run."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -156,6 +157,5 @@ def _clock_of_this_thread() -> Callable[[], float]:
 
 
 def _node() -> str:
-    import ray
-
-    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "none"
+    ray = sys.modules.get("ray")  # a worker of Slurm may have no Ray
+    return ray.get_runtime_context().get_node_id() if ray and ray.is_initialized() else "none"

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import (
@@ -31,6 +31,9 @@ from halflife.files import METRICS_JSONL, finite, naming, read_metrics, write_te
 from halflife.layers import gate_statistics
 from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed
+
+if TYPE_CHECKING:
+    from halflife.training.trackers import Tracking
 
 
 class Diverged(RuntimeError):
@@ -64,32 +67,28 @@ class Metrics(TrainerCallback):
         measure: "accuracy" or "loss".
         every: steps between validations.
         speed: computes tokens per second; None to leave them out.
-        tensorboard: whether to write the metrics to `tensorboard/` as well.
+
+    Attributes:
+        tracking: also gets every line and the model at validations; None without trackers.
     """
 
     def __init__(
         self, folder: Path, validate: Callable[[nn.Module], float], measure: str, every: int,
-        speed: Speed | None = None, tensorboard: bool = False,
+        speed: Speed | None = None,
     ) -> None:  # fmt: skip
         self.path, self.validate, self.measure, self.every = folder / METRICS_JSONL, validate, measure, every
-        self.speed, self.tensorboard = speed, tensorboard
+        self.speed = speed
+        self.tracking: Tracking | None = None
         self.step_seconds: list[float] = []
         self.validation: float | None = None
         self._step_start = 0.0
         self._logged = 0  # number of `step_seconds` at the previous log
-        self._tensorboard: Any = None
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         lines = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
         if state.is_world_process_zero:
             write_text(self.path, "".join(map(_line, lines)))
-            if self.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._tensorboard = SummaryWriter(
-                    str(self.path.parent / "tensorboard"), purge_step=state.global_step + 1
-                )
         # A run that was killed after its last step validates no more, so its last validation is read from the file.
         validations = [line[key] for line in lines if (key := f"validation_{self.measure}") in line]
         self.validation = validations[-1] if validations else None
@@ -104,10 +103,8 @@ class Metrics(TrainerCallback):
         if state.global_step % self.every == 0 or last:
             self.validation = self.validate(kwargs["model"])
             self._write(state, {f"validation_{self.measure}": self.validation})
-
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+            if self.tracking is not None:
+                self.tracking.observe(kwargs["model"].model, state.global_step)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         logs = logs or {}
@@ -147,9 +144,8 @@ class Metrics(TrainerCallback):
             return
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line({"step": state.global_step, **line}))
-        for name, value in line.items():
-            if self._tensorboard is not None and isinstance(value, float):
-                self._tensorboard.add_scalar(name, value, state.global_step)
+        if self.tracking is not None:
+            self.tracking.report(line)
 
 
 def _line(values: dict[str, Any]) -> str:

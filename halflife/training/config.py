@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 from halflife import extensions
 from halflife.extras import require
 from halflife.models import ModelConfig
+from halflife.registry import unknown
 
+TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 # A job manager sends one of these before it kills a process, or a terminal that closes does.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
 
@@ -97,22 +100,31 @@ class ExecutionConfig:
         gradient_checkpointing: whether to recompute the activations of a block in the backward pass.
         fsdp: whether to shard parameters, gradients and optimiser over the processes (FSDP2). Otherwise each process
             holds all of them (DDP).
-        tensorboard: whether to write `tensorboard/` as well.
+        track: names of `TRACKERS`, to which the run is reported (`training.trackers`).
+        sweep: the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run
+            by itself.
+        observe: takes the model and returns values and matplotlib figures by name, which the trackers get before the
+            first step and at every validation; None for none.
         show: whether to draw a progress bar.
 
     Raises:
-        ImportError: `tensorboard` is asked for and not installed.
+        ImportError: a package of `track` is not installed.
+        ValueError: a name in `track` is unknown, or the environment asks for what cannot be.
     """
 
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
     fsdp: bool = False
-    tensorboard: bool = False
+    track: tuple[str, ...] = ()
+    sweep: Path | None = None
+    observe: Callable[..., Any] | None = None
     show: bool = True
 
     def __post_init__(self) -> None:
-        if self.tensorboard:
-            require("--tensorboard", "tensorboard")
+        for name in self.track:
+            if name not in TRACKERS:
+                raise unknown("tracker", name, list(TRACKERS))
+            require(f"--track {name}", name)
         if "WORLD_SIZE" not in os.environ:
             if self.fsdp:
                 raise ValueError("fsdp shards over the processes of torchrun: start the command with torchrun")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,13 +163,14 @@ def fit(
     from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
     from halflife.training.speed import keep_freed_memory
+    from halflife.training.trackers import track
     from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
     store = CheckpointStore(folder / CHECKPOINTS)
     if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
         raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
     objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
-    metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
+    metrics = Metrics(folder, validate, measure, config.validate_every, speed)
     if arguments.device.type == "cpu":
         keep_freed_memory()
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
@@ -184,8 +186,11 @@ def fit(
     )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
+    metrics.tracking = track(trainer, config, folder, execution)
+    start = 0 if store.newest is None else int(store.newest.name.rpartition("-")[2])
     try:
-        trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
+        with nullcontext() if metrics.tracking is None else metrics.tracking.open(start):
+            trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
         check_weights(model, config.steps)
     except Diverged as error:
         return str(error), metrics
@@ -220,6 +225,8 @@ class StoppedBySignal(Exception):
 def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
     from transformers import TrainingArguments
 
+    from halflife.training.trackers import PROJECT, run_name
+
     by_epoch = config.schedule == BY_EPOCH  # `HalflifeTrainer.create_scheduler` makes it
     log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
     return TrainingArguments(
@@ -243,6 +250,8 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
-        report_to=[],
+        report_to=list(execution.track),
+        run_name=run_name(folder, execution),
+        project=PROJECT,
         disable_tqdm=True,
     )
