@@ -13,7 +13,8 @@ from halflife import LanguageModel, Session, preset
 from halflife.cli import main
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
-from halflife.models.session import _until, draw, probabilities
+from halflife.models.session import draw, probabilities
+from halflife.models.text import until
 
 NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+tpe"]
 
@@ -157,9 +158,9 @@ def test_texts_end_the_text():
         ("one. two", ["."], "one"), ("a\n\nb", ["\n\n"], "a"), ("xaaab", ["aab"], "xa"), ("U: hi", ["END", "U:"], ""),
         ("abcd", ["cd", "bc"], "a"), ("abab", ["abc"], "abab"), ("é.😀", ["😀"], "é."),
     ]:  # fmt: skip
-        assert "".join(_until(iter(text), stop)) == expected
-        assert "".join(_until(iter([text]), stop)) == expected
-    assert list(_until(iter("ab--cd"), ["-->"])) == ["a", "b", "--c", "d"]
+        assert "".join(until(iter(text), stop)) == expected
+        assert "".join(until(iter([text]), stop)) == expected
+    assert list(until(iter("ab--cd"), ["-->"])) == ["a", "b", "--c", "d"]
     for stop, expected in (("c", "ab."), ([ord("."), "zz"], "ab")):
         assert "".join(Session(Fixed(list(b"ab.cd"))).feed("x").write(5, temperature=0, stop=stop)) == expected
     session = Session(Fixed(list(b"ab"))).feed("x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,7 @@ def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loo
 
 @torch.no_grad()
 def _difference(model: LanguageModel, path: Path, tokens: int, state: Any) -> float:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
     draw = torch.Generator().manual_seed(0)
     worst, batch = 0.0, len(state[0]["position"])
     given: list[Any] = [x.numpy() for x in flat(state)]

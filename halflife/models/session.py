@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import math
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
+from halflife.models.text import decoder, divide_stops, pieces_of_text, until
 
 FORMAT = 1  # increased when older files can no longer be read
 RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
@@ -190,11 +190,11 @@ class Session:
             raise ValueError(
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
-        ends, texts = _divide([stop] if isinstance(stop, str) else stop)
+        ends, texts = divide_stops([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
         before = [] if self._last is None else self._last.tolist()
-        pieces = _text(tokens, ends, decoder(self.decode, before))
-        return _until(pieces, texts) if texts else pieces
+        pieces = pieces_of_text(tokens, ends, decoder(self.decode, before))
+        return until(pieces, texts) if texts else pieces
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -281,79 +281,3 @@ def probabilities(
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before have enough probability
         p = p.index_fill(0, order[beyond], 0.0)
     return p / p.sum()
-
-
-def decoder(decode: Callable[[Sequence[int]], str] | None, before: Sequence[int] = ()) -> Callable[..., str]:
-    """Return a function `unpack(tokens, final=…)` from tokens, as they come, to the characters that they complete.
-
-    Args:
-        decode: the tokenizer's function from ids to text; None for bytes.
-        before: the tokens before the first one, as far as its text depends on them.
-    """
-    return _Bytes() if decode is None else _Incremental(decode, list(before))
-
-
-def _text(tokens: Iterator[int], stop: frozenset[int], unpack: Callable[..., str]) -> Iterator[str]:
-    """Yield the text of the tokens as they come; the first part of a character waits for the rest of it."""
-    for token in tokens:
-        if token in stop:
-            break
-        if piece := unpack([token], final=False):
-            yield piece
-    if piece := unpack([], final=True):
-        yield piece
-
-
-def _divide(stop: Sequence[int | str]) -> tuple[frozenset[int], list[str]]:
-    """Return the tokens and the texts of `stop`."""
-    texts = [one for one in stop if isinstance(one, str)]
-    tokens = [one for one in stop if isinstance(one, int) and not isinstance(one, bool)]
-    if len(texts) + len(tokens) < len(stop):
-        raise TypeError(f"stop must be a text, or a list of tokens and texts; got {stop!r}")
-    if "" in texts:
-        raise ValueError("a text of stop must not be empty")
-    return frozenset(tokens), texts
-
-
-def _until(pieces: Iterator[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield the text before the first of `stops`. An end that may be the beginning of one waits for the rest of it."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
-            held = held[: min(ends)]
-            break
-        waiting = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        if ready := held[: len(held) - waiting]:
-            yield ready
-        held = held[len(ready) :]
-    if held:
-        yield held
-
-
-class _Bytes:
-    """Decode tokens that are bytes of UTF-8; invalid bytes become replacement characters."""
-
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, tokens: Sequence[int], *, final: bool) -> str:
-        return self.decoder.decode(bytes(tokens), final)
-
-
-class _Incremental:
-    """Decode token by token. A token's text may depend on earlier tokens, so these are decoded together with it."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: list[int]) -> None:
-        self.decode = decode
-        self.before = before  # the last tokens whose text has been returned
-        self.waiting: list[int] = []
-
-    def __call__(self, tokens: Sequence[int], *, final: bool) -> str:
-        self.waiting += tokens
-        known, text = self.decode(self.before) if self.before else "", self.decode([*self.before, *self.waiting])
-        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        if self.waiting:
-            self.before, self.waiting = self.waiting, []
-        return text[len(known) :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from halflife.data.tokenizers import ByteTokenizer, Tokenizer
-from halflife.models.session import decoder
+from halflife.models.text import decoder
 
 Unpack = Callable[..., str]
 
