@@ -13,7 +13,7 @@ from halflife.analysis.spectrum import layer_decays
 from halflife.models import PRESETS, LanguageModel, preset
 from halflife.ops.gate_rank import masks
 
-WITHOUT = ("llama", "deltanet")
+WITHOUT = ("llama", "deltanet", "longhorn", "longhorn_paper", "fox")
 ROUNDING = 4 * 6e-8  # relative, of one number in float32
 EXACT = 4 * 8.4e-16  # relative, of sums and horizons in float64; worst measured error
 

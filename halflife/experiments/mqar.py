@@ -114,7 +114,9 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         "mamba3": half,
         "mamba3_echo": half,
         "rwkv7": {"head_dim": head},
+        "longhorn": half,
         "attention": {},
+        "fox": {},
     }.get(mixer, {"head_dim": head, "value_dim": head})
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
@@ -134,7 +136,9 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         tie_embeddings=settings.tie_embeddings,
         initializer_range=settings.initializer_range,
         embedding_dropout=settings.embedding_dropout,
-        mixer_options=equal_state if mixer == "attention" else {**equal_state, "chunk_size": settings.chunk_size},
+        mixer_options=equal_state
+        if mixer in ("attention", "fox")
+        else {**equal_state, "chunk_size": settings.chunk_size},
     )
 
 

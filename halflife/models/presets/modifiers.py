@@ -90,7 +90,7 @@ def _require_design_space(base: str, model: Options, why: str) -> None:
 def _require_decay(base: str, model: Options, modifier: str) -> None:
     if model["mixer"] == "attention" or base == "deltanet":
         raise ValueError(f"{modifier} changes a decay, and {base} has none")
-    if model["mixer"] == "mamba3_echo":
+    if model["mixer"] in ("mamba3_echo", "longhorn", "fox"):
         raise ValueError(f"{modifier} changes a decay with parameters, and in {base} the input alone sets it")
 
 
@@ -166,8 +166,8 @@ def _post(base: str, model: Options, **options: Any) -> Options:
 def gate_rank(base: str, model: Options, sizes: PresetSizes) -> Options:
     """GateRank: a slow state beside the fast (decaying) state, which it absorbs at learned resets; a scalar decay."""
     _require_decay(base, model, "gate_rank")
-    if model["mixer"] == "rwkv7":
-        raise ValueError("GateRank needs the linear or the delta update, and RWKV-7 has the DPLR update")
+    if model["mixer"] in ("rwkv7", "gdn2", "comba", "deltaproduct"):
+        raise ValueError(f"GateRank needs the linear or the delta update, and {base} has another update")
     return _with_options(model, gate_rank={})
 
 

@@ -1,0 +1,53 @@
+"""Forgetting attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.layers.attention import Attention
+from halflife.layers.later.longhorn import ZeroBiasLinear
+from halflife.layers.mixer import LAYERS, State
+from halflife.precision import compute_dtype
+
+
+@LAYERS.add("fox")
+class ForgettingAttention(Attention):
+    """Forgetting attention (Lin et al. 2025): softmax attention in which old tokens fade, without positions.
+
+        o_i = Σ_{j ≤ i} softmax_j(q_iᵀ k_j / √K + Σ_{l = j+1}^{i} log f_l) v_j,   f_l = σ(w_h x_l + b_h)
+
+    b starts at 0, as in the authors' code. The state is the KV cache, with `forget [N, S, H]`, log f in float32.
+
+    Args:
+        hidden_size, num_heads: D and H.
+        options: those of `Attention`. `position="rope"` adds RoPE.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, **{"position": "none", **options})
+        self.forget_proj = ZeroBiasLinear(hidden_size, num_heads)
+
+    def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
+        f = self.forget_proj(x)
+        return {"keys": k, "values": v, "forget": F.logsigmoid(f.to(compute_dtype(f)))}
+
+    def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
+        dtype = compute_dtype(q)
+        total = cache["forget"].cumsum(1).transpose(1, 2)  # [N, H, S]
+        if at is None or visible is None:
+            length = q.shape[1]
+            visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().unsqueeze(0)
+            at_query = total
+        else:
+            last = at.clamp(max=total.shape[-1] - 1).unsqueeze(1).expand(-1, self.num_heads, -1)
+            at_query = total.gather(2, last)
+        groups = self.num_heads // self.num_kv_heads
+        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, cache["keys"], cache["values"]))
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5 + at_query.unsqueeze(-1) - total.unsqueeze(-2)
+        weights = scores.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1)
+        return (weights @ v).transpose(1, 2).to(cache["values"].dtype)
