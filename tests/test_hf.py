@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from combinations import LATER, SIZES
+from combinations import SIZES, slow_later
 from helpers import add_noise, assert_close
-from pairwise import slow_beyond
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -17,7 +16,6 @@ from halflife.models import PRESETS, checkpoint
 from halflife.precision import Float32Module
 
 NAMES = [*PRESETS, "mamba2+gate_rank", "mamba2+ska"]
-FAST = [name for name in NAMES if name not in LATER]
 FEW = ["mamba2", "rwkv7", "mamba2+ska"]
 TINY = {**SIZES, "hidden_size": 16, "num_heads": 2}
 TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.0e-13
@@ -71,7 +69,7 @@ def test_config_errors():
 # ------------------------------------------------------------------------------------------------ forward
 
 
-@pytest.mark.parametrize("name", slow_beyond(FAST, NAMES))
+@pytest.mark.parametrize("name", slow_later(NAMES))
 def test_forward_is_the_models_own_and_streams(name):
     model, ids = build(name), tokens(2, 11)
     expected, _ = model.model(ids)
@@ -93,7 +91,7 @@ def test_forward_is_the_models_own_and_streams(name):
     assert model(ids, use_cache=False).past_key_values is None
 
 
-@pytest.mark.parametrize("name", slow_beyond(FAST, NAMES))
+@pytest.mark.parametrize("name", slow_later(NAMES))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name, side):
     model, short, long = build(name), tokens(1, 5), tokens(1, 9)
@@ -318,7 +316,7 @@ def greedy(model, ids, count):
 
 
 # Echo's paper decodes in another way than it reads a prompt (test_ska_forms.py).
-@pytest.mark.parametrize("name", slow_beyond(FAST, [name for name in NAMES if name != "echo_paper"]))
+@pytest.mark.parametrize("name", slow_later([name for name in NAMES if name != "echo_paper"]))
 def test_generate_batched_is_what_each_prompt_gives(name):
     model, short, long = build(name), tokens(1, 4), tokens(1, 7)
     ids = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
