@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halflife.models.presets.modifiers import ECHO_SKA, HYBRIDS, MODIFIERS, SKA_PAPER, Options
+from halflife.models.presets.modifiers import ECHO_SKA, MODIFIERS, SKA_PAPER, Options
 from halflife.models.presets.sizes import PresetSizes
 
 WINDOW = 2048  # tokens that sliding-window attention sees, as in Samba
@@ -12,23 +12,6 @@ KINDS: dict[str, tuple[str, Options]] = {
     "ska": ("ska", {}), "ska_paper": ("ska", SKA_PAPER), "attention": ("attention", {}),
     "swa": ("attention", {"window": WINDOW}), "nope": ("attention", {"position": "none"}),
 }  # fmt: skip
-
-
-def apply_modifier(written: str, base: str, model: Options, sizes: PresetSizes) -> Options:
-    """Apply a modifier as it is written, `name` or `name:ratio`, to the fields of a preset.
-
-    Raises:
-        ValueError: the name is unknown, the ratio is no whole number, or the combination has no meaning.
-    """
-    name, colon, ratio = written.partition(":")
-    modifier = MODIFIERS[name]
-    if not colon:
-        return modifier(base, model, sizes)
-    if name not in HYBRIDS:
-        raise ValueError(f"{name} takes no ratio; these modifiers do: {', '.join(HYBRIDS)}")
-    if not ratio.isdecimal() or int(ratio) < 1:
-        raise ValueError(f"the ratio of {name} is a number of layers of the base, at least 1; got {ratio!r}")
-    return _add(name, base, model, sizes, int(ratio))
 
 
 def hybrid_layers(sizes: PresetSizes, name: str, layers: list[int] | None = None) -> Options:
@@ -57,7 +40,7 @@ def hybrid_layers(sizes: PresetSizes, name: str, layers: list[int] | None = None
     return {"mixer": mixer, "options": options | own, "layers": layers}
 
 
-def _add(name: str, base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
+def _add(name: str, base: str, model: Options, sizes: PresetSizes, ratio: int | None) -> Options:
     """Add a kind of layers. With a ratio n, a layer of this kind follows every n layers that are still the base's."""
     if name == "attention" and model["mixer"] == "attention":
         raise ValueError(f"every layer of {base} is softmax attention already")
@@ -77,30 +60,30 @@ def _add(name: str, base: str, model: Options, sizes: PresetSizes, ratio: int | 
 
 
 @MODIFIERS.add("ska")
-def ska(base: str, model: Options, sizes: PresetSizes) -> Options:
+def ska(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
     """Spectral Koopman attention in one layer of twelve, at least one, evenly spaced, never the first."""
-    return _add("ska", base, model, sizes)
+    return _add("ska", base, model, sizes, ratio)
 
 
 @MODIFIERS.add("ska_paper")
-def ska_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
+def ska_paper(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
     """`ska` as Echo prints it: K = 2, μ = 1, projected queries, one norm a sequence, decoding by token."""
-    return _add("ska_paper", base, model, sizes)
+    return _add("ska_paper", base, model, sizes, ratio)
 
 
 @MODIFIERS.add("attention")
-def attention(base: str, model: Options, sizes: PresetSizes) -> Options:
+def attention(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
     """Softmax attention with RoPE in the layers that `ska` would replace, or in one of n + 1 layers (`attention:n`)."""
-    return _add("attention", base, model, sizes)
+    return _add("attention", base, model, sizes, ratio)
 
 
 @MODIFIERS.add("swa")
-def swa(base: str, model: Options, sizes: PresetSizes) -> Options:
+def swa(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
     """Sliding-window attention with RoPE over 2,048 tokens in the layers that `ska` would replace, or `swa:n`."""
-    return _add("swa", base, model, sizes)
+    return _add("swa", base, model, sizes, ratio)
 
 
 @MODIFIERS.add("nope")
-def nope(base: str, model: Options, sizes: PresetSizes) -> Options:
+def nope(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
     """Softmax attention without positions (NoPE) in the layers that `ska` would replace, or `nope:n`."""
-    return _add("nope", base, model, sizes)
+    return _add("nope", base, model, sizes, ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from halflife.models.presets.sizes import PresetSizes
@@ -11,7 +12,28 @@ from halflife.registry import Registry
 Options = dict[str, Any]
 
 # A modifier takes the base's name, the fields of `ModelConfig` so far, and the sizes. It returns the new fields.
-MODIFIERS: Registry[Callable[[str, Options, PresetSizes], Options]] = Registry("modifier")
+Modifier = Callable[[str, Options, PresetSizes], Options]
+
+# Modifiers that put another mixer into some layers. They take a ratio.
+HYBRIDS = ("ska", "ska_paper", "attention", "swa", "nope")
+
+
+class Modifiers(Registry[Modifier]):
+    """Modifiers by name. The name of a hybrid may end in a ratio, as in `attention:3`."""
+
+    def __getitem__(self, name: str) -> Modifier:
+        name, colon, ratio = name.partition(":")
+        modifier: Any = super().__getitem__(name)
+        if not colon:
+            return modifier
+        if name not in HYBRIDS:
+            raise ValueError(f"{name} takes no ratio; these modifiers do: {', '.join(HYBRIDS)}")
+        if not ratio.isdecimal() or int(ratio) < 1:
+            raise ValueError(f"the ratio of {name} is a number of layers of the base, at least 1; got {ratio!r}")
+        return partial(modifier, ratio=int(ratio))
+
+
+MODIFIERS = Modifiers("modifier")
 
 EXCLUSIVE = (
     ({"post", "post_norm", "post_optimal", "post_paper", "post_released"}, "a decay is wrapped once"),
@@ -20,9 +42,6 @@ EXCLUSIVE = (
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
     ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
 )
-
-# Modifiers that put another mixer into some layers.
-HYBRIDS = ("ska", "ska_paper", "attention", "swa", "nope")
 
 # Layers that are built from the design-space block, each with its settings.
 DESIGN_SPACE = ("linear", "gla", "retnet", "gated_deltanet", "deltanet")

@@ -9,8 +9,8 @@ import torch
 
 from halflife import layers
 from halflife.models.config import ModelConfig
-from halflife.models.presets.hybrids import apply_modifier, hybrid_layers, ska_paper
-from halflife.models.presets.modifiers import Options, check_modifiers
+from halflife.models.presets.hybrids import hybrid_layers, ska_paper
+from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers
 from halflife.models.presets.sizes import PresetSizes
 from halflife.registry import Registry
 
@@ -168,7 +168,7 @@ def preset(
     sizes = PresetSizes(hidden_size, num_layers, num_heads, train_length)
     model = PRESETS[base](sizes)
     for modifier in modifiers:
-        model = apply_modifier(modifier, base, model, sizes)
+        model = MODIFIERS[modifier](base, model, sizes)
     options = {**model["mixer_options"], **(mixer_options or {})}
     fields = {**model, "mixer_options": options, **config}
     resolved = ModelConfig(name=name, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, **fields)
