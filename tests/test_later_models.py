@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from helpers import add_noise, assert_close
 
 from halflife import LanguageModel, layers, preset
-from halflife.layers.later.longhorn import Longhorn
 
 HIDDEN, HEADS, LENGTH = 24, 2, 13
 DELTA = ("kda", "gdn2", "comba", "deltaproduct")
@@ -72,7 +71,7 @@ def arguments(name, layer, x):
         return {"q": q, "k": k, "v": heads(values), "beta": layer.step_proj(r).sigmoid()}
     if name == "fox":
         q, k, v = (heads(part) for part in (x @ layer.qkv_proj.weight.T).chunk(3, -1))
-        return {"q": q, "k": k, "v": v, "g": F.logsigmoid(x @ layer.forget_proj.weight.T + layer.forget_proj.bias)}
+        return {"q": q, "k": k, "v": v, "g": F.logsigmoid(layer.decay_proj(x))}
     parts = convolved(layer.conv, x @ layer.qkv_proj.weight.T)
     n = getattr(layer, "steps", 1)
     q, k, v = (heads(part) for part in parts.split([HIDDEN, n * HIDDEN, n * HIDDEN], -1))
@@ -187,6 +186,21 @@ def test_layers_are_their_equations(name):
 
 
 @torch.no_grad()
+def test_longhorn_with_a_step_a_channel():
+    """Heads with one channel each are the same model, and so is the paper's form with equal steps in every head."""
+    layer, x = build("longhorn", step="channel")
+    shared, _ = build("longhorn")
+    same = layers.build("longhorn", hidden_size=HIDDEN, num_heads=2 * HIDDEN, head_dim=1).double()
+    same.load_state_dict(layer.state_dict())
+    assert_close(same(x)[0], layer(x)[0], EXACT)
+    heads_of = torch.arange(HEADS).repeat_interleave(HIDDEN)
+    weights = shared.state_dict()
+    per_head = ("step_proj.weight", "step_proj.bias", "skip.D")
+    layer.load_state_dict({key: w[heads_of] if key in per_head else w for key, w in weights.items()})
+    assert_close(layer(x)[0], shared(x)[0], EXACT)
+
+
+@torch.no_grad()
 def test_more_steps_a_token():
     layer, x = build("deltaproduct", num_householder=3)
     found = arguments("deltaproduct", layer, x)
@@ -268,15 +282,16 @@ def test_comba_without_feedback_is_dplr():
 def test_fox_that_forgets_nothing_is_attention():
     fox, x = build("fox", num_kv_heads=1)
     plain, _ = build("attention", num_kv_heads=1, position="none")
-    plain.load_state_dict({key: value for key, value in fox.state_dict().items() if "forget" not in key})
-    fox.forget_proj.bias.fill_(800.0)
+    plain.load_state_dict({key: value for key, value in fox.state_dict().items() if "decay" not in key})
+    fox.decay_proj.up.bias.fill_(800.0)
     assert_close(fox(x)[0], plain(x)[0], EXACT)
 
 
 def test_longhorns_decay_of_long_keys():
     """In float32, decays of long keys are finite and right to one rounding, and slow decays keep their digits."""
     k = torch.tensor([[[1e8, 1e4, 0.0], [1e-8, 0.0, 0.0], [3.0, 4.0, 1e-3]]]).requires_grad_()
-    step, g = Longhorn.steps(torch.full((1, 3, 1), 0.7), k)
+    layer: Any = layers.build("longhorn", hidden_size=4, num_heads=1, state_size=3)
+    step, g = layer.step_sizes(torch.full((1, 3, 1), 0.7), k)
     removed = 0.7 * k.double().square() / (1 + 0.7 * k.double().square().sum(-1, keepdim=True))
     assert torch.allclose(g[:, :, 0].double().exp(), 1 - removed, rtol=0, atol=2e-7)
     slow = removed < 0.5
@@ -309,7 +324,7 @@ def test_initial_values_are_the_authors():
     assert (small.feedback.output == 0.02).all()
     assert not mixer("longhorn").step_proj.bias.any()
     assert (mixer("longhorn").skip.D == 1).all()
-    assert not mixer("fox").forget_proj.bias.any()
+    assert not mixer("fox").decay_proj.up.bias.any()
 
 
 def test_parameters_are_counted():
@@ -340,6 +355,7 @@ def test_parameters_are_counted():
         ("attention", {"window": 0}, "window is a number of tokens"),
         ("attention", {"position": "lrpe"}, "unknown position 'lrpe'"),
         ("longhorn", {"num_heads": 7}, "num_heads must divide"),
+        ("longhorn", {"step": "heads"}, "Did you mean 'head'"),
     ],
 )
 def test_options_without_meaning_are_errors(name, options, message):

@@ -69,7 +69,8 @@ class GatedDeltaNet2(KDA):
     Source: github.com/NVlabs/GatedDeltaNet-2, and fla's layer of that name.
 
     Args:
-        hidden_size, num_heads: D and H.
+        hidden_size: D.
+        num_heads: H.
         allow_neg_eigval: whether b lies in (0, 2) instead of (0, 1).
         options: those of `LinearMixer`.
     """
@@ -133,7 +134,8 @@ class Comba(LinearMixer):
     The output is `(RMSNorm(o) ⊙ σ(x W)) W_o` with the norm over each head.
 
     Args:
-        hidden_size, num_heads: D and H.
+        hidden_size: D.
+        num_heads: H.
         correction: initial d. The authors suggest 0.02 for small models.
         options: those of `LinearMixer`. The decay is `mamba2`, with e^A uniform in [0, 16] at the start.
     """
@@ -180,8 +182,9 @@ class DeltaProduct(LinearMixer):
     query. The projections make these rows, so that no input is copied. With `decay=None` it has no decay.
 
     Args:
-        hidden_size, num_heads: D and H.
-        num_householder: n.
+        hidden_size: D.
+        num_heads: H.
+        num_householder: n, the steps of a token.
         allow_neg_eigval: whether β lies in (0, 2), as in the paper, or in (0, 1).
         options: those of `LinearMixer`. The decay is `mamba2`, with e^A uniform in [0, 16] at the start. The output is
             that of Gated DeltaNet.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from halflife import decay as decays
 from halflife.layers.attention import Attention
 from halflife.layers.later.longhorn import ZeroBiasLinear
 from halflife.layers.mixer import LAYERS, State
+from halflife.layers.parts import DecayProjection
 from halflife.precision import compute_dtype
 
 
@@ -23,17 +24,19 @@ class ForgettingAttention(Attention):
     b starts at 0, as in the authors' code. The state is the KV cache, with `forget [N, S, H]`, log f in float32.
 
     Args:
-        hidden_size, num_heads: D and H.
+        hidden_size: D.
+        num_heads: H.
         options: those of `Attention`. `position="rope"` adds RoPE.
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, **{"position": "none", **options})
-        self.forget_proj = ZeroBiasLinear(hidden_size, num_heads)
+        self.decay = decays.build("gla", num_heads=num_heads, head_dim=self.head_dim, tau=1)  # log σ(f)
+        self.decay_proj = DecayProjection(hidden_size, self.decay.shape, None, bias=True)
+        self.decay_proj.up = ZeroBiasLinear(hidden_size, num_heads)
 
     def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
-        f = self.forget_proj(x)
-        return {"keys": k, "values": v, "forget": F.logsigmoid(f.to(compute_dtype(f)))}
+        return {"keys": k, "values": v, "forget": self.decay(self.decay_proj(x))}
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
         dtype = compute_dtype(q)

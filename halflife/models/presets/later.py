@@ -43,8 +43,8 @@ def longhorn(sizes: PresetSizes) -> Options:
 
 @PRESETS.add("longhorn_paper")
 def longhorn_paper(sizes: PresetSizes) -> Options:
-    """Longhorn as its paper prints it: one step size for each channel, so each channel is a head."""
-    return _base("longhorn", 2 * sizes.hidden_size, head_dim=1)
+    """Longhorn as its paper prints it: one step size for each channel."""
+    return _base("longhorn", sizes.heads(expand=2), step="channel")
 
 
 @PRESETS.add("fox")
