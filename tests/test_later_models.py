@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from helpers import add_noise, assert_close
 
 from halflife import LanguageModel, layers, preset
+from halflife.layers.later import fox
+from halflife.training.estimate import model_costs
 
 HIDDEN, HEADS, LENGTH = 24, 2, 13
 DELTA = ("kda", "gdn2", "comba", "deltaproduct")
@@ -303,6 +305,16 @@ def test_longhorns_decay_of_long_keys():
 # ------------------------------------------------------------------------------------------------ initial values
 
 
+@torch.no_grad()
+def test_fox_reads_queries_in_blocks(monkeypatch):
+    layer, x = build("fox")
+    whole, _ = layer(x)
+    monkeypatch.setattr(fox, "QUERIES", 5)
+    assert_close(layer(x)[0], whole, EXACT)
+    bounds = torch.tensor([0, 2, LENGTH])
+    assert_close(layer(x[:1], cu_seqlens=bounds)[0][:, 2:], layer(x[:1, 2:])[0], EXACT)
+
+
 def test_initial_values_are_the_authors():
     def mixer(name) -> Any:
         torch.manual_seed(0)
@@ -342,6 +354,26 @@ def test_parameters_are_counted():
     }
     for name, number in expected.items():
         assert sum(p.numel() for p in build(name)[0].parameters()) == number, name
+
+
+@pytest.mark.slow
+def test_operations_are_counted():
+    """Beside two for each weight, the operations are those of a model's op. Two steps have twice those of one."""
+
+    def beside_weights(name):
+        config = preset(name, hidden_size=64, num_layers=4, vocab_size=64, num_heads=2)
+        maps = [m for m in LanguageModel(config).modules() if isinstance(m, torch.nn.Linear)]
+        used = 64 * 64 + sum(m.weight.numel() for m in maps)  # the tied head, and the maps
+        operations = model_costs(config).operations
+        return [operations.at(length) - 2 * used for length in (128, 1024)]
+
+    delta, dplr, softmax = (beside_weights(name) for name in ("gated_deltanet", "simple+dplr", "llama"))
+    assert beside_weights("kda") == delta
+    assert beside_weights("deltaproduct") == [2 * x for x in delta]
+    assert beside_weights("gdn2") == beside_weights("comba") == dplr
+    assert beside_weights("fox") == softmax
+    assert softmax[0] < softmax[1]
+    assert 0 < beside_weights("longhorn")[0] < beside_weights("longhorn_paper")[0]
 
 
 @pytest.mark.parametrize(

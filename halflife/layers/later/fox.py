@@ -14,6 +14,8 @@ from halflife.layers.mixer import LAYERS, State
 from halflife.layers.parts import DecayProjection
 from halflife.precision import compute_dtype
 
+QUERIES = 1024  # queries whose weights are in memory at once
+
 
 @LAYERS.add("fox")
 class ForgettingAttention(Attention):
@@ -39,18 +41,20 @@ class ForgettingAttention(Attention):
         return {"keys": k, "values": v, "forget": self.decay(self.decay_proj(x))}
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
-        dtype = compute_dtype(q)
+        dtype, length = compute_dtype(q), q.shape[1]
         total = cache["forget"].cumsum(1).transpose(1, 2)  # [N, H, S]
-        if at is None or visible is None:
-            length = q.shape[1]
-            visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().unsqueeze(0)
-            at_query = total
-        else:
-            last = at.clamp(max=total.shape[-1] - 1).unsqueeze(1).expand(-1, self.num_heads, -1)
-            at_query = total.gather(2, last)
         groups = self.num_heads // self.num_kv_heads
-        q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, cache["keys"], cache["values"]))
+        queries, k, v = (x.to(dtype).transpose(1, 2) for x in (q, cache["keys"], cache["values"]))
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5 + at_query.unsqueeze(-1) - total.unsqueeze(-2)
-        weights = scores.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1)
-        return (weights @ v).transpose(1, 2).to(cache["values"].dtype)
+        if at is None:
+            at = torch.arange(length, device=q.device).expand(len(q), -1)
+        read = []
+        for start in range(0, max(length, 1), QUERIES):
+            rows = slice(start, start + QUERIES)
+            seen = total.shape[-1] if visible is not None else min(start + QUERIES, length)
+            place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, self.num_heads, -1)
+            bias = total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]
+            mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]
+            scores = queries[:, :, rows] @ k[:, :, :seen].mT * self.head_dim**-0.5 + bias
+            read.append(scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1) @ v[:, :, :seen])
+        return torch.cat(read, 2).transpose(1, 2).to(cache["values"].dtype)
