@@ -36,7 +36,12 @@ PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST)
 
-slow: $(VENV)/installed-dev chromium native
+# Beyond `dev`, the slow tests need packages such as wandb, mlflow and those that run notebooks.
+$(VENV)/installed-slow: $(VENV)/installed-dev
+	$(PIP) --constraint constraints.txt --editable '.[dev-slow]'
+	touch $@
+
+slow: $(VENV)/installed-slow chromium native
 	$(BIN)/python -m $(PYTEST) -m slow --durations 0 --durations-min 10
 
 # Kills, damaged files, limits and foreign input. The last line says how many faults were survived.
@@ -44,7 +49,7 @@ faults: $(VENV)/installed-dev native
 	$(BIN)/python -m pytest -p no:cacheprovider --quiet tests/faults/fault_*.py
 
 # The fast tests with the oldest torch that pyproject.toml allows, and with the newest that pip can find. On a machine
-# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA.
+# without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves the CUDA builds: 6 to 7 GB each.
 test-oldest: TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/torch==\1.*/p' pyproject.toml)
 test-newest: TORCH := torch
 test-oldest test-newest: chromium
@@ -60,10 +65,10 @@ dist: $(VENV)/installed-dev
 	$(BIN)/python -m hatchling build
 
 # Write the versions in .venv into constraints.txt, after an upgrade whose tests are green.
-constraints: $(VENV)/installed-dev
+constraints: $(VENV)/installed-slow
 	$(BIN)/python .ci/constraints.py > constraints.new
 	mv constraints.new constraints.txt
-	touch $(VENV)/installed $(VENV)/installed-dev
+	touch $(VENV)/installed $(VENV)/installed-dev $(VENV)/installed-slow
 
 coverage: $(VENV)/installed-dev chromium native
 	$(BIN)/coverage erase

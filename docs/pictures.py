@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
-from halflife.ops import koopman_attention
+from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 from halflife.theory import approximation
 from halflife.theory.koopman import crossover, state_size
@@ -117,6 +117,30 @@ def tapered(axes: Axes) -> None:
 
 @styled
 @torch.no_grad()
+def gate_rank_reset() -> Figure:
+    """Draw what is left of three tokens in one decaying state, and in a fast and a slow state with three resets."""
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    length, written, resets = 80, (5, 25, 45), [20, 40, 60]
+    k = torch.zeros(3, length, 1, 1)
+    k[range(3), written] = 1
+    ones, fast, slow = torch.ones_like(k), torch.full(k.shape[:3], math.log(0.93)), torch.zeros(k.shape[:3])
+    slow[:, resets] = math.log(0.9)
+    alone, _ = linear_attention(ones, k, k, fast, scale=1)
+    both, _ = gate_rank(ones, k, k, slow, fast, scale=1)
+    for axes, left in zip(panels, (alone, both), strict=True):
+        for token, row, look in zip(written, left, model_styles("abc").values(), strict=True):
+            axes.plot(range(token, length), row[token:, 0, 0], color=look.color, linestyle=look.linestyle)
+        axes.set(xlabel="token", ylim=(0, 1.08))
+    for reset in resets:
+        panels[1].axvline(reset, **REFERENCE_LINE)
+    panels[0].set(title="one state, λ = 0.93", ylabel="what is left of a token")
+    panels[1].set_title("a fast and a slow state, resets dashed")
+    return figure
+
+
+@styled
+@torch.no_grad()
 def koopman() -> Figure:
     """Draw the recall of random pairs by their number for each power, and the size of the state against a KV cache."""
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
@@ -158,7 +182,7 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
 
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
-    for draw in (decays, spectra, stretching, koopman):
+    for draw in (decays, spectra, stretching, gate_rank_reset, koopman):
         figure = draw()
         figure.savefig(IMAGES / f"{draw.__name__}.png", dpi=150)
         print(IMAGES / f"{draw.__name__}.png")

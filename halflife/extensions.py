@@ -8,17 +8,48 @@ what the command knows.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 VARIABLE = "HALFLIFE_IMPORT"
 GROUP = "halflife"
+IMPORTS = "imports"  # the key of `run.json` and of a comparison's `config.json`
 
 
 def names() -> list[str]:
     """Return the modules that the environment variable names."""
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+
+
+def record() -> dict[str, list[str]]:
+    """Return the names as `run.json` holds them, by the key `IMPORTS`; nothing without extensions."""
+    return {IMPORTS: found} if (found := names()) else {}
+
+
+def recall(saved: Mapping[str, Any], folder: Path | None = None) -> None:
+    """Import the modules that `record` gave for a run, so that it can be resumed; raises as `add`.
+
+    Args:
+        saved: what `run.json` or `config.json` holds.
+        folder: the folder of the run. A module in it is refused, because the run may come from somebody else.
+    """
+    _look_in_current_folder()
+    for name in map(str, saved.get(IMPORTS, ())):
+        top = importlib.util.find_spec(name.partition(".")[0]) if name not in names() else None
+        if folder and top and top.origin and Path(top.origin).resolve().is_relative_to(folder.resolve()):
+            raise ImportError(f"{folder} names the extension {name} and holds it; give --import {name} to run its code")
+        add(name)
+
+
+def advice(saved: Mapping[str, Any]) -> str:
+    """What to do about an unknown name in a model that was made with extensions; "" without missing ones."""
+    absent = [str(name) for name in saved.get(IMPORTS, ()) if name not in names()]
+    return f". The model was made with extensions; give --import {' --import '.join(absent)}" if absent else ""
 
 
 def load() -> None:
@@ -35,10 +66,14 @@ def add(name: str) -> None:
     Raises:
         ImportError: there is no such module, or it cannot be imported.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _look_in_current_folder()
     try:
         importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"cannot import the extension {name}: {error}") from error
     os.environ[VARIABLE] = ",".join(dict.fromkeys([*names(), name]))
+
+
+def _look_in_current_folder() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

@@ -10,8 +10,11 @@ EXTRAS = {
     "tyro": "cli", "rich": "cli", "yaml": "cli",
     "transformers": "train", "accelerate": "train", "huggingface_hub": "train", "datasets": "train",
     "pyarrow": "train", "filelock": "train",
-    "matplotlib": "report", "plotly": "report", "jinja2": "report", "markupsafe": "report",
-    "fla": "gpu", "tensorboard": "tensorboard", "lm_eval": "eval", "ray": "sweep",
+    "matplotlib": "report", "jinja2": "report", "markupsafe": "report",
+    "fla": "gpu", "lm_eval": "eval", "ray": "sweep", "submitit": "slurm",
+    "tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow",
+    "fastapi": "serve", "uvicorn": "serve", "starlette": "serve", "pydantic": "serve",
+    "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx",
 }  # fmt: skip
 
 

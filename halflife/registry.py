@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar, cast
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from typing import Any, Generic, TypeVar, cast, get_type_hints
 
 Entry = TypeVar("Entry")
 Member = TypeVar("Member")  # the decorated class or function, whose type stays what it is
@@ -15,6 +17,55 @@ def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
     close = difflib.get_close_matches(str(name), choices, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(f"unknown {kind} {name!r}.{hint} Choose from: {', '.join(choices)}")
+
+
+@cache
+def constructor_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return what `cls(…)` takes, by name, with types for annotations.
+
+    Where a constructor hands `**options` on, the parameters of the parent class are included.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    for parent in cls.__mro__:
+        if "__init__" not in vars(parent):
+            continue
+        parameters = list(inspect.signature(parent.__init__).parameters.values())[1:]
+        try:
+            hints = get_type_hints(parent.__init__)
+        except NameError:  # a name that its module imports for type checkers alone
+            hints = {}
+        for one in parameters:
+            if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+                found.setdefault(one.name, one.replace(annotation=hints.get(one.name, Any)))
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    return found
+
+
+def _takes_any(cls: type) -> bool:
+    """Whether no constructor of the class or its parents ends the list of options."""
+    own = [parent.__init__ for parent in cls.__mro__ if "__init__" in vars(parent)]
+    return all(any(one.kind is one.VAR_KEYWORD for one in inspect.signature(f).parameters.values()) for f in own)
+
+
+def check_options(owner: str, cls: type, options: Any, without: Collection[str] = ()) -> None:
+    """Check that `options` is a mapping whose keys are parameters of `cls(…)`, other than those of `without`.
+
+    Raises:
+        ValueError: it is not; the message names `owner`, and lists the known names or shows the value.
+    """
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{owner} takes a mapping of options; got {options!r}")
+    if _takes_any(cls):
+        return
+    known = [name for name in constructor_parameters(cls) if name not in without]
+    for name in options:
+        if name not in known:
+            raise (
+                unknown(f"option of {owner}", name, known)
+                if known
+                else ValueError(f"{owner} takes no options; got {name!r}")
+            )
 
 
 class Registry(Generic[Entry]):

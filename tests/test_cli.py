@@ -49,6 +49,8 @@ def test_compare_end_to_end(tmp_path, capsys):
     out = capsys.readouterr().out
     for expected in (
         "mamba2+post",
+        "8 runs, ",  # the estimate before they begin
+        " of training on this machine",
         "in: in distribution",
         "capacity",
         "persist",

@@ -112,7 +112,8 @@ def test_a_run_learns_writes_and_is_not_run_twice(settings, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "validation_loss" in line][-1] == 6
     assert {p.name for p in tmp_path.iterdir()} == {
-        "config.json", "model.safetensors", "run.json", "metrics.jsonl", "result.json",
+        "config.json", "model.safetensors", "run.json", "metrics.jsonl", "result.json", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
     assert run(settings, tmp_path) == result
     with pytest.raises(ValueError, match="another configuration"):

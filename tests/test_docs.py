@@ -39,7 +39,9 @@ RUN = ("python", "bash")
 LANGUAGES = (*RUN, "text", "yaml", "mermaid")
 MARK = re.compile(r"slow: \d+ (second|minute|hour)s?|needs: [^<>]+|record")
 BUILTINS = ("cd", "export")
-NEED_ARGUMENTS = ("spectrum", "forecast", "train", "generate", "eval", "convert", "compare", "figures")
+NEED_ARGUMENTS = (
+    "spectrum", "forecast", "train", "generate", "eval", "convert", "compare", "figures", "serve", "export", "quantize",
+)  # fmt: skip
 SHELL = re.compile(r"[|<>&;$*]")  # a line that contains one of these needs a shell
 SECONDS = 300  # seconds for a fast block on a busy machine
 WRITTEN = {"results.md", "summary.md", "table.md"}  # files that runs write into their folders
@@ -304,3 +306,32 @@ def test_what_does_not_exist_is_refused(line):
 def test_a_block_that_fails_is_seen(folder):
     with pytest.raises(AssertionError, match="exit 3"):
         bash("echo hello | cat\nexit 3\n")
+
+
+@pytest.mark.slow
+def test_the_files_of_the_how_tos_work_in_the_package(tmp_path):
+    """They stand in a copy of it, with the lines that the pages ask for, and the tests over registries run."""
+    for name in ("halflife", "tests", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    text = {page: (ROOT / f"docs/how-to/{page}.md").read_text() for page in ("add-a-decay", "add-an-op")}
+    written = []
+    for block in (block for page in text.values() for block in blocks(page)):
+        if match := re.match(r"# (halflife/\S+\.py)\n", block.code):
+            (tmp_path / match[1]).write_text(block.code)
+            written.append(match[1])
+    assert written == ["halflife/decay/halving.py", "halflife/ops/longhorn.py"]
+    (law,) = re.findall(r"LAWS = \{(.*)\}", text["add-a-decay"])
+    for file, before, after in (
+        ("halflife/decay/__init__.py", "import gla, hgrn2,", "import gla, halving, hgrn2,"),
+        ("tests/test_decay.py", "LAWS = {\n", f"LAWS = {{\n    {law},\n"),
+        ("tests/test_decay.py", "import torch\n", "import torch\nimport torch.nn.functional as F\n"),
+    ):
+        source = (tmp_path / file).read_text()
+        assert before in source
+        (tmp_path / file).write_text(source.replace(before, after, 1))
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_decay.py", "-k", "halving"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for command in (tests, [sys.executable, "-c", "import halflife.ops.longhorn"]):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -6,11 +6,17 @@ import sys
 from importlib import metadata
 
 import pytest
+from tiny_runs import tiny
 
-from halflife import extensions
+from halflife import LanguageModel, extensions, preset
 from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.decay import DECAYS
+from halflife.experiments.compare import create_comparison, load_experiment
+from halflife.files import read_json, write_json
+from halflife.models import checkpoint
+from halflife.runs.sweep import Job, run_job
+from halflife.training.fit import check_run_folder
 
 MODULE = '''
 from halflife.decay import DECAYS
@@ -64,6 +70,52 @@ def test_the_command_that_resumes_names_the_extension(module, capsys, tmp_path):
     assert f"resume with: halflife --import {module} train --resume x" in capsys.readouterr().err
 
 
+def test_a_run_names_its_extensions_and_a_resumed_one_imports_them(module, tmp_path, monkeypatch):
+    """`run.json` and the `config.json` of a comparison; a module in the folder of the run is refused."""
+    extensions.add(module)
+    run = tiny()
+    written = run.saved_in(tmp_path / "run")
+    assert written["imports"] == [module]
+    comparison = create_comparison(["mamba2"], output=tmp_path / "comparison")
+    assert read_json(comparison / "config.json")["imports"] == [module]
+    forget(module, monkeypatch)
+    extensions.recall(written, tmp_path / "run")
+    assert module in DECAYS
+    write_json(tmp_path / "run" / "run.json", written)
+    assert not check_run_folder(run, tmp_path / "run")  # it belongs to this run
+    forget(module, monkeypatch)
+    assert load_experiment(comparison)
+    assert module in DECAYS
+    forget(module, monkeypatch)
+    with pytest.raises(ImportError, match=f"names the extension {module} and holds it; give --import {module}"):
+        extensions.recall(written, tmp_path)
+
+
+def test_a_worker_imports_the_extensions_of_its_job(module, tmp_path, monkeypatch):
+    extensions.add(module)
+    job = Job(tiny(), tmp_path / "run", "x")
+    forget(module, monkeypatch)
+    monkeypatch.setattr("halflife.runs.sweep.run_one", lambda *_, **__: {"known": module in DECAYS})
+    assert run_job(job) == {"known": True}
+
+
+def test_a_model_with_a_decay_of_a_user_says_which_extension_it_needs(module, tmp_path, monkeypatch):
+    extensions.add(module)
+    options = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "mixer_options": {"decay": module}}
+    checkpoint.save(LanguageModel(preset("simple", **options)), tmp_path / "model")
+    checkpoint.load(tmp_path / "model")
+    forget(module, monkeypatch)
+    with pytest.raises(ValueError, match=rf"unknown decay '{module}'.*made with extensions; give --import {module}"):
+        checkpoint.load(tmp_path / "model")
+
+
+def forget(module, monkeypatch):
+    """Leave the state of a process that has not imported the module."""
+    DECAYS._entries.pop(module)
+    sys.modules.pop(module)
+    monkeypatch.setenv(extensions.VARIABLE, "")
+
+
 def test_an_entry_point_is_loaded(module, monkeypatch):
     point = metadata.EntryPoint(module, module, extensions.GROUP)
     monkeypatch.syspath_prepend(".")  # an installed module is on the path
@@ -94,4 +146,4 @@ def test_an_error_of_the_system_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("halflife.cli.read_command", lambda _: type("Command", (), {"run": staticmethod(run)}))
     with pytest.raises(SystemExit):
         main(["list"])
-    assert capsys.readouterr().err == "halflife: x.txt: no such file or directory\n"
+    assert capsys.readouterr().err == "halflife: there is no file x.txt\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny
 
-from halflife import preset
+from halflife import Session, preset
 from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.data.documents import find
@@ -213,6 +213,8 @@ def test_a_terminal_of_ascii_shows_everything(tmp_path):
         (["--warmup", "nan"], "warmup must be a share of the steps between 0 and 1; got nan"),
         (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
         (["--seed", "-1"], "seed must lie between 0"),
+        (["--num-heads", "0"], "num_heads must be at least 1; got 0"),
+        (["--tokens", "99999999999999999"], "steps must be at least 1 and at most 1,000,000,000"),
         (["--fsdp"], "torchrun"),
         (["--data", ""], "name a file, a folder or a glob"),
         (["--data", "pipe"], "pipe is a pipe or a device"),
@@ -337,6 +339,8 @@ def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, c
         (["theory", "--channels", "1000000"], "--channels may be at most 256; got 1,000,000"),
         (["theory", "--lengths", "1e3", "1e99"], "--lengths may be at most"),
         (["compare", "mamba2", "--seeds", "1000000000"], "at most 10,000"),
+        (["compare", "mamba2", "--num-heads", "0"], "num_heads must be at least 1; got 0"),
+        (["compare", "mamba2", "--seeds", "2", "--only-seeds", "1", "7"], "there is no seed 7 to run"),
         (["compare", "mamba2", "--task", "niah", "--lengths", "99999999999"], "at most 16,777,216 tokens"),
         (["compare", "mamba2", "--test-examples", "99999999999"], "between 1 and 10,000,000"),
     ],
@@ -345,6 +349,19 @@ def test_what_would_never_end_is_refused(arguments, message, refused, tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert message in refused(*arguments)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_that_diverged_has_no_text_and_no_scores(place, refused):
+    model = LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256))
+    checkpoint.save(model, "sound")
+    assert "temperature" in refused("generate", "sound", "abc", "--temperature", "nan")
+    model.norm.weight.data[3] = math.nan
+    checkpoint.save(model, "model")
+    for arguments in (["generate", "model", "abc"], ["eval", "model", "--tasks", "niah_single_1", "--lengths", "600"]):
+        assert "the model in model has diverged: norm.weight holds numbers that are not finite" in refused(*arguments)
+    session = Session(model.eval()).feed("abc")
+    with pytest.raises(ValueError, match="the logits of the model are not finite"):
+        next(session.sample(1, temperature=0))
 
 
 def test_a_folder_with_the_temporary_file_of_a_killed_process_is_new(tmp_path):

@@ -213,6 +213,11 @@ def run(tmp_path):
 
 
 def test_command(run, capsys):
+    """It shows the recall of the report beside its own, which is of later questions."""
+    tests = [
+        {"test": name, "num_pairs": 3, "accuracy": value} for name, value in (("in_distribution", 0.906), ("x", 0))
+    ]
+    (run / "mamba2" / "result.json").write_text(json.dumps({"tests": tests}))
     main(["forecast", str(run), "--longest", "4", "--examples", "4", "--quiet"])
     printed = capsys.readouterr().out
     assert "left out: llama: no forecast for llama" in printed
@@ -222,7 +227,8 @@ def test_command(run, capsys):
     assert (row["model"], row["seed"], row["train_length"]) == ("mamba2", 3, 16)
     assert row["lags"][-1] == 64 == row["forecast_lags"][-1]
     assert row["forecast_lags"][0] == 16
-    assert "| mamba2 | 3 | mqar | 16 | 3 |" in (run / "forecast" / "forecast.md").read_text()
+    assert "| mamba2 | 3 | mqar | 16 | 3 | 91 % |" in (run / "forecast" / "forecast.md").read_text()
+    assert "recall in T: the report's accuracy in distribution" in " ".join(printed.split())
     figure = forecasts(result)
     figure.draw_without_rendering()
     drawn = run / "forecast" / "forecast.png"

@@ -6,13 +6,17 @@ import pytest
 import torch
 from combinations import SIZES, slow_later
 from helpers import add_noise, assert_close
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import halflife
 from halflife import LanguageModel, preset
+from halflife.cli.checkpoint import load_tokenizer
+from halflife.data.tokenizers import ByteTokenizer
 from halflife.hf import HalflifeCache, HalflifeConfig, HalflifeForCausalLM
 from halflife.models import PRESETS, checkpoint
+from halflife.models.convert import convert
+from halflife.models.load import checkpoints, load_any
 from halflife.precision import Float32Module
 
 NAMES = [*PRESETS, "mamba2+gate_rank", "mamba2+ska"]
@@ -64,6 +68,8 @@ def test_config_errors():
         HalflifeConfig(model={**model, "hidden_sizes": 3})
     with pytest.raises(ValueError, match="vocab_size is 40"):
         HalflifeConfig(model=model, vocab_size=40)
+    with pytest.raises(TypeError, match=r"got 'mamba2'\. HalflifeConfig\.from_preset takes names"):
+        HalflifeConfig(model="mamba2")
 
 
 # ------------------------------------------------------------------------------------------------ forward
@@ -192,6 +198,45 @@ def test_folders_of_halflife_load(tmp_path):
     same_weights(loaded.model, model)
     loaded.save_pretrained(tmp_path / "theirs")
     same_weights(HalflifeForCausalLM.from_pretrained(tmp_path / "theirs"), wrapped)
+
+
+@pytest.mark.parametrize("shards", [None, "10KB"])
+def test_what_transformers_saves_opens_everywhere(tmp_path, shards):
+    """`load`, `load_any`, `convert` and the list of checkpoints read it, with its tokenizer."""
+    ours, theirs, converted = (tmp_path / name for name in ("ours", "theirs", "converted"))
+    model = LanguageModel(preset("mamba2+post", **{**TINY, "vocab_size": 257}))
+    ByteTokenizer(end_of_document=True).save(ours)
+    checkpoint.save(model, ours, "bytes+eos")
+    wrapped = AutoModelForCausalLM.from_pretrained(ours)
+    assert wrapped.config.eos_token_id == 256  # where `generate` stops
+    wrapped.save_pretrained(theirs, **({} if shards is None else {"max_shard_size": shards}))
+    AutoTokenizer.from_pretrained(ours).save_pretrained(theirs)
+    assert (theirs / "model.safetensors").exists() == (shards is None)
+    for loaded in (checkpoint.load(theirs), load_any(theirs), checkpoint.load(convert(theirs, converted))):
+        same_weights(loaded, model)
+    assert checkpoints([tmp_path / "theirs"]) == {"mamba2+post": theirs}
+    for folder in (ours, theirs, converted):
+        tokenizer = load_tokenizer(folder, 257)
+        assert (tokenizer.name, tokenizer.eos) == ("bytes+eos", 256)
+        assert AutoTokenizer.from_pretrained(folder)("hé")["input_ids"] == tokenizer.encode("hé").tolist()
+    with pytest.raises(ValueError, match="halflife checkpoint already"):
+        convert(converted, tmp_path / "again")
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_the_byte_tokenizer_is_one_of_transformers(tmp_path, end):
+    """`AutoTokenizer` and `pipeline` load its files, and its ids are the bytes."""
+    own = ByteTokenizer(end)
+    checkpoint.save(LanguageModel(preset("mamba2", **{**TINY, "vocab_size": own.vocab_size})), tmp_path, own.name)
+    own.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(theirs), theirs.eos_token_id) == (own.vocab_size, own.eos)
+    for text in ("", "hello wörld\n\t  日本 🙂\x00\x7f", "".join(map(chr, range(400)))):
+        assert theirs(text)["input_ids"] == own.encode(text).tolist()
+        assert theirs.decode(own.encode(text).tolist()) == text
+    assert theirs("<|endoftext|>")["input_ids"] == ([256] if end else own.encode("<|endoftext|>").tolist())
+    written = pipeline("text-generation", str(tmp_path))("The ", max_new_tokens=3, do_sample=False)
+    assert written[0]["generated_text"].startswith("The ")
 
 
 def test_missing_weights_are_drawn_and_loaded_ones_stay(tmp_path):

@@ -16,10 +16,13 @@ import time
 from itertools import pairwise
 
 import pytest
+import tiny_runs
 import torch
+from tiny_runs import after_step
+from transformers import TrainerState
 
 from halflife import preset
-from halflife.cli import main
+from halflife.cli import main, read_command
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.experiments import train as language
@@ -28,9 +31,10 @@ from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.language_run import CorpusRun, MicroBatches
 from halflife.runs.one import run_one
+from halflife.training.callbacks import Metrics, ProgressBar
 from halflife.training.checkpoints import last_checkpoint
 from halflife.training.config import ExecutionConfig
-from halflife.training.fit import Objective
+from halflife.training.fit import Objective, StoppedBySignal, check_run_folder
 from halflife.training.schedules import schedule
 from halflife.training.speed import Speed, keep_freed_memory, operations
 
@@ -223,6 +227,49 @@ def test_a_run_writes_what_it_promises(corpus, whole):
     assert not (whole / "checkpoints").exists()
 
 
+def test_run_json_names_no_folder_of_this_machine(corpus, text, whole, tmp_path, monkeypatch):
+    """Its paths are relative to the folder of the run, and a run of an earlier version, with absolute ones, is read."""
+    saved = json.loads((whole / "run.json").read_text())
+    assert saved["data"]["sources"] == [os.path.relpath(text, whole)]
+    assert str(text.parent) not in json.dumps(saved)
+    monkeypatch.chdir(tmp_path)
+    config = language.load_config(whole)
+    assert config.data["sources"] == [str(text)]
+    assert config.data["files"] == [[str(path) for path in sorted(text.iterdir())]]
+    assert check_run_folder(tiny(corpus), whole)  # the same run
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "run.json").write_text(json.dumps(tiny(corpus).to_dict(), default=str))
+    assert language.load_config(old).data["sources"] == [str(text)]
+    assert not check_run_folder(tiny(corpus), old)
+    assert read_command(["train", "--config", str(whole / "run.json")]).data == (str(text),)
+
+
+def test_ctrl_c_saves_and_a_second_one_stops_at_once(tmp_path, monkeypatch, capsys):
+    after_step(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(StoppedBySignal, match="after step 3 of 12") as stopped:
+        tiny_runs.run(tiny_runs.tiny("mamba2"), tmp_path / "once")
+    assert stopped.value.number == signal.SIGINT
+    assert last_checkpoint(tmp_path / "once" / "checkpoints").name == "checkpoint-3"
+    assert "press Ctrl-C again" in capsys.readouterr().err
+    after_step(monkeypatch, 3, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    with pytest.raises(KeyboardInterrupt):
+        tiny_runs.run(tiny_runs.tiny("mamba2"), tmp_path / "twice")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_bar_has_no_loss_before_the_first_one_is_logged(tmp_path):
+    state = TrainerState(max_steps=4, global_step=1)
+    bar = ProgressBar("x", Metrics(tmp_path, lambda _: 0.0, "loss", 4, None, False))
+    bar.task = bar.progress.add_task("x", total=4, info="", clock="left")
+    shown = []
+    for logs in ({}, {"loss": 2.5}):
+        bar.on_log(None, state, None, logs=logs)
+        bar.on_step_end(None, state, None)
+        shown.append(bar.progress.tasks[0].fields["info"])
+    assert shown == ["loss –", "loss 2.50"]
+
+
 @pytest.mark.parametrize(
     "execution",
     [
@@ -311,6 +358,15 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     ids = torch.randint(256, (1, 9))
     torch.testing.assert_close(loaded(ids).logits, checkpoint.load(folder)(ids)[0])
     main(["generate", str(folder), "the", "--greedy", "--max-new-tokens", "3", "--device", "cpu"])
+    data = (text / "00.txt").read_bytes()
+    main(["eval", str(folder), "--text", str(text / "00.txt"), "--output", str(tmp_path / "eval"), "--device", "cpu"])
+    nats = torch.nn.functional.cross_entropy(
+        checkpoint.load(folder)(torch.tensor([list(data)]))[0][0, :-1], torch.tensor(list(data[1:])), reduction="sum"
+    ).item()
+    found = json.loads((tmp_path / "eval" / "results.json").read_text())["text"][str(text / "00.txt")]
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(data), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(data) - 1)), rel=1e-4)
+    assert "perplexity of a byte" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["train", *arguments(text, folder)])  # the folder has a run already
     assert "--resume" in capsys.readouterr().err
@@ -319,6 +375,13 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     assert "another process is at work" in capsys.readouterr().err
     main(["train", "--resume", str(folder), "--quiet"])  # a finished run prints its result again
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made(text, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr("halflife.extras.importlib.util.find_spec", lambda name: None if name == "tensorboard" else 1)
+    message = refused("train", *arguments(text, tmp_path / "out"), "--tensorboard")
+    assert message == "halflife: --tensorboard needs tensorboard: pip install 'halflife-lm[tensorboard]'\n"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -335,6 +398,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
         (["--lr", "0"], "learning_rate"),
         (["--floor", "2"], "floor"),
         (["--micro-batch-size", "3"], "micro-batches"),
+        (["--mlp", "big"], "unknown mlp 'big'"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(text, tmp_path, refused, monkeypatch, more, message):

@@ -348,7 +348,7 @@ def damaged(folder):
     [
         (other({"model_type": "gpt2"}), "holds a gpt2, which cannot be read"),
         (other({"model_type": "qwen3_next"}), "model.safetensors is missing"),
-        (other({"model_type": "halflife", "model": 3}), "model.safetensors is missing"),
+        (other({"model_type": "halflife", "model": 3}), "its config.json describes no model"),
         (other({"format": 1}), "describes no model"),
         (broken, "backbone.layers.1.mixer.A_log is missing"),
         (pickled, "a pickle"),

@@ -1,11 +1,14 @@
 """Options of a run by name: their places, names and values that are refused, and options of all models."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from halflife.cli import main
+from halflife.decay import build
 from halflife.experiments.overrides import (
     GROUPS,
     apply_overrides,
@@ -16,6 +19,7 @@ from halflife.experiments.overrides import (
 from halflife.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS
 from halflife.models import PRESETS, preset
+from halflife.registry import check_options
 from halflife.training.config import TrainConfig
 
 
@@ -178,3 +182,79 @@ def test_values_become_the_types_of_options():
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             convert("it", value, hint)
+
+
+def test_options_of_a_preset_are_changed_one_by_one():
+    """In Python as with --set: a mapping changes the options that it names, and no others."""
+    model = preset("mamba2+post_norm", train_length=64, mixer_options={"post": {"train_length": 128}})
+    assert model.mixer_options["post"] == {"train_length": 128, "reference_length": 64}
+    ska = preset("mamba2+ska", hybrid={"options": {"power": 2}}).hybrid
+    assert ska == {"mixer": "ska", "options": {"num_heads": 4, "rank": 48, "power": 2}, "layers": [2]}
+    attention = {"mixer": "attention", "options": {"num_heads": 2}, "layers": [0]}
+    assert preset("mamba2+ska", hybrid=attention).hybrid == attention
+    assert preset("mamba2+ska", hybrid={}).hybrid == {}
+    assert preset("mamba2+post", mixer_options={"post": None}).mixer_options["post"] is None
+    # Options of the preset's decay are not those of another one.
+    options = preset("mamba2+post_paper", mixer_options={"decay": "mamba2_no_dt"}).mixer_options
+    assert options["decay_options"] == {}
+    assert preset("mamba2+post_paper").mixer_options["decay_options"] == {"step_bias": "frozen"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        (
+            "mamba2",
+            {"mpl": "none"},
+            r"option of a preset 'mpl'. Did you mean 'mlp'\? Choose from: hidden_size,",
+        ),
+        (
+            "mamba2",
+            {"mixer_options": {"stat_size": 3}},
+            "unknown option of layer mamba2 'stat_size'.*head_dim",
+        ),
+        (
+            "mamba2+post",
+            {"mixer_options": {"post": {"refrence": 3}}},
+            "option of post 'refrence'.*train_length",
+        ),
+        ("mamba2+gate_rank", {"mixer_options": {"gate_rank": {"rate": 3}}}, "of gate_rank 'rate'.*from: reset_rate"),
+        (
+            "simple",
+            {"mixer_options": {"decay_options": {"q": 3}}},
+            "option of decay simple 'q'. Choose from: p",
+        ),
+        ("mamba2", {"mixer_options": {"post": 3}}, "post takes a mapping of options; got 3"),
+        ("rwkv7", {"mixer_options": {"gate_rnk": 3}}, "Did you mean 'gate_rank'"),
+        (
+            "mamba2+ska",
+            {"hybrid": {"options": {"pwer": 2}}},
+            "option of layer ska 'pwer'. Did you mean 'power'",
+        ),
+    ],
+)
+def test_an_unknown_option_of_a_preset_lists_the_known_ones(name, given, message):
+    with pytest.raises(ValueError, match=message):
+        preset(name, **given)
+
+
+def test_a_layer_of_a_user_may_take_any_option():
+    class Any:
+        def __init__(self, **options):
+            self.options = options
+
+    check_options("layer any", Any, {"x": 1})
+    with pytest.raises(ValueError, match="decay rwkv7 takes no options; got 'p'"):
+        build("rwkv7", num_heads=1, head_dim=2, granularity="vector", p=1)
+
+
+def test_list_prints_the_options_of_a_model(capsys):
+    main(["list", "mamba2+post"])
+    out = capsys.readouterr().out
+    assert re.search(r"post\.reference_length +a number +1 +t_ref, the position at which", out)
+    assert re.search(r"mixer\.state_size +a whole number +128 +K, rows of the state", out)
+    assert "training.clip" in out
+    assert not re.search(r"ska\.|gate_rank\.|mixer\.hidden_size|training\.steps", out)
+    with pytest.raises(SystemExit):
+        main(["list", "mambo2"])
+    assert "unknown preset 'mambo2'. Did you mean 'mamba2'" in capsys.readouterr().err

@@ -1,9 +1,13 @@
 """Many runs at once on Ray give the table of runs one after the other, even if workers die."""
 
+import contextlib
 import csv
 import json
 import os
+import re
+import secrets
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +19,9 @@ from filelock import FileLock
 
 from halflife.cli import main
 from halflife.experiments import compare as comparison
-from halflife.runs import pool
-from halflife.runs.sweep import Cell, Job, run_job
+from halflife.runs import cluster as cluster_module
+from halflife.runs import pool, worker
+from halflife.runs.sweep import Cell, Job, RunsFailed, run_job
 from halflife.runs.task_run import RunConfig
 from halflife.training import callbacks
 
@@ -112,16 +117,43 @@ def told_to_end(job, threads):
     return dies_once(job, threads, signal.SIGTERM)
 
 
+def stands_still(job, threads):
+    return dies_once(job, threads, signal.SIGSTOP)
+
+
 # A run saves every 2 steps, and when it gets SIGTERM.
 @pytest.mark.slow
-@pytest.mark.parametrize(("worker", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"])])
-def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, worker, starts):
-    monkeypatch.setattr(pool, "run_job_in_worker", worker)
+@pytest.mark.parametrize(
+    ("works", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"]), (stands_still, ["0", "2"])]
+)
+def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, works, starts):
+    monkeypatch.setattr(pool, "run_job_in_worker", works)
     folder = new(tmp_path / "x", ["mamba2"], seeds=1)
-    comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray"))
+    comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", worker_timeout=15))
     cell = Cell("mamba2", 1e-2, 0).folder
     assert (folder / cell / "starts").read_text().split() == starts
     assert result(folder / cell) == result(whole / cell)
+
+
+def waits_for_ever(job, threads):
+    """`run_job_in_worker`, whose runs of seed 0 wait without computing."""
+    if job.config.seed == 0:
+        with (job.folder / "attempts").open("a") as file:
+            file.write("x")
+        with worker.signs_of_life(job.folder / worker.WORKER):
+            time.sleep(3600)
+    return pool.run_job_in_worker(job, threads)
+
+
+@pytest.mark.slow
+def test_a_run_that_always_stands_still_is_reported_and_the_others_end(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "run_job_in_worker", waits_for_ever)
+    monkeypatch.setattr(pool, "RETRIES", 1)
+    folder = new(tmp_path / "x", ["mamba2"])
+    with pytest.raises(RunsFailed, match=r"mamba2 lr 0.01 seed 0 failed: its worker died, 2 times in all") as failure:
+        comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", worker_timeout=10))
+    assert {row["seed"] for row in failure.value.rows} == {1}
+    assert (folder / Cell("mamba2", 1e-2, 0).folder / "attempts").read_text() == "xx"
 
 
 def fails_for_seed_0(job, threads):
@@ -175,7 +207,140 @@ def test_a_run_is_too_large_for_this_machine(cluster, tmp_path):
         comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", cpus_per_run=3))
 
 
+# ---------------------------------------------------------------------------------- what becomes of our own cluster
+
+
+def descendants(mark):
+    """The processes that inherited a variable: number → command line, with the names of Ray's agents."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"MARK_OF_THE_TEST={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+    return found
+
+
+@contextlib.contextmanager
+def own_cluster(folder, tmp_path, runs=4):
+    """A comparison on a cluster of its own, once all runs that fit have begun; gives the process and the mark."""
+    mark = tmp_path.name + secrets.token_hex(4)
+    command = [sys.executable, "-m", "halflife.cli", "compare", "--resume", str(folder), "--on", "ray", "--quiet"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(
+            command, env=environment | {"MARK_OF_THE_TEST": mark}, stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(folder.glob("*/*/metrics.jsonl"))) < 2:
+            assert process.poll() is None, (tmp_path / "said").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield process, mark
+    finally:
+        for number in descendants(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """A comparison of runs of some seconds, and its results in one process."""
+    settings = SMALL | {"steps": 400, "save_every": 20, "validate_every": 200}
+
+    def create(folder):
+        return comparison.create_comparison(
+            ["mamba2"], seeds=4, learning_rates=[1e-2], settings=settings, output=folder
+        )
+
+    reference = create(tmp_path_factory.mktemp("longer") / "x")
+    comparison.run_comparison(reference, show=False)
+    return create, table(reference)
+
+
+def gone(mark, within=30):
+    """Whether no process with the mark is left after some seconds."""
+    deadline = time.monotonic() + within
+    while (left := descendants(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    ["RuntimeEnvAgent|runtime_env/agent", "DashboardAgent|dashboard/agent.py", "/raylet/raylet\0", "gcs_server\0"],
+)
+def test_a_killed_server_does_not_end_the_comparison(longer, tmp_path, program):
+    create, expected = longer
+    folder = create(tmp_path / "x")
+    with own_cluster(folder, tmp_path) as (process, mark):
+        victims = [number for number, command in descendants(mark).items() if re.search(program, command)]
+        assert len(victims) == 1
+        os.kill(victims[0], signal.SIGKILL)
+        assert process.wait(240) == 0, (tmp_path / "said").read_text()
+        assert not gone(mark)
+    assert table(folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_driver_that_ends_leaves_no_process_of_its_cluster(longer, tmp_path, number, code):
+    create, expected = longer
+    folder = create(tmp_path / "x")
+    with own_cluster(folder, tmp_path) as (process, mark):
+        process.send_signal(number)
+        assert process.wait(60) == code, (tmp_path / "said").read_text()
+        assert not gone(mark)
+    comparison.run_comparison(folder, show=False)
+    assert table(folder) == expected
+
+
+def test_processes_with_the_mark_of_a_cluster_end_with_its_driver():
+    driver = (
+        "import subprocess, sys; sys.path.insert(0, sys.argv[1]); import cluster\n"
+        "with cluster.marked() as mark:\n"
+        "    subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "    print(mark, flush=True); sys.stdin.read(1)\n"
+    )
+    for signalled in (False, True):
+        with subprocess.Popen(
+            [sys.executable, "-c", driver, str(Path(cluster_module.__file__).parent)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            assert process.stdin
+            assert process.stdout
+            mark = process.stdout.readline().strip()
+            assert list(cluster_module.members(mark).values()) == ["sleep 60 "]
+            process.kill() if signalled else process.stdin.close()
+        deadline = time.monotonic() + 5
+        while cluster_module.members(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not cluster_module.members(mark)
+
+
 # ------------------------------------------------------------------------------------------------ without Ray
+
+
+def test_a_worker_gives_signs_of_life_while_it_computes(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "PULSE", 0.05)
+    monkeypatch.setattr(worker, "BUSY", 0.2)
+    one = job(tmp_path)
+    silence, began = worker.Silence(0.15), time.monotonic()
+    with worker.signs_of_life(tmp_path / worker.WORKER):
+        while time.monotonic() < began + 0.4:
+            assert not silence.too_long([one])
+        late = []
+        while not late and time.monotonic() < began + 3:
+            time.sleep(0.05)
+            late = silence.too_long([one])
+        assert late[0][1].pid == os.getpid()
+        assert not silence.too_long([one])  # the worker that replaces it has the same time
+    assert not list(tmp_path.iterdir())
+    assert not silence.too_long([one])
 
 
 def job(folder, seed=0):
@@ -206,10 +371,12 @@ def test_workers_must_see_the_folder(tmp_path):
         (["--on", "ray://127.0.0.1:1"], "nothing answers at ray://127.0.0.1:1"),
         (["--on", "ray://127.0.0.1:99999"], "nothing answers"),
         (["--on", "ray://nowhere"], "ray://host:port"),
-        (["--on", "slurm"], "local, ray or ray://host:port"),
+        (["--on", "mars"], "local, ray, ray://host:port or slurm"),
         (["--on", "ray", "--cpus-per-run", "0"], "at least 1 processor"),
         (["--on", "ray", "--gpus-per-run", "2"], "0 to 1 GPUs"),
         (["--gpus-per-run", "1"], "--on ray"),
+        (["--worker-timeout", "60"], "--on ray"),
+        (["--on", "ray", "--worker-timeout", "nan"], "at least 10 seconds"),
     ],
 )
 def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, message, tmp_path, monkeypatch, refused):

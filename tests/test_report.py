@@ -1,27 +1,35 @@
 """The figures and the report page, from a made-up run folder."""
 
 import csv
+import hashlib
 import json
 import math
 import re
+import struct
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.comparison_spectrum import spectrum_pages
+from halflife.report.figures.data import Axis, FigureData, HeatMap
 from halflife.report.figures.language import length, loss
-from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.figures.matplotlib_renderer import draw, draw_pages
+from halflife.report.page import render
+from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import save_figures, write_report
 from halflife.report.style import model_styles
+from halflife.report.tables.comparison import print_comparison
 from halflife.runs import folder as results
 
 MODELS = ("mamba2", "mamba2+post", "llama")
 LENGTH = 64
-VOID = {"meta", "link", "br", "img", "hr", "input"}
+VOID = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 
 
 def make_run(folder: Path, models=MODELS, seeds=(0, 1), layers=2, finished=True) -> Path:
@@ -245,8 +253,35 @@ def test_spectra_of_runs_without_weights_are_those_saved(html):
 
 def test_best_mean_is_emphasised(html):
     marked = re.findall(r"<strong>(.*?)</strong>", html)
-    best = ["90.5 %"] * 3 + ["64.0 %", "45.2 %", "32.0 %", "78.8 %", "68.6 %", "59.7 %"]
+    best = ["90.5 %", "64.0 %", "45.2 %", "32.0 %", "78.8 %", "68.6 %", "59.7 %"]
     assert sorted(marked) == sorted(["10,002", *best])
+
+
+def test_the_table_begins_with_accuracies_and_says_nothing_twice(tmp_path, run_dir, html):
+    table = _table(results.read(run_dir))
+    tested = ["64 (T)", *["128 (2T)", "256 (4T)", "512 (8T)"] * 2]
+    assert table.columns == [*tested, "parameters", "state size", "tokens/s", "learning rate"]
+    assert [(text, len(columns)) for text, columns in table.parts] == [
+        ("in distribution", 1), ("capacity, by length in tokens", 3), ("persist, by length in tokens", 3), ("", 4)
+    ]  # fmt: skip
+    assert "also capacity at 64 tokens and persist at 64 tokens" in table.caption
+    one = _table(results.read(make_run(tmp_path / "one", seeds=(1,))))
+    assert [[(row.name, row.note) for row in rows] for rows in one.groups] == [[(model, "seed 1")] for model in MODELS]
+    assert not _table(results.read(make_run(tmp_path / "none", finished=False))).caption.count("also")
+
+
+def test_the_explorer_opens_on_a_model_whose_spectrum_moves(html):
+    """That is mamba2+post, model 1 of the run; the first entries are the two seeds of mamba2."""
+    options = [attrs for tag, attrs in Page(html).tags if tag == "option"]
+    assert ["selected" in attrs for attrs in options] == [False, False, True, False]
+
+
+def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_dir, capsys):
+    print_comparison([vars(score) for score in results.read(run_dir).scores])
+    out = capsys.readouterr().out
+    assert "in: in distribution, also cap 64, also per 64." in out
+    assert re.search(r" cap +cap +cap +per +per +per *\n", out)
+    assert re.search(r" 128 +256 +512 +128 +256 +512 *\n", out)
 
 
 def test_special_characters_are_escaped(tmp_path):
@@ -264,6 +299,41 @@ def test_special_characters_are_escaped(tmp_path):
 def test_one_seed_one_layer_and_any_number_of_models(tmp_path, models):
     page = Page(write_report(make_run(tmp_path / "run", models=models, seeds=(7,), layers=1)).read_text())
     assert all(model in page.text for model in models)
+
+
+def test_figures_of_many_models_are_divided(tmp_path):
+    """Into files `name`, `name-2`, …, with each panel once."""
+    run = results.read(make_run(tmp_path / "many", models=[f"model{i}" for i in range(10)], seeds=(0,), layers=2))
+    figures = spectrum_pages(run)
+    assert [len(figure.axes) for figure in figures] == [16, 4]
+    heat = HeatMap("x", Axis("x"), Axis("y"), ["1"], ["1", "2"], [[0.5], [1.0]])
+    pages = draw_pages(FigureData("heat", "", "", "", [heat] * 60, columns=2))
+    assert [len(figure.axes) for figure in pages] == [26, 26, 8]
+    assert all(figure.get_figheight() < 20 for figure in (*figures, *pages))
+
+
+def test_the_script_of_the_plots_is_the_one_that_is_recorded():
+    script = Path(render.HERE / render.SCRIPTS[0]).read_bytes()
+    assert hashlib.sha256(script).hexdigest() in (render.HERE / "vendor" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_fifty_models_of_five_seeds(tmp_path):
+    folder = make_run(tmp_path / "large", models=[f"model{i:02d}" for i in range(50)], seeds=range(5), layers=6)
+    data = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    began = time.process_time()
+    page = write_report(folder)
+    assert time.process_time() - began <= 60  # 28 s on two busy cores, where it was 167 s before
+    script = Path(render.HERE / render.SCRIPTS[0]).stat().st_size
+    assert page.stat().st_size <= data + script
+    assert "<title>50 models on mqar" in page.read_text()
+    pictures = sorted(folder.glob("figures/*.png"))
+    assert [path.name for path in pictures if path.name.startswith("spectrum")] == [
+        *(f"spectrum-{i}.png" for i in range(2, 8)), "spectrum.png"
+    ]  # fmt: skip
+    for path in pictures:
+        _, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert height <= 3000, path.name
 
 
 def test_unfinished_run_has_curves(tmp_path):

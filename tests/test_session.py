@@ -14,6 +14,7 @@ from halflife.cli import main
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
 from halflife.models.session import draw, probabilities
+from halflife.models.text import until
 
 NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+tpe"]
 
@@ -149,6 +150,24 @@ def test_bytes_that_are_no_text_and_ends():
     assert "".join(session.write(len(data), temperature=0)) == bytes(data).decode("utf-8", "replace")
     session = Session(Fixed(list(b"ab.cd"))).feed("x")
     assert "".join(session.write(5, temperature=0, stop=[ord(".")])) == "ab"
+
+
+def test_texts_end_the_text():
+    """Also where a text begins twice, or ends in the middle of a piece. Text comes as early as it can."""
+    for text, stop, expected in [
+        ("one. two", ["."], "one"), ("a\n\nb", ["\n\n"], "a"), ("xaaab", ["aab"], "xa"), ("U: hi", ["END", "U:"], ""),
+        ("abcd", ["cd", "bc"], "a"), ("abab", ["abc"], "abab"), ("é.😀", ["😀"], "é."),
+    ]:  # fmt: skip
+        assert "".join(until(iter(text), stop)) == expected
+        assert "".join(until(iter([text]), stop)) == expected
+    assert list(until(iter("ab--cd"), ["-->"])) == ["a", "b", "--c", "d"]
+    for stop, expected in (("c", "ab."), ([ord("."), "zz"], "ab")):
+        assert "".join(Session(Fixed(list(b"ab.cd"))).feed("x").write(5, temperature=0, stop=stop)) == expected
+    session = Session(Fixed(list(b"ab"))).feed("x")
+    with pytest.raises(TypeError, match=r"a text, or a list of tokens and texts; got \[True\]"):
+        session.write(1, stop=[True])  # other types are refused by the annotations in tests
+    with pytest.raises(ValueError, match="must not be empty"):
+        session.write(1, stop="")
 
 
 # ------------------------------------------------------------------------------------------------ command line

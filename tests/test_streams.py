@@ -63,10 +63,12 @@ def worst_error(case, form, tokens):
     """The worst relative error of any head, in its state or in the outputs of the last piece."""
     op, draw = getattr(ops, "delta_rule" if case == "reflections" else case), generator("stream", case)
     state = exact = None
+    if form == "float64 state, by token":
+        state, form = first_state(case), "auto, by token"
     for _ in range(tokens // PIECE):
         x = piece_of(case, draw)
-        if form == "native, by token":
-            o, state = token_by_token(op, x, state, "native")
+        if form.endswith(", by token"):
+            o, state = token_by_token(op, x, state, form.partition(",")[0])
         else:
             o, state = op(**x, initial_state=state, output_final_state=True, backend=form)
         wide = {name: part.double() for name, part in x.items()}
@@ -104,6 +106,54 @@ def test_200_000_tokens(case, form):
 def test_a_million_tokens():
     assert worst_error("linear_attention", "chunked", 1_000_000) <= 1e-5
     assert worst_error("linear_attention", "reference", 1_000_000) <= 4e-5  # 2.7e-5; it grows as √T
+    for case in ("linear_attention", "gate_rank"):
+        assert worst_error(case, "float64 state, by token", 1_000_000) <= 1e-6
+
+
+def first_state(case, dtype=torch.float64):
+    zeros = torch.zeros(1, len(DECAYS), K, V, dtype=dtype)
+    return (zeros, zeros) if case == "gate_rank" else zeros
+
+
+@pytest.mark.parametrize("case", WORST)
+def test_a_state_in_float64_stays_so(case):
+    """The inputs are float32. The state then has the error of float64, and the output that of one rounding."""
+    op, state = getattr(ops, "delta_rule" if case == "reflections" else case), first_state(case)
+    x = {name: part[:, :20] for name, part in piece_of(case, generator("stream", case)).items()}
+    wide = {name: part.double() for name, part in x.items()}
+    expected, exact = op(**wide, initial_state=state, output_final_state=True, backend="reference")
+    o, whole = op(**x, initial_state=state, output_final_state=True)
+    for t in range(20):
+        one, state = op(**{k: v[:, t : t + 1] for k, v in x.items()}, initial_state=state, output_final_state=True)
+    assert o.dtype == one.dtype == torch.float32
+    for got, last in ((o, o[:, -1:]), (expected, one)):
+        assert relative_error(last, expected[:, -1:]) <= 1.2e-7
+        assert relative_error(got, expected) <= 1.2e-7
+    pairs = (zip(s, exact, strict=True) if isinstance(s, tuple) else [(s, exact)] for s in (whole, state))
+    for got, expected_state in (pair for part in pairs for pair in part):
+        assert got.dtype == torch.float64
+        assert relative_error(got, expected_state) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet+gate_rank", "rwkv7+tpe"])
+def test_a_session_with_states_in_float64(name, tmp_path):
+    config = halflife.preset(name, hidden_size=16, num_layers=1, vocab_size=256, num_heads=2)
+    model = halflife.LanguageModel(config).eval()
+    plain = halflife.Session(model)
+    wide = halflife.Session(model, piece_size=4, state_dtype=torch.float64)
+    for session in (plain, wide):
+        session.feed("abcdefghij").feed("k")
+    assert torch.allclose(wide.next_logits, plain.next_logits, atol=1e-5)
+
+    def size(session, names):
+        return sum(x.nbytes for layer in session.state for key, x in layer.items() if key.endswith(names))
+
+    assert size(wide, ("memory", "slow")) == 2 * size(plain, ("memory", "slow")) > 0
+    assert size(wide, "") - size(plain, "") == size(plain, ("memory", "slow"))
+    again = halflife.Session(model, state_dtype=torch.float64).load(wide.save(tmp_path / "s"))
+    assert torch.equal(again.fork().feed("l").next_logits, wide.feed("l").next_logits)
+    with pytest.raises(ValueError, match="state_dtype must be None"):
+        halflife.Session(model, state_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("g", [0.0, -1e-9, -0.3, -math.log(2), -0.7, -5.0, -1000.0, -math.inf])

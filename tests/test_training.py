@@ -24,10 +24,11 @@ from halflife.experiments.mqar import mqar_model
 from halflife.files import write_json
 from halflife.models import PRESETS, LanguageModel, checkpoint
 from halflife.report.tables.comparison import summarise
+from halflife.report.tables.estimate import describe_trial
 from halflife.runs.sweep import Cell
 from halflife.tasks import IGNORED
 from halflife.tasks.layout import BOS
-from halflife.training import checkpoints
+from halflife.training import checkpoints, trial
 from halflife.training.fit import Objective
 
 
@@ -331,3 +332,29 @@ def test_atomic_writes_leave_no_half_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_text(tmp_path / "a.json", '{"b": ')
     assert read_json(Path(tmp_path / "a.json")) == {}
+
+
+def test_runs_are_tried_before_they_begin(monkeypatch):
+    """The estimate grows with steps and rows; AdamW's states and the saved activations fit its memory."""
+    monkeypatch.setattr(trial, "_wait", lambda device: clock.append(clock[-1] + 2))
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[-1])
+    clock, cpu, config = [0], torch.device("cpu"), tiny()
+    size = LanguageModel(config.model).num_parameters()
+    once = trial.try_runs([(config, config.sequences())], cpu)
+    assert (once.runs, once.steps, once.seconds) == (1, config.steps, 2 * config.steps)  # 2 s a step
+    twice = trial.try_runs([(config, config.sequences()), (tiny(seed=1, steps=24), {16: 96})], cpu)
+    assert (twice.runs, twice.steps, twice.seconds) == (2, 36, 72)
+    activations = once.memory - 16 * size
+    assert 4 * 16 * 16 * 4 < activations < 1e6
+    monkeypatch.setattr(trial, "TOKENS", 32)  # two rows of four
+    fewer = trial.try_runs([(config, config.sequences())], cpu)
+    assert fewer.seconds == 2 * once.seconds
+    assert fewer.memory - 16 * size == pytest.approx(activations, rel=0.2)
+    assert once.disk == 4 * size + 36 * size + trial.PAGE
+    monkeypatch.setattr(trial, "MODELS", 1)
+    other = tiny("gated_deltanet")
+    assert trial.try_runs([(one, one.sequences()) for one in (config, other)], cpu).seconds == 2 * fewer.seconds
+    monkeypatch.setattr(trial, "LARGEST", size - 1)
+    assert trial.try_runs([(config, config.sequences())], cpu) is None
+    assert trial.try_runs([], cpu) is None
+    assert describe_trial(twice).startswith("2 runs, 36 steps in all: about 72 s of training on this machine")

@@ -13,7 +13,7 @@ import torch
 from halflife import tasks
 from halflife.analysis.forecast import HeadFading, crossing, forecast, measure_recall, require_linear_memory
 from halflife.analysis.records import Record
-from halflife.files import RUN_JSON, read_json
+from halflife.files import RESULT_JSON, RUN_JSON, read_json, read_json_object
 from halflife.models.load import checkpoints, load_any
 
 KINDS = ("mqar", "niah")
@@ -36,6 +36,8 @@ class ModelForecast(Record):
         forecast_lags: the lags of the forecast, from the window on.
         forecast: the forecast fraction of recalled pairs, one for each of these lags.
         forecast_half_lag, fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.Forecast`.
+        reported: the run's own accuracy in distribution, with all K pairs and their questions within T tokens, as the
+            report shows it; None if the run has no result.
     """
 
     model: str
@@ -55,6 +57,7 @@ class ModelForecast(Record):
     energy_lag: float
     energy: list[float]
     heads: list[HeadFading]
+    reported: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,9 @@ def measure_forecasts(
             refused[label] = str(error)
             continue
         origin = {"model": model.config.name, "seed": run.get("seed"), "checkpoint": str(folder)}
-        models += [
-            ModelForecast(**origin, **_forecast_and_measure(model, spec, longest, window, examples, seed))
-            for spec in specs
-        ]
+        for spec in specs:
+            found = _forecast_and_measure(model, spec, longest, window, examples, seed)
+            models.append(ModelForecast(**origin, **found, reported=_reported(folder, spec)))
     if not models:
         raise ValueError("nothing to forecast: " + "; ".join(f"{label}: {why}" for label, why in refused.items()))
     return ModelForecasts(examples=examples, seed=seed, window=window, models=models, refused=refused)
@@ -133,6 +135,14 @@ def _specs(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     specs = [spec for spec in run.get("validation", []) if isinstance(spec, dict) and spec.get("name") in KINDS]
     return [max((s for s in specs if s["name"] == name), key=lambda s: s["num_pairs"])
             for name in dict.fromkeys(spec["name"] for spec in specs)]  # fmt: skip
+
+
+def _reported(folder: Path, spec: Mapping[str, Any]) -> float | None:
+    """The accuracy that a run reached in distribution on a task with K pairs."""
+    result = read_json_object(folder / RESULT_JSON, optional=True)
+    tests = [test for test in result.get("tests", []) if test.get("test") == "in_distribution"]
+    found = [test.get("accuracy") for test in tests if test.get("num_pairs") == spec["num_pairs"]]
+    return found[0] if len(found) == 1 else None
 
 
 def _forecast_and_measure(

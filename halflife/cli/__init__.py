@@ -27,11 +27,14 @@ examples:
   halflife train mamba2+post --data "docs/**/*.md" --tokens 20M --context 1024
   halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.weight_decay=0.05
   halflife generate my-checkpoint "Once upon a time" --temperature 0.8
+  halflife serve my-checkpoint --port 8000
+  halflife export my-checkpoint --onnx my-graphs
   halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
   halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
   halflife memory mamba2 mamba2+ska llama --lengths 1024 4096 16384 65536
   halflife throughput mamba2 mamba2+gate_rank llama --lengths 1024 4096 16384
   halflife mask runs/20260101-120000-gate-rank-s5-smoke
+  halflife push my-model me/my-model --dry-run
 
 `halflife COMMAND --help` shows the options and examples of a command, and `halflife --version` the version.
 `halflife --import MODULE COMMAND …` first imports a module of yours that registers decays, layers, presets or tasks.
@@ -43,14 +46,17 @@ COMMANDS = {
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
     "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
+    "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
+    "push": "share.push.Push",
 }  # fmt: skip
 _TRAINING, _FIGURES = ("transformers", "accelerate", "filelock"), ("matplotlib",)
-_PAGE = (*_FIGURES, "jinja2", "plotly")
+_PAGE = (*_FIGURES, "jinja2")
 # Packages that a command always needs. Without this table it would miss them after minutes of work.
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
     "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
-    "throughput": _FIGURES,
+    "throughput": _FIGURES, "serve": ("fastapi", "uvicorn"),
+    "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip
 BROKEN_PIPE = 128 + 13  # the exit code of a shell for a process that SIGPIPE ended
 
@@ -100,7 +106,9 @@ def _say(error: Exception) -> str:
     if name in EXTRAS and str(error).startswith("No module named"):
         what = "the command line" if EXTRAS[name] == "cli" else "this command"
         return f"{missing(what, name)}, or {install('all')} for every command"
-    if isinstance(error, OSError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
+    if isinstance(error, FileNotFoundError) and error.strerror and error.filename:  # Python's own "[Errno 2] …"
+        return f"there is no file {error.filename}"
+    if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror.lower()}"
     return str(error)
 

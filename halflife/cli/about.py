@@ -5,21 +5,48 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from tyro.conf import Positional
+
 
 @dataclass(frozen=True)
 class List:
-    """Print the names of presets, modifiers, decays, layers, tasks, experiments and sizes, with a line each.
+    """Print the names of presets, modifiers, decays, layers, tasks, experiments and sizes, or one model's options.
+
+    Each name has a line. With a model, the command prints the options that --set takes for it: their types, values at
+    the default sizes, and meanings.
 
     examples:
       halflife list
+      halflife list mamba2+post
     """
 
+    model: Positional[str | None] = None
+    """A preset, base[+modifier…], or a row of the Decay paper's grid (vector/gla), whose options are printed."""
+
     def run(self) -> None:
+        if self.model is not None:
+            return _print_options(self.model)
         from halflife.experiments import EXPERIMENTS, paper_experiments
         from halflife.experiments.decay_design import VARIANTS
         from halflife.report.tables.about import print_names
 
         print_names({name: EXPERIMENTS.summary(name) for name in paper_experiments()}, list(VARIANTS))
+
+
+def _print_options(model: str) -> None:
+    from halflife.experiments.decay_design import row_or_preset
+    from halflife.experiments.overrides import describe_options
+    from halflife.report.tables.about import print_options
+    from halflife.training.config import TrainConfig
+
+    config = TrainConfig(model=row_or_preset(model), steps=1, batch_size=1, learning_rate=1.0)
+    given = [f"training.{name}" for name in ("steps", "batch_size", "learning_rate")]  # options of the commands
+    groups = describe_options(config)
+    print_options({name: [row for row in rows if row[0] not in given] for name, rows in groups.items()})
+    print(
+        "Set them with --set, as in: halflife train MODEL --set mixer.conv_size=3. In Python, `halflife.preset` takes"
+    )
+    print("`mixer_options`, `hybrid` and the options of the group model.")
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,30 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 BYTES = 256
 
 
-def load_model(folder: Path) -> LanguageModel:
-    """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`."""
-    return load_any(folder)
+def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
+    """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
+
+    Args:
+        folder: the folder.
+        quantize: "int8" for weights in int8, or "none".
+
+    Raises:
+        ValueError: a weight is not finite. The scores and texts of such a model would look like those of a bad one.
+    """
+    model = load_any(folder)
+    if bad := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+        raise ValueError(f"the model in {folder} has diverged: {bad[0]} holds numbers that are not finite")
+    if quantize == "int8":
+        from halflife.export import int8
+
+        int8.quantize(model)
+    return model
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in a folder.
 
-    It is one of transformers, or the bytes that `config.json` names or that a vocabulary of 256 implies.
+    It is the bytes that `config.json` names, or one of transformers, or the bytes that a vocabulary of 256 implies.
 
     Raises:
         ValueError: the folder holds no tokenizer and the vocabulary is not one of bytes, the tokenizer cannot be read,
@@ -33,7 +48,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """
     from halflife.data import tokenizers
 
-    if any((folder / name).exists() for name in TOKENIZER_FILES):
+    name = read_json(folder / CONFIG_JSON).get("tokenizer")
+    if name not in tokenizers.OF_BYTES and any((folder / file).exists() for file in TOKENIZER_FILES):
         import halflife.hf  # noqa: F401 (AutoTokenizer asks for the model's configuration)
 
         try:
@@ -41,9 +57,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         except Exception as error:  # a damaged file can raise anything
             raise ValueError(f"the tokenizer in {folder} cannot be read: {' '.join(str(error).split())}") from error
     else:
-        config = read_json(folder / CONFIG_JSON)
-        name = config.get("tokenizer", "bytes" if vocab_size == BYTES else None)
-        if name not in ("bytes", "bytes+eos"):
+        name = name or ("bytes" if vocab_size == BYTES else None)
+        if name not in tokenizers.OF_BYTES:
             raise ValueError(f"{folder} holds no tokenizer, and the model's {vocab_size} tokens are not bytes")
         tokenizer = tokenizers.load_tokenizer(name)
     tokenizers.check_vocabulary(tokenizer, vocab_size)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import tyro
 from tyro.conf import Positional
@@ -16,13 +16,19 @@ from tyro.conf import Positional
 from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
 from halflife.files import CONFIG_JSON
 
+if TYPE_CHECKING:
+    from halflife.runs.sweep import Runner
+
 # Options of the experiment: a setting that is given replaces that of the scale.
 SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
     "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
-PLACE = ("on", "cpus_per_run", "gpus_per_run", "micro_batch_size", "gradient_checkpointing")
+PLACE = (
+    "on", "slurm", "cpus_per_run", "gpus_per_run", "worker_timeout", "micro_batch_size", "gradient_checkpointing",
+    "track",
+)  # fmt: skip
 # Names for --set that are options of the command.
 OPTIONS = {
     "training.learning_rate": "lr", "training.steps": "steps", "training.batch_size": "batch_size",
@@ -121,18 +127,27 @@ class Compare:
     on: str = "local"
     """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
     install 'halflife-lm[sweep]'); ray://host:port, on that Ray cluster, whose machines must all see the folder under
-    the same path (a shared file system). A run that is killed there continues from its last checkpoint, up to 5
-    times."""
+    the same path (a shared file system); slurm, each as a job of Slurm (pip install 'halflife-lm[slurm]'). A run whose
+    worker or job dies continues from its last checkpoint, up to 5 times."""
+    slurm: tuple[str, ...] = ()
+    """Options of sbatch for --on slurm, as name=value: time=720 (minutes of a run, always needed) partition=gpu
+    account=mine mem=16GB …."""
     cpus_per_run: int | None = None
-    """Processors, and threads, of a run on Ray. Default: 1."""
+    """Processors, and threads, of a run on Ray or Slurm. Default: 1."""
     gpus_per_run: float | None = None
-    """GPUs of a run on Ray, from 0 to 1; with 0.5 two runs share one. Default: 1 if the cluster has GPUs, else 0."""
+    """GPUs of a run on Ray, from 0 to 1; with 0.5 two runs share one. Default: 1 if the cluster has GPUs, else 0. On
+    Slurm a whole number; default: none."""
+    worker_timeout: float | None = None
+    """Seconds without a sign of life after which a worker of Ray is killed and its run continued. Default: 600."""
     micro_batch_size: int | None = None
     """Rows that a run holds at once (experiments on text); the gradients of micro-batches are added. Default: all."""
     gradient_checkpointing: bool = False
     """Recompute the activations inside blocks: this takes less memory and a third more work."""
+    track: tuple[str, ...] = ()
+    """Report every run to wandb, trackio, mlflow or tensorboard; several are allowed. Each has an extra of its name.
+    Local files go into the folder of the comparison, unless the environment variables of the tool say otherwise."""
     quiet: bool = False
-    """Show no progress bars."""
+    """Show no progress bars, and no estimate of time, memory and disk before the first run."""
 
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -144,23 +159,28 @@ class Compare:
     def run(self) -> None:
         from halflife.experiments import compare
         from halflife.report.tables.comparison import print_comparison
+        from halflife.report.tables.estimate import describe_trial
+        from halflife.report.tracking import track_options
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
-        from halflife.runs.pool import make_runner
-        from halflife.runs.sweep import RunsFailed
+        from halflife.runs.sweep import RunsFailed, check_seeds
         from halflife.training.config import ExecutionConfig
 
         execution = ExecutionConfig(
-            micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing
-        )
-        runner = make_runner(self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run)
+            micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing,
+            **track_options(self.track),
+        )  # fmt: skip
+        runner = self._runner()
         if self.resume is not None:
             reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
             folder = self.resume
         elif self.dry_run:
             return self._estimate()
         else:
+            check_seeds(self.only_seeds, range(self.seeds))
             folder = self._create()
         say(f"writing to {folder}")
+        if not self.quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, self.micro_batch_size)):
+            say(describe_trial(trial))
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
         with resumable(command, folder / CONFIG_JSON):
@@ -178,6 +198,18 @@ class Compare:
         if rows:
             say(f"report: {folder / REPORT_HTML}")
         self._report_failures(rows, failed)
+
+    def _runner(self) -> Runner:
+        from halflife.runs.pool import make_runner
+        from halflife.runs.slurm import SlurmRunner
+
+        if self.on == "slurm":
+            return SlurmRunner(self.slurm, 1 if self.cpus_per_run is None else self.cpus_per_run, self.gpus_per_run)
+        if self.slurm:
+            raise ValueError("--slurm has the options of --on slurm; give both, or neither")
+        return make_runner(
+            self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run, worker_timeout=self.worker_timeout
+        )
 
     def _report_failures(self, rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> None:
         """Name the runs that raised an error and the models whose runs all diverged, and end with an exit code."""
@@ -254,4 +286,4 @@ class Compare:
             if field.name in PLACE and (value := getattr(self, field.name)) != field.default:
                 yield f"--{field.name.replace('_', '-')}"
                 if value is not True:
-                    yield str(value)
+                    yield from map(str, value if isinstance(value, tuple) else (value,))

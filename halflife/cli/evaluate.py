@@ -23,7 +23,7 @@ HARNESS_RESULTS = ("config", "versions", "n-shot", "n-samples", "truncated", "lm
 
 @dataclass(frozen=True)
 class Eval:
-    """Evaluate a trained model on tasks of lm-evaluation-harness, and on RULER's tasks at any length, made offline.
+    """Evaluate a trained model: on a text of yours, on lm-evaluation-harness, and on RULER's tasks, made offline.
 
     A paper's tasks have a name: post-lm, decay-lm, echo-lm, gate-rank-lm, and s-niah for the needles of two papers.
 
@@ -32,9 +32,10 @@ class Eval:
     table.md, and for RULER's tasks a heat map, ruler.png.
 
     examples:
+      halflife eval my-checkpoint --text book.txt
       halflife eval my-checkpoint --tasks wikitext,lambada_openai,hellaswag --limit 200
       halflife eval my-checkpoint --tasks post-lm s-niah
-      halflife eval my-checkpoint --tasks offline_niah offline_vt --lengths 1024 4096 16384 --essay essays.txt
+      halflife eval my-checkpoint --tasks offline_niah offline_vt --lengths 2048 4096 16384 --essay essays.txt
       halflife eval my-checkpoint --tasks my_task --include my-tasks --num-fewshot 2
     """
 
@@ -44,6 +45,8 @@ class Eval:
     """Names, separated by commas or spaces. offline_niah_single_1 … offline_vt, offline_cwe, offline_fwe are RULER's,
     made here at --lengths (offline_niah stands for all needles that have a text). post-lm, decay-lm, echo-lm,
     gate-rank-lm and s-niah are the papers' tasks. Any other name is a task, group or tag of lm-evaluation-harness."""
+    text: tuple[Path, ...] = ()
+    """Files, each one document, whose bits per byte and perplexity are measured. Files that end in .gz are unpacked."""
     include: Path | None = None
     """A folder with YAML files of the harness, for tasks of your own."""
     limit: float | None = None
@@ -53,7 +56,8 @@ class Eval:
     max_length: int | None = None
     """Cut texts of the harness to their last max_length tokens. Default: texts keep their length."""
     lengths: tuple[int, ...] = ()
-    """For RULER's tasks, ours and the harness's niah_…: lengths in tokens, of the prompt and the answer together."""
+    """For RULER's tasks, ours and the harness's niah_…: lengths in tokens, of the prompt and the answer together. The
+    offline tasks need 530 to 2,046 tokens of a model of bytes."""
     examples: int | None = None
     """For offline tasks: examples of a length. Default: 20."""
     essay: Path | None = None
@@ -86,13 +90,17 @@ class Eval:
         output = self.output or self.checkpoint / "eval" / time.strftime("%Y%m%d-%H%M%S")
         check_writable(output)  # an evaluation of hours must be able to write its results
         settings = {name: str(v) if isinstance(v, Path) else v for name, v in dataclasses.asdict(self).items()}
+        settings["text"] = [str(file) for file in self.text]
         result: dict[str, Any] = {
             "settings": settings, "versions": versions(), "model": model.config.name,
             "parameters": model.num_parameters(), "rows": [],
         }  # fmt: skip
         try:
             with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-                # The result is written after each part, so that a failure of the second part does not lose the first.
+                # The result is written after each part, so that a failure of a later part does not lose an earlier one.
+                if self.text:
+                    self._add_text(result, model, tokenizer)
+                    write_evaluation(result, output)
                 if needles:
                     self._add_ruler(result, output, model, tokenizer, needles, essay)
                     write_evaluation(result, output)
@@ -120,8 +128,10 @@ class Eval:
         from halflife.tasks import ruler
 
         names = self._names()
-        if not names:
-            raise ValueError("name at least one task: --tasks wikitext, or --tasks offline_niah --lengths 1024")
+        if not names and not self.text:
+            raise ValueError(
+                "name at least one task or text: --tasks wikitext, --tasks offline_niah --lengths 2048, --text book.txt"
+            )
         for name in names:
             if name in (*ruler.names(), "niah") and not name.startswith("niah_"):
                 raise ValueError(f"{name} is now {OFFLINE}{name}; a task of the harness keeps its name")
@@ -136,7 +146,7 @@ class Eval:
         others = bundles.expand([name for name in names if not name.startswith(OFFLINE)])
         if needles and not self.lengths:
             written = ", ".join(f"{OFFLINE}{name}" for name in needles)
-            raise ValueError(f"{written}: name at least one length in tokens: --lengths 1024 4096")
+            raise ValueError(f"{written}: name at least one length in tokens: --lengths 2048 4096")
         self._check_options(needles, others)
         return needles, others
 
@@ -154,6 +164,16 @@ class Eval:
             unread = [f"--{name.replace('_', '-')}" for name in options if getattr(self, name) not in (None, ())]
             if unread and not part:
                 raise ValueError(f"{', '.join(unread)}: only {kind} read this, and --tasks names none")
+
+    def _add_text(self, result: dict[str, Any], model: Any, tokenizer: Any) -> None:
+        """Measure the files of --text, and add "text" and rows to `result`."""
+        from halflife.evaluation.language import measure_texts
+
+        unit = "byte" if tokenizer.name.startswith("bytes") else "token"
+        result["text"] = measure_texts(model, tokenizer, self.text)
+        for name, found in result["text"].items():
+            for metric, key in (("bits per byte", "bits_per_byte"), (f"perplexity of a {unit}", "perplexity")):
+                result["rows"].append({"task": name, "metric": metric, "value": found[key], "stderr": None})
 
     def _add_ruler(
         self, result: dict[str, Any], output: Path, model: Any, tokenizer: Any, tasks: Sequence[str], essay: str | None

@@ -40,7 +40,9 @@ def read_options(command: Command) -> Command:
     written = load_yaml(file.read_text(encoding="utf-8"), str(file)) or {}
     if not isinstance(written, Mapping):
         raise ValueError(f"{file} must hold a mapping from options to values")
-    written = command.from_saved(written) or written  # pyright: ignore[reportAttributeAccessIssue]
+    extensions.recall(written, file.parent)
+    located = _located(written, file.parent)
+    written = command.from_saved(located) or written  # pyright: ignore[reportAttributeAccessIssue]
     hints = {name: hint for name, hint in get_type_hints(type(command)).items() if name not in NOT_IN_FILES}
     known = [f.name for f in dataclasses.fields(command) if f.name in hints]  # pyright: ignore[reportArgumentType]
     options = {}
@@ -51,6 +53,19 @@ def read_options(command: Command) -> Command:
         value = _entries(value) if name == "set" else value
         options[name] = convert(f"{key} in {file}", value, hints[name])
     return type(command)(**options)
+
+
+def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What a file of a run in `folder` holds, with absolute paths of texts. A file of a user stays as it is."""
+    from halflife.data.paths import absolute_paths
+
+    places = {"data": "sources", "settings": "text"}  # in run.json, and in the config.json of a comparison
+    located = dict(written)
+    for name, key in places.items():
+        if isinstance(part := written.get(name), Mapping) and key in part:
+            paths = absolute_paths({"sources": part[key], "files": part.get("files", [])}, folder)
+            located[name] = {**part, key: paths["sources"]}
+    return located
 
 
 def _entries(overrides: Any) -> Any:

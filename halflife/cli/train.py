@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
-from halflife.files import RUN_JSON, check_new_folder
+from halflife.extras import require
+from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
 if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
+    from halflife.training.trial import Trial
 
-EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "tensorboard", "prompts", "quiet")
+EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "track", "tensorboard", "prompts", "quiet")
 RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Names for --set that are options of the command.
 OPTIONS = {
-    "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "training.learning_rate": "lr",
+    "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "model.mlp": "mlp",
+    "training.learning_rate": "lr",
     **{f"training.{name}": name for name in RECIPE},
 }  # fmt: skip
 
@@ -85,6 +88,9 @@ class Train:
     """Layers. Default: 6, or the layers of --size."""
     num_heads: int | None = None
     """Heads. Default: the choice of the architecture, or the heads of --size."""
+    mlp: str | None = None
+    """The MLP of every block: swiglu, koopman, rwkv7, … or none (Mamba-2 as its paper has it). Default: that of the
+    preset or of --size."""
     lr: float = 1e-3
     """Learning rate after the warm-up."""
     schedule: str = "cosine"
@@ -113,12 +119,16 @@ class Train:
     """Recompute the activations inside blocks: this takes less memory and a third more work."""
     fsdp: bool = False
     """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
+    track: tuple[str, ...] = ()
+    """Report metrics, gates, decay spectra and their figures to wandb, trackio, mlflow or tensorboard; several are
+    allowed. Each has an extra of its name. Local files go into the folder of the run, unless the environment variables
+    of the tool say otherwise."""
     tensorboard: bool = False
-    """Also write <output>/tensorboard (needs halflife-lm[tensorboard])."""
+    """The same as --track tensorboard."""
     prompts: tuple[str, ...] = ()
     """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
     quiet: bool = False
-    """Show no progress bars."""
+    """Show no progress bars, and no estimate of time, memory and disk before the run."""
     dry_run: bool = False
     """Print the settings and what the run needs (parameters, tokens, memory of one process without
     --gradient-checkpointing and --fsdp, operations); read no text, write and train nothing."""
@@ -138,13 +148,17 @@ class Train:
 
     def run(self) -> None:
         from halflife.experiments import train as language
+        from halflife.report.tables.estimate import describe_trial
         from halflife.report.tables.language import print_language_run
+        from halflife.report.tracking import track_options
         from halflife.training.config import ExecutionConfig, rank
 
         execution = ExecutionConfig(
             micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing, fsdp=self.fsdp,
-            tensorboard=self.tensorboard, show=not self.quiet,
+            show=not self.quiet, **track_options((*self.track, *["tensorboard"] * self.tensorboard)),
         )  # fmt: skip
+        if self.tensorboard:
+            require("--tensorboard", "tensorboard")
         if self.resume is not None:
             reject_other_options(self, *EXECUTION)
             folder, config = self.resume, language.load_config(self.resume)
@@ -156,6 +170,8 @@ class Train:
                 return _print_needs(config, self.micro_batch_size)
         if rank() == 0:
             say(f"writing to {folder}")
+            if not (self.quiet or (folder / RESULT_JSON).exists()) and (trial := _try(config, self.micro_batch_size)):
+                say(describe_trial(trial))
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
             result = language.run_language(
                 config, folder, execution=execution, samples=self.prompts,
@@ -192,7 +208,7 @@ class Train:
             tokens = convert("training.steps", steps, int) * self.batch_size * self.context
         if (vocab_size := overrides.pop("model.vocab_size", None)) is not None:
             sizes["vocab_size"] = convert("model.vocab_size", vocab_size, int)
-        for name in ("hidden_size", "num_layers", "num_heads"):
+        for name in ("hidden_size", "num_layers", "num_heads", "mlp"):
             if (value := getattr(self, name)) is not None:
                 sizes[name] = value
         rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1
@@ -212,6 +228,15 @@ class Train:
             validate_every=self.validate_every, save_every=self.save_every,
         )  # fmt: skip
         return apply_overrides(config, overrides)
+
+
+def _try(config: LanguageConfig, rows: int | None) -> Trial | None:
+    """What the run will take; None under torchrun, where several processes share its work."""
+    from halflife.runs.one import training_device
+    from halflife.training.config import world_size
+    from halflife.training.trial import try_runs
+
+    return try_runs([(config, config.sequences())], training_device(), rows) if world_size() == 1 else None
 
 
 def _print_needs(config: LanguageConfig, rows: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import tempfile
@@ -17,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halflife.data.byte_tokenizer import ByteTokenizer, Ids
 from halflife.files import read_bytes
 from halflife.models import ModelConfig
 
 BYTES = 256  # vocabulary size of a model of bytes
 OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
 TIMEOUT = 10  # seconds for an answer of the hub
-Ids = Iterable[int] | np.ndarray | Tensor  # token ids of one text, `[T]`
 
 
 @runtime_checkable
@@ -58,60 +57,9 @@ class Tokenizer(Protocol):
         """A hash of everything that determines the ids."""
         ...
 
-
-class ByteTokenizer:
-    """Ids 0 … 255 are the bytes. With `end_of_document`, id 256 ends a document."""
-
-    reads_text = False
-
-    def __init__(self, end_of_document: bool = False) -> None:
-        self.eos = 256 if end_of_document else None
-        self.vocab_size = 256 + end_of_document
-        self.name = "bytes+eos" if end_of_document else "bytes"
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Ids) -> str:
-        return self.to_bytes(ids).decode("utf-8", "replace")
-
-    def to_bytes(self, ids: Ids) -> bytes:
-        """The bytes of token ids; ids that end documents are skipped.
-
-        Raises:
-            ValueError: an id lies outside the vocabulary.
-        """
-        values = [i for i in map(int, ids) if i != self.eos]
-        if wrong := [i for i in values if not 0 <= i < 256]:
-            raise ValueError(f"{wrong[0]} is no id of the tokenizer {self.name!r}, which has {self.vocab_size}")
-        return bytes(values)
-
-    def stream(self) -> ByteStream:
-        """A decoder for ids that arrive one by one."""
-        return ByteStream(self)
-
-    def fingerprint(self) -> str:
-        return self.name
-
-
-class ByteStream:
-    """Decodes bytes as they arrive. A character appears with its last byte."""
-
-    def __init__(self, tokenizer: ByteTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Ids) -> str:
-        """The characters that these ids complete."""
-        return self.decoder.decode(self.tokenizer.to_bytes(ids))
-
-    def finish(self) -> str:
-        """The rest: U+FFFD if the last character is incomplete, otherwise nothing."""
-        return self.decoder.decode(b"", final=True)
+    def save(self, folder: Path) -> None:
+        """Write the files that `AutoTokenizer` of transformers loads."""
+        ...
 
 
 class HuggingFaceTokenizer:
@@ -171,6 +119,9 @@ class HuggingFaceTokenizer:
                 files = sorted(Path(name) for name in self.tokenizer.save_pretrained(folder))
                 parts = [file.read_bytes() for file in files if file.is_file()]
         return hashlib.sha256(b"\0".join([*parts, str(self.eos).encode()])).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
 
 
 Batch = TypeVar("Batch")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halflife.precision import Float32Module
-from halflife.registry import Registry
+from halflife.registry import Registry, check_options, constructor_parameters
 
 DECAYS: Registry[type[Decay]] = Registry("decay")
 
@@ -143,8 +143,9 @@ def build(
         **options: options of the strategy (`p` of "simple", `tau` of "gla", …).
 
     Raises:
-        ValueError: the name is unknown (the message lists the choices), or a granularity or size does not fit.
+        ValueError: a name is unknown (the message lists the choices), or a granularity or size does not fit.
     """
+    check_options(f"decay {name}", DECAYS[name], options, constructor_parameters(Decay))
     return DECAYS[name](
         num_heads=num_heads, head_dim=head_dim, granularity=granularity,
         layer_idx=layer_idx, num_layers=num_layers, **options,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halflife.files import read_bytes
 from halflife.models import LanguageModel
 from halflife.models.loss import token_losses
 
@@ -109,6 +111,34 @@ def _pack_documents(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         held.append(document)
     if held:
         yield held
+
+
+def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Return file → what the model's loss on it is. A file is one document; its first token is not predicted.
+
+    Args:
+        model: the model, on its device and in evaluation mode.
+        tokenizer: encodes bytes into the model's token ids (`data.tokenizers.Tokenizer`).
+        files: the files; `.gz` files are decompressed.
+
+    Returns:
+        "bits_per_byte", "perplexity" (of a token), "tokens", the number of predicted tokens, and "bytes", of the file.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file has fewer than two tokens.
+    """
+    measured = {}
+    for file in files:
+        data = read_bytes(file)
+        loss = document_loss(model, [torch.as_tensor(tokenizer.encode(data))])
+        if not loss.tokens:
+            raise ValueError(f"{file} has fewer than two tokens, so there is nothing to predict")
+        measured[str(file)] = {
+            "bits_per_byte": loss.nats / math.log(2) / len(data), "perplexity": math.exp(loss.nats / loss.tokens),
+            "tokens": loss.tokens, "bytes": len(data),
+        }  # fmt: skip
+    return measured
 
 
 def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halflife import extensions
+from halflife.data.paths import absolute_paths, relative_paths
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
-from halflife.files import CONFIG_JSON, read_json
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json
 from halflife.registry import unknown
+from halflife.runs.one import training_device
 from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
 from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import Estimate, estimate
+from halflife.training.trial import Trial, try_runs
 
 MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
@@ -120,10 +124,33 @@ def create_comparison(
     config = {
         "command": command, "models": list(plan.learning_rates), "experiment": plan.kind,
         "task": plan.label, "scale": plan.scale, "seeds": list(range(plan.seeds)),
-        "learning_rates": plan.learning_rates, "settings": dataclasses.asdict(settings),
+        "learning_rates": plan.learning_rates, **extensions.record(),
     }  # fmt: skip
     label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
-    return create_sweep(output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}", config)
+    folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    config["settings"] = _with_text(dataclasses.asdict(settings), folder, relative_paths)
+    return create_sweep(folder, config)
+
+
+def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Settings whose paths of texts, if there are some, `relative_paths` or `absolute_paths` has changed."""
+    text = {"text": change({"sources": settings["text"]}, folder)["sources"]} if "text" in settings else {}
+    return {**settings, **text}
+
+
+def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:
+    """What the runs of the comparison in `folder` that have no result yet will take; see `training.trial.try_runs`.
+
+    Args:
+        only_seeds: the seeds to run; None for all.
+        rows: sequences of a micro-batch; None for whole batches.
+    """
+    experiment, settings = load_experiment(folder)
+    config = read_json(folder / CONFIG_JSON)
+    seeds = [seed for seed in config["seeds"] if only_seeds is None or seed in only_seeds]
+    left = [c for c in sweep_cells(config["learning_rates"], seeds) if not (folder / c.folder / RESULT_JSON).exists()]
+    configs = [experiment.configure(settings, cell) for cell in left]
+    return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
 
 
 def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
@@ -211,5 +238,6 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
         )
     if "settings" not in config or "experiment" not in config:
         raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+    extensions.recall(config)
     experiment = EXPERIMENTS[config["experiment"]]()
-    return experiment, experiment.settings.from_dict(config["settings"])
+    return experiment, experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))

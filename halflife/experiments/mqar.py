@@ -104,6 +104,8 @@ class MQARExperiment(Experiment):
 
 def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     """The preset with a state of d²/h numbers per layer, no MLP and no positional encoding (PoST, App. C)."""
+    if settings.num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1; got {settings.num_heads}")
     head = settings.hidden_size // settings.num_heads
     base = name.split("+")[0]
     mixer = preset(base).mixer

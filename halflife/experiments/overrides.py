@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
@@ -17,10 +19,10 @@ import torch
 from halflife import layers
 from halflife.decay import PoST
 from halflife.decay.base import Decay
-from halflife.experiments.values import convert, load_yaml
+from halflife.experiments.values import convert, describe, load_yaml
 from halflife.layers import LAYERS, GateRank
 from halflife.models import LanguageModel, ModelConfig
-from halflife.registry import unknown
+from halflife.registry import constructor_parameters, unknown
 from halflife.training.config import TrainConfig, as_json
 from halflife.training.schedules import BY_EPOCH
 
@@ -53,12 +55,16 @@ class Group:
         types: option → type.
         write: takes options and returns the fields of the run's configuration that they change.
         refused: option → why it cannot be set in this group.
+        values: option → its value in this run.
+        classes: the classes that have the options.
     """
 
     owner: str
     types: Mapping[str, Any]
     write: Callable[[Options], Options]
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    classes: Sequence[type] = ()
 
 
 def parse_overrides(written: Sequence[str]) -> Options:
@@ -117,6 +123,21 @@ def check_parts(configs: Sequence[TrainConfig], overrides: Mapping[str, Any]) ->
             raise ValueError(f"{name} has no meaning here: {reasons[0]}")
 
 
+def describe_options(config: TrainConfig) -> dict[str, list[tuple[str, str, str, str]]]:
+    """Group → its options in a run as `(group.option, type, value, meaning)`; a model lacks some groups."""
+    described = {}
+    for name in GROUPS:
+        if _missing(config, name):
+            continue
+        group = GROUPS[name](config)
+        entries = {key: text for cls in reversed(group.classes) for key, text in _entries(cls).items()}
+        described[name] = [
+            (f"{name}.{option}", describe(hint), json.dumps(group.values.get(option)), entries.get(option, ""))
+            for option, hint in group.types.items() if option not in group.refused
+        ]  # fmt: skip
+    return described
+
+
 def _missing(config: TrainConfig, group: str) -> str:
     """Why the model of `config` has no option of a group; "" if it has some."""
     try:
@@ -161,15 +182,18 @@ def _model(config: TrainConfig) -> Group:
     def write(options: Options) -> Options:
         return {"model": dataclasses.replace(config.model, **options)}
 
-    return Group("a model", get_type_hints(ModelConfig), write, MODEL)
+    return Group("a model", get_type_hints(ModelConfig), write, MODEL, vars(config.model), [ModelConfig])
 
 
 def _mixer(config: TrainConfig) -> Group:
     """Options of the base's mixer; in a hybrid also those that the other mixer alone has."""
     model = config.model
-    own, other = constructor_options(LAYERS[model.mixer]), {}
+    classes = [LAYERS[model.mixer]]
+    own, other, values = constructor_options(classes[0]), {}, _values(classes[0], model.mixer_options)
     if model.hybrid:
-        other = {k: v for k, v in constructor_options(LAYERS[model.hybrid["mixer"]]).items() if k not in own}
+        classes.append(LAYERS[model.hybrid["mixer"]])
+        other = {k: v for k, v in constructor_options(classes[1]).items() if k not in own}
+        values = _values(classes[1], model.hybrid["options"]) | values
 
     def write(options: Options) -> Options:
         changed = _with_mixer(model, {name: value for name, value in options.items() if name in own})
@@ -180,7 +204,7 @@ def _mixer(config: TrainConfig) -> Group:
         name: f"{name.removesuffix('_options')}.… sets these options one at a time"
         for name, hint in own.items() if "Mapping" in str(hint)
     }  # fmt: skip
-    return Group(model.name, {**own, **other}, write, PLACE | nested)
+    return Group(model.name, {**own, **other}, write, PLACE | nested, values, classes)
 
 
 def _decay(config: TrainConfig) -> Group:
@@ -195,9 +219,10 @@ def _decay(config: TrainConfig) -> Group:
         raise ValueError(f"{strategy.__name__} has no options")
 
     def write(options: Options) -> Options:
-        return _with_mixer(model, {"decay_options": {**(model.mixer_options.get("decay_options") or {}), **options}})
+        return _with_mixer(model, {"decay_options": {**given, **options}})
 
-    return Group(strategy.__name__, own, write)
+    given = model.mixer_options.get("decay_options") or {}
+    return Group(strategy.__name__, own, write, values=_values(strategy, given), classes=[strategy])
 
 
 def _wrapper(name: str, title: str, cls: type, given: Sequence[str]) -> Callable[[TrainConfig], Group]:
@@ -212,18 +237,20 @@ def _wrapper(name: str, title: str, cls: type, given: Sequence[str]) -> Callable
             return _with_mixer(config.model, {name: {**options, **changed}})
 
         types = {option: hint for option, hint in constructor_options(cls).items() if option not in given}
-        return Group(title, types, write)
+        return Group(title, types, write, values=_values(cls, options), classes=[cls])
 
     return group
 
 
 def _ska(config: TrainConfig) -> Group:
-    model, types = config.model, constructor_options(LAYERS["ska"])
-    if model.hybrid.get("mixer") == "ska":
-        return Group("SKA", types, lambda options: _with_hybrid(model, options), PLACE)
-    if model.mixer != "ska":
+    model, cls = config.model, LAYERS["ska"]
+    if "ska" not in (model.mixer, model.hybrid.get("mixer")):
         raise ValueError(f"{model.name} has no layer of spectral Koopman attention; the modifier +ska adds some")
-    return Group("SKA", types, lambda options: _with_mixer(model, options), PLACE)
+    in_hybrid = model.hybrid.get("mixer") == "ska"
+    given, place = (model.hybrid["options"], _with_hybrid) if in_hybrid else (model.mixer_options, _with_mixer)
+    return Group(
+        "SKA", constructor_options(cls), lambda options: place(model, options), PLACE, _values(cls, given), [cls]
+    )
 
 
 def _training(config: TrainConfig) -> Group:
@@ -239,7 +266,7 @@ def _training(config: TrainConfig) -> Group:
 
     hints = get_type_hints(type(config))
     types = {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name not in DATA}
-    return Group("a run", types, write)
+    return Group("a run", types, write, values=vars(config), classes=[type(config), TrainConfig])
 
 
 GROUPS: dict[str, Callable[[TrainConfig], Group]] = {
@@ -257,18 +284,27 @@ GROUPS: dict[str, Callable[[TrainConfig], Group]] = {
 
 
 def constructor_options(cls: type) -> dict[str, Any]:
-    """Option → type of what `cls(…)` takes. Where `**options` hands some on, those of the parent class are included."""
-    found: dict[str, Any] = {}
+    """Option → type of what `cls(…)` takes; see `registry.constructor_parameters`."""
+    return {name: parameter.annotation for name, parameter in constructor_parameters(cls).items()}
+
+
+def _values(cls: type, changed: Mapping[str, Any]) -> Options:
+    """Option → value: the defaults of `cls(…)`, and `changed`."""
+    parameters = constructor_parameters(cls)
+    return {n: p.default for n, p in parameters.items() if p.default is not p.empty} | dict(changed)
+
+
+def _entries(cls: type) -> dict[str, str]:
+    """Option → what the docstrings of a class and its parents say about it."""
+    found: dict[str, str] = {}
     for parent in cls.__mro__:
-        if "__init__" not in vars(parent):
-            continue
-        parameters = list(inspect.signature(parent.__init__).parameters.values())[1:]
-        hints = get_type_hints(parent.__init__)
-        for parameter in parameters:
-            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                found.setdefault(parameter.name, hints.get(parameter.name, Any))
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
+        text = inspect.cleandoc(parent.__doc__ or "")
+        section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+        for names, entry in re.findall(
+            r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", section[1] if section else "", re.MULTILINE
+        ):
+            for name in names.split(", "):
+                found.setdefault(name, " ".join(entry.split()))
     return found
 
 

@@ -9,7 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from halflife import extensions
 from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.data.paths import absolute_paths
 from halflife.experiments.decay_design import row_or_preset
 from halflife.experiments.values import convert
 from halflife.files import RUN_JSON, folder_lock, read_json_object, write_json
@@ -84,6 +86,8 @@ def load_config(folder: Path) -> LanguageConfig:
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no run (it has no {RUN_JSON})")
     data = read_json_object(path)
+    extensions.recall(data, folder)
+    data.pop(extensions.IMPORTS, None)
     if folder_kind(folder) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{folder} holds no run of `halflife train`")
     fields = {f.name: f for f in dataclasses.fields(LanguageConfig)}
@@ -98,6 +102,7 @@ def load_config(folder: Path) -> LanguageConfig:
     hints = get_type_hints(LanguageConfig)
     values = {name: convert(f"{name} in {path}", x, hints[name]) for name, x in data.items() if name != "model"}
     try:
+        values["data"] = absolute_paths(values["data"], folder)
         config = LanguageConfig(**values, model=ModelConfig.from_dict(data["model"]))
         CorpusConfig.from_dict(config.data)
     except (TypeError, KeyError, AttributeError) as error:

@@ -13,7 +13,7 @@ import yaml
 
 WORDS: dict[Any, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", type(None): "null",
-    dict: "a mapping", list: "a list",
+    dict: "a mapping", list: "a list", Sequence: "a list",
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class HalflifeConfig(PreTrainedConfig):
         **kwargs: other settings of transformers.
 
     Raises:
+        TypeError: the model is no `ModelConfig` and no dict.
         ValueError: the model has an unknown key, or a keyword contradicts a field of the model.
     """
 
@@ -55,7 +56,7 @@ class HalflifeConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        model: ModelConfig | dict[str, Any] | None = None,
+        model: Any = None,
         *,
         use_cache: bool = True,
         pad_token_id: int | None = None,
@@ -64,6 +65,10 @@ class HalflifeConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         model = preset("mamba2") if model is None else model
+        if not isinstance(model, ModelConfig | dict):
+            raise TypeError(
+                f"model must be a ModelConfig or its dict; got {model!r}. HalflifeConfig.from_preset takes names"
+            )
         config = model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
         self.model, self.use_cache = config.to_dict(), use_cache
         self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id

@@ -23,7 +23,7 @@ from halflife.ops.call import check_cu_seqlens
 from halflife.ops.fused import l2_normalize
 from halflife.ops.gate_rank import check_reset_law
 from halflife.position import check_pairs, half_lrpe, lrpe
-from halflife.registry import Registry, unknown
+from halflife.registry import Registry, check_options, unknown
 
 State = dict[str, Tensor]
 Shared = dict[str, Tensor]
@@ -100,8 +100,12 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     """Build the layer `name`, one of `LAYERS.names()`, with the options in its docstring.
 
     Raises:
-        ValueError: the name is unknown (the message lists the choices), or the options contradict each other.
+        ValueError: a name is unknown (the message lists the choices), or the options contradict each other.
     """
+    check_options(f"layer {name}", LAYERS[name], options)
+    for part, cls, given in (("post", decays.PoST, ["decay"]), ("gate_rank", GateRank, ["hidden_size", "num_heads"])):
+        if (own := options.get(part)) is not None and (part, name) != ("gate_rank", "rwkv7"):  # there a width
+            check_options(part, cls, own, given)
     return LAYERS[name](hidden_size=hidden_size, **options)
 
 

@@ -1,17 +1,22 @@
 """halflife's checkpoint of one model: a folder with `config.json` and `model.safetensors`.
 
-`save` writes this format and `load` reads it. `halflife.models.load` also reads the formats of other libraries.
+`save` writes this format. `load` reads it, and also what `save_pretrained` of transformers writes for a halflife model:
+the same weights, perhaps in shards, with names that begin with "model.". `halflife.models.load` also reads the formats
+of other libraries.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from halflife import extensions
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
+from halflife.models.shards import INDEX, Checkpoint
 from halflife.models.tensor_file import read_tensors, write_tensors
 
 FORMAT = 1  # increased when older checkpoints can no longer be read
@@ -30,14 +35,22 @@ def save(model: LanguageModel, folder: str | Path, tokenizer: str | None = None)
     folder = Path(folder)
     write_tensors(folder / WEIGHTS, model.state_dict(), {"format": "pt"})
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    known = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
-    named = {} if tokenizer is None else {"tokenizer": tokenizer}
-    write_json(folder / CONFIG_JSON, {"format": FORMAT, **known, **named, "model": model.config.to_dict()})
+    known: dict[str, Any] = {"model_type": "halflife", "architectures": ["HalflifeForCausalLM"], "dtype": dtype}
+    named: dict[str, Any] = {} if tokenizer is None else {"tokenizer": tokenizer}
+    if tokenizer == "bytes+eos":
+        named["eos_token_id"] = 256  # for `generate` of transformers
+    known |= {**named, **extensions.record()}
+    write_json(folder / CONFIG_JSON, {"format": FORMAT, **known, "model": model.config.to_dict()})
     return folder
 
 
+def is_ours(config: Any) -> bool:
+    """Whether a `config.json` describes a model of halflife, which `save` or `save_pretrained` wrote."""
+    return isinstance(config, dict) and ("format" in config or config.get("model_type") == "halflife")
+
+
 def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
-    """Return the model that `save` wrote into `folder`.
+    """Return the model that `save`, or `save_pretrained` of a halflife model, wrote into `folder`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -45,17 +58,25 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
-    if not isinstance(config, dict) or "format" not in config:
+    if not is_ours(config):
         raise ValueError(f"{folder} holds no checkpoint of halflife: its config.json names no format")
-    if config["format"] != FORMAT:
+    if config.get("format", FORMAT) != FORMAT:
         raise ValueError(f"{folder} holds a checkpoint of format {config['format']}; this version reads {FORMAT}")
-    if "model" not in config:
+    if not isinstance(config.get("model"), dict):
         raise ValueError(f"{folder} holds a damaged checkpoint: its config.json describes no model")
-    tensors, _ = read_tensors(folder / WEIGHTS, device)
+    if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
+        tensors = {name: x.to(device) for name, x in Checkpoint(folder).items()}
+    else:
+        tensors, _ = read_tensors(folder / WEIGHTS, device)
+    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
     try:
         with torch.device("meta"):
             model = LanguageModel(ModelConfig.from_dict(config["model"]))
         model.load_state_dict(tensors, assign=True)
+    except ValueError as error:
+        if advice := extensions.advice(config):
+            raise ValueError(f"{error}{advice}") from error
+        raise
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder / WEIGHTS} is of another model: {reason}") from error

@@ -1,24 +1,22 @@
 """Find the models in folders and load them, whichever library wrote them.
 
-`halflife.models.checkpoint` defines halflife's format. This module also reads transformers' `save_pretrained` of a
-halflife model, and converts the models of other libraries (`halflife.models.convert`).
+`halflife.models.checkpoint` reads halflife's models. This module also converts those of other libraries
+(`halflife.models.convert`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, read_json_object
-from halflife.models.checkpoint import load
-from halflife.models.config import ModelConfig
+from halflife.models.checkpoint import is_ours, load
 from halflife.models.convert import SOURCES, assemble
-from halflife.models.convert.files import Checkpoint
 from halflife.models.lm import LanguageModel
+from halflife.models.shards import INDEX, Checkpoint
 
 
 def load_any(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
@@ -33,26 +31,18 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_JSON)
-    if not isinstance(config, dict) or "format" in config or "model_type" not in config:
+    if not isinstance(config, dict) or is_ours(config) or "model_type" not in config:
         return load(folder, device)
     kind = str(config["model_type"])
-    if kind != "halflife" and kind not in SOURCES:
+    if kind not in SOURCES:
         choices = ", ".join(["halflife", *SOURCES])
         raise ValueError(
             f"{folder} holds a {kind}, which cannot be read or converted; model_type must be one of {choices}"
         )
-    convert = _from_halflife_hf if kind == "halflife" else SOURCES[kind]
     try:
-        return assemble(*convert(config, Checkpoint(folder))).to(device)
+        return assemble(*SOURCES[kind](config, Checkpoint(folder))).to(device)
     except RuntimeError as error:
         raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
-
-
-def _from_halflife_hf(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Convert what `hf.HalflifeForCausalLM` saves: the same weights, with names that begin with `model.`."""
-    if not isinstance(config.get("model"), dict):
-        raise ValueError("the checkpoint is damaged: its config.json describes no model")
-    return ModelConfig.from_dict(config["model"]), {name.removeprefix("model."): tensors[name] for name in tensors}
 
 
 def checkpoints(folders: Sequence[Path]) -> dict[str, Path]:
@@ -91,7 +81,7 @@ def _folders(root: Path) -> Iterator[Path]:
     """Yield the folders with weights in and below `root`, and `root` itself if its config.json is a model's."""
     if {"format", "model_type"} & _config(root).keys():
         yield root
-    for pattern in (WEIGHTS, "model.safetensors.index.json"):
+    for pattern in (WEIGHTS, INDEX):
         yield from (path.parent for path in sorted(root.rglob(pattern)))
 
 
@@ -103,6 +93,6 @@ def _model_name(folder: Path) -> str | None:
     """Return the name of the model in a folder, or None if `load_any` cannot read the folder."""
     config = _config(folder)
     model, kind = config.get("model"), config.get("model_type")
-    if "format" in config or kind == "halflife":
+    if is_ours(config):
         return model.get("name", "custom") if isinstance(model, dict) else "custom"
     return kind if kind in SOURCES else None

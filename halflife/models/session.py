@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
+from halflife.models.text import decoder, divide_stops, pieces_of_text, until
 
 FORMAT = 1  # increased when older files can no longer be read
+RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
 BYTES = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
 
 
@@ -32,6 +34,9 @@ class Session:
         encode: the tokenizer's function from text to ids; None for a vocabulary of 256, whose tokens are bytes.
         decode: the tokenizer's function from ids to text; None as above.
         piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
+        state_dtype: torch.float64 keeps the recurrent states in float64 from the second piece on, for streams of
+            hundreds of thousands of tokens (`docs/streaming.md`). They then take twice the memory. None keeps the
+            dtype of the model's states.
 
     Attributes:
         state: the model's state, or None before the first token. Its tensors are never modified.
@@ -45,10 +50,14 @@ class Session:
         encode: Callable[[str], Sequence[int]] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         piece_size: int = 4096,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         if piece_size < 1:
             raise ValueError(f"piece_size must be at least 1; got {piece_size}")
+        if state_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"state_dtype must be None, torch.float32 or torch.float64; got {state_dtype}")
         self.model, self.encode, self.decode, self.piece_size = model, encode, decode, piece_size
+        self.state_dtype = state_dtype
         self.state: ModelState | None = None
         self.position = 0
         self._logits: Tensor | None = None
@@ -65,10 +74,20 @@ class Session:
         """
         ids = self._ids(tokens)
         for piece in ids.split(self.piece_size) if len(ids) else ():
-            hidden, self.state = self.model.hidden(piece.unsqueeze(0), self.state)
+            hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
+            self.state = self._cast(state)
             self._logits = self.model.logits(hidden[0, -1])
             self._last, self.position = piece[-1:], self.position + len(piece)
         return self
+
+    def _cast(self, state: ModelState) -> ModelState:
+        """The state with its sums over all tokens in `state_dtype`."""
+        if self.state_dtype is None:
+            return state
+        return tuple(
+            {name: x.to(self.state_dtype) if name.rpartition(".")[2] in RECURRENT else x for name, x in layer.items()}
+            for layer in state
+        )
 
     def _ids(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
         size, device = self.model.config.vocab_size, self.model.embedding.weight.device
@@ -101,7 +120,9 @@ class Session:
 
     def fork(self) -> Session:
         """Return a second session that continues from here independently. The two share tensors, which never change."""
-        other = Session(self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size)
+        other = Session(
+            self.model, encode=self.encode, decode=self.decode, piece_size=self.piece_size, state_dtype=self.state_dtype
+        )
         other.state, other.position = self.state, self.position
         other._logits, other._last = self._logits, self._last
         return other
@@ -129,7 +150,11 @@ class Session:
         Raises:
             ValueError: a setting is out of range, or the session has read nothing yet.
         """
-        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        if (
+            not 0 <= temperature < math.inf
+            or (top_k is not None and top_k < 1)
+            or (top_p is not None and not 0 < top_p <= 1)
+        ):
             raise ValueError(
                 f"need temperature ≥ 0, top_k ≥ 1 and 0 < top_p ≤ 1; got {temperature}, {top_k} and {top_p}"
             )
@@ -149,26 +174,27 @@ class Session:
             self.feed([token])
             yield token
 
-    def write(self, n: int, *, stop: Sequence[int] = (), **settings) -> Iterator[str]:
+    def write(self, n: int, *, stop: str | Sequence[int | str] = (), **settings) -> Iterator[str]:
         """Draw tokens as `sample` does, and yield them as pieces of text that hold whole characters.
 
         Args:
             n: largest number of tokens.
-            stop: tokens that end the text; they are not part of it.
+            stop: tokens or texts that end the text; they are not part of it. The session has read what it drew of them.
             **settings: settings of `sample`.
 
         Raises:
-            ValueError: as in `sample`, or the tokens are not bytes and there is no `decode`.
+            ValueError: as in `sample`, an empty text in `stop`, or the tokens are not bytes and there is no `decode`.
+            TypeError: `stop` has something other than tokens and texts.
         """
         if self.decode is None and self.model.config.vocab_size != BYTES:
             raise ValueError(
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )
+        ends, texts = divide_stops([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
-        if self.decode is None:
-            return _text(tokens, frozenset(stop), _Bytes())
         before = [] if self._last is None else self._last.tolist()
-        return _text(tokens, frozenset(stop), _Incremental(self.decode, before))
+        pieces = pieces_of_text(tokens, ends, decoder(self.decode, before))
+        return until(pieces, texts) if texts else pieces
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -213,7 +239,7 @@ class Session:
         vocabulary = self.model.config.vocab_size
         if position < 1 or logits.shape != (vocabulary,) or last.shape != (1,) or not 0 <= int(last) < vocabulary:
             raise ValueError(f"{path} holds no state of a session: its position, logits or last token cannot be")
-        self.state = tuple(layers[i] for i in range(len(layers)))
+        self.state = self._cast(tuple(layers[i] for i in range(len(layers))))
         self.position, self._logits, self._last = position, logits, last
         return self
 
@@ -230,7 +256,13 @@ def draw(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Draw a token from `logits [V]`; the settings are those of `Session.sample`."""
+    """Draw a token from `logits [V]`; the settings are those of `Session.sample`.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
+    if not logits.isfinite().all():
+        raise ValueError("the logits of the model are not finite, as after a divergence in training")
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator))
@@ -249,42 +281,3 @@ def probabilities(
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before have enough probability
         p = p.index_fill(0, order[beyond], 0.0)
     return p / p.sum()
-
-
-def _text(tokens: Iterator[int], stop: frozenset[int], unpack: _Bytes | _Incremental) -> Iterator[str]:
-    """Yield the text of the tokens as they come; the first part of a character waits for the rest of it."""
-    for token in tokens:
-        if token in stop:
-            break
-        if piece := unpack([token], final=False):
-            yield piece
-    if piece := unpack([], final=True):
-        yield piece
-
-
-class _Bytes:
-    """Decode tokens that are bytes of UTF-8; invalid bytes become replacement characters."""
-
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, tokens: Sequence[int], *, final: bool) -> str:
-        return self.decoder.decode(bytes(tokens), final)
-
-
-class _Incremental:
-    """Decode token by token. A token's text may depend on earlier tokens, so these are decoded together with it."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: list[int]) -> None:
-        self.decode = decode
-        self.before = before  # the last tokens whose text has been returned
-        self.waiting: list[int] = []
-
-    def __call__(self, tokens: Sequence[int], *, final: bool) -> str:
-        self.waiting += tokens
-        known, text = self.decode(self.before) if self.before else "", self.decode([*self.before, *self.waiting])
-        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        if self.waiting:
-            self.before, self.waiting = self.waiting, []
-        return text[len(known) :]

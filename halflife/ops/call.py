@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -108,6 +108,13 @@ class OpCall:
             return self.initial_state.to(dtype)
         heads, key = self.q.shape[2:]
         return self.q.new_zeros(self.num_sequences, heads, self.num_states * key, self.v.shape[-1], dtype=dtype)
+
+    def with_wide_inputs(self) -> OpCall:
+        """The call in float64 if the state before the first token is float64, so that the state stays so."""
+        if self.initial_state is None or self.initial_state.dtype != torch.float64 or self.q.dtype == torch.float64:
+            return self
+        names = ("q", "k", "v", "g", "beta", "a", "b", "g_slow")
+        return replace(self, **{name: x.double() for name in names if (x := getattr(self, name)) is not None})
 
     def check(self) -> None:
         """Checks all tensors.

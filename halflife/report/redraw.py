@@ -13,11 +13,11 @@ from halflife.files import FORECAST_JSON, THEORY_JSON, read_json, without_null
 from halflife.report.card import write_card
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
-from halflife.report.figures.comparison_spectrum import spectrum
+from halflife.report.figures.comparison_spectrum import spectrum_pages
 from halflife.report.figures.decays import against_paper, decays, grid_figures
 from halflife.report.figures.forecast import forecasts
 from halflife.report.figures.language import language_figures
-from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, save
+from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, draw_pages, save
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
@@ -59,17 +59,24 @@ def write_report(run_dir: str | Path) -> Path:
 def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Draw every figure that a run has data for into its folder `figures/` and return the files.
 
+    A figure of many models is divided into several files, `spectrum.png`, `spectrum-2.png` and so on.
+
     Raises:
         ValueError: a format is unknown.
     """
     if isinstance(run, LanguageRun):
-        data, figures = language_figures(run), {}
+        data, figures = language_figures(run), dict[str, list[Figure]]()
     elif folder_kind(run.path) is FolderKind.GRID:
         data, figures = grid_figures(run), {}
     else:
-        data, figures = comparison_figures(run), {"spectrum": spectrum(run)}
-    figures |= {one.name: draw(one) for one in data}
-    return [file for name, figure in figures.items() for file in save(figure, run.path / FIGURES, name, formats)]
+        data, figures = comparison_figures(run), {"spectrum": spectrum_pages(run)}
+    figures |= {one.name: draw_pages(one) for one in data}
+    return [
+        file
+        for name, pages in figures.items()
+        for number, page in enumerate(pages, start=1)
+        for file in save(page, run.path / FIGURES, name if number == 1 else f"{name}-{number}", formats)
+    ]
 
 
 def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:

@@ -73,12 +73,22 @@ def model_handles(models: Sequence[str], **changes: Any) -> list[Line2D]:
 
 def legend(figure: Figure, handles: Sequence[Line2D]) -> None:
     """Add a legend below the panels, in as many columns as fit, and make the figure taller by its height."""
-    for columns in range(len(handles), 0, -1):
+    if not handles:
+        return
+    fits, too_many = 1, len(handles) + 1
+    columns = len(handles)
+    while True:
         box = figure.legend(handles=handles, loc="outside lower center", ncols=columns)
-        if columns == 1 or box.get_window_extent().width < 0.98 * figure.bbox.width:
-            figure.set_figheight(figure.get_figheight() + box.get_window_extent().height / figure.dpi)
+        extent = box.get_window_extent()
+        if columns == 1 or extent.width < 0.98 * figure.bbox.width:
+            fits = columns
+        else:
+            too_many = columns
+        if columns == fits and fits + 1 == too_many:
+            figure.set_figheight(figure.get_figheight() + extent.height / figure.dpi)
             return
         box.remove()
+        columns = (fits + too_many) // 2
 
 
 def note(axes: Axes, text: str) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
-from halflife.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary
+from halflife.data.paths import absolute_paths, relative_paths
+from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.one import CellConfig, ModelRun, training_device
@@ -55,6 +56,11 @@ class LanguageConfig(CellConfig):
         for name in ("context", "validation_tokens", "test_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+
+    def portable(self, saved: dict[str, Any], folder: Path) -> dict[str, Any]:
+        # A relative path is one that `run.json` holds, because those of a configuration are absolute. The folder of the
+        # cache is a matter of the machine.
+        return {**saved, "data": {**relative_paths(absolute_paths(saved["data"], folder), folder), "cache_dir": None}}
 
     def sequences(self) -> dict[int, float]:
         return {self.context: self.steps * self.batch_size}
@@ -142,8 +148,7 @@ class CorpusRun(ModelRun):
     def save(self, model: LanguageModel, folder: Path) -> None:
         tokenizer = self.corpus.tokenizer
         checkpoint.save(model, folder, tokenizer.name if isinstance(tokenizer, ByteTokenizer) else None)
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.tokenizer.save_pretrained(folder)
+        tokenizer.save(folder)
 
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         if diverged:

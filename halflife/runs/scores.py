@@ -58,6 +58,20 @@ def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
     return [Score(**cell, **shared, **test) for test in tests]
 
 
+def repeated_tests(rows: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
+    """The tests, as (test, length), whose scores are those in distribution again, run by run, and so say nothing new.
+
+    Args:
+        rows: the rows of `results.csv`.
+    """
+    cells: dict[tuple[str, int], dict[Any, str]] = {}
+    for row in rows:
+        of_run = (row["model"], row["learning_rate"], row["seed"], repr(row["num_pairs"]))
+        cells.setdefault((row["test"], row["length"]), {})[of_run] = repr(row["accuracy"])
+    known = {length: own for (test, length), own in cells.items() if test == IN_DISTRIBUTION}
+    return {key for key, own in cells.items() if key[0] != IN_DISTRIBUTION and own == known.get(key[1])}
+
+
 def write_scores(path: Path, scores: Iterable[Score]) -> None:
     """Write the table, whole or not at all."""
     rows = ([getattr(score, name) for name in COLUMNS] for score in scores)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halflife import __version__
+from halflife import __version__, extensions
 from halflife.files import (
     RESULT_JSON,
     RUN_JSON,
@@ -63,12 +63,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be done: its configuration, its folder, its label, and how it uses memory."""
+    """A run to be done: its configuration, folder, label and use of memory, and the extensions that it imports."""
 
     config: CellConfig
     folder: Path
     name: str
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    imports: Mapping[str, Sequence[str]] = field(default_factory=extensions.record)
 
 
 # Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars. The result
@@ -132,6 +133,7 @@ def run_job(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, A
     Raises:
         ValueError: another process keeps the lock, or the folder belongs to a run with another configuration.
     """
+    extensions.recall(job.imports)  # a worker on another machine does not have them yet
     with folder_lock(job.folder, patience):
         return run_one(job.config.open(show), job.folder, name=job.name, execution=replace(job.execution, show=show))
 
@@ -165,20 +167,20 @@ def run_sweep(
 
     Raises:
         RunsFailed: no run has ended.
-        ValueError: `seeds` has none of the sweep's seeds.
+        ValueError: `seeds` has a seed that is not the sweep's.
     """
     config = read_json(folder / CONFIG_JSON)
     for place in (folder, folder / FIGURES):
         remove_orphans(place, older_than=60)  # other processes may share the folder
     if not (folder / VERSIONS_JSON).exists():  # the process was killed between the two files
         write_json(folder / VERSIONS_JSON, versions())
+    execution = replace(execution or ExecutionConfig(), sweep=folder.absolute())
     jobs = {
-        cell: Job(configure(cell), _place(folder, cell), cell.title, execution or ExecutionConfig())
+        cell: Job(configure(cell), _place(folder, cell), cell.title, execution)
         for cell in cells(config["learning_rates"], config["seeds"])
     }
+    check_seeds(seeds, config["seeds"])
     wanted = [cell for cell in jobs if seeds is None or cell.seed in seeds]
-    if not wanted:
-        raise ValueError(f"there is nothing to run: the seeds of {folder} are {', '.join(map(str, config['seeds']))}")
     done = _results(jobs)
     failed = runner([jobs[cell] for cell in wanted if cell not in done], show)
     results = _results(jobs)
@@ -192,6 +194,19 @@ def run_sweep(
     ]
     write_scores(folder / RESULTS_CSV, scores)
     return [asdict(score) for score in scores], failed
+
+
+def check_seeds(chosen: Sequence[int] | None, seeds: Sequence[int]) -> None:
+    """Check that the chosen seeds belong to a sweep.
+
+    Raises:
+        ValueError: one of them does not; the message names it.
+    """
+    if unknown := [seed for seed in chosen or () if seed not in seeds]:
+        raise ValueError(
+            f"there is no seed {', '.join(map(str, unknown))} to run; the comparison has the seeds {seeds[0]} to "
+            f"{seeds[-1]}"
+        )
 
 
 def _place(folder: Path, cell: Cell) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import (
@@ -30,6 +31,9 @@ from halflife.files import METRICS_JSONL, finite, naming, read_metrics, write_te
 from halflife.layers import gate_statistics
 from halflife.training.config import SIGNALS
 from halflife.training.speed import Speed
+
+if TYPE_CHECKING:
+    from halflife.training.trackers import Tracking
 
 
 class Diverged(RuntimeError):
@@ -63,32 +67,28 @@ class Metrics(TrainerCallback):
         measure: "accuracy" or "loss".
         every: steps between validations.
         speed: computes tokens per second; None to leave them out.
-        tensorboard: whether to write the metrics to `tensorboard/` as well.
+
+    Attributes:
+        tracking: also gets every line and the model at validations; None without trackers.
     """
 
     def __init__(
         self, folder: Path, validate: Callable[[nn.Module], float], measure: str, every: int,
-        speed: Speed | None = None, tensorboard: bool = False,
+        speed: Speed | None = None,
     ) -> None:  # fmt: skip
         self.path, self.validate, self.measure, self.every = folder / METRICS_JSONL, validate, measure, every
-        self.speed, self.tensorboard = speed, tensorboard
+        self.speed = speed
+        self.tracking: Tracking | None = None
         self.step_seconds: list[float] = []
         self.validation: float | None = None
         self._step_start = 0.0
         self._logged = 0  # number of `step_seconds` at the previous log
-        self._tensorboard: Any = None
         self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         lines = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
         if state.is_world_process_zero:
             write_text(self.path, "".join(map(_line, lines)))
-            if self.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._tensorboard = SummaryWriter(
-                    str(self.path.parent / "tensorboard"), purge_step=state.global_step + 1
-                )
         # A run that was killed after its last step validates no more, so its last validation is read from the file.
         validations = [line[key] for line in lines if (key := f"validation_{self.measure}") in line]
         self.validation = validations[-1] if validations else None
@@ -103,10 +103,8 @@ class Metrics(TrainerCallback):
         if state.global_step % self.every == 0 or last:
             self.validation = self.validate(kwargs["model"])
             self._write(state, {f"validation_{self.measure}": self.validation})
-
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+            if self.tracking is not None:
+                self.tracking.observe(kwargs["model"].model, state.global_step)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         logs = logs or {}
@@ -146,9 +144,8 @@ class Metrics(TrainerCallback):
             return
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(_line({"step": state.global_step, **line}))
-        for name, value in line.items():
-            if self._tensorboard is not None and isinstance(value, float):
-                self._tensorboard.add_scalar(name, value, state.global_step)
+        if self.tracking is not None:
+            self.tracking.report(line)
 
 
 def _line(values: dict[str, Any]) -> str:
@@ -167,7 +164,7 @@ class ProgressBar(TrainerCallback):
             refresh_per_second=2,
         )  # fmt: skip
         self.task: TaskID | None = None
-        self.loss = float("nan")
+        self.loss: float | None = None  # none is logged yet
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.progress.start()
@@ -188,7 +185,7 @@ class ProgressBar(TrainerCallback):
         self.progress.update(
             self.task,
             completed=state.global_step,
-            info=f"loss {self.loss:.2f}{shown}{rate}",
+            info=f"loss {'–' if self.loss is None else f'{self.loss:.2f}'}{shown}{rate}",
             clock="in all" if state.global_step == state.max_steps else "left",
         )
 
@@ -198,10 +195,11 @@ class ProgressBar(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """On a signal to end (`SIGNALS`), saves a checkpoint after the current step and ends the training.
+    """On a signal to end (`SIGNALS`, or Ctrl-C), saves a checkpoint after the current step and ends the training.
 
-    Job managers send such a signal some seconds before they kill a process. All processes of a run stop after the same
-    step, even if only one of them received it. A signal that is ignored, as SIGHUP under nohup, stays ignored.
+    Job managers send such a signal some seconds before they kill a process. A second Ctrl-C ends it at once. All
+    processes of a run stop after the same step, even if only one of them received it. A signal that is ignored, as
+    SIGHUP under nohup, stays ignored.
 
     Attributes:
         received: the number of the signal, or None.
@@ -211,11 +209,15 @@ class StopOnSignal(TrainerCallback):
         self.received: int | None = None
         self.previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in this thread only
-            for number in SIGNALS:
+            for number in (*SIGNALS, signal.SIGINT):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if self.received == number:
+                raise KeyboardInterrupt
+            print("\nsaving a checkpoint after this step; press Ctrl-C again to stop at once", file=sys.stderr)
         self.received = number
 
     def on_step_end(self, args, state, control, **kwargs) -> None:

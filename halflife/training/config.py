@@ -7,14 +7,21 @@ import json
 import math
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from halflife import extensions
 from halflife.extras import require
 from halflife.models import ModelConfig
+from halflife.registry import unknown
 
+TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 # A job manager sends one of these before it kills a process, or a terminal that closes does.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU") if hasattr(signal, name))
+
+MOST_STEPS = 10**9  # also the largest batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +64,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "validate_every", "save_every"):
-            if not 1 <= getattr(self, name) < 1 << 62:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_STEPS:
+                raise ValueError(f"{name} must be at least 1 and at most {MOST_STEPS:,}; got {getattr(self, name)}")
         for name in ("learning_rate", "epsilon", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
@@ -74,6 +81,14 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def portable(self, saved: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """A configuration as JSON holds it, with paths relative to `folder`, the folder of the run."""
+        return saved
+
+    def saved_in(self, folder: Path) -> dict[str, Any]:
+        """What `run.json` in `folder` holds: the configuration, and the extensions that a resumed run imports."""
+        return {**self.portable(as_json(self.to_dict()), folder), **extensions.record()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
@@ -85,22 +100,31 @@ class ExecutionConfig:
         gradient_checkpointing: whether to recompute the activations of a block in the backward pass.
         fsdp: whether to shard parameters, gradients and optimiser over the processes (FSDP2). Otherwise each process
             holds all of them (DDP).
-        tensorboard: whether to write `tensorboard/` as well.
+        track: names of `TRACKERS`, to which the run is reported (`training.trackers`).
+        sweep: the folder of the sweep that the run belongs to. The local files of trackers lie there; None for a run
+            by itself.
+        observe: takes the model and returns values and matplotlib figures by name, which the trackers get before the
+            first step and at every validation; None for none.
         show: whether to draw a progress bar.
 
     Raises:
-        ImportError: `tensorboard` is asked for and not installed.
+        ImportError: a package of `track` is not installed.
+        ValueError: a name in `track` is unknown, or the environment asks for what cannot be.
     """
 
     micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
     fsdp: bool = False
-    tensorboard: bool = False
+    track: tuple[str, ...] = ()
+    sweep: Path | None = None
+    observe: Callable[..., Any] | None = None
     show: bool = True
 
     def __post_init__(self) -> None:
-        if self.tensorboard:
-            require("--tensorboard", "tensorboard")
+        for name in self.track:
+            if name not in TRACKERS:
+                raise unknown("tracker", name, list(TRACKERS))
+            require(f"--track {name}", name)
         if "WORLD_SIZE" not in os.environ:
             if self.fsdp:
                 raise ValueError("fsdp shards over the processes of torchrun: start the command with torchrun")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
+from halflife import extensions
 from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
@@ -69,7 +71,8 @@ def check_run_folder(config: TrainConfig, folder: Path) -> bool:
         ValueError: the folder belongs to a run with another configuration, or `run.json` was edited after the first
             checkpoint; the message names what differs.
     """
-    if (folder / RUN_JSON).exists() and (differing := _differences(read_json_object(folder / RUN_JSON), config)):
+    path = folder / RUN_JSON
+    if path.exists() and (differing := _differences(read_json_object(path), config, folder)):
         raise ValueError(
             f"{folder} belongs to a run with another configuration; choose another folder. There and here: {differing}"
         )
@@ -80,7 +83,7 @@ def check_run_folder(config: TrainConfig, folder: Path) -> bool:
             trained = read_json_object(saved)
         except ValueError:  # a damaged checkpoint, which is passed over later
             continue
-        if differing := _differences(trained, config):
+        if differing := _differences(trained, config, folder):
             raise ValueError(
                 f"{folder / RUN_JSON} was changed after {saved.parent.name} was written. A run cannot change its "
                 f"settings: restore the file, or start a new run. There and here: {differing}"
@@ -92,12 +95,13 @@ def claim_run_folder(config: TrainConfig, folder: Path) -> None:
     """Write `run.json`, and remove what killed processes left in the folder."""
     if rank() == 0:
         remove_orphans(folder)
-        write_json(folder / RUN_JSON, config.to_dict())
+        write_json(folder / RUN_JSON, config.saved_in(folder))
 
 
-def _differences(saved: dict[str, Any], config: TrainConfig) -> str:
+def _differences(saved: dict[str, Any], config: TrainConfig, folder: Path) -> str:
     """The settings that differ between a `run.json` and a configuration, with both values; "" if none differ."""
-    there, here = _flatten(_with_defaults(saved, config)), _flatten(as_json(config.to_dict()))
+    whole = (config.portable(x, folder) for x in (_with_defaults(saved, config), as_json(config.to_dict())))
+    there, here = (_flatten({name: x for name, x in one.items() if name != extensions.IMPORTS}) for one in whole)
     names = [name for name in {**here, **there} if name not in here or name not in there or here[name] != there[name]]
     return "; ".join(f"{name} = {there.get(name, 'missing')} and {here.get(name, 'missing')}" for name in names[:4])
 
@@ -159,13 +163,14 @@ def fit(
     from halflife.training.callbacks import Diverged, Metrics, ProgressBar, StopOnSignal, check_weights
     from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
     from halflife.training.speed import keep_freed_memory
+    from halflife.training.trackers import track
     from halflife.training.trainer import FSDPTrainer, HalflifeTrainer
 
     store = CheckpointStore(folder / CHECKPOINTS)
     if store.newest is not None and (store.newest / sharding.SHARDS).is_dir() != execution.fsdp:
         raise ValueError(f"{store.newest} was written {'without' if execution.fsdp else 'with'} --fsdp; resume it so")
     objective, arguments = Objective(model, execution.gradient_checkpointing), _arguments(config, folder, execution)
-    metrics = Metrics(folder, validate, measure, config.validate_every, speed, execution.tensorboard)
+    metrics = Metrics(folder, validate, measure, config.validate_every, speed)
     if arguments.device.type == "cpu":
         keep_freed_memory()
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
@@ -181,8 +186,11 @@ def fit(
     )
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
+    metrics.tracking = track(trainer, config, folder, execution)
+    start = 0 if store.newest is None else int(store.newest.name.rpartition("-")[2])
     try:
-        trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
+        with nullcontext() if metrics.tracking is None else metrics.tracking.open(start):
+            trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
         check_weights(model, config.steps)
     except Diverged as error:
         return str(error), metrics
@@ -217,6 +225,8 @@ class StoppedBySignal(Exception):
 def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) -> Any:
     from transformers import TrainingArguments
 
+    from halflife.training.trackers import PROJECT, run_name
+
     by_epoch = config.schedule == BY_EPOCH  # `HalflifeTrainer.create_scheduler` makes it
     log_every = math.gcd(config.save_every, 20)  # divides save_every, so that a resumed run logs the same averages
     return TrainingArguments(
@@ -240,6 +250,8 @@ def _arguments(config: TrainConfig, folder: Path, execution: ExecutionConfig) ->
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
         ddp_find_unused_parameters=False,
-        report_to=[],
+        report_to=list(execution.track),
+        run_name=run_name(folder, execution),
+        project=PROJECT,
         disable_tqdm=True,
     )

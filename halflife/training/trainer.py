@@ -63,7 +63,7 @@ class HalflifeTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save:
                     write_json(folder / f"checkpoint-{step}" / WINDOW, window)
-                    write_json(folder / f"checkpoint-{step}" / RUN_JSON, self.config.to_dict())
+                    write_json(folder / f"checkpoint-{step}" / RUN_JSON, self.config.saved_in(self.store.folder.parent))
             finally:
                 self._written_to = None
 

@@ -14,6 +14,7 @@ another shape.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
@@ -34,13 +35,19 @@ __all__ = [
 ]  # fmt: skip
 
 FORMATS = ("halflife", "transformers")
+# The files in which transformers keeps a tokenizer.
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 def convert(source: str | Path, target: str | Path, *, to: str = "halflife", layer: int | None = None) -> Path:
     """Write the model in `source` into `target` in another format, and return `target`.
 
     Args:
-        source: Hugging Face folder (`config.json` and safetensors, sharded or not), or halflife checkpoint.
+        source: Hugging Face folder (`config.json` and safetensors, sharded or not), or halflife checkpoint. A tokenizer
+            in it is copied.
         target: folder without a checkpoint.
         to: "halflife", or "transformers" to export a halflife checkpoint of Mamba-2.
         layer: index, from 0, of the one mixer of a Qwen3-Next to convert; `load_layer` reads the result.
@@ -61,18 +68,28 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         if (target / name).exists() and not killed:
             raise FileExistsError(f"{target} holds {name} already; give another folder")
     config = read_json_object(source / CONFIG_JSON)
-    ours, kind = "format" in config, config.get("model_type")
+    ours, kind = checkpoint.is_ours(config), config.get("model_type")
     if to == "transformers":
         if not ours or layer is not None:
             raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is not one")
-        return write_model(target, *to_transformers_mamba2(checkpoint.load(source)))
-    if ours:
+        return _with_tokenizer(source, write_model(target, *to_transformers_mamba2(checkpoint.load(source))))
+    if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
+    if ours and layer is None:
+        return _with_tokenizer(source, checkpoint.save(checkpoint.load(source), target, config.get("tokenizer")))
     converter = SOURCES[str(kind)]
     tensors = Checkpoint(source)
     if layer is None:
-        return checkpoint.save(assemble(*converter(config, tensors)), target)
+        return _with_tokenizer(source, checkpoint.save(assemble(*converter(config, tensors)), target))
     if kind != "qwen3_next":
         raise ValueError(f"--layer takes one mixer of a qwen3_next; a {kind} is converted as a whole")
     options, weights = qwen3_next_mixer(config, tensors, layer)
     return save_layer(target, "gated_deltanet", options, weights)
+
+
+def _with_tokenizer(source: Path, target: Path) -> Path:
+    """Copy the files of the tokenizer, if there are some, and return `target`."""
+    for name in TOKENIZER:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    return target

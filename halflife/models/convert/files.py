@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,65 +11,12 @@ from torch import Tensor
 from halflife import layers
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object, write_json
 from halflife.layers import Mixer
+from halflife.models.shards import Checkpoint, open_tensors
 from halflife.models.tensor_file import write_tensors
 
-INDEX = "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+__all__ = ["Checkpoint", "load_layer", "save_layer", "write_model"]
+
 LAYER_FORMAT = 1
-
-
-class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face folder by name. A tensor is read from the disk when it is accessed.
-
-    Args:
-        folder: folder with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the folder holds only pickles, a file is truncated, or the shards do not agree with the index.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        whole, index = folder / WEIGHTS, folder / INDEX
-        if whole.exists() or not index.exists():
-            self.files = _open(whole)
-            return
-        placed = read_json_object(index).get("weight_map")
-        if not isinstance(placed, dict):
-            raise ValueError(f"{index} has no weight_map")
-        for shard in placed.values():
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise ValueError(f"{index} names the shard {shard!r}, which is no file of its folder")
-        self.files: dict[str, Any] = {}
-        for shard in sorted(set(placed.values())):
-            self.files |= _open(folder / shard)
-        if differing := sorted(placed.keys() ^ self.files.keys()):
-            raise ValueError(f"{index} and its shards do not agree on {differing[0]} ({len(differing)} in all)")
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.files[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-def _open(path: Path) -> dict[str, Any]:
-    """Open a safetensors file, and return a mapping from each tensor's name to the open file."""
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists():
-        pickles = sorted(p.name for p in path.parent.glob("*") if p.suffix in PICKLES)
-        if pickles:
-            raise ValueError(f"{path.parent} holds {pickles[0]}, a pickle; only safetensors are read")
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        file = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
-    return dict.fromkeys(file.keys(), file)
 
 
 def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -107,7 +54,7 @@ def load_layer(folder: str | Path) -> Mixer:
     data = read_json_object(folder / "layer.json")
     if data.get("format") != LAYER_FORMAT:
         raise ValueError(f"{folder} holds a layer of format {data.get('format')}; this version reads {LAYER_FORMAT}")
-    file = _open(folder / "layer.safetensors")
+    file = open_tensors(folder / "layer.safetensors")
     with torch.device("meta"):
         layer = layers.build(data["layer"], **data["options"])
     try:

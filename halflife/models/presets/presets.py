@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +14,13 @@ from halflife.models.config import ModelConfig
 from halflife.models.presets.hybrids import hybrid_layers, ska_paper
 from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers
 from halflife.models.presets.sizes import PresetSizes
-from halflife.registry import Registry
+from halflife.registry import Registry, unknown
 
 # A base takes the sizes and returns fields of `ModelConfig`.
 PRESETS: Registry[Callable[[PresetSizes], Options]] = Registry("preset")
+
+# Fields of `ModelConfig` that `preset` takes as they are.
+CONFIG_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "name"]
 
 
 def _base(mixer: str, num_heads: int, fields: Options | None = None, **options: Any) -> Options:
@@ -136,6 +141,15 @@ def echo_paper(sizes: PresetSizes) -> Options:
     return {**model, "mlp": "koopman_paper"}
 
 
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> Options:
+    """Return `old` with the values of `new`. Where both hold a mapping, the two are merged in the same way."""
+    changed = {
+        name: merge(old[name], value) if isinstance(value, Mapping) and isinstance(old.get(name), Mapping) else value
+        for name, value in new.items()
+    }
+    return {**old, **changed}
+
+
 def preset(
     name: str,
     *,
@@ -157,20 +171,34 @@ def preset(
         vocab_size: number of token ids.
         num_heads: heads of every mixer, also of a hybrid's second mixer; None means that the architecture chooses.
         train_length: tokens of a training sequence; PoST spreads its spectrum over this length.
-        mixer_options: options of the mixer, which override those of the preset.
-        **config: other fields of `ModelConfig` (`mlp`, `tie_embeddings`, …).
+        mixer_options: options of the mixer, which override those of the preset. Options in a mapping, such as those of
+            `post`, override one by one: `{"post": {"train_length": 128}}` changes one option of PoST.
+        **config: other fields of `ModelConfig` (`mlp`, `tie_embeddings`, …). The options of `hybrid` override one by
+            one, unless it names another mixer.
 
     Raises:
-        ValueError: the name is unknown, or the combination has no meaning; the message says why.
+        ValueError: a name is unknown, or the combination has no meaning; the message says why.
     """
+    if foreign := config.keys() - CONFIG_FIELDS:
+        known = [*inspect.signature(preset).parameters][1:-1] + CONFIG_FIELDS
+        raise unknown("option of a preset", min(foreign), list(dict.fromkeys(known)))
     base, *modifiers = name.split("+")
     check_modifiers(name, modifiers)
+    given = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "num_heads": num_heads}
+    for field, size in given.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{field} must be at least 1; got {size}")
     sizes = PresetSizes(hidden_size, num_layers, num_heads, train_length)
     model = PRESETS[base](sizes)
     for modifier in modifiers:
         model = MODIFIERS[modifier](base, model, sizes)
-    options = {**model["mixer_options"], **(mixer_options or {})}
-    fields = {**model, "mixer_options": options, **config}
+    fields = merge(model, {"mixer_options": mixer_options or {}, **config})
+    # Options of another decay or mixer than the preset's do not add to those of the preset's.
+    options, hybrid = model["mixer_options"], model.get("hybrid", {})
+    if fields["mixer_options"].get("decay") != options.get("decay") and "decay_options" in options:
+        fields["mixer_options"]["decay_options"] = dict((mixer_options or {}).get("decay_options") or {})
+    if hybrid and (config.get("hybrid") == {} or fields["hybrid"].get("mixer") != hybrid["mixer"]):
+        fields["hybrid"] = config["hybrid"]
     resolved = ModelConfig(name=name, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, **fields)
     try:
         with torch.device("meta"):

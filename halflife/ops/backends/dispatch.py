@@ -129,13 +129,16 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
             which are the fastest forms while decoding.
         output_final_state: whether to return the final state.
 
+    A call whose initial state is float64 runs in float64, also with other inputs, and so returns a float64 state.
+
     Returns:
-        The outputs `[B, T, H, V]`, and the final state or None.
+        The outputs `[B, T, H, V]` in v's dtype, and the final state or None.
 
     Raises:
         ValueError: a shape does not fit, or the backend cannot run.
     """
     call.check()
+    dtype, call = call.v.dtype, call.with_wide_inputs()
     if call.is_transformed:
         backend = _traceable(call.op, backend)
     if backend == "auto" and call.is_token and (call.differentiated or why(call.op, "native", call.device, call)):
@@ -143,7 +146,7 @@ def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tens
     implementation = choose(call.op, backend, call.device, call)
     with without_autocast(call.device):
         o, state = implementation(call)
-    return o, state if output_final_state else None
+    return o.to(dtype), state if output_final_state else None
 
 
 # ------------------------------------------------------------------- backends that are imported on their first use

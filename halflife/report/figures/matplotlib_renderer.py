@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,30 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MAX_MARKERS = 16  # of a line; longer lines have markers at equal distances
 PANEL = (3.0, 3.0)  # width and height of a panel of curves, inches
+PAGE_HEIGHT = 18.0  # of the panels in one picture, inches
 FORMATS = ("png", "svg")  # by default
+DPI = 150
 # Without a date, the same data give the same file.
 _METADATA: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+def draw_pages(data: FigureData) -> list[Figure]:
+    """`draw` in pictures whose rows of panels are at most `PAGE_HEIGHT` high in all."""
+    heights = _heat_map_heights(data) or [PANEL[1]]
+    size = max(1, int(PAGE_HEIGHT / max(heights))) * data.columns
+    pages = [replace(data, panels=data.panels[i : i + size]) for i in range(0, len(data.panels), size)]
+    return [draw(page) for page in pages or [data]]
+
+
+def _heat_map_heights(data: FigureData) -> list[float]:
+    """The heights of the heat maps of a figure, inches."""
+    return [0.75 + 0.3 * len(panel.rows) for panel in data.panels if isinstance(panel, HeatMap)]
 
 
 @styled
 def draw(data: FigureData) -> Figure:
     """The figure as matplotlib draws it, with a legend below its panels."""
-    heights = [0.75 + 0.3 * len(panel.rows) for panel in data.panels if isinstance(panel, HeatMap)]
-    if heights:
+    if heights := _heat_map_heights(data):
         ratios = [len(panel.columns) for panel in data.panels[: data.columns] if isinstance(panel, HeatMap)]
         width = max(WIDTH, 0.38 * sum(ratios) + 0.5 * len(ratios) + 1)
         figure, grid = panel_grid(
@@ -137,9 +152,19 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMA
         ValueError: see `check_format`.
     """
     files = [folder / f"{name}.{check_format(suffix)}" for suffix in formats]
+    _arrange(figure)
     for file in files:
         save_as(figure, file)
     return files
+
+
+@styled
+def _arrange(figure: Figure) -> None:
+    """Compute the layout once for all files. With a layout engine, matplotlib draws each file twice."""
+    if (engine := figure.get_layout_engine()) is not None:
+        figure.dpi = DPI
+        engine.execute(figure)
+        figure.set_layout_engine(None)
 
 
 @styled
@@ -151,7 +176,7 @@ def save_as(figure: Figure, file: Path) -> None:
     """
     suffix = check_format(file.suffix[1:])
     with atomic_path(file) as temporary:
-        figure.savefig(temporary, format=suffix, dpi=150, metadata=_METADATA[suffix])
+        figure.savefig(temporary, format=suffix, dpi=DPI, metadata=_METADATA[suffix])
 
 
 def check_format(suffix: str) -> str:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.data import FigureData
 from halflife.report.numbers import MISSING, count, percent
-from halflife.report.page.spectrum import explorer, without
+from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
 from halflife.runs.folder import IN_DISTRIBUTION, Comparison, Score, flatten, mean
+from halflife.runs.scores import repeated_tests
 
 
 class Column(NamedTuple):
@@ -33,6 +34,7 @@ class Column(NamedTuple):
     best: Callable[..., float] | None
 
 
+LISTED = 8  # the most models that the title lists
 PARAMETERS = Column("parameters", "parameters", {}, count, None)
 STATE_SIZE = Column("state size", "state_size", {}, count, None)
 SPEED = Column("tokens/s", "tokens_per_second", {}, count, max)
@@ -49,8 +51,9 @@ def sweep_page(run: Comparison, findings: list[str], table: Table, figures: list
     scale = run.config.get("scale", "")
     spectra = explorer({model: run.trainings_of(model) for model in run.models}, run.train_length)
     settings = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
+    models = ", ".join(run.models) if len(run.models) <= LISTED else f"{len(run.models)} models"
     return {
-        "title": f"{', '.join(run.models)} on {run.config.get('task', 'a task')}",
+        "title": f"{models} on {run.config.get('task', 'a task')}",
         "kind": f"A halflife comparison{f' at scale {scale}' if scale else ''}",
         "finished": bool(run.scores),
         "findings": findings,
@@ -58,6 +61,7 @@ def sweep_page(run: Comparison, findings: list[str], table: Table, figures: list
         "numbers": {},
         "figures": figures,
         "spectra": spectra,
+        "opened": opened(spectra),
         "without": without(run.models, spectra),
         "settings": flatten(settings | run.config.get("settings", {})),
         "versions": flatten(run.versions),
@@ -121,35 +125,47 @@ def _complete(values: list[float]) -> bool:
 
 
 def _columns(run: Comparison) -> list[Column]:
-    plain = [
-        PARAMETERS,
-        STATE_SIZE,
-        SPEED,
-        LEARNING_RATE,
-        Column("in distribution", "accuracy", {"test": IN_DISTRIBUTION}, percent, max),
-    ]
+    """In distribution first, then the tests by length, then sizes and speed."""
+    lengths = run.lengths(IN_DISTRIBUTION)
+    inside = {"test": IN_DISTRIBUTION}
     by_length = [
         Column(_in_lengths(run, length), "accuracy", {"test": test, "length": length}, percent, max)
-        for test in run.tests
-        for length in run.lengths(test)
+        for test, tested in _tests(run).items()
+        for length in tested
     ]
-    return plain + by_length
+    label = _in_lengths(run, lengths[0]) if len(lengths) == 1 else "mean"
+    sizes = [PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE]
+    return [Column(label, "accuracy", inside, percent, max), *by_length, *sizes]
+
+
+def _tests(run: Comparison) -> dict[str, list[int]]:
+    """Test → its lengths, without the tests that repeat the one in distribution."""
+    repeated = repeated_tests(map(vars, run.scores))
+    tests = {test: [n for n in run.lengths(test) if (test, n) not in repeated] for test in run.tests}
+    return {test: lengths for test, lengths in tests.items() if lengths}
 
 
 def _table(run: Comparison) -> Table:
     levels = f" For comparison: {'; '.join(_levels(run))}." if run.scores else ""
+    if repeated := repeated_tests(map(vars, run.scores)):
+        names = " and ".join(f"{test} at {length:,} tokens" for test, length in sorted(repeated))
+        levels = f" The test in distribution is also {names}.{levels}"
     return Table(
         caption="Accuracy of each model, as a mean and for each seed, at the learning rate that validation selected. "
         f"The highest mean of a column is marked for accuracies and tokens/s.{levels}",
         first="model",
         columns=[column.label for column in _columns(run)],
-        spans=[(f"{test}, by length in tokens", len(run.lengths(test))) for test in run.tests],
+        spans=[
+            ("in distribution", 1),
+            *((f"{test}, by length in tokens", len(n)) for test, n in _tests(run).items()),
+            ("", 4),
+        ],
         groups=groups_of_rows(run, _columns(run), "accuracy"),
     )
 
 
 def groups_of_rows(run: Comparison, columns: list[Column], measure: str) -> list[list[Row]]:
-    """Return for each model the row of its mean and one row for each seed.
+    """Return for each model the row of its mean and one row for each seed; of a single seed, one row.
 
     Args:
         measure: the attribute of `Score` that is NaN if a run diverged, "accuracy" or "loss".
@@ -162,6 +178,9 @@ def groups_of_rows(run: Comparison, columns: list[Column], measure: str) -> list
         measured = [[getattr(score, measure) for score in run.select(model, seed=seed)] for seed in seeds]
         diverged = sum(not _complete(values) for values in measured)
         counted = f"{len(seeds) - diverged} of {len(seeds)}" if diverged else str(len(seeds))
+        if len(seeds) == 1:  # its row would repeat the mean
+            groups.append([Row(model, f"seed {seeds[0]}{', diverged' if diverged else ''}", means)])
+            continue
         rows = [Row(model, f"mean of {counted}" if seeds else "no results", means)]
         for seed in seeds:
             cells = [_cell(c, run.mean(model, c.column, **c.where, seed=seed)) for c in columns]

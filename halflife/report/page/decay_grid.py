@@ -19,7 +19,7 @@ from halflife.report.page.comparison import (
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
 from halflife.runs.folder import Comparison, mean, read_grid
 
-COLUMNS = [PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE, Column("test loss", "loss", {}, "{:.4f}".format, min)]
+COLUMNS = [Column("test loss", "loss", {}, "{:.4f}".format, min), PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE]
 
 
 def decay_grid_page(run: Comparison) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _table(run: Comparison, papers: dict[str, float | None]) -> Table:
         caption=f"Test loss of each model in nats a {unit(run)}, as a mean and for each seed. The paper's loss is in "
         "nats a token. The lowest loss and the highest tokens/s are marked.",
         first="model",
-        columns=[*(column.label for column in COLUMNS), "paper's loss"],
+        columns=[COLUMNS[0].label, "paper's loss", *(column.label for column in COLUMNS[1:])],
         spans=[],
         groups=[
             [_with_paper(row, papers.get(row.name)) for row in rows] for rows in groups_of_rows(run, COLUMNS, "loss")
@@ -53,4 +53,4 @@ def _table(run: Comparison, papers: dict[str, float | None]) -> Table:
 
 def _with_paper(row: Row, paper: float | None) -> Row:
     cell = Cell(MISSING) if paper is None else Cell(f"{paper:.3f}", paper)
-    return row._replace(cells=[*row.cells, cell])
+    return row._replace(cells=[row.cells[0], cell, *row.cells[1:]])

@@ -8,7 +8,7 @@ from typing import Any
 
 from halflife.report.figures.language import BITS, language_figures
 from halflife.report.numbers import count, percent
-from halflife.report.page.spectrum import explorer, without
+from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
 from halflife.runs.folder import LanguageRun, flatten
 
@@ -24,9 +24,10 @@ def language_page(run: LanguageRun) -> dict[str, Any]:
         "finished": bool(run.result),
         "findings": findings(run),
         "table": _table(run) if "lengths" in run.result else None,
-        "numbers": _numbers(run.result),
+        "numbers": _numbers(run.result, _unit(run)),
         "figures": language_figures(run),
         "spectra": spectra,
+        "opened": opened(spectra),
         "without": without([run.model], spectra),
         "settings": flatten(run.config),
         "versions": flatten({name: value for name, value in run.versions.items() if name != "command"}),
@@ -43,16 +44,18 @@ def findings(run: LanguageRun) -> list[str]:
         return [f"The run diverged: {run.result['diverged']}."]
     if "lengths" not in run.result:
         return [UNFINISHED]
-    loss = run.result["validation"]
+    loss, unit = run.result["validation"], _unit(run)
     text = (
-        f"After {run.result['tokens']:,} tokens, the validation loss is {loss:.3f} nats a token ({loss * BITS:.3f} "
-        f"bits), a perplexity of {math.exp(loss):.2f}."
+        f"After {run.result['tokens']:,} tokens, the validation loss is {loss:.3f} nats a {unit} ({loss * BITS:.3f} "
+        f"bits), a perplexity of {math.exp(loss):.2f} a {unit}."
     )
     perplexity = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
     trained, last = min(perplexity), max(perplexity)
     limit = (1 + TOLERANCE) * perplexity[trained]
     reached = max(n for n in perplexity if all(perplexity[shorter] <= limit for shorter in perplexity if shorter <= n))
-    reach = f"The perplexity is {perplexity[trained]:.2f} on texts of the training length, {trained:,} tokens"
+    reach = (
+        f"The perplexity of a {unit} is {perplexity[trained]:.2f} on texts of the training length, {trained:,} tokens"
+    )
     if reached > trained:
         reach += f", and within {percent(TOLERANCE, 0)} of it up to {reached:,} tokens ({reached // trained}T)"
     if last > reached:
@@ -60,8 +63,13 @@ def findings(run: LanguageRun) -> list[str]:
     return [text, f"{reach}."]
 
 
+def _unit(run: LanguageRun) -> str:
+    """What a token of the run is."""
+    return "byte" if run.config["data"]["tokenizer"].startswith("bytes") else "token"
+
+
 def _table(run: LanguageRun) -> Table:
-    rows = run.result["lengths"]
+    rows, unit = run.result["lengths"], _unit(run)
     lowest = {key: min(row[key] for row in rows) for key in ("perplexity", "last_perplexity")}
 
     def table_row(row: dict[str, float]) -> Row:
@@ -70,22 +78,22 @@ def _table(run: LanguageRun) -> Table:
         return Row(count(row["length"]), "T" if times == 1 else f"{times}T", cells)
 
     return Table(
-        caption="Perplexity on the validation text by length, over all tokens and over those of the last context "
-        "alone. The lowest of a column is marked.",
-        first="length (tokens)",
-        columns=["perplexity", "of the last context"],
+        caption=f"Perplexity of a {unit} of the validation text, by the length of the text: the mean over all {unit}s, "
+        f"and over the last {run.train_length:,} alone. The lowest of a column is marked.",
+        first=f"length ({unit}s)",
+        columns=[f"perplexity of a {unit}", f"of one among the last {run.train_length:,}"],
         spans=[],
         groups=[[table_row(row)] for row in rows],
     )
 
 
-def _numbers(result: dict[str, Any]) -> dict[str, str]:
+def _numbers(result: dict[str, Any], unit: str) -> dict[str, str]:
     """The other results of the run. A run that diverged lacks some of them."""
     shown = {
         "parameters": ("parameters", count), "tokens": ("tokens read", count),
         "state_size": ("state size of one sequence", count), "tokens_per_second": ("tokens/s", count),
         "mfu": ("model FLOPs utilisation (MFU)", percent),
-        "validation": ("validation loss (nats a token)", lambda value: f"{value:.4f}"),
+        "validation": (f"validation loss (nats a {unit})", lambda value: f"{value:.4f}"),
         "bits_per_byte": ("bits per byte", lambda value: f"{value:.4f}"),
         "bits_per_byte_of_documents": ("bits per byte of whole documents", lambda value: f"{value:.4f}"),
     }  # fmt: skip

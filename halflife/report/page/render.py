@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from halflife.report.style import HEAT_COLOURS, INK
 from halflife.runs.folder import REPORT_HTML, Comparison, FolderKind, LanguageRun, folder_kind
 
 HERE = Path(__file__).parent
+SCRIPTS = ("vendor/plotly-cartesian.min.js", "report.js", "spectrum.js")
 # Heat maps go from the page's background colour to its opposite, in the dark theme too.
 HEAT_SCALES = {"light": [to_hex(HEAT_COLOURS(x)) for x in (0.0, 0.5, 1.0)], "dark": ["#18222c", "#2a78ad", "#cfe8fb"]}
 
@@ -43,13 +45,10 @@ def _variables(run: Comparison | LanguageRun) -> dict[str, Any]:
 
 def render(page: dict[str, Any]) -> str:
     """The HTML of a page, from the variables of its template. Figures without data are left out."""
-    from plotly.offline import get_plotlyjs
-
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    sources = [(HERE / name).read_text(encoding="utf-8") for name in ("report.js", "spectrum.js")]
-    scripts = [_embeddable(source) for source in (get_plotlyjs(), *sources)]
+    scripts = [_embeddable((HERE / name).read_text(encoding="utf-8")) for name in SCRIPTS]
     plots = [plot(figure) for figure in page["figures"] if not figure.empty]
     data = {
         "ink": INK, "recall": HEAT_SCALES, "noData": NO_DATA, "spectra": page["spectra"],
@@ -63,6 +62,7 @@ def render(page: dict[str, Any]) -> str:
         policy=_policy(scripts),
         data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")),
         as_text=_as_text,
+        parts=re.compile(r"(?<=[+_./:-])").split,  # a name may break after these characters
         ink=INK,
         slowest=f"{SLOWEST:,.0f}",
         fastest=f"{FASTEST:g}",

@@ -41,6 +41,16 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
     return {"length": train_length, "models": models} if models and train_length else None
 
 
+def opened(spectra: dict[str, Any] | None) -> int:
+    """The index of the model that the explorer shows first: one whose time-scales depend on the position, if any."""
+    models = spectra["models"] if spectra else []
+    moving = (
+        i for i, one in enumerate(models) for layer in one["layers"]
+        if any(row != layer["trained"][0] for row in layer["trained"])
+    )  # fmt: skip
+    return next(moving, 0)
+
+
 def without(models: Sequence[str], spectra: dict[str, Any] | None) -> list[str]:
     """The models that have no spectrum in the result of `explorer`."""
     shown = {entry["model"] for entry in spectra["models"]} if spectra else set()

@@ -37,7 +37,7 @@ class Table(NamedTuple):
         caption: what the table shows.
         first: the heading of the names.
         columns: the headings of the other columns.
-        spans: (text, width) of the headings above the last columns.
+        spans: (text, width) of the headings above the columns, in order; "" for columns without one. Empty without any.
         groups: the rows of each group.
     """
 
@@ -48,6 +48,10 @@ class Table(NamedTuple):
     groups: list[list[Row]]
 
     @property
-    def num_plain(self) -> int:
-        """The number of columns without a heading above theirs."""
-        return len(self.columns) - sum(width for _, width in self.spans)
+    def parts(self) -> list[tuple[str, list[tuple[int, str]]]]:
+        """The heading above each part of the columns, and (number, heading) of its columns, counted from 1."""
+        numbered, parts = list(enumerate(self.columns, 1)), []
+        for text, width in self.spans or [("", len(self.columns))]:
+            parts.append((text, numbered[:width]))
+            numbered = numbered[width:]
+        return parts

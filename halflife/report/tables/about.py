@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from halflife import ops
@@ -40,6 +41,17 @@ def print_names(experiments: dict[str, str], rows: Sequence[str]) -> None:
     print_wide(_two_columns("tasks of papers (eval --tasks)", zero_shot), "")
     grid = {group: ", ".join(row for row in rows if row.startswith(f"{group}/")) for group in _groups(rows)}
     print_wide(_two_columns("rows of the Decay paper's grid (train, compare --experiment decay-lm)", grid))
+
+
+def print_options(groups: Mapping[str, Sequence[tuple[str, str, str, str]]]) -> None:
+    """Print the options of a model, group by group: name, type, value and meaning."""
+    for rows in groups.values():
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading, width in (("option", None), ("type", 22), ("value", 24), ("meaning", None)):
+            table.add_column(heading, overflow="fold", no_wrap=heading == "option", max_width=width)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        print_wide(table, "")
 
 
 def _groups(rows: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from halflife.report.tables.terminal import print_wide
+from halflife.runs.scores import repeated_tests
 
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
@@ -21,7 +22,8 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     Args:
         rows: the rows of `results.csv`.
     """
-    keys, summary = levels(rows), summarise(rows)
+    repeated = repeated_tests(rows)
+    keys, summary = {key: own for key, own in levels(rows).items() if key not in repeated}, summarise(rows)
     if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells
         keys, summary = _over_lengths(keys), [{**row, "accuracy": _over_lengths(row["accuracy"])} for row in summary]
     runs = _table("runs", ("model", "lr", "seed", "parameters", "state", "tokens/s"))
@@ -39,7 +41,9 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     print("lr*: the learning rate with the best validation accuracy in distribution.")
     print("state: the numbers that a model stores of one sequence.")
     if any(test == "capacity" for test, _ in keys):
-        print("in: in distribution. cap: `capacity`, K = T/4 pairs. per: `persist`, the training K. Under them: T.")
+        also = "".join(f", also {test[:3]} {length}" for test, length in sorted(repeated))
+        print(f"in: in distribution{also}. Under cap and per: the length T.")
+        print("cap: `capacity`, K = T/4 pairs. per: `persist`, the training K.")
     elif any(length is None for _, length in keys):
         print("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
 

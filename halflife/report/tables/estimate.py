@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the settings of runs, and what they will need."""
+"""What commands print before runs begin, and what `--dry-run` prints: settings, and what the runs will need."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from halflife.report.tables.terminal import print_wide
 from halflife.runs.one import training_device
 from halflife.training.estimate import Estimate
 from halflife.training.speed import gemm_rate
+from halflife.training.trial import Trial
 
 HEADINGS = (
     "model", "runs", "parameters", "steps", "tokens", "weights + AdamW", "activations", "FLOPs a run", "at least"
@@ -55,6 +56,14 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     print(f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.")
     rows = ", ".join(f"{count:,}" for count in dict.fromkeys(need.rows for need, _ in needs))
     print(f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once.")
+
+
+def describe_trial(trial: Trial) -> str:
+    """What runs will take, in one line."""
+    runs = f"{trial.runs} runs" if trial.runs > 1 else "1 run"
+    time = f"about {format_seconds(trial.seconds)} of training on this machine, one run after the other"
+    space = f"{format_bytes(trial.memory)} of memory, {format_bytes(trial.disk)} of disk"
+    return f"{runs}, {trial.steps:,} steps in all: {time}, {space}"
 
 
 def _text(value: Any) -> str:

@@ -13,9 +13,14 @@ from halflife.files import FORECAST_JSON, read_json, write_json, write_text
 LAGS = ("half_lag", "forecast_half_lag", "fade_lag", "fill_lag", "energy_lag")
 FORECASTS = {"aged state": "forecast_half_lag", "energy": "energy_lag"}  # name → the field of its lag
 HEADINGS = (
-    "model", "seed", "task", "T", "pairs", "recall at 0, T", "half-lag", "aged state", "octaves", "fades", "fills",
-    "energy", "octaves",
+    "model", "seed", "task", "T", "pairs", "recall in T", "0, T later", "half-lag", "aged state", "octaves", "fades",
+    "fills", "energy", "octaves",
 )  # fmt: skip
+LEGEND = """recall in T: the report's accuracy in distribution, where all pairs and questions lie within T tokens.
+0, T later: the share of the pairs that a model recalls with no other token, and with T, between pairs and question.
+half-lag: the number of such tokens after which it recalls fewer than half. aged state, energy: forecasts of it.
+fades, fills: the half-lag if the pairs only fade, or if only other tokens fill the state. octaves: log2 of the ratio
+of forecast and half-lag."""
 
 
 def log2_ratio(row: Mapping[str, Any], key: str) -> float | None:
@@ -51,7 +56,7 @@ def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return a table of `ModelForecasts.to_dict()`, a row for each model, with the errors below."""
+    """Return a table of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below."""
     lines = [f"| {' | '.join(HEADINGS)} |", "|---|---|---|" + "---:|" * (len(HEADINGS) - 3)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["models"]]
     for name, errors in forecast_errors(result["models"]).items():
@@ -59,7 +64,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             f"\n{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
             f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", LEGEND]) + "\n"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -67,7 +72,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     recalled = ", ".join(f"{100 * row['measured'][i]:.0f}" for i in (0, nearest))
     cells = [
         row["model"], str(row["seed"]), row["task"], f"{row['train_length']:,}", str(row["num_pairs"]),
-        f"{recalled} %", _lag(row, "half_lag"),
+        "–" if (reported := row.get("reported")) is None else f"{100 * reported:.0f} %", f"{recalled} %",
+        _lag(row, "half_lag"),
     ]  # fmt: skip
     for keys in (("forecast_half_lag",), ("fade_lag", "fill_lag", "energy_lag")):
         error = log2_ratio(row, keys[-1])

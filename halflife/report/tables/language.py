@@ -23,7 +23,7 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
         print_wide(f"[bold]diverged[/bold]: {result['diverged']}; try a lower --lr")
         return
     table = Table(title=f"{result['parameters']:,} parameters, {result['tokens']:,} tokens")
-    for column in ("length", "perplexity", "of its last context"):
+    for column in ("length", "perplexity a token", "of its last context"):
         table.add_column(column, justify="right")
     for row in result["lengths"]:
         table.add_row(f"{row['length']:,}", f"{row['perplexity']:.3f}", f"{row['last_perplexity']:.3f}")

@@ -1,0 +1,1 @@
+"""Commands that give a model to others."""

@@ -1,0 +1,98 @@
+"""The tokenizer whose ids are the bytes of a text, and its files for transformers."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from halflife.files import write_json
+
+END = "<|endoftext|>"  # the text of id 256, for transformers
+Ids = Iterable[int] | np.ndarray | Tensor  # token ids of one text, `[T]`
+
+
+class ByteTokenizer:
+    """Ids 0 … 255 are the bytes. With `end_of_document`, id 256 ends a document."""
+
+    reads_text = False
+
+    def __init__(self, end_of_document: bool = False) -> None:
+        self.eos = 256 if end_of_document else None
+        self.vocab_size = 256 + end_of_document
+        self.name = "bytes+eos" if end_of_document else "bytes"
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Ids) -> str:
+        return self.to_bytes(ids).decode("utf-8", "replace")
+
+    def to_bytes(self, ids: Ids) -> bytes:
+        """The bytes of token ids; ids that end documents are skipped.
+
+        Raises:
+            ValueError: an id lies outside the vocabulary.
+        """
+        values = [i for i in map(int, ids) if i != self.eos]
+        if wrong := [i for i in values if not 0 <= i < 256]:
+            raise ValueError(f"{wrong[0]} is no id of the tokenizer {self.name!r}, which has {self.vocab_size}")
+        return bytes(values)
+
+    def stream(self) -> ByteStream:
+        """A decoder for ids that arrive one by one."""
+        return ByteStream(self)
+
+    def fingerprint(self) -> str:
+        return self.name
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `AutoTokenizer` of transformers loads: byte-level BPE of 256 tokens without merges."""
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        model: dict[str, Any] = {
+            "type": "BPE",
+            "vocab": {mark: i for i, mark in enumerate(_byte_marks())},
+            "merges": [],
+        }
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        added = []
+        if self.eos is not None:
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added = [{"id": self.eos, "content": END, "special": True, **flags}]
+            settings["eos_token"] = END
+        parts = {"pre_tokenizer": level, "decoder": level, "normalizer": None, "post_processor": None}
+        lengths = {"truncation": None, "padding": None}
+        whole = {"version": "1.0", **lengths, "added_tokens": added, **parts, "model": model}
+        write_json(folder / "tokenizer.json", whole)
+        write_json(folder / "tokenizer_config.json", settings)
+
+
+def _byte_marks() -> list[str]:
+    """The characters of the 256 bytes in byte-level BPE. Printable bytes stand for themselves."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(i if i in printable else next(others)) for i in range(256)]
+
+
+class ByteStream:
+    """Decodes bytes as they arrive. A character appears with its last byte."""
+
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Ids) -> str:
+        """The characters that these ids complete."""
+        return self.decoder.decode(self.tokenizer.to_bytes(ids))
+
+    def finish(self) -> str:
+        """The rest: U+FFFD if the last character is incomplete, otherwise nothing."""
+        return self.decoder.decode(b"", final=True)

@@ -1,0 +1,110 @@
+"""Int8 weights for decoding on a CPU.
+
+The weight of a linear map is stored as one int8 number an entry and one scale an output, `w_ij ≈ s_i q_ij` with
+`s_i = max_j |w_ij| / 127`. torch's kernel `_weight_int8pack_mm` multiplies them with activations in bfloat16, so a step
+reads a quarter of the bytes that float32 weights have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.models.lm import LanguageModel
+
+MULTIPLE = 16  # the kernel takes matrices whose sides are multiples of it; outputs are padded
+
+
+class Int8Linear(nn.Module):
+    """`x Wᵀ + b` with W in int8.
+
+    Args:
+        weight: W, `[E, D]`.
+        bias: b, `[E]`, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        scale = (weight.detach().float().abs().amax(-1).clamp(min=1e-12) / 127).bfloat16()
+        integers = (weight.detach().float() / scale.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        self.outputs, padding = len(weight), -len(weight) % MULTIPLE
+        self.weight: Tensor
+        self.scale: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("weight", F.pad(integers, (0, 0, 0, padding)))
+        self.register_buffer("scale", F.pad(scale, (0, padding)))
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map to `x [..., D]`."""
+        rows = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
+        y = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)[:, : self.outputs].to(x.dtype)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+
+
+def quantize(model: LanguageModel) -> int:
+    """Replace the linear maps inside the blocks by int8 ones, and return their number.
+
+    The embedding, the output head, norms, convolutions and decays stay as they are. So do maps whose number of inputs
+    is no multiple of 16.
+
+    Raises:
+        ValueError: the model is not on a CPU, or it has no map that can be replaced.
+    """
+    if model.embedding.weight.device.type != "cpu":
+        raise ValueError(f"int8 weights are for CPUs; the model is on {model.embedding.weight.device}")
+    count = 0
+    for block in model.blocks:
+        for parent in list(block.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear) and child.in_features % MULTIPLE == 0:
+                    setattr(parent, name, Int8Linear(child.weight, child.bias))
+                    count += 1
+    if not count:
+        raise ValueError(f"{model.config.name} has no linear map whose inputs are a multiple of {MULTIPLE}")
+    return count
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers."""
+    tensors = {id(x): x.nbytes for x in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+@torch.no_grad()
+def bits_per_byte(model: LanguageModel, ids: np.ndarray, count: int, piece: int = 1024) -> float:
+    """Return the bits per byte of a text, which the model reads in pieces.
+
+    Args:
+        model: the model.
+        ids: token ids `[T]`; the first one is not predicted.
+        count: bytes of the text that the other ids stand for.
+        piece: tokens that the model reads at once.
+    """
+    tokens, state, nats = torch.from_numpy(ids), None, 0.0
+    for start in range(0, len(tokens) - 1, piece):
+        target = tokens[start + 1 : start + piece + 1]
+        logits, state = model(tokens[start : start + len(target)].unsqueeze(0), state)
+        nats += float(F.cross_entropy(logits[0].float(), target, reduction="sum"))
+    return nats / math.log(2) / count
+
+
+@torch.no_grad()
+def step_seconds(models: Sequence[LanguageModel], rounds: int = 20) -> list[float]:
+    """Return the median seconds of a decoding step of each model. They take turns."""
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    states = [model(ids)[1] for model in models]
+    times: list[list[float]] = [[] for _ in models]
+    for _ in range(rounds):
+        for i, model in enumerate(models):
+            began = time.perf_counter()
+            model(ids, states[i])
+            times[i].append(time.perf_counter() - began)
+    return list(map(median, times))

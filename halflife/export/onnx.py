@@ -1,0 +1,129 @@
+"""The two graphs of a model as ONNX files, checked by onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.export.graphs import export, flat, initial_state, names
+from halflife.files import write_json
+from halflife.models.lm import LanguageModel
+from halflife.models.tensor_file import write_tensors
+
+STEP, PROMPT = "step.onnx", "prompt.onnx"
+INITIAL, ABOUT = "initial_state.safetensors", "graphs.json"
+AFTER = ".after"  # ends the name of an output that is a state
+
+
+@dataclass(frozen=True)
+class Written:
+    """A graph that was written and checked.
+
+    Attributes:
+        path: the file.
+        tokens: tokens of a piece.
+        form: "chunked", or "token loop" where ONNX has no operation that a chunked form needs.
+        difference: largest difference of logits and states from the model's, relative to the largest entry of each.
+    """
+
+    path: Path
+    tokens: int
+    form: str
+    difference: float
+
+
+def write_onnx(
+    model: LanguageModel, folder: Path, tokens: int = 16, batch: int = 1, tolerance: float = 1e-4
+) -> list[Written]:
+    """Write both graphs, the state before the first token, and a description of them.
+
+    Args:
+        model: the model in evaluation mode, in float32 on the CPU.
+        folder: where to write.
+        tokens: tokens of a piece of the prompt graph.
+        batch: sequences of each graph.
+        tolerance: largest difference that is accepted.
+
+    Raises:
+        ValueError: a layer cannot be exported, or a graph gives other numbers than the model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = initial_state(model, batch)
+    files = ((STEP, 1), (PROMPT, tokens))
+    graphs = [_write(model, folder / file, count, state, tolerance) for file, count in files]
+    tensors = dict(zip(names(state), flat(state), strict=True))
+    write_tensors(folder / INITIAL, tensors, {"format": "pt"})
+    write_json(
+        folder / ABOUT,
+        {
+            "model": model.config.to_dict(), "batch": batch,
+            "graphs": {graph.path.name: {"tokens": graph.tokens, "form": graph.form} for graph in graphs},
+            "inputs": ["ids", *tensors], "outputs": ["logits", *(name + AFTER for name in tensors)],
+            "state": {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()},
+        },
+    )  # fmt: skip
+    return graphs
+
+
+def _write(model: LanguageModel, path: Path, tokens: int, state: Sequence, tolerance: float) -> Written:
+    """Write one graph and compare it with the model on two pieces of random tokens, one after the other."""
+    batch, form = len(state[0]["position"]), "step" if tokens == 1 else "chunked"
+    try:
+        program = _convert(model, tokens, batch, state, loop=False)
+    except _NoOperation:
+        if tokens == 1:
+            raise
+        form, program = "token loop", _convert(model, tokens, batch, state, loop=True)
+    program.save(str(path))
+    difference = _difference(model, path, tokens, tuple(state))
+    if not difference <= tolerance:
+        raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
+    return Written(path, tokens, form, difference)
+
+
+class _NoOperation(ValueError):
+    """ONNX has no operation that the graph needs."""
+
+
+def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loop: bool) -> Any:
+    inputs = names(tuple(state))
+    graph = export(model, tokens, batch, loop)
+    try:
+        return torch.onnx.export(
+            graph, dynamo=True, verbose=False, input_names=["ids", *inputs],
+            output_names=["logits", *(name + AFTER for name in inputs)],
+        )  # fmt: skip
+    except Exception as error:  # the exporter wraps whatever stopped it
+        reason: BaseException = error
+        while reason.__cause__ is not None:
+            reason = reason.__cause__
+        message = f"ONNX cannot express how {model.config.name} reads {tokens} token{'s' if tokens > 1 else ''} at once"
+        raise _NoOperation(f"{message}: {' '.join(str(reason).split())[:300]}") from error
+
+
+@torch.no_grad()
+def _difference(model: LanguageModel, path: Path, tokens: int, state: Any) -> float:
+    session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    draw = torch.Generator().manual_seed(0)
+    worst, batch = 0.0, len(state[0]["position"])
+    given: list[Any] = [x.numpy() for x in flat(state)]
+    inputs = [entry.name for entry in session.get_inputs()]
+    for _ in range(2):
+        ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=draw)
+        logits, state = model(ids, state)
+        found = session.run(None, dict(zip(inputs, [ids.numpy(), *given], strict=True)))
+        given = list(found)[1:]
+        expected = [logits, *flat(state)]
+        worst = max(worst, *(_relative(torch.from_numpy(x), y) for x, y in zip(found, expected, strict=True)))
+    return worst
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    scale = expected.double().abs().max().clamp(min=1e-6)
+    return float((got.double() - expected.double()).abs().max() / scale)

@@ -1,0 +1,327 @@
+"""One thread that runs one model for many clients, a turn at a time.
+
+A turn reads a piece of the waiting prompts and writes one token of every continuation. A long prompt is read over many
+turns, so it does not stop the others. The continuations are rows of one batch: a state has a fixed size, so rows that
+are at different positions are stacked as they are. The keys and values of softmax attention grow with the position,
+so there only rows of one length share a step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from halflife.data.tokenizers import Tokenizer
+from halflife.models.lm import LanguageModel, ModelState
+from halflife.serve.batch import Group, by_form, draw_tokens, keep, merge
+from halflife.serve.jobs import Done, Failed, Job, Row
+from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
+from halflife.serve.states import compact, form, select, stack
+
+
+class Full(Exception):
+    """Too many jobs wait."""
+
+
+class Stopping(Exception):
+    """The engine takes no more jobs."""
+
+
+@dataclass
+class Counts:
+    """What the engine has done so far. Its thread writes the numbers, and others may read them."""
+
+    prompt_tokens: int = 0  # read, without those that a stored state stood for
+    reused_tokens: int = 0
+    written_tokens: int = 0
+    steps: int = 0  # batched steps of one token
+    jobs: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    first_token_seconds: float = 0.0  # sum over `first_tokens`
+    first_tokens: int = 0
+
+
+class Engine:
+    """Reads prompts and writes continuations.
+
+    Args:
+        model: the model in evaluation mode.
+        tokenizer: of the texts.
+        max_rows: most continuations, and prompts that are being read, at one time.
+        max_waiting: most jobs that wait for a row.
+        piece: most tokens of prompts that a turn reads.
+        cache_bytes: bytes of the states of earlier prompts.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        max_rows: int = 32,
+        max_waiting: int = 256,
+        piece: int = 512,
+        cache_bytes: int = 1 << 28,
+    ) -> None:
+        for name, value, least in (
+            ("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1), ("piece", piece, BLOCK),
+            ("cache_bytes", cache_bytes, 0),
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}; got {value}")
+        self.model, self.tokenizer = model, tokenizer
+        self.max_rows, self.max_waiting, self.piece = max_rows, max_waiting, piece
+        self.device = model.embedding.weight.device
+        self.prefixes, self.counts = PrefixCache(cache_bytes), Counts()
+        self._waiting: deque[Job] = deque()
+        self._reading: list[Job] = []
+        self._groups: list[Group] = []
+        self._wake, self._stopping = threading.Condition(), False
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------------ from other threads
+
+    def start(self) -> Engine:
+        """Start the thread, and return the engine."""
+        self._thread = threading.Thread(target=self._run, name="halflife-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def submit(self, job: Job) -> Job:
+        """Queue a job, and return it.
+
+        Raises:
+            Full: too many jobs wait.
+            Stopping: `close` was called.
+            ValueError: there is nothing to read, or more continuations than rows are asked for.
+        """
+        if not job.tokens and job.begin is None:
+            raise ValueError("the prompt is empty: the model continues a text of at least one token")
+        if job.rows > self.max_rows:
+            raise ValueError(f"n must be at most {self.max_rows}; got {job.rows}")
+        with self._wake:
+            if self._stopping:
+                raise Stopping("the server is stopping")
+            if len(self._waiting) >= self.max_waiting:
+                raise Full(f"{self.max_waiting} requests wait already")
+            self._waiting.append(job)
+            self._wake.notify()
+        return job
+
+    def close(self) -> None:
+        """End all jobs and the thread. What is not done yet fails."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def active(self) -> int:
+        """Rows that are being read or written."""
+        return sum(job.rows for job in self._reading) + sum(len(group.rows) for group in self._groups)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # ------------------------------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._stopping or self._waiting or self._reading or self._groups):
+                    self._wake.wait()
+                if self._stopping:
+                    break
+            try:
+                self.turn()
+            except Exception as error:  # a fault of this file: nobody waits for ever
+                self._fail([*self._waiting, *self._reading, *self._writing()], _reason(error))
+        self._fail([*self._waiting, *self._reading, *self._writing()], "the server is stopping")
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """Read a piece of the prompts, and write a token of each continuation."""
+        self._forget_cancelled()
+        self._let_in()
+        self._read_prompts()
+        self._write_tokens()
+
+    def _writing(self) -> set[Job]:
+        return {row.job for group in self._groups for row in group.rows}
+
+    def _forget_cancelled(self) -> None:
+        with self._wake:
+            gone = {job for job in [*self._waiting, *self._reading, *self._writing()] if job.cancelled}
+        self.counts.cancelled += len(gone)
+        self._drop(gone)
+        for job in gone:
+            job.emit(Failed("the request was cancelled"))
+
+    def _drop(self, jobs: set[Job]) -> None:
+        if not jobs:
+            return
+        with self._wake:
+            self._waiting = deque(job for job in self._waiting if job not in jobs)
+        self._reading = [job for job in self._reading if job not in jobs]
+        for group in self._groups:
+            keep(group, [i for i, row in enumerate(group.rows) if row.job not in jobs])
+        self._groups = [group for group in self._groups if group.rows]
+
+    def _fail(self, jobs: Iterable[Job], reason: str) -> None:
+        jobs = set(jobs)
+        self.counts.failed += len(jobs)
+        self._drop(jobs)
+        for job in jobs:
+            job.emit(Failed(reason))
+
+    def _let_in(self) -> None:
+        """Take jobs from the queue while there are rows, and look for stored states of their prompts."""
+        free = self.max_rows - self.active
+        while True:
+            with self._wake:
+                if not self._waiting or self._waiting[0].rows > free:
+                    return
+                job = self._waiting.popleft()
+            free -= job.rows
+            self.counts.jobs += 1
+            prefix, shared = job.begin, 0
+            if prefix is None:
+                prefix, shared = self.prefixes.find(job.tokens)
+                job.position = job.reused = prefix.length if prefix else 0
+                self.counts.reused_tokens += job.reused
+            if prefix is not None:
+                job.state, job.hidden = prefix.state, prefix.hidden
+            job.cuts = tuple(sorted({shared, len(job.tokens)}))
+            self._reading.append(job)
+
+    # ------------------------------------------------------------------------------------------ prompts
+
+    def _read_prompts(self) -> None:
+        """Read a piece of the prompts, and begin the continuations of those that are read."""
+        portions = self._portions()
+        for same in by_form(portions):
+            try:
+                self._read({job: portions[job] for job in same})
+            except Exception as error:
+                self._fail(same, _reason(error))
+        for job in [job for job in self._reading if job.position == len(job.tokens)]:
+            self._reading.remove(job)
+            if job.settings.max_tokens == 0:
+                self._finish(job, job.state, job.hidden, [])
+                continue
+            assert job.state is not None
+            assert job.hidden is not None
+            job.left = job.settings.n
+            rows = [Row(job, i, self.tokenizer, self.device) for i in range(job.left)]
+            state = select(job.state, [0] * len(rows)) if len(rows) > 1 else job.state
+            self._groups.append(Group(rows, state, job.hidden.expand(len(rows), -1)))
+            job.state = job.hidden = None
+
+    def _portions(self) -> dict[Job, int]:
+        """Return how many tokens of each prompt this turn reads. Short prompts leave their share to longer ones."""
+        left, portions = self.piece, {}
+        jobs = sorted((job for job in self._reading if job.position < len(job.tokens)), key=_remaining)
+        for i, job in enumerate(jobs):
+            share = max(1, left // (len(jobs) - i))
+            cut = next(cut for cut in job.cuts if cut > job.position)
+            portions[job] = min(share, cut - job.position)
+            left -= portions[job]
+        return portions
+
+    def _read(self, portions: dict[Job, int]) -> None:
+        """Read a portion of each prompt in one call. Their states have one form, or none has a state yet."""
+        jobs, counts = list(portions), list(portions.values())
+        ids = [torch.as_tensor(job.tokens[job.position : job.position + n]) for job, n in portions.items()]
+        states = [job.state for job in jobs if job.state is not None]
+        before = stack(states) if states else None
+        if len(set(counts)) == 1:
+            hidden, after = self.model.hidden(torch.stack(ids).to(self.device), before)
+            last = hidden[:, -1]
+        else:
+            ends = torch.tensor([0, *accumulate(counts)], device=self.device)
+            hidden, after = self.model.hidden(torch.cat(ids).unsqueeze(0).to(self.device), before, ends)
+            last = hidden[0, ends[1:] - 1]
+        self.counts.prompt_tokens += sum(counts)
+        for i, job in enumerate(jobs):
+            job.state = compact(select(after, [i]) if len(jobs) > 1 else after)
+            job.hidden, job.position = last[i].clone(), job.position + counts[i]
+            if job.begin is None and job.position in job.cuts:
+                self.prefixes.add(job.tokens[: job.position], job.state, job.hidden)
+
+    # ------------------------------------------------------------------------------------------ continuations
+
+    def _write_tokens(self) -> None:
+        """Write a token of each continuation, one batch for each form of states."""
+        forms: dict[tuple, list[Group]] = {}
+        for group in self._groups:
+            forms.setdefault(form(group.state), []).append(group)
+        self._groups = [merge(groups) for groups in forms.values()]
+        for group in list(self._groups):
+            try:
+                self._step(group)
+            except Exception as error:
+                self._fail({row.job for row in group.rows}, _reason(error))
+        self._groups = [group for group in self._groups if group.rows]
+
+    def _step(self, group: Group) -> None:
+        """Write one token of each row, and let the model read it where the row goes on."""
+        logits = self.model.logits(group.hidden)
+        tokens = draw_tokens(logits, group.rows)
+        going = []
+        for i, (row, token) in enumerate(zip(group.rows, tokens, strict=True)):
+            if not row.tokens:
+                self.counts.first_tokens += 1
+                self.counts.first_token_seconds += time.monotonic() - row.job.created
+            wanted = row.job.settings.logprobs is not None
+            if row.take(token, logits[i].float().log_softmax(-1) if wanted else None):
+                self._finish(row.job, select(group.state, [i]), group.hidden[i].clone(), row.tokens)
+            else:
+                going.append(i)
+        self.counts.written_tokens += len(group.rows)
+        keep(group, going)
+        if group.rows:
+            ids = torch.tensor([[row.tokens[-1]] for row in group.rows], device=self.device)
+            hidden, group.state = self.model.hidden(ids, group.state)
+            group.hidden = hidden[:, -1]
+            self.counts.steps += 1
+
+    def _finish(self, job: Job, state: ModelState | None, hidden: Tensor | None, tokens: list[int]) -> None:
+        """End a continuation, whose last token is not read. After the last continuation, end the job."""
+        assert state is not None
+        assert hidden is not None
+        read = [*job.tokens, *tokens[:-1]]
+        if job.begin is None and tokens:
+            self.prefixes.add(read, state, hidden)
+        job.written += len(tokens)
+        job.left -= 1
+        if job.left <= 0:
+            before, after = 0 if job.begin is None else job.begin.length, None
+            if job.keep:
+                after = Prefix(before + len(read), compact(state), hidden)
+            # Jobs are parts of circles of references, which Python frees late, so a job must hold no state.
+            job.state = job.hidden = job.begin = None
+            job.emit(Done(len(job.tokens), job.reused, job.written, after, tuple(tokens[-1:])))
+
+
+def _remaining(job: Job) -> int:
+    return len(job.tokens) - job.position
+
+
+def _reason(error: Exception) -> str:
+    return f"the model failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,172 @@
+"""What the engine is asked for, and what it answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from halflife.data.tokenizers import Tokenizer
+from halflife.models.lm import ModelState
+from halflife.serve.prefixes import Prefix
+from halflife.serve.text import StoppableText, unpacker
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a text is continued.
+
+    Attributes:
+        max_tokens: largest number of tokens to write; 0 to read only.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_p: draw only from the likeliest tokens that together have at least this probability.
+        seed: seed of the first continuation's random numbers; the others count on. None means a new one each time.
+        stop: strings that end the text.
+        logprobs: number of likeliest tokens to report with each token; None reports nothing.
+        n: number of continuations.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token that was written: where its text begins, its log-probability, and the likeliest tokens with theirs."""
+
+    token: int
+    offset: int
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a continuation. The last piece says why the text ends: "stop" or "length"."""
+
+    choice: int
+    text: str
+    tokens: tuple[Written, ...]
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a job.
+
+    Attributes:
+        read: tokens of the prompt.
+        reused: how many of them a stored state stood for.
+        written: tokens of all continuations.
+        after: what the model has read at the end, if the job asks to keep it, or None.
+        unread: tokens of the text that are not yet read.
+    """
+
+    read: int
+    reused: int
+    written: int
+    after: Prefix | None
+    unread: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job has ended without a result."""
+
+    message: str
+
+
+Event = Piece | Done | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt to read, and continuations to write.
+
+    Attributes:
+        tokens: the prompt. It may be empty if the job begins after other tokens.
+        settings: of the continuations.
+        emit: called by the engine's thread with each event. The last one is `Done` or `Failed`.
+        begin: what a session has read before; None for a prompt from its beginning.
+        keep: whether the end of the job reports what the model has read.
+        cancelled: set by anyone who no longer wants the answer.
+    """
+
+    tokens: Sequence[int]
+    settings: Settings
+    emit: Callable[[Event], None]
+    begin: Prefix | None = None
+    keep: bool = False
+    cancelled: bool = False
+    created: float = field(default_factory=time.monotonic)
+    # The progress, which belongs to the engine's thread:
+    position: int = 0  # tokens of the prompt that are read
+    reused: int = 0
+    cuts: tuple[int, ...] = ()  # positions at which a state is stored
+    state: ModelState | None = None
+    hidden: Tensor | None = None  # [D]
+    written: int = 0
+    left: int = 0  # continuations that have not ended
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that the job needs."""
+        return max(1, self.settings.n)
+
+
+class Row:
+    """One continuation of a job.
+
+    Args:
+        job: the job, whose prompt is read.
+        choice: index of the continuation.
+        tokenizer: of the text.
+        device: device of the random numbers.
+    """
+
+    def __init__(self, job: Job, choice: int, tokenizer: Tokenizer, device: torch.device) -> None:
+        self.job, self.choice, self.eos = job, choice, tokenizer.eos
+        self.generator = torch.Generator(device)
+        seed = job.settings.seed
+        self.generator.seed() if seed is None else self.generator.manual_seed(seed + choice)
+        self.text = StoppableText(unpacker(tokenizer, job.tokens[-1:]), job.settings.stop)
+        self.tokens: list[int] = []
+        self._unreported: list[Written] = []
+
+    def take(self, token: int, logprobs: Tensor | None) -> bool:
+        """Add a token, emit the text that it releases, and return whether the continuation has ended.
+
+        Args:
+            token: the token.
+            logprobs: log-probabilities of all tokens `[V]`, if the client asked for them.
+        """
+        settings = self.job.settings
+        self.tokens.append(token)
+        ended, full = token == self.eos, len(self.tokens) == settings.max_tokens
+        if not ended:
+            self._unreported.append(self._report(token, logprobs))
+        piece = self.text.push([] if ended else [token], final=ended or full)
+        finish = "stop" if ended or self.text.stopped else "length" if full else None
+        if not piece and finish is None:
+            return False
+        count = len(self._unreported)
+        if finish is None or self.text.stopped:  # the text of the others is not released, or is no part of the answer
+            count = sum(written.offset < self.text.released for written in self._unreported)
+        shown, self._unreported = tuple(self._unreported[:count]), self._unreported[count:]
+        self.job.emit(Piece(self.choice, piece, shown, finish))
+        return finish is not None
+
+    def _report(self, token: int, logprobs: Tensor | None) -> Written:
+        if logprobs is None:
+            return Written(token, len(self.text))
+        best = logprobs.topk(min(self.job.settings.logprobs or 0, len(logprobs)))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return Written(token, len(self.text), float(logprobs[token]), top)

@@ -1,0 +1,105 @@
+"""States of prompts that were read before, so that a prompt with the same beginning is read from there on.
+
+A state stands for every token before it and has a fixed size. It cannot be cut back, so the cache must decide where to
+take one. It takes a state at the end of each prompt and each answer, which a chat continues, and at the place where a
+prompt leaves an earlier one, as after a system prompt that clients share. The second client with a system prompt makes
+its state, and the third one starts from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halflife.models.lm import ModelState
+from halflife.serve.states import compact, size
+
+BLOCK = 16  # tokens; prompts are compared at multiples of it
+REMEMBERED = 1 << 16  # blocks of earlier prompts whose hashes are stored
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What the model has after `length` tokens: its state of one row, and the last hidden state `[D]`."""
+
+    length: int
+    state: ModelState
+    hidden: Tensor
+
+
+class PrefixCache:
+    """The states of prefixes by the hash of their tokens. The state used longest ago leaves first.
+
+    Args:
+        capacity: largest number of bytes of all states; 0 turns the cache off.
+        shortest: prefixes with fewer tokens are not stored.
+    """
+
+    def __init__(self, capacity: int, shortest: int = 2 * BLOCK) -> None:
+        self.capacity, self.shortest = capacity, shortest
+        self.bytes = 0
+        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, tokens: Sequence[int]) -> tuple[Prefix | None, int]:
+        """Return the longest stored prefix of `tokens`, and the length up to which an earlier prompt agrees with it."""
+        if not self.capacity:
+            return None, 0
+        lengths = sorted(length for length in self._lengths if length <= len(tokens))
+        found, shared = None, 0
+        marks = sorted({*lengths, *range(BLOCK, len(tokens) + 1, BLOCK)})
+        for length, key in zip(marks, _keys(tokens, marks), strict=True):
+            if length % BLOCK == 0:
+                shared = length if key in self._blocks and shared == length - BLOCK else shared
+                self._blocks[key] = None
+                self._blocks.move_to_end(key)
+            if key in self._entries:
+                found = key
+        while len(self._blocks) > REMEMBERED:
+            self._blocks.popitem(last=False)
+        if found is None:
+            return None, shared
+        self._entries.move_to_end(found)
+        return self._entries[found], shared
+
+    def add(self, tokens: Sequence[int], state: ModelState, hidden: Tensor) -> None:
+        """Store the state after `tokens`, and the last hidden state `[D]`."""
+        if len(tokens) < self.shortest or not self.capacity:
+            return
+        (key,) = _keys(tokens, [len(tokens)])
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return
+        prefix = Prefix(len(tokens), compact(state), hidden.clone())
+        self._entries[key] = prefix
+        self._lengths[prefix.length] += 1
+        self.bytes += _bytes(prefix)
+        while self.bytes > self.capacity:
+            _, old = self._entries.popitem(last=False)
+            self.bytes -= _bytes(old)
+            self._lengths[old.length] -= 1
+            if not self._lengths[old.length]:
+                del self._lengths[old.length]
+
+
+def _keys(tokens: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+    """Return the hash of the first n tokens for each n of `lengths`, which rise."""
+    digest, keys, done = hashlib.blake2b(digest_size=16), [], 0
+    for length in lengths:
+        digest.update(array("q", tokens[done:length]).tobytes())
+        keys.append(digest.digest())
+        done = length
+    return keys
+
+
+def _bytes(prefix: Prefix) -> int:
+    return size(prefix.state) + prefix.hidden.nbytes

@@ -1,0 +1,60 @@
+"""The notebooks in docs/notebooks: what is stored in them, and that every cell runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from test_package import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+LARGEST = 500_000  # bytes, because a checkout has them all
+
+
+def cells(path, kind="code"):
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def pictures(cell):
+    return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+
+
+@each
+def test_it_is_stored_with_pictures_and_without_errors(path):
+    outputs = [output for cell in cells(path) for output in cell["outputs"]]
+    assert len(NOTEBOOKS) == 2
+    assert path.stat().st_size < LARGEST
+    assert any(map(pictures, cells(path)))
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert [cell["execution_count"] for cell in cells(path)] == list(range(1, len(cells(path)) + 1))
+    assert "/tmp" not in path.read_text()
+
+
+@each
+def test_its_first_cell_installs_what_is_missing_and_its_links_lead_somewhere(path):
+    first = "".join(cells(path)[0]["source"])
+    (named,) = re.findall(r"%pip install --quiet '(.+)'", first)
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", extras, re.M) for extra in Requirement(named).extras)
+    assert "find_spec" in first
+    text = "".join(line for cell in cells(path, "markdown") for line in cell["source"])
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+    assert links
+    assert all((path.parent / link).exists() for link in links)
+
+
+@each
+@pytest.mark.slow
+def test_every_cell_runs(path, tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    book = nbformat.read(path, 4)
+    stored = [pictures(cell) for cell in book.cells]
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources=resources).execute()
+    assert [pictures(cell) for cell in book.cells] == stored
+    assert not Path(tmp_path / "runs").exists()
