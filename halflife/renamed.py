@@ -149,7 +149,8 @@ _NAMES_IN = {
     "models.lm.LanguageModel": {"state_floats": "state_size"},
     "models.modifiers": {
         "Sizes": "models.presets.sizes.PresetSizes", "heads": "models.presets.sizes.PresetSizes.heads",
-        "hybrid": "hybrid_layers",
+        **{name: f"models.presets.hybrids.{name}" for name in ("ska", "attention")},
+        "hybrid": "models.presets.hybrids.hybrid_layers",
     },
     "models.presets": {
         name: f"models.presets.presets.{name}" for name in (

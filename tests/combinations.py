@@ -1,11 +1,26 @@
 """The combinations of presets and modifiers that exist, from trying them."""
 
+from functools import cache
+
+from pairwise import slow_beyond
+
 from halflife import preset
 from halflife.models import MODIFIERS, PRESETS
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
 
+# Presets of architectures that came after the papers. Tests of whole models that take long are slow for them, because
+# `test_layers.py` tests their layers.
+LATER = tuple(name for name in PRESETS if PRESETS[name].__module__.endswith(".later"))
+EARLIER = tuple(name for name in PRESETS if name not in LATER)
 
+
+def slow_later(names):
+    """Parametrise a test by names of presets. Those of `LATER` are marked slow."""
+    return slow_beyond([name for name in names if name.split("+")[0] not in LATER], names)
+
+
+@cache
 def combinations():
     """Return (valid names, invalid names): every base with none, one or two modifiers."""
     names = [*PRESETS]

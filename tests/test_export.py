@@ -17,7 +17,7 @@ from halflife.models.tensor_file import read_tensors
 
 NAMES = [*PRESETS, "mamba2+post", "mamba2+gate_rank", "mamba2+ska", "mamba2+attention", "simple+tpe"]
 WITHOUT_GRAPH = {"llama": "attention", "echo": "ska", "echo_paper": "ska", "mamba2+ska": "ska"}
-WITHOUT_GRAPH["mamba2+attention"] = "attention"
+WITHOUT_GRAPH |= {"mamba2+attention": "attention", "fox": "attention"}
 
 
 def build(name):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from combinations import SIZES
+from combinations import SIZES, slow_later
 from helpers import add_noise, assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -75,7 +75,7 @@ def test_config_errors():
 # ------------------------------------------------------------------------------------------------ forward
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_later(NAMES))
 def test_forward_is_the_models_own_and_streams(name):
     model, ids = build(name), tokens(2, 11)
     expected, _ = model.model(ids)
@@ -97,7 +97,7 @@ def test_forward_is_the_models_own_and_streams(name):
     assert model(ids, use_cache=False).past_key_values is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_later(NAMES))
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name, side):
     model, short, long = build(name), tokens(1, 5), tokens(1, 9)
@@ -361,7 +361,7 @@ def greedy(model, ids, count):
 
 
 # Echo's paper decodes in another way than it reads a prompt (test_ska_forms.py).
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "echo_paper"])
+@pytest.mark.parametrize("name", slow_later([name for name in NAMES if name != "echo_paper"]))
 def test_generate_batched_is_what_each_prompt_gives(name):
     model, short, long = build(name), tokens(1, 4), tokens(1, 7)
     ids = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])

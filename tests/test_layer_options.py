@@ -54,7 +54,7 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
         ("mamba2", {"num_groups": 3}, "num_groups must divide num_heads"),
         ("mamba2", {"decay": "simple"}, "design-space block"),
         ("linear", {"granularity": "scalar", "share_keys": True}, "needs a vector decay"),
-        ("linear", {"gate": "tanh"}, "unknown gate 'tanh'.*low_rank, swish, none"),
+        ("linear", {"gate": "tanh"}, "unknown gate 'tanh'.*low_rank, swish, sigmoid, low_rank_sigmoid, none"),
         ("linear", {"update": "dlpr"}, "unknown update 'dlpr'.*linear, delta, dplr"),
         ("linear", {"position": "rope", "tie_pairs": False}, "the two channels of a rotated pair have one decay"),
         (

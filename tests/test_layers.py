@@ -34,6 +34,8 @@ CASES |= {
     "hgrn2": ("linear", {"decay": "hgrn2", "share_keys": True, "layer_idx": 1, "num_layers": 3}),
     "vector+rope": ("linear", {"position": "rope", "conv_size": 4}),
     "vector+delta": ("linear", {"update": "delta", "gate": "none"}),
+    "attention+window": ("attention", {"window": 4, "num_kv_heads": 2}),
+    "fox+window": ("fox", {"window": 4}),
     "ska+token": ("ska", {**SMALL["ska"], "refresh": "token"}),
     "ska+cg": ("ska", {**SMALL["ska"], "rank": 6, "lift": "cg"}),
 }
@@ -48,7 +50,7 @@ each_layer = pytest.mark.parametrize("case", CASES)
 
 def build(case, **options):
     name, own = CASES[case]
-    chunked = {} if name == "attention" else {"chunk_size": 4}  # several chunks in a short sequence
+    chunked = {} if name in ("attention", "fox") else {"chunk_size": 4}  # several chunks in a short sequence
     return wake(layers.build(name, hidden_size=HIDDEN, **{**chunked, **own, **options}))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import SIZES
+from combinations import EARLIER, LATER, SIZES
 from helpers import add_noise, assert_close, assert_same, slices
 from pairwise import slow_beyond
 from safetensors.torch import load_file
@@ -40,6 +40,7 @@ SMALL = {layer: {"chunk_size": 4} for layer in LAYERS} | {
     "mamba3": {"state_size": 16, "chunk_size": 4},
     "ska": {"rank": 8, "chunk_size": 4},
     "attention": {},
+    "fox": {},
 }
 
 LENGTH, VOCABULARY = 11, SIZES["vocab_size"]
@@ -73,11 +74,11 @@ def configurations():
 
 CONFIGURATIONS = configurations()
 # The float32 part of a layer's state, if it is not `memory`. A KV cache has the dtype of the model.
-HELD = {"attention": (), "ska": ("gram", "transition", "values", "norm", "last")}
+HELD = {"attention": (), "fox": ("forget",), "ska": ("gram", "transition", "values", "norm", "last")}
 DECAYS_DRAWN = {"A_log", "dt_bias"}  # drawn after maps whose draws depend on their dtype
 # Decays that differ from another one in numbers alone.
 NUMBERS = ("gla_released", "tnl_released", "tnl_l_released", "retnet_paper")
-FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in NUMBERS]
+FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in (*NUMBERS, *LATER)]
 each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
 CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
@@ -122,7 +123,7 @@ def assert_states(got, expected):
 # --------------------------------------------------------------------------------------------- learning
 
 
-@pytest.mark.parametrize("name", slow_beyond(PRESETS, CONFIGURATIONS))
+@pytest.mark.parametrize("name", slow_beyond(EARLIER, CONFIGURATIONS))
 def test_learns_sixteen_sequences_by_heart(name):
     """The loss falls to a thirtieth of that of a uniform guess. A bigram model would stay at 2 nats.
 

@@ -127,11 +127,15 @@ def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple
 
     The vocabulary and the width of the MLP are small, because no state depends on them.
     """
-    special = sorted(set(config.hybrid.get("layers", ())))
-    base = [i for i in range(config.num_layers) if i not in special]
-    kinds: list[tuple[int | str, ...]] = [tuple(layers) for layers in (base, special) if layers]
-    hybrid = {**config.hybrid, "layers": [len(kinds) - 1]} if special else {}
-    small = dataclasses.replace(config, vocab_size=1, num_layers=len(kinds), hybrid=hybrid, intermediate_size=64)
+    base = [i for i in range(config.num_layers) if i not in config.other_layers]
+    others = [kind for kind in config.hybrids if kind["layers"]]
+    where = [base, *(sorted(set(kind["layers"])) for kind in others)]
+    kinds: list[tuple[int | str, ...]] = [tuple(layers) for layers in where if layers]
+    first = len(kinds) - len(others)  # the place of the first kind that is not the base's
+    hybrid, *more = [{**kind, "layers": [first + i]} for i, kind in enumerate(others)] or [{}]
+    small = dataclasses.replace(
+        config, vocab_size=1, num_layers=len(kinds), hybrid=hybrid, more_hybrids=more, intermediate_size=64
+    )
     return small, kinds + [("embedding",)] * (config.position != "none")
 
 

@@ -111,12 +111,14 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     mixer = preset(base).mixer
     # The inner width of Mamba-2 and Mamba-3 is 2d, so half the rows give a state of the same size.
     half: dict[str, Any] = {"state_size": max(1, head // 2)}
-    equal_state = {
+    equal_state: dict[str, Any] = {
         "mamba2": half,
         "mamba3": half,
         "mamba3_echo": half,
         "rwkv7": {"head_dim": head},
+        "longhorn": half,
         "attention": {},
+        "fox": {},
     }.get(mixer, {"head_dim": head, "value_dim": head})
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
@@ -125,6 +127,8 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         equal_state["position"] = "none"
     if base == "gated_deltanet" and settings.zoology:
         equal_state["gate"] = "none"
+    if mixer not in ("attention", "fox"):
+        equal_state["chunk_size"] = settings.chunk_size
     return preset(
         name,
         hidden_size=settings.hidden_size,
@@ -136,7 +140,7 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
         tie_embeddings=settings.tie_embeddings,
         initializer_range=settings.initializer_range,
         embedding_dropout=settings.embedding_dropout,
-        mixer_options=equal_state if mixer == "attention" else {**equal_state, "chunk_size": settings.chunk_size},
+        mixer_options=equal_state,
     )
 
 

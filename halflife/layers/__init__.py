@@ -4,6 +4,7 @@ from halflife.layers import (  # noqa: F401 (each registers itself)
     attention,
     gated_deltanet,
     gla,
+    later,
     mamba2,
     mamba3,
     retnet,

@@ -1,4 +1,4 @@
-"""Softmax attention with RoPE and a KV cache, the baseline whose state grows with the context."""
+"""Softmax attention with a KV cache, the baseline whose state grows with the context."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
 from halflife.layers.parts import rotary
 from halflife.position import check_pairs
+from halflife.registry import unknown
 
 
 @LAYERS.add("attention")
 class Attention(Mixer):
     """LLaMA's causal softmax attention `softmax(q kᵀ / √K) v` with RoPE. Its state is the KV cache.
 
+    With a sliding window of W tokens, each token sees itself and the W − 1 tokens before it. The cache then holds the
+    last W − 1 tokens of each sequence, `[N, W − 1, H_kv, K]` with the last token at the end, and does not grow.
+
     Args:
         hidden_size: D.
         num_heads: query heads H.
         num_kv_heads: heads of keys and values, each shared by H / num_kv_heads query heads; None means H.
         rope_base: base of the rotary frequencies.
+        position: "rope", or "none" for attention without positions (NoPE).
+        window: W, or None to see all tokens.
 
     Raises:
-        ValueError: a number of heads does not divide, or the head size is odd.
+        ValueError: a number of heads does not divide, the head size is odd under RoPE, or the window is below 1.
     """
+
+    POSITIONS = ("rope", "none")
 
     def __init__(
         self,
@@ -34,6 +42,8 @@ class Attention(Mixer):
         *,
         num_kv_heads: int | None = None,
         rope_base: float = 10_000.0,
+        position: str = "rope",
+        window: int | None = None,
         layer_idx: int = 0,
         num_layers: int = 1,
     ) -> None:
@@ -41,44 +51,51 @@ class Attention(Mixer):
         self.head_dim = check_heads(hidden_size, num_heads)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         check_heads(num_heads, self.num_kv_heads)
-        check_pairs(self.head_dim)
-        self.rope_base = rope_base
+        if position not in self.POSITIONS:
+            raise unknown("position", position, list(self.POSITIONS))
+        if position == "rope":
+            check_pairs(self.head_dim)
+        if window is not None and window < 1:
+            raise ValueError(f"window is a number of tokens and must be at least 1; got {window}")
+        self.rope_base, self.position, self.window = rope_base, position, window
         self.splits = [num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
         self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.out_proj = Linear(hidden_size, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        position = packing.positions(x, state.get("position"), cu_seqlens)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))
-        q, k = rotary(q, k, position, self.rope_base)
-        if not state and cu_seqlens is None:
-            cache, o = {"keys": k, "values": v}, self._attend(q, k, v, None)
+        if self.position == "rope":
+            position = packing.positions(x, state.get("position"), cu_seqlens)
+            q, k = rotary(q, k, position, self.rope_base)
+        tokens = self.cached(x, k, v)
+        if not state and cu_seqlens is None and self.window is None:
+            cache, o = tokens, self.attend(q, tokens, None, None)
         else:
-            o, cache = self._with_cache(q, k, v, state, cu_seqlens, packing.lengths(x, cu_seqlens))
+            o, cache = self._with_cache(q, tokens, state, cu_seqlens, packing.lengths(x, cu_seqlens))
         return self.out_proj(o.flatten(-2)), cache
 
+    def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
+        """What the cache holds of each token `[B, T, …]`: `k` and `v [B, T, H_kv, K]` of `x [B, T, D]`."""
+        return {"keys": k, "values": v}
+
     def _with_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: State,
-        cu_seqlens: Tensor | None,
-        new: Tensor,
+        self, q: Tensor, tokens: State, state: State, cu_seqlens: Tensor | None, new: Tensor
     ) -> tuple[Tensor, State]:
         """Attention of `new [N]` tokens a sequence to the cache and to themselves, one row a sequence.
 
-        Rows may differ in length. Each token stands at its position, and later slots are masked.
+        Rows may differ in length. The new tokens of a row come after its cache, and later slots are masked. Under a
+        window, all caches have W − 1 slots, of which the last are filled.
         """
         rows, seen = len(new), state["position"] if state else torch.zeros_like(new)
-        total = seen + new
+        first = seen if self.window is None else torch.full_like(seen, self.window - 1)
         if cu_seqlens is None:
             row = torch.arange(rows, device=q.device).repeat_interleave(q.shape[1])
             slot = torch.arange(q.shape[1], device=q.device).repeat(rows)
         else:
             row = packing.sequence_of_token(q.shape[1], cu_seqlens)
             slot = torch.arange(q.shape[1], device=q.device) - cu_seqlens[row]
-        width, longest = int(new.max()) if rows else 0, int(total.max()) if rows else 0
+        width = q.shape[1] if cu_seqlens is None else int(new.max()) if rows else 0
+        longest = self.window - 1 + width if self.window else int((first + new).max()) if rows else 0
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
             filled = tokens.new_zeros(rows, size, *tokens.shape[2:])
@@ -86,17 +103,35 @@ class Attention(Mixer):
                 filled[:, : old.shape[1]] = old[:, :size]
             return filled.index_put((row, at), tokens.flatten(0, 1))
 
-        keys = place(k, longest, slot + seen[row], state.get("keys"))
-        values = place(v, longest, slot + seen[row], state.get("values"))
-        at = torch.arange(width, device=q.device) + seen.unsqueeze(1)  # [N, width]: index of each query
-        visible = torch.arange(longest, device=q.device) <= at.unsqueeze(-1)
-        o = self._attend(place(q, width, slot, None), keys, values, visible.unsqueeze(1))
-        return o[row, slot].unflatten(0, q.shape[:2]), {"keys": keys, "values": values}
+        cache = {name: place(x, longest, slot + first[row], state.get(name)) for name, x in tokens.items()}
+        at = torch.arange(width, device=q.device) + first.unsqueeze(1)  # [N, width]: index of each query
+        column, last = torch.arange(longest, device=q.device), at.unsqueeze(-1)
+        visible = column <= last
+        if self.window is not None:
+            visible = visible & (column > last - self.window) & (column >= (first - seen).view(-1, 1, 1))
+        o = self.attend(place(q, width, slot, None), cache, at, visible)
+        if self.window is not None:
+            cache = {name: _take(x, new, self.window - 1) for name, x in cache.items()}
+        return o[row, slot].unflatten(0, q.shape[:2]), cache
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-        """`q [N, T, H, K]`, `k, v [N, S, H_kv, K]` → `[N, T, H, K]`."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
+        """Attention of `q [N, T, H, K]` to a cache of S tokens: `[N, T, H, K]`.
+
+        Args:
+            q: the queries.
+            cache: tensors `[N, S, …]` of the names of `cached`.
+            at: index in the cache of each query's token, `[N, T]`.
+            visible: which tokens a query sees, `[N, T, S]`. None for both means that S = T and attention is causal.
+        """
+        q, k, v = (t.transpose(1, 2) for t in (q, cache["keys"], cache["values"]))
+        mask = None if visible is None else visible.unsqueeze(1)
         o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=self.num_kv_heads != self.num_heads
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.num_kv_heads != self.num_heads
         )
         return o.transpose(1, 2)
+
+
+def _take(x: Tensor, start: Tensor, size: int) -> Tensor:
+    """Take `size` entries of each row of `x [N, S, …]`, from index `start [N]` on."""
+    index = start.unsqueeze(1) + torch.arange(size, device=x.device)
+    return x[torch.arange(len(x), device=x.device).unsqueeze(1), index]

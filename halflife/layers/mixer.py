@@ -17,7 +17,7 @@ from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.init import Linear
-from halflife.layers.parts import DecayProjection, HeadwiseGate, LowRankGate, RMSNorm, ShortConv, rotary
+from halflife.layers.parts import GATES, DecayProjection, ShortConv, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
 from halflife.ops.fused import l2_normalize
@@ -141,7 +141,8 @@ class LinearMixer(Mixer):
         conv_size: taps of a short convolution on q, k, v; 0 for none.
         activation: "silu" or "none", on q and k. With a short convolution, its SiLU on q, k and v takes this place.
         qk_norm: whether to L2-normalise q and k. None means True for the delta rule and DPLR, which need it.
-        gate: "low_rank" (the paper's), "swish" (a norm over each head, then a full SiLU gate) or "none".
+        gate: "low_rank" (the paper's); or a norm over each head, then "swish" or "sigmoid" of a full projection,
+            "low_rank_sigmoid", a projection of rank V (KDA), or "none".
         decay_rank: rank of the projection of a vector decay; None means D / H, and 0 full rank.
         decay_bias: whether that projection has a bias.
         norm_eps: eps of the output norm.
@@ -154,7 +155,7 @@ class LinearMixer(Mixer):
 
     UPDATES = ("linear", "delta", "dplr", "dplr_released")
     POSITIONS = ("none", "rope", "lrpe", "half_lrpe")
-    GATES = ("low_rank", "swish", "none")
+    GATES = tuple(GATES)
     ACTIVATIONS = ("silu", "none")
 
     def __init__(
@@ -240,9 +241,7 @@ class LinearMixer(Mixer):
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
         self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
-        self.gate = {"low_rank": LowRankGate, "swish": HeadwiseGate}[gate](
-            hidden_size, num_heads, self.value_dim, norm_eps
-        ) if gate != "none" else RMSNorm(self.value_dim, eps=norm_eps)  # fmt: skip
+        self.gate = GATES[gate](hidden_size, num_heads, self.value_dim, norm_eps)
         self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
@@ -255,6 +254,14 @@ class LinearMixer(Mixer):
         if self.conv is not None:
             qkv, new["conv"] = self.conv(qkv, state.get("conv"), cu_seqlens)
         q, k, v = self.heads(qkv, shared_key, position)
+        o, memory = self.update_state(x, q, k, v, g, state, cu_seqlens)
+        return self.out_proj(self.gate(o.to(x.dtype), x)), new | memory
+
+    def update_state(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Return the outputs `[B, T, H, V]` of the op and the memories after it."""
+        new: dict[str, Any] = {}
         beta = None if self.beta_proj is None else self.beta_scale * self.beta_proj(x).sigmoid()
         options = {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
         if self.update.startswith("dplr"):
@@ -270,11 +277,8 @@ class LinearMixer(Mixer):
                 cu_seqlens=cu_seqlens, **options,
             )  # fmt: skip
         else:
-            o, memory = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
-            new |= memory
-        o = o.to(x.dtype)
-        gated = self.gate(o).flatten(-2) if isinstance(self.gate, nn.RMSNorm) else self.gate(o, x)
-        return self.out_proj(gated), new
+            o, new = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
+        return o, new
 
     def log_decays(
         self, x: Tensor, position: Tensor, state: Tensor | None, cu_seqlens: Tensor | None

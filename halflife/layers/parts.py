@@ -74,6 +74,45 @@ class LowRankGate(nn.Module):
         return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), self.up(self.down(x)), self.norm.weight, self.eps)
 
 
+class SigmoidGate(HeadwiseGate):
+    """`RMSNorm(o) ⊙ σ(x W)` with the norm over each head, Comba's output gate."""
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:
+        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
+        return self.norm(o).flatten(-2) * self.proj(x).sigmoid()
+
+
+class LowRankSigmoidGate(nn.Module):
+    """`RMSNorm(o) ⊙ σ(x W₁ W₂ + b)` of rank V with the norm over each head, the output gate of KDA."""
+
+    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = RMSNorm(value_dim, eps=eps)
+        self.down = Linear(hidden_size, value_dim, bias=False)
+        self.up = Linear(value_dim, num_heads * value_dim)
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:
+        """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
+        return self.norm(o).flatten(-2) * self.up(self.down(x)).sigmoid()
+
+
+class HeadRMSNorm(RMSNorm):
+    """`RMSNorm(o)` over each head, in the place of an output gate."""
+
+    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
+        super().__init__(value_dim, eps=eps)
+
+    def forward(self, o: Tensor, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`o [B, T, H, V]` → `[B, T, H·V]`; x is not used."""
+        return super().forward(o).flatten(-2)
+
+
+GATES = {
+    "low_rank": LowRankGate, "swish": HeadwiseGate, "sigmoid": SigmoidGate, "low_rank_sigmoid": LowRankSigmoidGate,
+    "none": HeadRMSNorm,
+}  # fmt: skip
+
+
 class DecayProjection(nn.Module):
     """The projection to the activation f of a decay. For a vector decay it may have low rank.
 

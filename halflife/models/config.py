@@ -31,6 +31,7 @@ class ModelConfig:
         hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty. With
             `"attach": "beside"` the second mixer comes after the first one and reads the residual stream without a
             norm (Echo, Appendix G.1). Otherwise it takes the place of the first.
+        more_hybrids: further kinds of layers, each a mapping like `hybrid`. No two kinds share a layer.
         mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
             clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP (as in
             MQAR).
@@ -69,6 +70,7 @@ class ModelConfig:
     position: str = "none"
     initializer_range: float = 0.02
     initialization: str = "default"
+    more_hybrids: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for size in ("vocab_size", "hidden_size", "num_layers"):
@@ -77,33 +79,47 @@ class ModelConfig:
         if not 0 <= self.embedding_dropout < 1:
             raise ValueError(f"embedding_dropout must lie in [0, 1); got {self.embedding_dropout}")
         LAYERS[self.mixer]
-        if self.hybrid:
-            self._check_hybrid()
+        for kind in self.hybrids:
+            self._check_hybrid(kind)
+        if len(self.other_layers) != len(set(self.other_layers)):
+            raise ValueError(f"two kinds of hybrid layers share a layer; got {self.other_layers}")
         named = (("mlp", MLPS), ("norm", NORMS), ("position", POSITIONS), ("initialization", INITIALIZATIONS))
         for kind, choices in named:
             if getattr(self, kind) not in choices:
                 raise unknown(kind, getattr(self, kind), list(choices))
 
-    def _check_hybrid(self) -> None:
-        if set(self.hybrid) - {"attach"} != {"mixer", "options", "layers"}:
-            raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(self.hybrid)}")
-        if self.hybrid.get("attach", "instead") not in ATTACHMENTS:
-            raise unknown("attachment of a hybrid", self.hybrid["attach"], list(ATTACHMENTS))
-        LAYERS[self.hybrid["mixer"]]
-        for layer in self.hybrid["layers"]:
+    def _check_hybrid(self, kind: dict[str, Any]) -> None:
+        if set(kind) - {"attach"} != {"mixer", "options", "layers"}:
+            raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(kind)}")
+        if kind.get("attach", "instead") not in ATTACHMENTS:
+            raise unknown("attachment of a hybrid", kind["attach"], list(ATTACHMENTS))
+        LAYERS[kind["mixer"]]
+        for layer in kind["layers"]:
             if not 0 <= layer < self.num_layers:
                 raise ValueError(f"hybrid layers must lie between 0 and {self.num_layers - 1}; got {layer}")
 
+    @property
+    def hybrids(self) -> list[dict[str, Any]]:
+        """All kinds of layers beside the base's: `hybrid`, if it is not empty, and `more_hybrids`."""
+        return [kind for kind in (self.hybrid, *self.more_hybrids) if kind]
+
+    @property
+    def other_layers(self) -> list[int]:
+        """The layers of all kinds in `hybrids`, in rising order."""
+        return sorted(layer for kind in self.hybrids for layer in set(kind["layers"]))
+
     def mixer_of(self, layer: int) -> tuple[str, dict[str, Any]]:
         """Return the name and the options of a layer's mixer."""
-        if self._has_second(layer) and self.hybrid.get("attach") != "beside":
-            return self.hybrid["mixer"], self.hybrid["options"]
+        kind = self._kind_of(layer)
+        if kind and kind.get("attach") != "beside":
+            return kind["mixer"], kind["options"]
         return self.mixer, self.mixer_options
 
     def beside_of(self, layer: int) -> tuple[str, dict[str, Any]] | None:
         """Return the name and the options of the mixer that comes after a layer's mixer, or None."""
-        if self._has_second(layer) and self.hybrid.get("attach") == "beside":
-            return self.hybrid["mixer"], self.hybrid["options"]
+        kind = self._kind_of(layer)
+        if kind and kind.get("attach") == "beside":
+            return kind["mixer"], kind["options"]
         return None
 
     @property
@@ -113,8 +129,9 @@ class ModelConfig:
         names = {self.mixer_of(i)[0] for i in places} | {found[0] for i in places if (found := self.beside_of(i))}
         return any(LAYERS[name].reads_action_mask for name in names)
 
-    def _has_second(self, layer: int) -> bool:
-        return bool(self.hybrid) and layer in self.hybrid["layers"]
+    def _kind_of(self, layer: int) -> dict[str, Any]:
+        """The kind of `hybrids` that a layer has; empty if it is the base's alone."""
+        return next((kind for kind in self.hybrids if layer in kind["layers"]), {})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data for JSON."""

@@ -120,15 +120,14 @@ def model_costs(config: ModelConfig, bf16: bool = False) -> Costs:
 @lru_cache(maxsize=256)
 def _model_costs(config_json: str, bf16: bool) -> Costs:
     config = ModelConfig.from_json(config_json)
-    plain = dataclasses.replace(config, hybrid={})
+    plain = dataclasses.replace(config, hybrid={}, more_hybrids=[])
     two, three = (_count(dataclasses.replace(plain, num_layers=layers), bf16) for layers in (2, 3))
     total = two.plus(three.plus(two, -1), config.num_layers - 2)
-    if config.hybrid:
+    for kind in config.hybrids:
         # The counter does not know the kernel of spectral Koopman attention.
-        options = {**config.hybrid["options"], **({"backend": "chunked"} if config.hybrid["mixer"] == "ska" else {})}
-        hybrid = {**config.hybrid, "options": options, "layers": [1]}
-        mixed = dataclasses.replace(config, num_layers=2, hybrid=hybrid)
-        total = total.plus(_count(mixed, bf16).plus(two, -1), len(config.hybrid["layers"]))
+        options = {**kind["options"], **({"backend": "chunked"} if kind["mixer"] == "ska" else {})}
+        mixed = dataclasses.replace(plain, num_layers=2, hybrid={**kind, "options": options, "layers": [1]})
+        total = total.plus(_count(mixed, bf16).plus(two, -1), len(kind["layers"]))
     return total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from halflife.models.presets.sizes import PresetSizes
@@ -11,7 +12,28 @@ from halflife.registry import Registry
 Options = dict[str, Any]
 
 # A modifier takes the base's name, the fields of `ModelConfig` so far, and the sizes. It returns the new fields.
-MODIFIERS: Registry[Callable[[str, Options, PresetSizes], Options]] = Registry("modifier")
+Modifier = Callable[[str, Options, PresetSizes], Options]
+
+# Modifiers that put another mixer into some layers. They take a ratio.
+HYBRIDS = ("ska", "ska_paper", "attention", "swa", "nope")
+
+
+class Modifiers(Registry[Modifier]):
+    """Modifiers by name. The name of a hybrid may end in a ratio, as in `attention:3`."""
+
+    def __getitem__(self, name: str) -> Modifier:
+        name, colon, ratio = name.partition(":")
+        modifier: Any = super().__getitem__(name)
+        if not colon:
+            return modifier
+        if name not in HYBRIDS:
+            raise ValueError(f"{name} takes no ratio; these modifiers do: {', '.join(HYBRIDS)}")
+        if not ratio.isdecimal() or int(ratio) < 1:
+            raise ValueError(f"the ratio of {name} is a number of layers of the base, at least 1; got {ratio!r}")
+        return partial(modifier, ratio=int(ratio))
+
+
+MODIFIERS = Modifiers("modifier")
 
 EXCLUSIVE = (
     ({"post", "post_norm", "post_optimal", "post_paper", "post_released"}, "a decay is wrapped once"),
@@ -19,7 +41,6 @@ EXCLUSIVE = (
     ({"rope", "lrpe", "tpe", "rope_released", "tpe_paper", "tpe_released"}, "positions are encoded once"),
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
     ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
-    ({"attention", "ska", "ska_paper"}, "a hybrid has one other mixer"),
 )
 
 # Layers that are built from the design-space block, each with its settings.
@@ -43,39 +64,25 @@ SKA_PAPER: Options = {
 }  # fmt: skip
 
 
-def check_modifiers(name: str, modifiers: list[str]) -> None:
+def check_modifiers(name: str, written: list[str]) -> None:
     """Check that no modifier of the preset `name` is repeated and that no two exclude each other.
 
     Raises:
         ValueError: they are or do.
     """
+    modifiers = [modifier.partition(":")[0] for modifier in written]
     for i, modifier in enumerate(modifiers):
         if modifier in modifiers[:i]:
             raise ValueError(f"modifier {modifier!r} is given twice in {name!r}")
     for group, why in EXCLUSIVE:
         if len(clash := group & set(modifiers)) > 1:
             raise ValueError(f"{' and '.join(sorted(clash))} exclude each other in {name!r}: {why}")
-
-
-def hybrid_layers(sizes: PresetSizes, mixer: str) -> Options:
-    """Return the field `hybrid` of `ModelConfig`, which puts `mixer` into some layers in place of the base's mixer.
-
-    One layer in twelve is replaced, and at least one. The replaced layers are evenly spaced. The first layer is never
-    among them, and the last only in a model of two layers. Models of Echo's two sizes use Echo's placement instead
-    (`ECHO_SKA`), so that every hybrid of such a size has the paper's layers.
-
-    Raises:
-        ValueError: the model has a single layer.
-    """
-    depth, placement = sizes.num_layers, ECHO_SKA.get((sizes.hidden_size, sizes.num_layers))
-    if depth < 2:
-        raise ValueError(f"a hybrid has two kinds of layers and needs at least two layers; got num_layers={depth}")
-    count = max(1, depth // 12)
-    replaced = [(i + 1) * depth // (count + 1) for i in range(count)] if placement is None else list(placement.layers)
-    options: Options = {"num_heads": sizes.heads()}
-    if mixer == "ska":
-        options["rank"] = 48 if placement is None else placement.rank
-    return {"mixer": mixer, "options": options, "layers": replaced}
+    others = [modifier for modifier in written if modifier.partition(":")[0] in HYBRIDS]
+    if len(others) > 1 and not all(":" in modifier for modifier in others):
+        raise ValueError(
+            f"{' and '.join(sorted(others))} exclude each other in {name!r}: without ratios, as in attention:3, "
+            "a hybrid has one other mixer"
+        )
 
 
 def _with_options(model: Options, **options: Any) -> Options:
@@ -90,7 +97,7 @@ def _require_design_space(base: str, model: Options, why: str) -> None:
 def _require_decay(base: str, model: Options, modifier: str) -> None:
     if model["mixer"] == "attention" or base == "deltanet":
         raise ValueError(f"{modifier} changes a decay, and {base} has none")
-    if model["mixer"] == "mamba3_echo":
+    if model["mixer"] in ("mamba3_echo", "longhorn", "fox"):
         raise ValueError(f"{modifier} changes a decay with parameters, and in {base} the input alone sets it")
 
 
@@ -166,8 +173,8 @@ def _post(base: str, model: Options, **options: Any) -> Options:
 def gate_rank(base: str, model: Options, sizes: PresetSizes) -> Options:
     """GateRank: a slow state beside the fast (decaying) state, which it absorbs at learned resets; a scalar decay."""
     _require_decay(base, model, "gate_rank")
-    if model["mixer"] == "rwkv7":
-        raise ValueError("GateRank needs the linear or the delta update, and RWKV-7 has the DPLR update")
+    if model["mixer"] in ("rwkv7", "gdn2", "comba", "deltaproduct"):
+        raise ValueError(f"GateRank needs the linear or the delta update, and {base} has another update")
     return _with_options(model, gate_rank={})
 
 
@@ -277,33 +284,6 @@ def _toeplitz(base: str, model: Options, position: str) -> Options:
     if model["mixer"] in ("attention", "retnet"):
         raise ValueError(f"{base} has RoPE already")
     return {**model, "position": position}
-
-
-@MODIFIERS.add("ska")
-def ska(base: str, model: Options, sizes: PresetSizes) -> Options:
-    """Spectral Koopman attention in one layer of twelve, at least one, evenly spaced, never the first."""
-    return _hybrid(base, model, sizes, "ska")
-
-
-@MODIFIERS.add("ska_paper")
-def ska_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
-    """`ska` as Echo prints it: K = 2, μ = 1, projected queries, one norm a sequence, decoding by token."""
-    model = _hybrid(base, model, sizes, "ska")
-    return {**model, "hybrid": {**model["hybrid"], "options": {**model["hybrid"]["options"], **SKA_PAPER}}}
-
-
-@MODIFIERS.add("attention")
-def attention(base: str, model: Options, sizes: PresetSizes) -> Options:
-    """Softmax attention with RoPE in the layers that `ska` would replace."""
-    if model["mixer"] == "attention":
-        raise ValueError(f"every layer of {base} is softmax attention already")
-    return _hybrid(base, model, sizes, "attention")
-
-
-def _hybrid(base: str, model: Options, sizes: PresetSizes, mixer: str) -> Options:
-    if "hybrid" in model:
-        raise ValueError(f"{base} has {model['hybrid']['mixer']} in some layers already; a hybrid has one other mixer")
-    return {**model, "hybrid": hybrid_layers(sizes, mixer)}
 
 
 @MODIFIERS.add("koopman_mlp")

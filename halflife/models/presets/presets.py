@@ -11,7 +11,8 @@ import torch
 
 from halflife import layers
 from halflife.models.config import ModelConfig
-from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers, hybrid_layers, ska_paper
+from halflife.models.presets.hybrids import hybrid_layers, ska_paper
+from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers
 from halflife.models.presets.sizes import PresetSizes
 from halflife.registry import Registry, unknown
 
@@ -163,7 +164,8 @@ def preset(
     """Return the configuration called `name`.
 
     Args:
-        name: a base and its modifiers, joined by "+" (see `PRESETS.names()` and `MODIFIERS.names()`).
+        name: a base and its modifiers, joined by "+" (see `PRESETS.names()` and `MODIFIERS.names()`). A modifier of a
+            hybrid takes a ratio: after `attention:3`, a layer of attention follows every three layers of the base.
         hidden_size: width of the model.
         num_layers: number of blocks.
         vocab_size: number of token ids.
@@ -200,7 +202,7 @@ def preset(
     resolved = ModelConfig(name=name, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, **fields)
     try:
         with torch.device("meta"):
-            for layer in {0, *resolved.hybrid.get("layers", ())}:
+            for layer in {0, *resolved.other_layers}:
                 mixer, own = resolved.mixer_of(layer)
                 layers.build(mixer, hidden_size=hidden_size, layer_idx=layer, num_layers=num_layers, **own)
     except (ValueError, TypeError) as error:

@@ -13,6 +13,7 @@ from halflife.decay import DECAYS
 from halflife.evaluation.bundles import BUNDLES
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
+from halflife.models.presets.families import by_family
 from halflife.models.presets.sizes import SIZES
 from halflife.ops.backends import dispatch
 from halflife.report.tables.terminal import print_wide
@@ -31,7 +32,8 @@ def print_names(experiments: dict[str, str], rows: Sequence[str]) -> None:
         rows: the rows of the Decay paper's grid.
     """
     for title, registry in REGISTRIES.items():
-        print_wide(_two_columns(title, {name: registry.summary(name) for name in registry}), "")
+        for family, names in by_family(registry).items():
+            print_wide(_two_columns(title + family, {name: registry.summary(name) for name in names}), "")
     print_wide(_two_columns("experiments (compare --experiment)", experiments), "")
     sizes = {name: ", ".join(f"{key} {value}" for key, value in size.items()) for name, size in SIZES.items()}
     print_wide(_two_columns("sizes (train --size)", sizes), "")

@@ -74,8 +74,7 @@ def describe_model(config: ModelConfig) -> str:
     """The sizes of a model and its mixer, in one line."""
     sizes = f"{config.num_layers} layers of width {config.hidden_size:,}, {config.vocab_size:,} tokens"
     parts = [sizes, f"mlp {config.mlp}", f"{config.mixer} {_text(config.mixer_options)}"]
-    if config.hybrid:
-        parts.append(f"{config.hybrid['mixer']} in layers {_text(config.hybrid['layers'])}")
+    parts += [f"{kind['mixer']} in layers {_text(kind['layers'])}" for kind in config.hybrids]
     return ", ".join(parts)
 
 

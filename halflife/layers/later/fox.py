@@ -1,0 +1,60 @@
+"""Forgetting attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife import decay as decays
+from halflife.layers.attention import Attention
+from halflife.layers.later.longhorn import ZeroBiasLinear
+from halflife.layers.mixer import LAYERS, State
+from halflife.layers.parts import DecayProjection
+from halflife.precision import compute_dtype
+
+QUERIES = 1024  # queries whose weights are in memory at once
+
+
+@LAYERS.add("fox")
+class ForgettingAttention(Attention):
+    """Forgetting attention (Lin et al. 2025): softmax attention in which old tokens fade, without positions.
+
+        o_i = Σ_{j ≤ i} softmax_j(q_iᵀ k_j / √K + Σ_{l = j+1}^{i} log f_l) v_j,   f_l = σ(w_h x_l + b_h)
+
+    b starts at 0, as in the authors' code. The state is the KV cache, with `forget [N, S, H]`, log f in float32.
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        options: those of `Attention`. `position="rope"` adds RoPE.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:
+        super().__init__(hidden_size, num_heads, **{"position": "none", **options})
+        self.decay = decays.build("gla", num_heads=num_heads, head_dim=self.head_dim, tau=1)  # log σ(f)
+        self.decay_proj = DecayProjection(hidden_size, self.decay.shape, None, bias=True)
+        self.decay_proj.up = ZeroBiasLinear(hidden_size, num_heads)
+
+    def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
+        return {"keys": k, "values": v, "forget": self.decay(self.decay_proj(x))}
+
+    def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
+        dtype, length = compute_dtype(q), q.shape[1]
+        total = cache["forget"].cumsum(1).transpose(1, 2)  # [N, H, S]
+        groups = self.num_heads // self.num_kv_heads
+        queries, k, v = (x.to(dtype).transpose(1, 2) for x in (q, cache["keys"], cache["values"]))
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        if at is None:
+            at = torch.arange(length, device=q.device).expand(len(q), -1)
+        read = []
+        for start in range(0, max(length, 1), QUERIES):
+            rows = slice(start, start + QUERIES)
+            seen = total.shape[-1] if visible is not None else min(start + QUERIES, length)
+            place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, self.num_heads, -1)
+            bias = total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]
+            mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]
+            scores = queries[:, :, rows] @ k[:, :, :seen].mT * self.head_dim**-0.5 + bias
+            read.append(scores.masked_fill(~mask.unsqueeze(1), -torch.inf).softmax(-1) @ v[:, :, :seen])
+        return torch.cat(read, 2).transpose(1, 2).to(cache["values"].dtype)

@@ -1,0 +1,123 @@
+"""Longhorn's layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from halflife.decay import Decay
+from halflife.layers.init import Linear
+from halflife.layers.mamba2 import Skip
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
+from halflife.layers.parts import ShortConv
+from halflife.ops import linear_attention
+from halflife.precision import compute_dtype
+from halflife.registry import unknown
+
+
+class ZeroBiasLinear(Linear):
+    """`x W + b` with b = 0 at the start."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.bias)
+
+
+class LonghornDecay(Decay):
+    """λ = 1 / (1 + f), f ≥ 0. With `f = β k_i² / (1 + β (kᵀk − k_i²))` this is `1 − ε k_i²`.
+
+    g = −log1p(f), which is accurate for slow decays and finite for keys of any length. It has no parameters. A channel
+    without a key, f = 0, does not decay.
+    """
+
+    granularities = ("vector",)
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+        return -torch.log1p(f)
+
+
+@LAYERS.add("longhorn")
+class Longhorn(Mixer):
+    """Longhorn (Liu et al. 2024): the smallest change of the state that stores the new pair, in Mamba's block.
+
+    `[x, z] = u W`, and x goes through a short convolution. Then `[r, k, q] = x W_x` and `β = σ(r W_β + b)`:
+
+        S_t = (1 − ε_t k_t²) ⊙ S_{t−1} + k_t (ε_t x_t)ᵀ,   ε_t = β_t / (1 + β_t k_tᵀ k_t),   y_t = S_tᵀ q_t + D x_t
+
+    The output is `(y ⊙ silu(z)) W_o`. All heads share q and k. It is `ops.linear_attention` with the vector decay
+    `g = log(1 − ε k²)`, and it has no parameters of a decay. The paper has a step ε for each channel. If the channels
+    of a head share one step, the chunked form has larger products.
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        expand: inner width divided by hidden_size.
+        head_dim: V, channels a head; None means expand · hidden_size / H.
+        state_size: K, rows of the state ("d_state").
+        step: "head", or "channel", where each channel is one head of the op.
+        conv_size: taps of the short convolution.
+        step_rank: rank of the projection to β; None means D / 16, rounded up.
+        layer_idx, num_layers: the index of the layer and the number of layers.
+        chunk_size, backend: passed to the op.
+
+    Raises:
+        ValueError: the number of heads does not divide the inner width, or `step` is unknown.
+    """
+
+    STEPS = ("head", "channel")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        *,
+        expand: int = 2,
+        head_dim: int | None = None,
+        state_size: int = 16,
+        step: str = "head",
+        conv_size: int = 4,
+        step_rank: int | None = None,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        chunk_size: int = 64,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if step not in self.STEPS:
+            raise unknown("step", step, list(self.STEPS))
+        inner = num_heads * (head_dim or check_heads(expand * hidden_size, num_heads))
+        self.num_heads = inner if step == "channel" else num_heads
+        self.head_dim, self.chunk_size, self.backend = inner // self.num_heads, chunk_size, backend
+        rank = step_rank or math.ceil(hidden_size / 16)
+        self.splits = [rank, state_size, state_size]
+        self.in_proj = Linear(hidden_size, 2 * inner, bias=False)
+        self.conv = ShortConv(inner, conv_size, bias=True)
+        self.x_proj = Linear(inner, sum(self.splits), bias=False)
+        self.step_proj = ZeroBiasLinear(rank, self.num_heads)
+        self.decay = LonghornDecay(self.num_heads, state_size, "vector")
+        self.skip = Skip(self.num_heads)
+        self.out_proj = Linear(inner, hidden_size, bias=False)
+
+    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+        values, z = self.in_proj(x).chunk(2, -1)
+        values, conv = self.conv(values, state.get("conv"), cu_seqlens)
+        r, k, q = self.x_proj(values).split(self.splits, -1)
+        values = values.unflatten(-1, (self.num_heads, self.head_dim))
+        step, g = self.step_sizes(self.step_proj(r).sigmoid(), k)
+        written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(x.dtype)
+        y, memory = linear_attention(
+            q.unsqueeze(2).expand_as(written), written, values, g, scale=1, initial_state=state.get("memory"),
+            output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
+        )  # fmt: skip
+        assert memory is not None
+        y = self.skip(y.to(x.dtype), values).flatten(-2) * torch.nn.functional.silu(z)
+        return self.out_proj(y), {"conv": conv, "memory": memory}
+
+    def step_sizes(self, beta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """`β [B, T, H]`, `k [B, T, K]` → `ε [B, T, H]` and `g = log(1 − ε k²) [B, T, H, K]` in float32."""
+        beta, squares = beta.to(compute_dtype(beta)).unsqueeze(-1), k.to(compute_dtype(k)).square().unsqueeze(2)
+        total = squares.sum(-1, keepdim=True)
+        f = beta * squares / (1 + beta * (total - squares).clamp(min=0))
+        return (beta / (1 + beta * total)).squeeze(-1), self.decay(f)
