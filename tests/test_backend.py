@@ -23,9 +23,9 @@ EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")
 
 @pytest.fixture
 def op(monkeypatch):
-    """An op with all backends, each of which returns its name. `op["fla"] = reason` makes a backend refuse."""
+    """An op with all backends, whose state is their name. `op["fla"] = reason` makes a backend refuse."""
     reasons = {}
-    functions = {name: lambda call, name=name: (name, None) for name in reversed(backends.ORDER)}
+    functions = {name: lambda call, name=name: (call.v, name) for name in reversed(backends.ORDER)}
     monkeypatch.setitem(backends._OPS._entries, "op", functions)
     for name in functions:
         monkeypatch.setitem(backends._LIMITS, ("op", name), lambda device, call, name=name: reasons.get(name))
@@ -89,7 +89,7 @@ def test_a_name_that_cannot_run_says_why(op):
 def test_a_single_token_goes_through_the_native_step_or_the_token_loop(op):
     def run(backend, length, cu_seqlens=None):
         q = torch.zeros(1, length, 1, 4)
-        return unchecked(backends.dispatch)(OpCall("op", q, q, q, cu_seqlens=cu_seqlens), backend, True)[0]
+        return unchecked(backends.dispatch)(OpCall("op", q, q, q, cu_seqlens=cu_seqlens), backend, True)[1]
 
     op["fla"] = "no"
     assert run("auto", 1) == run("auto", 2) == "native"

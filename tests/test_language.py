@@ -260,7 +260,7 @@ def test_ctrl_c_saves_and_a_second_one_stops_at_once(tmp_path, monkeypatch, caps
 
 def test_the_bar_has_no_loss_before_the_first_one_is_logged(tmp_path):
     state = TrainerState(max_steps=4, global_step=1)
-    bar = ProgressBar("x", Metrics(tmp_path, lambda _: 0.0, "loss", 4, None, False))
+    bar = ProgressBar("x", Metrics(tmp_path, lambda _: 0.0, "loss", 4))
     bar.task = bar.progress.add_task("x", total=4, info="", clock="left")
     shown = []
     for logs in ({}, {"loss": 2.5}):
@@ -380,7 +380,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
 def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made(text, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("halflife.extras.importlib.util.find_spec", lambda name: None if name == "tensorboard" else 1)
     message = refused("train", *arguments(text, tmp_path / "out"), "--tensorboard")
-    assert message == "halflife: --tensorboard needs tensorboard: pip install 'halflife-lm[tensorboard]'\n"
+    assert message == "halflife: --track tensorboard needs tensorboard: pip install 'halflife-lm[tensorboard]'\n"
     assert not (tmp_path / "out").exists()
 
 
