@@ -105,7 +105,7 @@ def test_two_states_are_counted():
     [
         ("llama+gate_rank", "has none"),
         ("deltanet+gate_rank", "has none"),
-        ("rwkv7+gate_rank", "DPLR"),
+        ("rwkv7+gate_rank", "another update"),
         ("simple+gate_rank", "a scalar decay"),
         ("simple+scalar+dplr+gate_rank", "linear or the delta update"),
     ],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import slow_beyond
 
 from halflife import LanguageModel, preset
 from halflife.cli import main
@@ -55,7 +56,7 @@ def text(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_beyond([name for name in RECIPES if name.endswith("-lm")], RECIPES))
 def test_recipes_start(name, text, tmp_path):
     """Three steps of a model that only the recipe has, and its tests."""
     experiment, (changes, model) = EXPERIMENTS[name](), RECIPES[name]

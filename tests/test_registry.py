@@ -82,7 +82,9 @@ FAST = [name for name in CONFIGURATIONS if name.split("-")[0] not in (*NUMBERS, 
 each_model = pytest.mark.parametrize("name", slow_beyond(FAST, CONFIGURATIONS))
 # Echo's paper normalises by the norm of a whole sequence and decodes in another way (test_ska_forms.py).
 CAUSAL = [name for name in CONFIGURATIONS if name != "echo_paper"]
-each_causal_model = pytest.mark.parametrize("name", slow_beyond(FAST, CAUSAL))
+# The block of `simple` with another decay has the same state; which decay it is matters within a token alone.
+STREAMED = [name for name in FAST if "-" not in name]
+each_streamed_model = pytest.mark.parametrize("name", slow_beyond(STREAMED, CAUSAL))
 
 
 def build(name):
@@ -148,7 +150,7 @@ def test_learns_sixteen_sequences_by_heart(name):
 # ------------------------------------------------------------------------ streaming, packing and padding
 
 
-@each_causal_model
+@each_streamed_model
 def test_streams_like_the_full_pass(name):
     """Logits and the states of every layer agree at every cut, with empty pieces too, and token by token."""
     model, ids = trained(name), tokens(2, LENGTH)
