@@ -314,7 +314,10 @@ def test_processes_with_the_mark_of_a_cluster_end_with_its_driver():
             assert process.stdin
             assert process.stdout
             mark = process.stdout.readline().strip()
-            assert list(cluster_module.members(mark).values()) == ["sleep 60 "]
+            deadline = time.monotonic() + 5  # a process that has just begun shows no environment for a moment
+            while not (found := cluster_module.members(mark)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert list(found.values()) == ["sleep 60 "]
             process.kill() if signalled else process.stdin.close()
         deadline = time.monotonic() + 5
         while cluster_module.members(mark) and time.monotonic() < deadline:
