@@ -76,13 +76,9 @@ class ChunkWalk : public Walk {
       }
       token_grads(start, std::min(count, full - start), given, dkeys, dvalues);
     }
-    std::copy_n(dnext.begin(), keys.call.width, grads.memory.last_of(seq, head));
     if (c.whole_sequence && largest_at < 0) dnorm += dlargest;
     if (c.whole_sequence && largest_at >= 0) add_largest(dkeys, dlargest);
-    grads.memory.store_sums(dsums, seq, head, n.rank);
-    grads.memory.norm_of(seq, head) = static_cast<float>(dnorm);
-    grads.gamma.data_ptr<double>()[seq * c.heads + head] = dgamma;
-    grads.mix.data_ptr<double>()[seq * c.heads + head] = dmix;
+    store_grads(grads, dsums, dnorm, dgamma, dmix);
   }
 
  private:

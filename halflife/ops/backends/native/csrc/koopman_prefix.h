@@ -71,11 +71,7 @@ class PrefixWalk : public Walk {
       }
       token_grads(start, count, given, dkeys, dvalues);
     }
-    std::copy_n(dnext.begin(), keys.call.width, grads.memory.last_of(seq, head));
-    grads.memory.store_sums(dsums, seq, head, n.rank);
-    grads.memory.norm_of(seq, head) = static_cast<float>(dnorm);
-    grads.gamma.data_ptr<double>()[seq * c.heads + head] = dgamma;
-    grads.mix.data_ptr<double>()[seq * c.heads + head] = dmix;
+    store_grads(grads, dsums, dnorm, dgamma, dmix);
   }
 
  private:
@@ -104,7 +100,7 @@ class PrefixWalk : public Walk {
       });
       for (int64_t i = 0; i < count; i++) {
         all.emplace_back(norm, slots[i].largest, slots[i].row);
-        if (slots[i].largest > norm || std::isnan(slots[i].largest)) norm = slots[i].largest;
+        raise_norm(slots[i]);
       }
     }
     return all;

@@ -109,8 +109,22 @@ class Walk {
     });
     for (int64_t i = 0; i < count; i++) {
       slots[i].norm = norm;
-      if (slots[i].largest > norm || std::isnan(slots[i].largest)) norm = slots[i].largest;
+      raise_norm(slots[i]);
     }
+  }
+
+  // m² after the block of a slot.
+  void raise_norm(const KoopmanSlot& slot) {
+    if (slot.largest > norm || std::isnan(slot.largest)) norm = slot.largest;
+  }
+
+  // The gradients of the memory before the call, and of γ and μ.
+  void store_grads(const Grads& grads, const Mat& dsums, double dnorm, double dgamma, double dmix) const {
+    std::copy_n(dnext.begin(), keys.call.width, grads.memory.last_of(seq, head));
+    grads.memory.store_sums(dsums, seq, head, n.rank);
+    grads.memory.norm_of(seq, head) = static_cast<float>(dnorm);
+    grads.gamma.data_ptr<double>()[seq * c.heads + head] = dgamma;
+    grads.mix.data_ptr<double>()[seq * c.heads + head] = dmix;
   }
 
   // (slot, running) ← (running, running + slot) in some rows.
