@@ -58,6 +58,9 @@ def test_parts_are_what_they_are_called():
     assert options("gain")["stretch_gain"] is options("gain-held")["stretch_gain"] is True
     assert options("theorem-slow0.01", "rwkv7")["post"]["endpoints"] == (0.01, 1.0)
     assert options("frozen")["decay_options"] == {"step_bias": "frozen"}
+    assert options("geometric")["decay_options"] == {"rate_start": "geometric", "train_length": 64}
+    assert "post" not in options("geometric")
+    assert options("gain-moving", "gated_deltanet")["post"]["endpoints"] == "moving"
     assert "stretch_gain" not in options("post")
     different = [str(options(part)) for part in ("", *post_parts.PARTS)]
     assert len(set(different)) == len(different)
@@ -66,8 +69,8 @@ def test_parts_are_what_they_are_called():
 def test_parts_that_do_not_exist():
     with pytest.raises(ValueError, match=r"unknown part of PoST 'theorme'\. Did you mean 'theorem'"):
         options("theorme")
-    with pytest.raises(ValueError, match="rwkv7 has no 'gain': choose from rwkv7:post"):
-        options("gain", "rwkv7")
+    with pytest.raises(ValueError, match="rwkv7 has no 'frozen': choose from rwkv7:post"):
+        options("frozen", "rwkv7")
 
 
 def powers(name):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.init import Linear, OrthogonalLinear, UniformLinear
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.layers.parts import ShortConv
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import ShortConv, check_heads
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
