@@ -1,11 +1,15 @@
 """The experiments for open claims: their models resolve, and three steps of them run from training to the tables."""
 
+import json
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from halflife import LanguageModel
 from halflife.experiments import EXPERIMENTS, compare
-from halflife.experiments.evidence import koopman_powers, post_parts
+from halflife.experiments.evidence import koopman_powers, overview_page, post_parts
 from halflife.models import ModelConfig
 from halflife.runs.sweep import Cell
 
@@ -87,7 +91,7 @@ def test_cells_of_the_map_are_what_they_are_called():
     batches = {powers(name).batch_size * powers(name).validation[0]["length"] for name in ("K1", "K1:h4", "K1:l3")}
     assert batches == {64 * 24}
     options = powers("learned:h4").model.hybrid["options"]
-    assert (options["mix"], options["power"], options["chunk_size"]) == ("powers", 4, 16)
+    assert (options["mix"], options["power"], options["chunk_size"]) == ("powers", 3, 16)
     assert powers("K2-mixed-g1.5").model.hybrid["options"]["gamma"] == 1.5
     ridge = powers("ridge-conv").model
     assert (ridge.mixer, ridge.mixer_options["power"], ridge.mixer_options["conv_size"]) == ("ska", 0, 4)
@@ -109,6 +113,42 @@ def test_before_training_one_power_recalls_and_two_recall_what_is_held():
     assert max(recalled("h1", 2), recalled("h1", 0)) < 0.1
     assert recalled("h4", 2) > 0.9 > 0.6 > recalled("h4", 1)
     assert recalled("l3", 1) > 0.9 > recalled("l3", 2)
+
+
+def test_columns_of_the_overview():
+    """The pairs of training and of the largest test, at the shortest length that has them and at the longest."""
+    rows = [
+        {"model": "a", "seed": seed, "selected": True, "test": test, "length": length, "num_pairs": pairs,
+         "accuracy": (pairs or 1) / 100 + seed / 1000 + length / 1e6}
+        for seed in (0, 1) for test in ("mqar", "niah:hard", "s5:s3") for length in (64, 128, 1024)
+        for pairs in ((None,) if test == "s5:s3" else (1, 16, 32)) if not (pairs == 32 and length == 64)
+    ]  # fmt: skip
+    found = overview_page.recall(rows, 64, 16)
+    assert found["persistence"]["lengths"] == [64, 1024]
+    assert found["persistence"]["values"]["a"][1] == pytest.approx([0.161024, 0.162024])
+    assert found["capacity"]["lengths"] == [128, 1024]
+    assert found["capacity"]["values"]["a"][0] == pytest.approx([0.320128, 0.321128])
+    assert found["decoys"]["values"]["a"][0][0] == pytest.approx((0.01 + 0.16) / 2 + 64e-6)
+    data = {
+        "models": ["a"], "train_length": 64, "columns": found, "device": "cpu",
+        "speeds": {"training": {"a": 1e4}, "decoding": {"a": 500.0}},
+    }  # fmt: skip
+    page = overview_page.page(data)
+    assert "| a | 16.1 → 16.2 | 32.1 → 32.2 |" in page
+    assert "| – | 10,000 | 500 |" in page
+    assert "Best capacity at 1,024 tokens: a." in page
+
+
+def test_bits_of_text(tmp_path, monkeypatch):
+    """Tokens of two bytes: a perplexity of 16 is four bits a token, and two bits a byte."""
+    result = {"bits_per_byte": 1.5, "tests": [{"loss": 3 * math.log(2)}],
+              "lengths": [{"length": n, "perplexity": p} for n, p in ((32, 16), (64, 4), (512, 8))]}  # fmt: skip
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    run = SimpleNamespace(models=["a"], trainings_of=lambda model: [SimpleNamespace(path=tmp_path)])
+    monkeypatch.setattr(overview_page, "read", lambda folder: run)
+    found = overview_page.text_bits(tmp_path)
+    assert found["lengths"] == [32, 512]
+    assert found["values"]["a"] == [[pytest.approx(2)], [pytest.approx(1.5)]]
 
 
 def test_states_of_the_overview_are_of_one_size():
@@ -147,5 +187,10 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
     assert {row["model"] for row in rows} == set(models)
     summary = (folder / "summary.md").read_text()
     assert all(f"| {model} |" in summary for model in models)
+    if name == "overview":
+        page = (folder / "overview.md").read_text()
+        assert all(f"| {model} | " in page for model in models)
+        assert (folder / "figures" / "overview.png").exists()
+        assert json.loads((folder / "overview.json").read_text())["speeds"]["decoding"][models[0]] > 0
     if name.endswith("text"):
         assert "| perplexity at | 16 | 32 |" in summary

@@ -284,6 +284,20 @@ def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_d
     assert re.search(r" 128 +256 +512 +128 +256 +512 *\n", out)
 
 
+def test_the_printed_table_has_intervals_from_three_seeds_on(tmp_path, capsys):
+    for seeds in ((1, 2, 3), (1, 2)):
+        rows = [vars(score) for score in results.read(make_run(tmp_path / str(len(seeds)), seeds=seeds)).scores]
+        print_comparison(rows)
+        out = capsys.readouterr().out
+        ends = [re.search(rf"^ +{end} +([\d.]+)", out, re.MULTILINE) for end in ("low", "high")]
+        assert all(ends) == ("95 % interval" in out) == (len(seeds) == 3)
+        if len(seeds) == 3:
+            model = rows[0]["model"]
+            own = [r for r in rows if r["model"] == model and r["test"] == "in_distribution" and r["selected"]]
+            spread = [f"{100 * r['accuracy']:.1f}" for r in sorted(own, key=lambda r: r["accuracy"])]
+            assert [end[1] for end in ends if end] == [spread[0], spread[-1]]  # three seeds: the smallest, the largest
+
+
 def test_special_characters_are_escaped(tmp_path):
     models = ('a<b>&"c', "x$y$", "<!-- --><script>alert(1)<|script>")
     html = write_report(make_run(tmp_path / "run", models=models)).read_text()

@@ -24,8 +24,8 @@ from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
 from halflife.tasks.mqar import MQAR
 
-HIGHEST = 4  # the highest power of a learned sum
-# Model → options of the SKA layer. K0, K1 and K2 read one power (μ = 1), "learned" a sum over the powers from 0 to 4,
+HIGHEST = 3  # the highest power of a learned sum
+# Model → options of the SKA layer. K0, K1 and K2 read one power (μ = 1), "learned" a sum over the powers from 0 to 3,
 # and "mixed" the learned mixture (1 − μ) x + μ x_K of the preset, with a learned or a fixed γ.
 KOOPMAN: dict[str, dict[str, Any]] = {
     "K0": {"power": 0, "mix": "ridge"},
@@ -109,7 +109,7 @@ def _groups() -> dict[str, tuple[str, ...]]:
 
 
 SMOKE = EchoMQARSettings(
-    hidden_size=64, num_layers=2, num_heads=4, vocab_size=128, train_length=24, pairs=(2, 4, 4, 4), steps=1000,
+    hidden_size=64, num_layers=2, num_heads=4, vocab_size=128, train_length=24, pairs=(2, 4, 4, 4), steps=900,
     batch_size=64, length_factors=(1, 4), test_examples=256, chunk_size=16, ska_chunk=4,
 )  # fmt: skip
 
@@ -130,7 +130,7 @@ class KoopmanPowers(MQARExperiment):
     | model | what it is |
     |---|---|
     | K0, K1, K2 | a layer of Mamba-2, then SKA with one power |
-    | learned | the same with a learned sum of the powers 0 to 4, which starts at K = 1 |
+    | learned | the same with a learned sum of the powers 0 to 3, which starts at K = 1 |
     | K1-mixed, K2-mixed | the same with the learned mixture of ridge regression and one power; γ is learned |
     | K1-mixed-g1, K1-mixed-g1.5, … | the same with γ = 1 or 1.5; the group `h4-mixed` has all of these |
     | ridge-conv | two layers of ridge regression behind a short convolution, the form of MesaNet |

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from halflife.report.intervals import SEEDS, bootstrap
 from halflife.report.tables.terminal import print_wide
 from halflife.runs.scores import repeated_tests
 
@@ -35,10 +36,15 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
         runs.add_row(row["model"], rate, seed, *sizes, style=style)
         label = row["model"] if row["selected"] else f"{row['model']} {rate}"
         tests.add_row(label, seed, *(_percent(row["accuracy"][key]) for key in keys), style=style)
+        if style:
+            for end, values in _intervals(summary, row["model"], keys).items():
+                tests.add_row("", end, *(_percent(value) for value in values), style="dim")
     for i, level in enumerate(("chance", "ignoring the key")):
         tests.add_row(level, "", *(f"{100 * values[i]:.1f}" for values in keys.values()), style="dim")
     print_wide(runs, tests)
     print("lr*: the learning rate with the best validation accuracy in distribution.")
+    if any(_intervals(summary, row["model"], keys) for row in summary):
+        print("low, high: the ends of the 95 % interval of a mean, by bootstrap over seeds.")
     print("state: the numbers that a model stores of one sequence.")
     if any(test == "capacity" for test, _ in keys):
         also = "".join(f", also {test[:3]} {length}" for test, length in sorted(repeated))
@@ -46,6 +52,16 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
         print("cap: `capacity`, K = T/4 pairs. per: `persist`, the training K.")
     elif any(length is None for _, length in keys):
         print("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
+
+
+def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[Any]) -> dict[str, list[float]]:
+    """The ends "low" and "high" of the 95 % interval of a model's mean on each test; empty for fewer than 3 seeds."""
+    seeds = [row for row in summary if row["model"] == model and row["selected"] and not isinstance(row["seed"], str)]
+    runs = [row["accuracy"] for row in seeds if not any(map(math.isnan, row["accuracy"].values()))]
+    if len(runs) < SEEDS:
+        return {}
+    found = [bootstrap([run[key] for run in runs]) for key in keys]
+    return {"low": [one.low for one in found], "high": [one.high for one in found]}
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

@@ -1,0 +1,182 @@
+"""The page that joins the overview's recall with text, speed and bytes of state: `overview.md`, data and picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from halflife.evaluation.memory import format_bytes, layer_states, model_state_size
+from halflife.evaluation.throughput import Decoder, device_name, interleaved, train_step
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, write_json, write_text
+from halflife.models import LanguageModel, ModelConfig
+from halflife.report.figures.matplotlib_renderer import save
+from halflife.report.figures.overview import overview
+from halflife.report.intervals import with_interval
+from halflife.report.markdown import Rows, markdown, models
+from halflife.runs.folder import FIGURES, read
+
+PAGE, DATA, TEXT = "overview.md", "overview.json", "text"
+TOKENS, DECODED = 4096, 32  # of a timed training step, and of timed decoding
+# Column → its test; "trained" has the most pairs of the training, "most" those of the largest test, and "all" the mean.
+RECALL = {
+    "persistence": ("mqar", "trained"), "capacity": ("mqar", "most"), "decoys": ("niah:hard", "all"),
+    "tracking": ("s5:s3", "all"),
+}  # fmt: skip
+SINGLE = {"training": "tokens/s", "decoding": "tokens/s"}  # columns with one number for each model
+
+
+def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any]]:
+    """Column → "lengths", the shortest from T on and the longest, and "values", model → accuracies by seed at both."""
+    found = {}
+    for column, (test, kind) in RECALL.items():
+        own = [row for row in rows if row["test"] == test and row["selected"] and row["length"] >= train_length]
+        counts = [row["num_pairs"] for row in own if row["num_pairs"] is not None]
+        if kind != "all" and counts:
+            chosen = max(counts) if kind == "most" else max((n for n in counts if n <= pairs), default=min(counts))
+            own = [row for row in own if row["num_pairs"] == chosen]
+        if own:
+            lengths = [min(row["length"] for row in own), max(row["length"] for row in own)]
+            values = {model: [_by_seed(own, model, length) for length in lengths] for model in models(rows)}
+            found[column] = {"lengths": lengths, "values": values}
+    return found
+
+
+def _by_seed(rows: Rows, model: str, length: int) -> list[float]:
+    cells: dict[int, list[float]] = {}
+    for row in rows:
+        if row["model"] == model and row["length"] == length:
+            cells.setdefault(row["seed"], []).append(row["accuracy"])
+    return [fmean(values) for values in cells.values()]
+
+
+def text_bits(folder: Path) -> dict[str, Any]:
+    """The column of a comparison on text: bits a byte of its models at T and at the longest tested length."""
+    run, values, lengths = read(folder), dict[str, list[list[float]]](), [0, 0]
+    for model in run.models:
+        results = [read_json(one.path / RESULT_JSON) for one in run.trainings_of(model)]
+        tested = [one for one in results if one.get("lengths")]
+        if tested:
+            ends = [[one["lengths"][i] for one in tested] for i in (0, -1)]
+            lengths = [end[0]["length"] for end in ends]
+            values[model] = [
+                [math.log2(at["perplexity"]) * _tokens_a_byte(one) for at, one in zip(end, tested, strict=True)]
+                for end in ends
+            ]
+    return {"lengths": lengths, "values": values}
+
+
+def _tokens_a_byte(result: Mapping[str, Any]) -> float:
+    return result["bits_per_byte"] * math.log(2) / result["tests"][0]["loss"]
+
+
+def speeds(configs: Mapping[str, ModelConfig], length: int, context: int) -> dict[str, dict[str, float]]:
+    """Measure tokens a second of a training step at a length, and of decoding one sequence after a context.
+
+    Returns:
+        "training" and "decoding", model → tokens/s. The models take turns.
+    """
+    built = {name: LanguageModel(config) for name, config in configs.items()}
+    rows, size = max(1, TOKENS // length), min(config.vocab_size for config in configs.values())
+    ids = torch.randint(size, (rows, length))
+    steps = {name: partial(train_step(model), ids) for name, model in built.items()}
+    for step in steps.values():
+        step()  # the first call does extra work
+    training = interleaved(steps)
+    decoders = {name: Decoder(model).read(torch.randint(size, (1, context))) for name, model in built.items()}
+    for decode in decoders.values():
+        decode()
+    decoding = interleaved(decoders, rounds=DECODED)
+    return {
+        "training": {name: rows * length / seconds for name, seconds in training.items()},
+        "decoding": {name: 1 / seconds for name, seconds in decoding.items()},
+    }
+
+
+def state_bytes(configs: Mapping[str, ModelConfig], lengths: Sequence[int]) -> dict[str, Any]:
+    """The column of bytes of state of one sequence at some lengths, float32."""
+    sizes = {name: model_state_size(layer_states(config, "float32")) for name, config in configs.items()}
+    return {"lengths": list(lengths), "values": {name: [[size.at(n)] for n in lengths] for name, size in sizes.items()}}
+
+
+def collect(
+    folder: Path, rows: Rows, configs: Mapping[str, ModelConfig], train_length: int, pairs: int
+) -> dict[str, Any]:
+    """All columns of the page. Speeds are measured once for the same models, and stay in `overview.json`."""
+    columns = recall(rows, train_length, pairs)
+    longest = max((column["lengths"][1] for column in columns.values()), default=train_length)
+    if (folder / TEXT / CONFIG_JSON).exists():
+        columns["text"] = text_bits(folder / TEXT)
+    columns["state"] = state_bytes(configs, (train_length, longest))
+    old = read_json(folder / DATA) if (folder / DATA).exists() else {}
+    known = old.get("speeds", {})
+    if set(known.get("training", {})) != set(configs):
+        known = speeds(configs, train_length, longest)
+    return {
+        "models": list(configs), "train_length": train_length, "columns": columns, "speeds": known,
+        "device": old.get("device") if known == old.get("speeds") else device_name("cpu"),
+    }  # fmt: skip
+
+
+def write_overview(folder: Path, data: Mapping[str, Any]) -> None:
+    """Write `overview.json`, `overview.md` and the picture of what `collect` returned."""
+    write_json(folder / DATA, dict(data))
+    save(overview(data), folder / FIGURES, "overview")
+    write_text(folder / PAGE, page(data))
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page in Markdown: one row a model, and the best model of each column."""
+    columns, fast = data["columns"], data["speeds"]
+    heading = [
+        "model", *(f"{name} {' → '.join(f'{n:,}' for n in column['lengths'])}" for name, column in columns.items()),
+        *(f"{name}, {unit}" for name, unit in SINGLE.items()),
+    ]  # fmt: skip
+    if "text" not in columns:
+        heading.insert(1 + len(RECALL), "text")
+    table = []
+    for model in data["models"]:
+        cells = [_cell(name, column["values"].get(model, [])) for name, column in columns.items()]
+        if "text" not in columns:
+            cells.insert(len(RECALL), "–")
+        table.append([model, *cells, *(f"{fast[name][model]:,.0f}" for name in SINGLE)])
+    return "\n".join([
+        "# Overview", "",
+        "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
+        "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. Text "
+        "is in bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds."
+        f" Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
+        f"on {data['device']}.", "",
+        "![Recall, text, speed and state of all models](figures/overview.png)", "", markdown(heading, table), "",
+        *_best(data), "",
+    ])  # fmt: skip
+
+
+def _cell(name: str, ends: Sequence[Sequence[float]]) -> str:
+    """Both ends of a column: "99.8 → 41.0", with intervals from three seeds on."""
+    if not all(ends) or not ends:
+        return "–"
+    if name == "state":
+        return " → ".join(dict.fromkeys(format_bytes(end[0]) for end in ends))
+    scale, digits = (1, 3) if name == "text" else (100, 1)
+    return " → ".join(with_interval([scale * value for value in end], digits) for end in ends)
+
+
+def _best(data: Mapping[str, Any]) -> list[str]:
+    """One line a column: the model with the best mean at the longest length, or several models that are equal."""
+    lines = []
+    for name, column in data["columns"].items():
+        means = {model: fmean(ends[1]) for model, ends in column["values"].items() if all(ends)}
+        means = {model: mean for model, mean in means.items() if not math.isnan(mean)}
+        if means:
+            best = (min if name in ("text", "state") else max)(means.values())
+            equal = [model for model, mean in means.items() if math.isclose(mean, best, abs_tol=1e-9)]
+            lines.append(f"* Best {name} at {column['lengths'][1]:,} tokens: {', '.join(equal)}.")
+    for name in SINGLE:
+        lines.append(f"* Fastest in {name}: {max(data['speeds'][name], key=data['speeds'][name].__getitem__)}.")
+    return lines

@@ -1,0 +1,65 @@
+"""The picture of the overview: one panel a quantity, one line a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from halflife.evaluation.memory import format_bytes
+from halflife.report.figures.grids import panel_grid
+from halflife.report.numbers import short_count
+from halflife.report.style import INK, WIDTH, escape_formula, styled
+
+# Column → title and whether the axis is logarithmic.
+PANELS = {
+    "persistence": ("persistence, %", False), "capacity": ("capacity, %", False), "decoys": ("decoys, %", False),
+    "tracking": ("tracking, %", False), "text": ("text, bits a byte", False), "state": ("state, bytes", True),
+    "training": ("training, tokens/s", True), "decoding": ("decoding, tokens/s", True),
+}  # fmt: skip
+PERCENT = ("persistence", "capacity", "decoys", "tracking")
+
+
+@styled
+def overview(data: Mapping[str, Any]) -> Figure:
+    """A dot for each model and quantity: hollow at the shorter length, filled at the longer one, with a line between.
+
+    Args:
+        data: what `experiments.evidence.overview_page.collect` returns.
+    """
+    names, columns = data["models"], dict(data["columns"])
+    columns |= {name: {"values": {m: [[x], [x]] for m, x in own.items()}} for name, own in data["speeds"].items()}
+    shown = [name for name in PANELS if name in columns]
+    figure, panels = panel_grid(
+        len(shown), max(1.6, 0.17 * len(names) + 0.6), columns=4, width=1.45 * WIDTH, sharey=True
+    )
+    for axes, name in zip(panels, shown, strict=True):
+        _draw(axes, names, columns[name]["values"], 100 if name in PERCENT else 1)
+        title, log = PANELS[name]
+        lengths = columns[name].get("lengths", [])
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(" → ".join(f"{n:,}" for n in lengths) + " tokens" if lengths else "")
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
+            axes.xaxis.set_minor_locator(NullLocator())
+            written = format_bytes if name == "state" else short_count
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, written=written: written(x)))
+        if name in PERCENT:
+            axes.set_xlim(-3, 103)
+    panels[0].set_yticks(range(len(names)), [escape_formula(name) for name in names])
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    return figure
+
+
+def _draw(axes: Axes, names: Sequence[str], values: Mapping[str, Sequence[Sequence[float]]], scale: float) -> None:
+    for y, name in enumerate(names):
+        if (ends := values.get(name)) and all(ends):
+            near, far = (scale * fmean(end) for end in ends)
+            axes.plot([near, far], [y, y], color=INK, linewidth=1, alpha=0.5)
+            axes.plot(near, y, "o", color=INK, fillstyle="none", markersize=4)
+            axes.plot(far, y, "o", color=INK, markersize=4)
