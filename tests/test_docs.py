@@ -44,7 +44,7 @@ NEED_ARGUMENTS = (
 )  # fmt: skip
 SHELL = re.compile(r"[|<>&;$*]")  # a line that contains one of these needs a shell
 SECONDS = 300  # seconds for a fast block on a busy machine
-WRITTEN = {"results.md", "summary.md", "table.md"}  # files that runs write into their folders
+WRITTEN = {"results.md", "summary.md", "overview.md", "table.md"}  # files that runs write into their folders
 
 BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n\n?)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^\s*(?:```|~~~)", re.M)
