@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "state space": ("mamba2", "mamba3", "mamba3_echo", "longhorn", "longhorn_paper"),
+    "state space": ("mamba2", "mamba3", "mamba3_mimo", "mamba3_echo", "longhorn", "longhorn_paper"),
     "linear attention": ("gla", "retnet", "hgrn2", "lightnet", "tnl", "tnl_l", "simple"),
     "delta rule": ("deltanet", "gated_deltanet", "kda", "gdn2", "comba", "deltaproduct", "rwkv7"),
     "softmax attention": ("llama", "fox"),
