@@ -9,9 +9,10 @@ from halflife.ops.gate_rank import gate_rank
 from halflife.ops.koopman.op import koopman_attention
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.log_linear import log_linear_attention
+from halflife.ops.ridge_attention import ridge_attention
 from halflife.ops.selfcheck import selfcheck
 
 __all__ = [
     "available_backends", "cascade", "causal_conv1d", "delta_rule", "dplr", "gate_rank", "koopman_attention",
-    "linear_attention", "log_linear_attention", "ops", "selfcheck",
+    "linear_attention", "log_linear_attention", "ops", "ridge_attention", "selfcheck",
 ]  # fmt: skip
