@@ -17,6 +17,7 @@ from halflife import LanguageModel, Session, preset
 from halflife.models import checkpoint
 
 pytestmark = pytest.mark.slow
+in_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory is read from /proc")
 ROOT = Path(__file__).parent.parent
 
 
@@ -109,19 +110,35 @@ def test_requests_of_clients_that_leave_are_cancelled(server, client, expected):
     assert ask(client).choices[0].text == expected
 
 
-def test_a_session_goes_on_over_requests(server, expected):
-    def post(path, **body):
-        url, headers = f"{server[1]}/sessions{path}", {"content-type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
-            return json.load(answer)
+def post(url, path, **body):
+    headers = {"content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
 
-    opened = post("", input="hel")
-    read = post(f"/{opened['id']}/append", input="lo")
-    fork = post(f"/{opened['id']}/fork")
+
+def test_a_session_goes_on_over_requests(server, expected):
+    url = f"{server[1]}/sessions"
+    opened = post(url, "", input="hel")
+    read = post(url, f"/{opened['id']}/append", input="lo")
+    fork = post(url, f"/{opened['id']}/fork")
     for name in (opened["id"], fork["id"]):
-        answer = post(f"/{name}/generate", max_tokens=12, temperature=0)
+        answer = post(url, f"/{name}/generate", max_tokens=12, temperature=0)
         assert answer["choices"][0]["text"] == expected
     assert read["state_bytes"] == fork["state_bytes"] == opened["state_bytes"]
+
+
+@in_proc
+def test_a_session_of_a_million_tokens_has_the_bytes_of_a_short_one(server):
+    process, url = server[0], f"{server[1]}/sessions"
+    name = post(url, "", input="x" * 100_000)["id"]
+    states, sizes = [], []
+    for _ in range(9):
+        states.append(post(url, f"/{name}/append", input="word " * 20_000))
+        sizes.append(resident(process))
+    assert [state["position"] for state in states] == [100_000 * i for i in range(2, 11)]
+    assert len({state["state_bytes"] for state in states}) == 1
+    assert sizes[-1] - sizes[0] < 10
+    assert len(post(url, f"/{name}/generate", max_tokens=5)["choices"][0]["text"]) > 0
 
 
 def test_sigterm_completes_the_answers_that_have_begun(server, client):
@@ -135,7 +152,7 @@ def test_sigterm_completes_the_answers_that_have_begun(server, client):
     assert process.stderr.read() == ""
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory is read from /proc")
+@in_proc
 def test_the_memory_stays_over_prompts_of_many_lengths(server, client):
     """If prompts are read in calls of any length, the last 600 requests take more than 100 MB."""
     sizes = []
