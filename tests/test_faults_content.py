@@ -60,6 +60,11 @@ def test_every_flipped_bit_in_a_session_is_seen(tmp_path):
     [
         ({"position": "-5"}, {}),
         ({"position": "x"}, {}),
+        ({"position": "4"}, {}),
+        ({}, {"0.position": torch.tensor([-5])}),
+        ({}, {"0.memory": torch.ones(1, 2, 3, 4)}),
+        ({}, {"0.memory": torch.ones(2)}),
+        ({}, {"1.memory": torch.ones(1, 2, 128, 16)}),
         ({}, {"last": torch.tensor([31])}),
         ({}, {"9.memory": torch.ones(1)}),
         ({}, {"memory": torch.ones(1)}),

@@ -125,9 +125,12 @@ def run_language(
         # A folder may come from somebody else, and its cache folder is a place that is written and emptied.
         opened = dataclasses.replace(config, data={**config.data, "cache_dir": None}).open(execution.show and first)
         run = CorpusRun(config, opened.corpus)
-        if first and not all((folder / name).exists() for name in (VERSIONS_JSON, RUN_JSON)):
-            write_json(folder / VERSIONS_JSON, {**versions(), "command": command})
-        result = run_one(run, folder, name=config.model.name, execution=execution)
+
+        def claimed() -> None:
+            if first and not (folder / VERSIONS_JSON).exists():
+                write_json(folder / VERSIONS_JSON, {**versions(), "command": command})
+
+        result = run_one(run, folder, name=config.model.name, execution=execution, claimed=claimed)
         if first:
             _write_report(folder, result, run.corpus, samples)
     return result

@@ -15,6 +15,7 @@ NORMS = ("rms", "layer")
 ATTACHMENTS = ("instead", "beside")
 INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
 POSITIONS = ("none", "tpe", "tpe_paper", "tpe_released")
+MAX_LAYERS = 1000  # a damaged config.json with a million would take an hour to build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,8 @@ class ModelConfig:
             "rwkv7_released": embeddings are uniform in ±1e-4.
 
     Raises:
-        ValueError: a size is below 1, a hybrid layer does not exist, or a mixer, MLP, norm or position is unknown.
+        ValueError: a size is below 1, there are more than `MAX_LAYERS` layers, a hybrid layer does not exist, or a
+            mixer, MLP, norm or position is unknown.
     """
 
     name: str = "custom"
@@ -76,6 +78,8 @@ class ModelConfig:
         for size in ("vocab_size", "hidden_size", "num_layers"):
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers must be at most {MAX_LAYERS:,}; got {self.num_layers:,}")
         if not 0 <= self.embedding_dropout < 1:
             raise ValueError(f"embedding_dropout must lie in [0, 1); got {self.embedding_dropout}")
         LAYERS[self.mixer]
