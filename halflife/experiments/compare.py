@@ -12,6 +12,7 @@ from typing import Any
 
 from halflife import extensions
 from halflife.data.paths import absolute_paths, relative_paths
+from halflife.data.trust import check_origin
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
 from halflife.files import CONFIG_JSON, RESULT_JSON, read_json
@@ -209,8 +210,8 @@ def run_comparison(
 
     Raises:
         FileNotFoundError: the folder holds no comparison.
-        ValueError: the comparison was made by a version that this version cannot continue, or `execution` divides the
-            batches of an experiment on tasks.
+        ValueError: the comparison was made by a version that this version cannot continue, somebody else made it and
+            it names a text that lies elsewhere, or `execution` divides the batches of an experiment on tasks.
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
     experiment, settings = load_experiment(folder)
@@ -242,6 +243,10 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
         )
     if "settings" not in config or "experiment" not in config:
         raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+    check_origin(config, folder / CONFIG_JSON)
     extensions.recall(config)
     experiment = EXPERIMENTS[config["experiment"]]()
-    return experiment, experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    settings: Any = experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    if "text" in config["settings"]:
+        check_origin(config, folder / CONFIG_JSON, settings.text, tokenizer=settings.tokenizer)
+    return experiment, settings

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife import files
+from halflife.data.trust import SIGNATURE
 from halflife.files import (
     CONFIG_JSON,
     METRICS_JSONL,
@@ -123,7 +124,7 @@ def read_any(run_dir: str | Path) -> Comparison | LanguageRun:
 def read_language(run_dir: str | Path) -> LanguageRun:
     """Read the folder of a run of `halflife train`, finished or not; raises as `read_any`."""
     path = Path(run_dir)
-    config = _present(read_json, path / RUN_JSON)
+    config = _without_signature(_present(read_json, path / RUN_JSON))
     if folder_kind(path) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{path} is one run of a comparison; the folder of the comparison is {path.parent.parent}")
     versions = _present(read_json, path / VERSIONS_JSON)
@@ -139,7 +140,7 @@ def read(run_dir: str | Path) -> Comparison:
     An unfinished comparison has no `results.csv`; the metrics that its trainings have logged so far are read.
     """
     path = Path(run_dir)
-    config = _present(read_json, path / CONFIG_JSON)
+    config = _without_signature(_present(read_json, path / CONFIG_JSON))
     if (kind := folder_kind(path)) not in (FolderKind.COMPARISON, FolderKind.GRID):
         raise ValueError(f"{path / CONFIG_JSON} names no models: {_EXPECTED}")
     versions = _present(read_json, path / VERSIONS_JSON)
@@ -221,6 +222,10 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
             )
         )
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))
+
+
+def _without_signature(config: Any) -> Any:
+    return {key: x for key, x in config.items() if key != SIGNATURE} if isinstance(config, dict) else config
 
 
 def _text(path: Path) -> str:
