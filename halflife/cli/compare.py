@@ -75,6 +75,8 @@ class Compare:
     operations); write and train nothing."""
     seeds: int = 1
     """The number of seeds, counted from 0. The table shows every seed."""
+    tune_seeds: int | None = None
+    """How many seeds try all learning rates; the others run at each model's best one. Default: all seeds try all."""
     lr: tuple[float, ...] = ()
     """Learning rates to try. The table marks the best on in-distribution validation. Default: those of the scale."""
     resume: Path | None = None
@@ -265,7 +267,8 @@ class Compare:
                 settings[name] = convert(key, overrides.pop(key), types[name])
         return {
             "models": self.models, "tasks": self.task or ("mqar",), "experiment": self.experiment,
-            "scale": self.scale, "seeds": self.seeds, "learning_rates": command.lr or None, "settings": settings,
+            "scale": self.scale, "seeds": self.seeds, "tune_seeds": self.tune_seeds,
+            "learning_rates": command.lr or None, "settings": settings,
             "overrides": overrides,
         }  # fmt: skip
 

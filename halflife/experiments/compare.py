@@ -19,7 +19,7 @@ from halflife.files import CONFIG_JSON, RESULT_JSON, read_json
 from halflife.models.controls import split_control
 from halflife.registry import unknown
 from halflife.runs.one import training_device
-from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
+from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
 from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import Estimate, estimate
@@ -39,6 +39,7 @@ class Plan:
         scale: the scale.
         learning_rates: model → the rates that are tried.
         seeds: number of seeds.
+        tune_seeds: how many of them try all rates; None for all. The others run at the best rate.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Plan:
     scale: str
     learning_rates: dict[str, list[float]]
     seeds: int
+    tune_seeds: int | None = None
 
     @property
     def experiment(self) -> Experiment:
@@ -64,6 +66,7 @@ def plan_comparison(
     experiment: str | None = None,
     scale: str = "smoke",
     seeds: int = 1,
+    tune_seeds: int | None = None,
     learning_rates: Sequence[float] | None = None,
     settings: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -76,6 +79,7 @@ def plan_comparison(
         experiment: the name of a paper's experiment; None for an experiment on `tasks`.
         scale: smoke, small, large or paper; an experiment has some of them.
         seeds: the number of seeds, counted from 0.
+        tune_seeds: how many of them try all learning rates; None for all. The others run at each model's best one.
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.
         overrides: options of every run by their dotted names (see `experiments.base.resolve`).
@@ -94,11 +98,13 @@ def plan_comparison(
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if not 1 <= seeds <= 10_000:
         raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
+    if tune_seeds is not None and not 1 <= tune_seeds <= seeds:
+        raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
     rates = {
         model: list(learning_rates or chosen.learning_rates((split_control(model) or (model,))[0], scale))
         for model in models
     }
-    plan = Plan(kind, resolved, tested, scale, rates, seeds)
+    plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
     check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
         chosen.configure(resolved, cell)
@@ -129,7 +135,7 @@ def create_comparison(
     config = {
         "command": command, "models": list(plan.learning_rates), "experiment": plan.kind,
         "task": plan.label, "scale": plan.scale, "seeds": list(range(plan.seeds)),
-        "learning_rates": plan.learning_rates, **extensions.record(),
+        "learning_rates": plan.learning_rates, "tune_seeds": plan.tune_seeds, **extensions.record(),
     }  # fmt: skip
     label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
     folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
@@ -152,14 +158,24 @@ def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: 
     """
     experiment, settings = load_experiment(folder)
     config = read_json(folder / CONFIG_JSON)
-    seeds = [seed for seed in config["seeds"] if only_seeds is None or seed in only_seeds]
-    left = [c for c in sweep_cells(config["learning_rates"], seeds) if not (folder / c.folder / RESULT_JSON).exists()]
+    trials = first_cells(config["learning_rates"], config["seeds"], tune := config.get("tune_seeds"))
+    seeds = config["seeds"][len(config["seeds"]) if tune is None else tune :]
+    later = [Cell(model, rates[0], seed) for model, rates in config["learning_rates"].items() for seed in seeds]
+    chosen = [cell for cell in [*trials, *later] if only_seeds is None or cell.seed in only_seeds]
+    left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell in later)]
     configs = [experiment.configure(settings, cell) for cell in left]
     return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
 
 
+def _ended(folder: Path, cell: Cell, any_rate: bool) -> bool:
+    """Whether a cell has a result, or the same model and seed have one at another learning rate."""
+    place = folder / cell.folder
+    names = f"lr*-seed{cell.seed}" if any_rate else place.name
+    return any((found / RESULT_JSON).exists() for found in place.parent.glob(names))
+
+
 def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
-    """What a run of each model needs, and the number of its runs (rates × seeds). Nothing is read or written.
+    """What a run of each model needs, and the number of its runs. Nothing is read or written.
 
     Args:
         rows: sequences of a micro-batch; None for whole batches.
@@ -172,7 +188,7 @@ def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estim
     for model, rates in plan.learning_rates.items():
         config = plan.experiment.configure(plan.settings, Cell(model, rates[0], 0))
         needs = dataclasses.replace(estimate(config, config.sequences(), rows), model=model)
-        found.append((needs, len(rates) * plan.seeds))
+        found.append((needs, count_runs(len(rates), plan.seeds, plan.tune_seeds)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
@@ -167,17 +168,20 @@ class GateRank(nn.Module):
 
 
 def apply_update(
-    gate: GateRank | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+    states: nn.Module | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
     state: State, cu_seqlens: Tensor | None, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """Apply the linear (beta None) or the delta update to the state of a mixer, or to its two states under a `gate`.
+    """Apply the linear (beta None) or the delta update to the state of a mixer.
+
+    Args:
+        states: `GateRank` or `LogLinear`, which keeps several states in the place of one; None for one state.
 
     Returns:
         `o [B, T, H, V]` and the new states by name.
     """
-    if gate is not None:
+    if states is not None:
         assert g is not None
-        return gate(x, q, k, v, g, beta, state, cu_seqlens, **options)
+        return states(x, q, k, v, g, beta, state, cu_seqlens, **options)
     options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": cu_seqlens}
     if beta is None:
         o, memory = linear_attention(q, k, v, g, **options)
@@ -185,6 +189,16 @@ def apply_update(
         o, memory = delta_rule(q, k, v, beta, g, **options)
     assert memory is not None
     return o, {"memory": memory}
+
+
+def check_gate_rank(options: Mapping[str, Any], decay: str | None, granularity: str, update: str) -> None:
+    """Raise a ValueError unless a mixer with this decay and update can have GateRank with these `options`."""
+    if decay is None or granularity != "scalar" or update[:4] == "dplr":
+        raise ValueError(
+            "GateRank needs a scalar decay and the linear or the delta update; got "
+            f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
+        )
+    check_reset_law(options.get("reset_law", "mask"), delta=update == "delta")
 
 
 def gate_statistics(model: nn.Module) -> dict[str, dict[str, float]]:

@@ -7,9 +7,10 @@ from halflife.ops.dplr import dplr
 from halflife.ops.gate_rank import gate_rank
 from halflife.ops.koopman.op import koopman_attention
 from halflife.ops.linear_attention import linear_attention
+from halflife.ops.log_linear import log_linear_attention
 from halflife.ops.selfcheck import selfcheck
 
 __all__ = [
     "available_backends", "causal_conv1d", "delta_rule", "dplr", "gate_rank", "koopman_attention", "linear_attention",
-    "ops", "selfcheck",
+    "log_linear_attention", "ops", "selfcheck",
 ]  # fmt: skip
