@@ -104,7 +104,8 @@ def load_config(folder: Path) -> LanguageConfig:
     hints = get_type_hints(LanguageConfig)
     values = {name: convert(f"{name} in {path}", x, hints[name]) for name, x in data.items() if name != "model"}
     try:
-        values["data"] = {**absolute_paths(values["data"], folder), "cache_dir": None}  # that of this user is taken
+        values["data"] = absolute_paths(values["data"], folder)
+        values["data"].update(dict.fromkeys({"cache_dir"} & values["data"].keys()))  # that of this user is taken
         config = LanguageConfig(**values, model=ModelConfig.from_dict(data["model"]))
         corpus = CorpusConfig.from_dict(config.data)
     except (TypeError, KeyError, AttributeError) as error:
