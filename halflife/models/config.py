@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,11 @@ class ModelConfig:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers must be at most {MAX_LAYERS:,}; got {self.num_layers:,}")
+        for epsilon in (self.norm_eps, *(given.get("norm_eps", 1.0) for given in self._options)):
+            if not 0 < epsilon < math.inf:
+                raise ValueError(f"norm_eps must be positive; got {epsilon}")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range must be 0 or more; got {self.initializer_range}")
         if not 0 <= self.embedding_dropout < 1:
             raise ValueError(f"embedding_dropout must lie in [0, 1); got {self.embedding_dropout}")
         LAYERS[self.mixer]
@@ -101,6 +107,11 @@ class ModelConfig:
         for layer in kind["layers"]:
             if not 0 <= layer < self.num_layers:
                 raise ValueError(f"hybrid layers must lie between 0 and {self.num_layers - 1}; got {layer}")
+
+    @property
+    def _options(self) -> list[dict[str, Any]]:
+        """The options of the mixers of all kinds."""
+        return [self.mixer_options, *(kind.get("options", {}) for kind in self.hybrids)]
 
     @property
     def hybrids(self) -> list[dict[str, Any]]:

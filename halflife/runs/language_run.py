@@ -194,7 +194,7 @@ def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
         {
             "length": length,
             "perplexity": perplexity(losses, length),
-            "last_perplexity": math.exp(losses[length - context : length].mean().item()),
+            "last_perplexity": math.exp(losses[length - context : length].nanmean().item()),
         }
         for length in lengths
     ]
