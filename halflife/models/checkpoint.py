@@ -80,6 +80,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         with torch.device("meta"):
             model = LanguageModel(described)
         model.load_state_dict(tensors, assign=True)
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: it holds a value that cannot be ({error})") from error
     except ValueError as error:
         if advice := extensions.advice(config):
             raise ValueError(f"{error}{advice}") from error

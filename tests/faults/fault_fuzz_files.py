@@ -21,7 +21,7 @@ CASES = {
                               "mamba2/lr0.01-seed0/result.json", "mamba2/lr0.01-seed0/spectrum.json",
                               "mamba2/lr0.01-seed0/config.json", "mamba2/lr0.01-seed0/metrics.jsonl"]),
 }  # fmt: skip
-TRIALS = 12  # for each file
+TRIALS = 5  # for each file
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_a_wrong_value_is_no_traceback(place, pool, tmp_path, kind, name):
         shutil.copytree(place, here)
         done = spoil(here / kind / name, draw)
         commands = CASES[kind][0]
-        for line in draw.sample(commands, min(3, len(commands))):
-            if reason := pool.apply(command, (line.format(kind).split(), here)):
-                failed.append(f"{done}: halflife {line.format(kind)}: {reason}")
+        line = draw.choice(commands).format(kind)
+        if reason := pool.apply(command, (line.split(), here)):
+            failed.append(f"{done}: halflife {line}: {reason}")
         shutil.rmtree(here)
     assert not failed, "\n".join(failed)
