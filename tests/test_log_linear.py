@@ -130,7 +130,7 @@ def test_models_stream_and_learn(name):
 
 def test_what_has_no_log_linear_form_says_so():
     for name in ("gated_deltanet+log_linear", "gla+log_linear", "rwkv7+log_linear", "mamba2+gate_rank+log_linear"):
-        with pytest.raises(ValueError, match=r"log-linear attention needs|exclude each other"):
+        with pytest.raises(ValueError, match=r"log_linear needs|log-linear attention needs|exclude each other"):
             halflife.LanguageModel(halflife.preset(name, hidden_size=32, num_layers=1, vocab_size=31, num_heads=4))
     with pytest.raises(ValueError, match="num_levels must be at least 2"):
         halflife.layers.build("mamba2", hidden_size=32, log_linear={"num_levels": 1})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
@@ -79,6 +78,11 @@ class SlowGate(Float32Module):
 
     def forward(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
+        y, state = self.signal(f, state, cu_seqlens)
+        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
+
+    def signal(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`conv(f)_t + b`, `[B, T, gates]`, and the convolution's last inputs."""
         f = f.to(compute_dtype(f))
         taps, bias = (p.to(f.dtype) for p in (self.taps, self.bias))
         if self.bias_place == "before":
@@ -89,7 +93,7 @@ class SlowGate(Float32Module):
                 cu_seqlens=cu_seqlens,
             )  # fmt: skip
         assert state is not None
-        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
+        return y, state
 
 
 class GateRank(nn.Module):
@@ -174,7 +178,7 @@ def apply_update(
     """Apply the linear (beta None) or the delta update to the state of a mixer.
 
     Args:
-        states: `GateRank` or `LogLinear`, which keeps several states in the place of one; None for one state.
+        states: one of `layers.memory.choose`, which keeps several states in the place of one; None for one state.
 
     Returns:
         `o [B, T, H, V]` and the new states by name.
@@ -189,16 +193,6 @@ def apply_update(
         o, memory = delta_rule(q, k, v, beta, g, **options)
     assert memory is not None
     return o, {"memory": memory}
-
-
-def check_gate_rank(options: Mapping[str, Any], decay: str | None, granularity: str, update: str) -> None:
-    """Raise a ValueError unless a mixer with this decay and update can have GateRank with these `options`."""
-    if decay is None or granularity != "scalar" or update[:4] == "dplr":
-        raise ValueError(
-            "GateRank needs a scalar decay and the linear or the delta update; got "
-            f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
-        )
-    check_reset_law(options.get("reset_law", "mask"), delta=update == "delta")
 
 
 def gate_statistics(model: nn.Module) -> dict[str, dict[str, float]]:

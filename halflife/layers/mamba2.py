@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay, PoST
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
-from halflife.layers.memory.log_linear import LogLinear, check_log_linear
+from halflife.layers.memory.choose import build_states
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
 from halflife.layers.parts import GatedRMSNorm, ShortConv
 from halflife.ops.fused import scale_heads
@@ -54,6 +54,7 @@ class Mamba2(Mixer):
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank: options of `GateRank`, which adds a slow state, or None.
         log_linear: options of `LogLinear`, which keeps a state for every power of two of the distance, or None.
+        cascade: options of `Cascade`, which keeps a cascade of states, or None.
         stretch_gain: whether PoST stretches Δ in the input Δ x as in the decay, so that the stationary size of the
             state does not grow with the position. The paper leaves the input alone (§5.2).
         layer_idx, num_layers: the index of the layer and the number of layers.
@@ -79,6 +80,7 @@ class Mamba2(Mixer):
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
         log_linear: Mapping[str, Any] | None = None,
+        cascade: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
@@ -108,10 +110,10 @@ class Mamba2(Mixer):
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
             layer_idx=layer_idx, num_layers=num_layers,
         )  # fmt: skip
-        self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
-        if log_linear is not None:
-            check_log_linear(decay, "scalar", "linear", gate_rank)
-        self.log_linear = None if log_linear is None else LogLinear(hidden_size, num_heads, **log_linear)
+        self.gate_rank, self.log_linear, self.cascade = build_states(
+            (hidden_size, num_heads), decay=decay, granularity="scalar", update="linear", gate_rank=gate_rank,
+            log_linear=log_linear, cascade=cascade,
+        )  # fmt: skip
         self.skip = Skip(num_heads)
         self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
         self.out_proj = Linear(inner, hidden_size, bias=False)
@@ -128,9 +130,10 @@ class Mamba2(Mixer):
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
         v = scale_heads(values, step)
+        states = self.gate_rank or self.log_linear or self.cascade
         y, memory = apply_update(
-            self.gate_rank or self.log_linear, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens,
-            scale=1, chunk_size=self.chunk_size, backend=self.backend,
+            states, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
+            chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}

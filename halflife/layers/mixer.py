@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from halflife import decay as decays
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, apply_update, check_gate_rank
+from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
-from halflife.layers.memory.log_linear import LogLinear, check_log_linear
+from halflife.layers.memory.choose import KINDS, build_states
 from halflife.layers.parts import GATES, DecayProjection, ShortConv, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
@@ -104,7 +104,7 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     """
     check_options(f"layer {name}", LAYERS[name], options)
     sizes = ["hidden_size", "num_heads"]
-    for part, cls in (("post", decays.PoST), ("gate_rank", GateRank), ("log_linear", LogLinear)):
+    for part, cls in {"post": decays.PoST, **KINDS}.items():
         if (own := options.get(part)) is not None and (part, name) != ("gate_rank", "rwkv7"):  # there a width
             check_options(part, cls, own, ["decay"] if part == "post" else sizes)
     return LAYERS[name](hidden_size=hidden_size, **options)
@@ -126,8 +126,8 @@ class LinearMixer(Mixer):
         decay_options: options of that decay.
         granularity: "scalar" or "vector".
         post: options of `decay.PoST`, which then wraps the decay, or None.
-        gate_rank: options of `GateRank`, or None. It needs a scalar decay and the linear or the delta update.
-        log_linear: options of `LogLinear`, or None. It needs a scalar decay and the linear update.
+        gate_rank, cascade: options of `GateRank` or `Cascade`, for a scalar decay and the linear or delta update.
+        log_linear: options of `LogLinear`, for a scalar decay and the linear update.
         share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
         allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
             can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
@@ -172,6 +172,7 @@ class LinearMixer(Mixer):
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
         log_linear: Mapping[str, Any] | None = None,
+        cascade: Mapping[str, Any] | None = None,
         share_keys: bool = False,
         allow_neg_eigval: bool = False,
         update: str = "linear",
@@ -205,10 +206,6 @@ class LinearMixer(Mixer):
             raise ValueError(
                 "allow_neg_eigval changes the writing strength β of the delta rule, but the update is linear"
             )
-        if gate_rank is not None:
-            check_gate_rank(gate_rank, decay, granularity, update)
-        if log_linear is not None:
-            check_log_linear(decay, granularity, update, gate_rank)
         vector = decay is not None and granularity == "vector"
         if update == "dplr_released" and not vector:
             update, allow_neg_eigval = "delta", True
@@ -239,8 +236,10 @@ class LinearMixer(Mixer):
         self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
         self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
-        self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
-        self.log_linear = None if log_linear is None else LogLinear(hidden_size, num_heads, **log_linear)
+        self.gate_rank, self.log_linear, self.cascade = build_states(
+            (hidden_size, num_heads), decay=decay, granularity=granularity, update=update, gate_rank=gate_rank,
+            log_linear=log_linear, cascade=cascade,
+        )  # fmt: skip
         self.gate = GATES[gate](hidden_size, num_heads, self.value_dim, norm_eps)
         self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
@@ -277,7 +276,8 @@ class LinearMixer(Mixer):
                 cu_seqlens=cu_seqlens, **options,
             )  # fmt: skip
         else:
-            o, new = apply_update(self.gate_rank or self.log_linear, x, q, k, v, g, beta, state, cu_seqlens, **options)
+            states = self.gate_rank or self.log_linear or self.cascade
+            o, new = apply_update(states, x, q, k, v, g, beta, state, cu_seqlens, **options)
         return o, new
 
     def log_decays(

@@ -67,14 +67,3 @@ class LogLinear(nn.Module):
         )
         assert final is not None
         return o, {"memory": final[0]}
-
-
-def check_log_linear(decay: str | None, granularity: str, update: str, other: Any) -> None:
-    """Raise a ValueError unless a mixer with these options can have the states of log-linear attention."""
-    if decay is None or granularity != "scalar" or update != "linear":
-        raise ValueError(
-            "log-linear attention needs a scalar decay and the linear update; got "
-            f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
-        )
-    if other is not None:
-        raise ValueError("a mixer has the states of GateRank or of log-linear attention, not both")

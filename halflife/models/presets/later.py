@@ -53,6 +53,12 @@ def longhorn_paper(sizes: PresetSizes) -> Options:
     return _base("longhorn", sizes.heads(expand=2), step="channel")
 
 
+@PRESETS.add("mesa")
+def mesa(sizes: PresetSizes) -> Options:
+    """MesaNet: ridge regression on all tokens so far, which decay, solved at every token by conjugate gradients."""
+    return _base("mesa", sizes.heads())
+
+
 @PRESETS.add("fox")
 def fox(sizes: PresetSizes) -> Options:
     """Forgetting attention: softmax attention in which old tokens fade; its memory grows with the context."""
