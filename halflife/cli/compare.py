@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import Positional
 
-from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
+from halflife.cli.options import FAILED, confirm_origin, reject_other_options, resumable, say, take_overrides
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ class Compare:
     """Learning rates to try. The table marks the best on in-distribution validation. Default: those of the scale."""
     resume: Path | None = None
     """Continue the comparison in this folder, which has all settings but where the runs are done."""
+    trust_data: bool = False
+    """With --resume, accept a config.json that somebody else wrote, or that was changed: the texts, the tokenizer and
+    the modules that it names are read, wherever they lie. It counts as yours from then on."""
     config: Path | None = None
     """Take options from this YAML or JSON file, or from the config.json of another comparison. The command line wins
     over it."""
@@ -175,7 +178,9 @@ class Compare:
         )  # fmt: skip
         runner = self._runner()
         if self.resume is not None:
-            reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
+            reject_other_options(self, "resume", "trust_data", "only_seeds", "quiet", *PLACE)
+        confirm_origin(self, CONFIG_JSON)
+        if self.resume is not None:
             folder = self.resume
         elif self.dry_run:
             return self._estimate()

@@ -12,12 +12,15 @@ from typing import Any
 
 from halflife import extensions
 from halflife.data.paths import absolute_paths, relative_paths
+from halflife.data.trust import check_origin
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
-from halflife.files import CONFIG_JSON, RESULT_JSON, read_json
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object
 from halflife.models.controls import split_control
 from halflife.registry import unknown
+from halflife.runs.folder import check_content
 from halflife.runs.one import training_device
+from halflife.runs.records import COMPARISON
 from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
 from halflife.training.config import ExecutionConfig
@@ -226,8 +229,8 @@ def run_comparison(
 
     Raises:
         FileNotFoundError: the folder holds no comparison.
-        ValueError: the comparison was made by a version that this version cannot continue, or `execution` divides the
-            batches of an experiment on tasks.
+        ValueError: the comparison was made by a version that this version cannot continue, somebody else made it and
+            it names a text that lies elsewhere, or `execution` divides the batches of an experiment on tasks.
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
     experiment, settings = load_experiment(folder)
@@ -251,7 +254,7 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
     """The experiment of a comparison's folder and its saved settings; raises as `run_comparison`."""
     if not (folder / CONFIG_JSON).exists():
         raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
-    config = read_json(folder / CONFIG_JSON)
+    config = read_json_object(folder / CONFIG_JSON)
     if config.get("experiment") == "decay_design":
         raise ValueError(
             f"{folder} was made by `halflife reproduce` of version 0.1.0, which read text in another way; "
@@ -259,6 +262,14 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
         )
     if "settings" not in config or "experiment" not in config:
         raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+    check_content(folder / CONFIG_JSON, config, COMPARISON)
+    check_origin(config, folder / CONFIG_JSON)
     extensions.recall(config)
     experiment = EXPERIMENTS[config["experiment"]]()
-    return experiment, experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    try:
+        settings: Any = experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: a setting cannot be ({error})") from error
+    if "text" in config["settings"]:
+        check_origin(config, folder / CONFIG_JSON, settings.text, tokenizer=settings.tokenizer)
+    return experiment, settings

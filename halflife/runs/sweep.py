@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from halflife import __version__, extensions
+from halflife.data.trust import sign
 from halflife.files import (
     RESULT_JSON,
     RUN_JSON,
@@ -294,7 +295,7 @@ def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     if (folder / CONFIG_JSON).exists():
         raise FileExistsError(f"{folder} holds a comparison already; continue it with --resume {folder}")
     check_new_folder(folder)
-    write_json(folder / CONFIG_JSON, config)
+    write_json(folder / CONFIG_JSON, sign(config))
     write_json(folder / VERSIONS_JSON, versions())
     return folder
 
