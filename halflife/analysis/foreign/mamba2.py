@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_decay
@@ -15,7 +17,7 @@ from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_d
 class Mamba2Decay(MixerDecay):
     """One decay a head, `g = −e^A_log · clamp(softplus(Δ + dt_bias))`. Δ is the last part of the input projection.
 
-    The limits of the clamp are `time_step_limit` of the configuration, if it has one.
+    The limits of the clamp are the mixer's `time_step_limit`.
     """
 
     family = "Mamba-2"
@@ -30,7 +32,7 @@ class Mamba2Decay(MixerDecay):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         step = y[..., -self.mixer.num_heads :].float() + self.mixer.dt_bias.float()
-        return softplus_decay(self.mixer.A_log, step, tuple(self.mixer.time_step_limit))
+        return softplus_decay(self.mixer.A_log, step, tuple(self.mixer.time_step_limit or (0.0, math.inf)))
 
 
 @MIXERS.add("FalconH1Mixer")

@@ -116,7 +116,7 @@ class ForeignModel:
         name = next(name for name in CACHES if name in known)
         options: dict[str, Any] = {name: cache}
         if "position_ids" in known:  # some decoders count from 0 in every call otherwise
-            options["position_ids"] = torch.arange(seen, seen + ids.shape[1], device=ids.device).unsqueeze(0)
+            options["position_ids"] = torch.arange(seen, seen + ids.shape[1], device=ids.device).expand_as(ids)
         with runnable_kernels(self.decoder):
             output = self.decoder(input_ids=ids, use_cache=True, **options)
         after = output.get(name)
