@@ -8,12 +8,15 @@ import pytest
 import torch
 from foreign_models import LAWS, OPTIONS, build
 
+from halflife import tasks
+from halflife.analysis import forecast as aged
 from halflife.analysis import survey
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import measure_decays
 from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.load import load_foreign
 from halflife.analysis.foreign.model import ForeignModel, windows
+from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.horizon import RetainedEnergy, horizon_lags, retained_energy
 from halflife.analysis.model_spectrum import model_spectrum
 from halflife.analysis.readable import layer_kinds
@@ -279,3 +282,78 @@ def test_without_the_hub(tmp_path):
     message = "there is no folder nobody/no-model, and the hub cannot be asked for it: .*offline"
     with pytest.raises(ConnectionError, match=message):
         survey.measure_models([Path("nobody/no-model")], [tmp_path / "text"])
+
+
+# ------------------------------------------------------------------------------------------------ forecast
+
+MQAR = {"name": "mqar", "vocab_size": 256, "length": 32, "num_pairs": 3}
+PURE = {
+    "mamba2": {}, "qwen3_5_text": {"layer_types": ["linear_attention"] * 4},
+    "kimi_linear": {"layer_types": ["linear_attention"] * 4},
+}  # fmt: skip
+
+
+def recurrent(kind, **options):
+    return RecurrentModel(ForeignModel(build(kind, **PURE[kind], **options), kind))
+
+
+def split(model, lag):
+    """The split state after the pairs and after as many other tokens as `lag`, and these tokens."""
+    task = tasks.build(**MQAR)
+    pairs, draw = aged._pairs(task, 2, 0)
+    ids = aged._fillers(task, 2, lag, draw)
+    start = aged._start(model, pairs)
+    return pairs, ids, start, aged._split(model, ids, start)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in PURE])
+def test_parts_of_a_state(kind):
+    """The whole is the state of one reading, and the parts add up to it. The others' part is the state from zeros."""
+    model = recurrent(kind)
+    pairs, ids, start, after = split(model, 9)
+    _, direct = model.advance(torch.cat([pairs, ids], 1), None)
+    empty = tuple({**layer, "memory": torch.zeros_like(layer["memory"])} for layer in start.state)
+    end, (others,) = model.read_from(ids, start.state, [empty])
+    for i, layer in enumerate(after.state):
+        torch.testing.assert_close(layer["memory"], direct[i]["memory"], **TIGHT)
+        torch.testing.assert_close(layer["memory"], end[i]["memory"], rtol=0, atol=0)
+        torch.testing.assert_close(after.others[i]["memory"], others[i]["memory"], rtol=0, atol=0)
+        torch.testing.assert_close(after.pairs[i]["memory"] + others[i]["memory"], layer["memory"], **TIGHT)
+        assert layer["position"].tolist() == [15, 15]
+        assert after.others[i]["memory"].abs().max() > 1e-4
+
+
+@pytest.mark.slow
+def test_the_pairs_part_fades_by_the_captured_decays():
+    """In Mamba-2 nothing but the decay changes what was written: P_end = P_start · e^{Σ g}, with g from the hooks."""
+    model = recurrent("mamba2")
+    pairs, ids, start, after = split(model, 9)
+    taken = {}
+    with capture(model, decay=lambda layer, g: taken.setdefault(layer, g)):
+        model.hidden(torch.cat([pairs, ids], 1))
+    for i, before in enumerate(start.pairs):
+        passed = taken[i][:, pairs.shape[1] :].sum(1)  # [B, H]
+        expected = before["memory"] * passed.exp()[..., None, None]
+        torch.testing.assert_close(after.pairs[i]["memory"], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_forecast_of_a_model_of_transformers(tmp_path, capsys):
+    from halflife.cli import main
+
+    build("mamba2").save_pretrained(tmp_path / "model")
+    main(["forecast", str(tmp_path / "model"), "--pairs", "3", "--length", "32", "--longest", "4", "--examples", "2"])
+    assert "mamba2" in capsys.readouterr().out
+    (found,) = json.loads((tmp_path / "model" / "forecast" / "forecast.json").read_text())["models"]
+    assert (found["task"], found["num_pairs"], found["train_length"]) == ("mqar", 3, 32)
+    assert found["energy"] == sorted(found["energy"], reverse=True)
+    assert len(found["heads"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("zamba2", "layer 1 is Mamba-2 [+] softmax attention"), ("recurrent_gemma", "layer 0 is RG-LRU")],
+)
+def test_no_forecast(kind, message):
+    with pytest.raises(ValueError, match=f"no forecast for {kind}: {message}"):
+        RecurrentModel(ForeignModel(build(kind), kind))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halflife.analysis.foreign.mixer_decay import MixerDecay
+from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.readable import Readable
 from halflife.analysis.spectrum import layer_decays
 from halflife.decay import Decay
@@ -104,7 +105,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def read_from(
-    model: LanguageModel, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
+    model: LanguageModel | RecurrentModel, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
 ) -> tuple[ModelState, list[list[State]]]:
     """Read `ids` after `state`, and run each block again from other states over the same inputs.
 
@@ -117,6 +118,8 @@ def read_from(
     Returns:
         The model's state after `ids`, and for each repetition the state that each block ends in.
     """
+    if isinstance(model, RecurrentModel):
+        return model.read_from(ids, state, starts)
     layers = iter(zip(*starts, strict=True))
     ends: list[list[State]] = [[] for _ in starts]
 

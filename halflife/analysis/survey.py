@@ -125,17 +125,21 @@ def find_models(folders: Sequence[Path]) -> dict[str, Path]:
     return found | {str(name): name for name in hub}
 
 
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder, or a name on the hub, is a model of transformers that is read in place."""
+    if is_hub_name(folder):
+        return True
+    config = read_json_object(folder / CONFIG_JSON)
+    return not is_ours(config) and is_known(str(config.get("model_type")))
+
+
 def load_readable(folder: Path, device: torch.device | str = "cpu") -> Readable:
     """Load a model that the analyses can read: ours, one of transformers in place, or another one that is converted.
 
     Raises:
         FileNotFoundError, ValueError, ConnectionError: see `load_any` and `load_foreign`.
     """
-    if is_hub_name(folder):
-        return load_foreign(folder, device, name=str(folder))
-    config = read_json_object(folder / CONFIG_JSON)
-    in_place = not is_ours(config) and is_known(str(config.get("model_type")))
-    return load_foreign(folder, device) if in_place else load_any(folder, device)
+    return load_foreign(folder, device) if is_foreign(folder) else load_any(folder, device)
 
 
 def _shown(folder_of: dict[str, Path], show: bool) -> Iterator[tuple[str, Path, Progress]]:

@@ -76,7 +76,7 @@ class Spectrum:
             tokenizer=self.tokenizer, show=not self.quiet,
             device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         ).to_dict()  # fmt: skip
-        output = self.output or _default_output(self.folders[0])
+        output = self.output or default_output(self.folders[0], "spectrum")
         print_all(result, heads=self.heads)
         files = write_tables(result, output)
         if self.text:
@@ -92,5 +92,6 @@ class Spectrum:
         print(f"written to {output}: {', '.join(file.name for file in files)}")
 
 
-def _default_output(first: Path) -> Path:
-    return first / "spectrum" if first.exists() else Path(f"spectrum-{str(first).replace('/', '--')}")
+def default_output(first: Path, name: str) -> Path:
+    """Return the folder for results about models: one in the first model's folder, or in this one for the hub."""
+    return first / name if first.exists() else Path(f"{name}-{str(first).replace('/', '--')}")

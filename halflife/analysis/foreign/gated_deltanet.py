@@ -14,6 +14,7 @@ class GatedDeltaNetDecay(MixerDecay):
     """One decay a head, `g = −e^A_log · softplus(a + dt_bias)`, with a projection of its own for a."""
 
     family = "Gated DeltaNet"
+    key_axis = -2
 
     @property
     def source(self) -> nn.Module:

@@ -19,6 +19,7 @@ class KimiDeltaDecay(MixerDecay):
 
     family = "Kimi delta attention"
     granularity = "vector"
+    key_axis = -2
 
     @property
     def source(self) -> nn.Module:

@@ -61,7 +61,7 @@ def load_foreign(
         source: a folder, or a name on the hub, `owner/name` or `owner/name@revision`. A model in the hub's cache needs
             no network.
         device: where the model runs.
-        name: its label; None for the type of the model.
+        name: its label; None for its name on the hub, or the type of the model in a folder.
         dtype: the type of its weights; "auto" for the type in which they are stored.
 
     Raises:
@@ -84,7 +84,7 @@ def load_foreign(
             where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     _require_weights(source, report)
-    return ForeignModel(model.to(device), name or config.model_type)
+    return ForeignModel(model.to(device), name or (str(source) if is_hub_name(source) else config.model_type))
 
 
 def _location(source: str | Path) -> tuple[str, dict[str, Any]]:

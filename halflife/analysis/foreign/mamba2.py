@@ -21,6 +21,7 @@ class Mamba2Decay(MixerDecay):
     """
 
     family = "Mamba-2"
+    key_axis = -1
 
     @property
     def source(self) -> nn.Module:
@@ -32,7 +33,8 @@ class Mamba2Decay(MixerDecay):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         step = y[..., -self.mixer.num_heads :].float() + self.mixer.dt_bias.float()
-        return softplus_decay(self.mixer.A_log, step, tuple(self.mixer.time_step_limit or (0.0, math.inf)))
+        low, high = self.mixer.time_step_limit or (0.0, math.inf)
+        return softplus_decay(self.mixer.A_log, step, (low, high))
 
 
 @MIXERS.add("FalconH1Mixer")

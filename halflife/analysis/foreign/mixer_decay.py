@@ -22,6 +22,10 @@ MIXERS: Registry[type[MixerDecay]] = Registry("class of a mixer")
 class MixerDecay(nn.Module):
     """The log-decays g = log λ ≤ 0 of one mixer of transformers, `[B, T, H]` or `[B, T, H, K]`, in float32.
 
+    A subclass names its `family`, and the `granularity` of its decay. `key_axis` is the axis of the keys in the state
+    `[B, H, …, …]` that transformers caches, -2 or -1. It is None if the state is no matrix that tokens write to
+    linearly, or lies outside the cache. Then there is no forecast.
+
     The mixer stays as it is. While `observed` is open, a hook on one of its modules, the `source`, calls this module
     with what the source read and returned. `halflife.analysis.capture` takes g from this call, as it takes g from the
     decays of our models. The attributes have the meaning that they have in `halflife.decay.Decay`.
@@ -32,6 +36,7 @@ class MixerDecay(nn.Module):
 
     family: ClassVar[str]
     granularity: ClassVar[str] = "scalar"
+    key_axis: ClassVar[int | None] = None
 
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halflife.analysis.foreign.cache import recurrent_cache
 from halflife.analysis.foreign.families import MIXERS, MixerDecay
 from halflife.analysis.foreign.kernels import runnable_kernels
 
@@ -50,6 +51,11 @@ class ForeignMixer:
 
     kinds: tuple[str, ...]
     decay: MixerDecay | None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the layer's whole memory is a matrix a head in the cache, which tokens write to linearly."""
+        return self.decay is not None and self.decay.key_axis is not None and len(self.kinds) == 1
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,8 @@ class ForeignModel:
         known = inspect.signature(self.decoder.forward).parameters
         name = next(name for name in CACHES if name in known)
         options: dict[str, Any] = {name: cache}
+        if hasattr(cache, "seen"):
+            cache.seen = seen
         if "position_ids" in known:  # some decoders count from 0 in every call otherwise
             options["position_ids"] = torch.arange(seen, seen + ids.shape[1], device=ids.device).expand_as(ids)
         with runnable_kernels(self.decoder):
@@ -127,6 +135,8 @@ class ForeignModel:
 
         RecurrentGemma does not return the cache that it creates, so it gets one.
         """
+        if all(block.mixer.is_matrix for block in self.blocks):
+            return recurrent_cache(self.decoder.config)
         if not hasattr(self.decoder, "_setup_cache"):
             return None
         from transformers import DynamicCache
