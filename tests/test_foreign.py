@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -282,6 +284,31 @@ def test_without_the_hub(tmp_path):
     message = "there is no folder nobody/no-model, and the hub cannot be asked for it: .*offline"
     with pytest.raises(ConnectionError, match=message):
         survey.measure_models([Path("nobody/no-model")], [tmp_path / "text"])
+
+
+BIG = """
+import resource, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from halflife.analysis.foreign.model import ForeignModel
+from halflife.analysis.model_spectrum import model_spectrum
+config = AutoConfig.for_model(
+    "qwen3_5_text", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=24, head_dim=128,
+    num_attention_heads=8, num_key_value_heads=2, linear_num_key_heads=8, linear_num_value_heads=8,
+    tie_word_embeddings=True,
+)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+weights = sum(weight.numel() for weight in model.parameters())
+model_spectrum(ForeignModel(model, "big"), torch.randint(151936, (1, 4096)))
+print(weights, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_half_a_billion_weights_fit_8_gb():
+    done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True)
+    weights, most = map(int, done.stdout.split()[-2:])
+    assert weights > 0.45e9
+    assert most < 8e9
 
 
 # ------------------------------------------------------------------------------------------------ forecast
