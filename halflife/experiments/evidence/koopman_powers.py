@@ -39,7 +39,7 @@ KOOPMAN: dict[str, dict[str, Any]] = {
     },
 }
 RIDGE = "ridge-conv"  # ridge regression behind a short convolution in both layers, the form of MesaNet
-BASELINES = {"attention": "mamba2+attention", "gated_deltanet": "gated_deltanet"}
+BASELINES = {"attention": "mamba2+attention", "gated_deltanet": "gated_deltanet", "mesa": "mesa"}
 MODELS = ("K0", "K1", "K2", "learned", RIDGE, *BASELINES)
 CELL = re.compile(r"(?P<axis>[hl])(?P<size>[1-9])(?:-(?P<fillers>none|masked))?")
 AXES = {"h": "hold", "l": "value_size"}
@@ -135,7 +135,7 @@ class KoopmanPowers(MQARExperiment):
     | K1-mixed-g1, K1-mixed-g1.5, … | the same with γ = 1 or 1.5; the group `h4-mixed` has all of these |
     | ridge-conv | two layers of ridge regression behind a short convolution, the form of MesaNet |
     | attention | a layer of Mamba-2, then softmax attention |
-    | gated_deltanet | two layers |
+    | gated_deltanet, mesa | two layers |
 
     The last of `pairs` is K, and T follows from the cell: 6K steps at h1, times h, and times (L + 1)/2. `train_length`
     and `batch_size` are those of h1, and every batch has about as many tokens. A chunk of SKA has `ska_chunk` tokens,
