@@ -170,6 +170,31 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
     raise ValueError(f"{path} holds no JSON object")
 
 
+NUMBER = (int, float, type(None))  # a number of a JSON file, where null stands for one that is not finite
+GATES = {str: {str: NUMBER}}
+
+
+def fits(value: Any, schema: Any) -> bool:
+    """Whether JSON data has the types of a schema.
+
+    Args:
+        value: the data.
+        schema: a type or several, `[item]` for a list, `{str: item}` for a mapping with any names, or `{"name": item}`
+            for a mapping that may have further names. A name that ends in "?" may be missing.
+    """
+    if isinstance(schema, list):
+        return isinstance(value, list) and all(fits(item, schema[0]) for item in value)
+    if not isinstance(schema, dict):
+        huge = isinstance(value, int) and value.bit_length() > 1000  # larger than any float
+        return isinstance(value, schema) and not huge and (schema is bool or not isinstance(value, bool))
+    if not isinstance(value, dict):
+        return False
+    if str in schema:
+        return all(fits(item, schema[str]) for item in value.values())
+    names = {name.removesuffix("?"): name for name in schema}
+    return all(fits(value[name], schema[key]) if name in value else key != name for name, key in names.items())
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, one dict with the key "step" each; no lines if there is no file.
 
@@ -183,7 +208,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
+        if fits(values, {"step": int}) and all(fits(x, GATES if n == "gates" else NUMBER) for n, x in values.items()):
             lines.append(values)
         else:
             damaged += line.endswith("\n")

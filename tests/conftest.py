@@ -1,6 +1,8 @@
 """Settings for all tests: shape annotations are checked, torch has one thread, and random numbers are seeded."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests download nothing. Without this setting a wrong name is looked up on the hub, with half a minute of retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Runs are signed with a key of the tests and not with that of the user.
+os.environ["HALFLIFE_KEY"] = str(Path(tempfile.gettempdir(), f"halflife-tests-{os.getuid()}", "key"))
 
 # Every annotation of halflife is checked at run time, in tests only. The hook must precede the first import.
 install_import_hook("halflife", "typecheck.check")

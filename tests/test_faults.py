@@ -16,7 +16,9 @@ import pytest
 import torch
 from tiny_runs import after_step, comparable, interrupt, run, tiny
 
-from halflife.files import atomic_path, read_bytes, read_json, remove_orphans, write_json, write_text
+from halflife import preset
+from halflife.files import NUMBER, atomic_path, fits, read_bytes, read_json, remove_orphans, write_json, write_text
+from halflife.runs.folder import read_result
 from halflife.runs.scores import scores_of, write_scores
 from halflife.training import callbacks
 from halflife.training.checkpoints import checksums, last_checkpoint
@@ -322,6 +324,38 @@ def test_an_edited_run_is_refused_by_name(cut, key, value):
     with pytest.raises(ValueError, match=rf"run.json was changed after checkpoint-. .*{key} = .* and {value}"):
         run(changed, cut)
     assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("result.json", {"tests": [{"test": "x"}]}, r"result\.json is damaged: tests cannot be"),
+        ("result.json", {"parameters": "many"}, r"result\.json is damaged: parameters cannot be"),
+        ("result.json", {"state_size": 10**400}, r"result\.json is damaged: state_size cannot be"),
+    ],
+)
+def test_json_of_wrong_content_is_named(whole, tmp_path, name, change, message):
+    write_json(tmp_path / name, {**json.loads((whole / name).read_text()), **change})
+    with pytest.raises(ValueError, match=message):
+        read_result(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "right"),
+    [
+        (True, int, False), (1, (int, float), True), (None, NUMBER, True), ([1, "x"], [int], False),
+        ({"a": {"b": 1.5}}, {str: {str: NUMBER}}, True), ({"a": 1}, {str: str}, False), ([], {"a?": int}, False),
+        ({"b": 1}, {"a?": int}, True), ({}, {"a": int}, False), ({"a": "1"}, {"a?": int}, False),
+    ],
+)  # fmt: skip
+def test_schemas(value, schema, right):
+    assert fits(value, schema) is right
+
+
+@pytest.mark.parametrize("options", [{"norm_eps": -1.0}, {"mixer_options": {"norm_eps": math.nan}}])
+def test_an_epsilon_that_is_not_positive_is_refused(options):
+    with pytest.raises(ValueError, match="norm_eps must be positive"):
+        preset("mamba2", hidden_size=16, num_layers=1, **options)
 
 
 def test_a_speed_that_is_unknown_is_an_empty_cell(tmp_path):

@@ -306,6 +306,12 @@ def test_an_edited_run_is_refused_by_name(place, changes, message, capsys):
     assert sorted(place.rglob("*")) == before
 
 
+def test_a_command_that_is_refused_leaves_no_versions(place, refused):
+    """The corrected command then finds an empty folder, and `versions.json` names the command that trained."""
+    assert "fewer than a context of 1000" in refused("train", *TRAIN, "--context", "1000", "--batch-size", "1")
+    assert {path.name for path in (place / "out").iterdir()} <= {".lock"}
+
+
 def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, monkeypatch, capsys):
     from halflife.experiments import train
 

@@ -60,6 +60,11 @@ def test_every_flipped_bit_in_a_session_is_seen(tmp_path):
     [
         ({"position": "-5"}, {}),
         ({"position": "x"}, {}),
+        ({"position": "4"}, {}),
+        ({}, {"0.position": torch.tensor([-5])}),
+        ({}, {"0.memory": torch.ones(1, 2, 3, 4)}),
+        ({}, {"0.memory": torch.ones(2)}),
+        ({}, {"1.memory": torch.ones(1, 2, 128, 16)}),
         ({}, {"last": torch.tensor([31])}),
         ({}, {"9.memory": torch.ones(1)}),
         ({}, {"memory": torch.ones(1)}),
@@ -79,6 +84,33 @@ def test_equal_content_has_equal_bytes(tmp_path):
     expected = checkpoint.save(model(), tmp_path / "x").joinpath("model.safetensors").read_bytes()
     for i in range(8):  # the order of the strings in the header would differ in one of two files
         assert checkpoint.save(model(), tmp_path / str(i)).joinpath("model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (10**6, "num_layers must be at most 1,000; got 1,000,000"),
+        (700, r"model\.safetensors is of another model: it has 1 layers, and config.json describes 700"),
+    ],
+)
+def test_layers_that_the_weights_do_not_have_are_refused_before_they_are_built(tmp_path, refused, layers, message):
+    checkpoint.save(model(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model"]["num_layers"] = layers
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(tmp_path)
+    for arguments in (["generate", "abc"], ["eval", "--text", __file__], ["spectrum", "--text", __file__]):
+        assert "layers" in refused(arguments[0], str(tmp_path), *arguments[1:])
+
+
+def test_the_model_of_a_task_reads_no_text(tmp_path, refused):
+    """A vocabulary of 256 is bytes, unless the folder is of a run on a task."""
+    config = preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)
+    checkpoint.save(LanguageModel(config), tmp_path)
+    write_json(tmp_path / "run.json", {"model": config.to_dict(), "stages": []})
+    for arguments in (["generate", "abc"], ["eval", "--text", __file__], ["quantize", "--text", __file__]):
+        assert "was trained on a task" in refused(arguments[0], str(tmp_path), *arguments[1:])
 
 
 def test_files_without_a_checksum_are_read(tmp_path):

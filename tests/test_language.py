@@ -31,6 +31,7 @@ from halflife.experiments import train as language
 from halflife.experiments.values import parse_count
 from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
+from halflife.runs import language_run
 from halflife.runs.language_run import CorpusRun, MicroBatches
 from halflife.runs.one import run_one
 from halflife.training.callbacks import Metrics, ProgressBar
@@ -69,6 +70,31 @@ def tiny(corpus, model="mamba2+post", tokens=12 * 4 * 32, **options):
 
 def run(config, corpus, folder, *, execution):
     return run_one(CorpusRun(config, corpus), folder, name="x", execution=execution)
+
+
+@pytest.mark.parametrize("mode", ["packed", "concatenated"])
+def test_short_rows_are_read_together(corpus, monkeypatch, mode):
+    """Six rows of 5 tokens in a batch, and fewer in the last one: the mean over all rows, in few steps."""
+    monkeypatch.setattr(language_run, "TOGETHER", 30)
+    config = dataclasses.replace(tiny(corpus), mode=mode, context=5, validation_tokens=16 * 20)
+    model, split, calls = LanguageModel(config.model).eval(), corpus.split("validation"), []
+    model.embedding.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        loss = language_run._validation(split, config)(Objective(model))
+        count = len(calls)
+        rows = split.batches(1, 5, config.seed, mode, steps=20)
+        each = [(Objective(model)(**row)["loss"], (row["labels"] >= 0).sum()) for row in rows]
+    expected = sum(value * n for value, n in each) / sum(n for _, n in each)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert count == 4
+
+
+def test_rows_of_one_token_count_as_sixteen(corpus, monkeypatch):
+    config = dataclasses.replace(tiny(corpus), context=1, validation_tokens=160)
+    counted = []
+    monkeypatch.setattr(language_run, "_join", lambda rows: counted.extend(rows) or rows[0])
+    language_run._validation(corpus.split("validation"), config)(Objective(LanguageModel(config.model)))
+    assert len(counted) == 10
 
 
 def quiet(**options):

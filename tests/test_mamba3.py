@@ -21,7 +21,7 @@ TURNS = 4 * 2.8e-6  # of a float32 angle after 20,000 tokens
 each_variant = pytest.mark.parametrize(
     "options",
     [{"rope_fraction": fraction, "num_groups": groups} for fraction in (0.5, 1) for groups in (1, 2)]
-    + [{"post": {"train_length": 16}}],
+    + [{"post": {"train_length": 16}}, {"rank": 3, "num_groups": 2}, {"rank": 2, "post": {"train_length": 16}}],
     ids=str,
 )
 
@@ -55,36 +55,40 @@ def rotation(angle):
 
 
 def per_head(x, part):
-    """Normalise each group, multiply by a weight per channel and add a bias per head: `[B, G·K]` → `[B, H, K]`."""
-    x = x.unflatten(-1, (-1, SIZE))
+    """Normalise each group, multiply by a weight per channel and add a bias per head: `[B, R·G·K]` → `[B, R, H, K]`."""
+    x = x.unflatten(-1, (len(part.bias) // HEADS, -1, SIZE))
     x = x / (x.square().mean(-1, keepdim=True) + part.eps).sqrt() * part.weight
-    return x.repeat_interleave(HEADS // x.shape[1], 1) + part.bias
+    return x.repeat_interleave(HEADS // x.shape[2], 2) + part.bias.unflatten(0, (-1, HEADS))
 
 
 def token_loop(layer, x):
     """The definition: return `y [B, T, D]` and the last state for `x [B, T, D]`, from an empty state."""
     batch, length, _ = x.shape
+    rank = len(layer.key.bias) // HEADS
+    ones = x.new_ones(rank, HEADS, VALUE)
+    of_v, of_z, of_y = (ones,) * 3 if rank == 1 else (layer.mimo.values, layer.mimo.gates, layer.mimo.outputs)
     memory = x.new_zeros(batch, HEADS, SIZE, VALUE)
     angle = x.new_zeros(batch, HEADS, layer.splits[-1])
-    key, value = x.new_zeros(batch, HEADS, SIZE), x.new_zeros(batch, HEADS, VALUE)
+    key, value = x.new_zeros(batch, rank, HEADS, SIZE), x.new_zeros(batch, rank, HEADS, VALUE)
     outputs = []
     for t in range(length):
         z, v, b, c, f, trapezoid, rate = F.linear(x[:, t], layer.in_proj.weight).split(layer.splits, -1)
+        z, v = (part.unflatten(-1, (1, HEADS, VALUE)) for part in (z, v))
         step = layer.decay.step_size(f)
         alpha = layer.decay(f.unsqueeze(1), position=torch.tensor([t + 1]))[:, 0].exp()
         end = 1 / (1 + (-trapezoid).exp())
         angle = angle + step[..., None] * math.pi * rate.tanh()[:, None]
         turn = rotation(angle)
-        k, v = torch.einsum("bhij,bhj->bhi", turn, per_head(b, layer.key)), v.unflatten(-1, (HEADS, VALUE))
-        q = torch.einsum("bhij,bhj->bhi", turn, per_head(c, layer.query))
-        began = torch.einsum("bh,bhk,bhv->bhkv", alpha * (1 - end) * step, key, value)
-        ended = torch.einsum("bh,bhk,bhv->bhkv", end * step, k, v)
+        k, v = torch.einsum("bhij,brhj->brhi", turn, per_head(b, layer.key)), v * of_v
+        q = torch.einsum("bhij,brhj->brhi", turn, per_head(c, layer.query))
+        began = torch.einsum("bh,brhk,brhv->bhkv", alpha * (1 - end) * step, key, value)
+        ended = torch.einsum("bh,brhk,brhv->bhkv", end * step, k, v)
         memory = alpha[..., None, None] * memory + began + ended
         key, value = k, v
-        y = torch.einsum("bhkv,bhk->bhv", memory, q) + layer.skip.D[:, None] * v
-        outputs.append(layer.out_proj(y.flatten(1) * F.silu(z)))
+        y = torch.einsum("bhkv,brhk->brhv", memory, q) + layer.skip.D[:, None] * v
+        outputs.append(layer.out_proj((y * F.silu(z * of_z) * of_y).sum(1).flatten(1)))
     turns = angle / (2 * math.pi)
-    state = {"memory": memory, "key": key, "value": value, "angle": turns - turns.round()}
+    state = {"memory": memory, "key": key.flatten(1, 2), "value": value.flatten(1, 2), "angle": turns - turns.round()}
     return torch.stack(outputs, 1), {"position": torch.full((batch,), length), **state}
 
 
@@ -163,7 +167,8 @@ def test_only_differences_of_angles_count(options):
     turn = rotation(2 * math.pi * offset)
     assert_close(y, expected, OUTPUTS)
     assert_close(state["memory"], turn @ last["memory"], OUTPUTS)
-    assert_close(state["key"], (turn @ last["key"].unsqueeze(-1)).squeeze(-1), OUTPUTS)
+    keys = torch.einsum("bhij,brhj->brhi", turn, last["key"].unflatten(1, (-1, HEADS))).flatten(1, 2)
+    assert_close(state["key"], keys, OUTPUTS)
 
 
 def test_whole_turns_do_not_count():
@@ -196,6 +201,8 @@ def test_long_sums_of_angles_lose_nothing():
         ({"num_groups": 3}, "num_groups must divide num_heads; got 3 and 4"),
         ({"num_groups": 0}, "num_groups must divide num_heads"),
         ({"num_heads": 5}, "num_heads must divide"),
+        ({"rank": 0}, "rank must be at least 1"),
+        ({"rank": 2, "gate_rank": {}}, "1 with GateRank"),
         ({"decay": "simple"}, "a step size, but 'simple' has no step size"),
         ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
     ],

@@ -18,6 +18,7 @@ from halflife.experiments.overrides import (
 )
 from halflife.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS
+from halflife.layers.memory.choose import KINDS
 from halflife.models import PRESETS, preset
 from halflife.registry import check_options
 from halflife.training.config import TrainConfig
@@ -78,7 +79,11 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
         ("mamba2", "training.stpes=1", r"Did you mean 'steps'\? Choose from: steps, batch_size, learning_rate, weight"),
         ("mamba2", "model.tie=1", "Choose from: hybrid, mlp, intermediate_size, tie_embeddings"),
         ("mamba2", "mixr.x=1", "unknown group of options 'mixr'. Did you mean 'mixer'"),
-        ("mamba2", "power=1", "as group.option; the groups are model, mixer, decay, post, gate_rank, ska, training"),
+        (
+            "mamba2",
+            "power=1",
+            "as group.option; the groups are model, mixer, decay, post, gate_rank, log_linear, cascade, ska, training",
+        ),
         ("mamba2", "mixer.power", "for example mixer.power=2; got 'mixer.power'"),
         (
             "mamba2",
@@ -153,7 +158,7 @@ def test_baselines_of_a_comparison_may_lack_a_part():
 
 def test_nothing_to_set_changes_nothing():
     assert changed("mamba2") == run_of("mamba2")
-    assert set(GROUPS) == {"model", "mixer", "decay", "post", "gate_rank", "ska", "training"}
+    assert set(GROUPS) == {"model", "mixer", "decay", "post", *KINDS, "ska", "training"}
 
 
 def test_values_are_yaml_with_the_numbers_of_python():

@@ -145,6 +145,24 @@ def test_a_task_of_text_needs_no_tier(tmp_path):
     assert {(row["test"], row["length"]) for row in rows} == {("in_distribution", 400), ("toolcalling", 400)}
 
 
+def test_the_first_seeds_choose_the_rates_of_the_others(tmp_path):
+    """Seed 0 tries both rates, and seed 1 runs at the better one; the results are those of the whole grid."""
+    sizes = {**TINY, "steps": 3, "test_examples": 2}
+    choices = {"settings": sizes, "seeds": 2, "learning_rates": (1e-3, 1e-2), "output": tmp_path / "tuned"}
+    folder = compare.create_comparison(("mamba2",), tasks=("sysprompt",), tune_seeds=1, **choices)
+    with pytest.raises(ValueError, match=r"mamba2 lr 0\.001 seed 0, mamba2 lr 0\.01 seed 0"):
+        compare.run_comparison(folder, only_seeds=(1,), show=False)
+    assert compare.try_comparison(folder).runs == 3
+    rows = compare.run_comparison(folder, show=False)
+    best = {row["learning_rate"] for row in rows if row["selected"]}
+    runs = {(row["learning_rate"], row["seed"]) for row in rows}
+    assert runs == {(1e-3, 0), (1e-2, 0), *((rate, 1) for rate in best)}
+    assert len(best) == 1
+    assert compare.try_comparison(folder) is None
+    with pytest.raises(ValueError, match="at most the number of seeds, 2; got 3"):
+        compare.plan_comparison(("mamba2",), seeds=2, tune_seeds=3)
+
+
 def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
     _, rows = finished
     table = summarise(rows)

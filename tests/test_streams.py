@@ -110,6 +110,22 @@ def test_a_million_tokens():
         assert worst_error(case, "float64 state, by token", 1_000_000) <= 1e-6
 
 
+@pytest.mark.slow
+def test_a_float32_state_cannot_be_more_exact():
+    """Token by token, the error is at most four times that of a state that is rounded correctly, once a token."""
+    draw = generator("stream", "linear_attention")
+    decay = torch.tensor(DECAYS).double().exp().view(1, -1, 1, 1)
+    rounded = exact = torch.zeros(1, len(DECAYS), K, V, dtype=torch.float64)
+    for _ in range(200_000 // PIECE):
+        x = piece_of("linear_attention", draw)
+        writes = torch.einsum("bthk,bthv->tbhkv", x["k"].double(), x["v"].double())
+        for write in writes:
+            rounded = (decay * rounded + write).float().double()
+            exact = decay * exact + write
+    limit = max(relative_error(rounded[:, h], exact[:, h]) for h in range(len(DECAYS)))
+    assert worst_error("linear_attention", "reference", 200_000) <= 4 * limit <= 4 * WORST["linear_attention"][2]
+
+
 def first_state(case, dtype=torch.float64):
     zeros = torch.zeros(1, len(DECAYS), K, V, dtype=dtype)
     return (zeros, zeros) if case == "gate_rank" else zeros

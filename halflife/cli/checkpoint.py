@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halflife.files import CONFIG_JSON, read_json
+from halflife.files import CONFIG_JSON, RUN_JSON, read_json
 from halflife.models.load import load_any
 
 if TYPE_CHECKING:
@@ -43,10 +43,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     It is the bytes that `config.json` names, or one of transformers, or the bytes that a vocabulary of 256 implies.
 
     Raises:
-        ValueError: the folder holds no tokenizer and the vocabulary is not one of bytes, the tokenizer cannot be read,
-            or it has more ids than the model.
+        ValueError: the folder holds no tokenizer and the vocabulary is not one of bytes, the folder holds the model of
+            a task, the tokenizer cannot be read, or it has more ids than the model.
     """
     from halflife.data import tokenizers
+    from halflife.runs.folder import FolderKind, folder_kind
 
     name = read_json(folder / CONFIG_JSON).get("tokenizer")
     if name not in tokenizers.OF_BYTES and any((folder / file).exists() for file in TOKENIZER_FILES):
@@ -57,6 +58,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
         except Exception as error:  # a damaged file can raise anything
             raise ValueError(f"the tokenizer in {folder} cannot be read: {' '.join(str(error).split())}") from error
     else:
+        if name is None and (folder / RUN_JSON).is_file() and folder_kind(folder) is FolderKind.TASK_RUN:
+            raise ValueError(f"the model in {folder} was trained on a task, whose tokens are numbers and not text")
         name = name or ("bytes" if vocab_size == BYTES else None)
         if name not in tokenizers.OF_BYTES:
             raise ValueError(f"{folder} holds no tokenizer, and the model's {vocab_size} tokens are not bytes")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import Positional
 
-from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
+from halflife.cli.options import FAILED, confirm_origin, reject_other_options, resumable, say, take_overrides
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
@@ -75,16 +75,21 @@ class Compare:
     operations); write and train nothing."""
     seeds: int = 1
     """The number of seeds, counted from 0. The table shows every seed."""
+    tune_seeds: int | None = None
+    """How many seeds try all learning rates; the others run at each model's best one. Default: all seeds try all."""
     lr: tuple[float, ...] = ()
     """Learning rates to try. The table marks the best on in-distribution validation. Default: those of the scale."""
     resume: Path | None = None
     """Continue the comparison in this folder, which has all settings but where the runs are done."""
+    trust_data: bool = False
+    """With --resume, accept a config.json that somebody else wrote, or that was changed: the texts, the tokenizer and
+    the modules that it names are read, wherever they lie. It counts as yours from then on."""
     config: Path | None = None
     """Take options from this YAML or JSON file, or from the config.json of another comparison. The command line wins
     over it."""
     set: tuple[str, ...] = ()
     """Set options of every model or training by name: group.option=value, with a group of model, mixer, decay, post,
-    gate_rank, ska, training. An unknown name is answered with the known ones."""
+    gate_rank, log_linear, cascade, ska, training. An unknown name is answered with the known ones."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<name>."""
     name: str | None = None
@@ -173,7 +178,9 @@ class Compare:
         )  # fmt: skip
         runner = self._runner()
         if self.resume is not None:
-            reject_other_options(self, "resume", "only_seeds", "quiet", *PLACE)
+            reject_other_options(self, "resume", "trust_data", "only_seeds", "quiet", *PLACE)
+        confirm_origin(self, CONFIG_JSON)
+        if self.resume is not None:
             folder = self.resume
         elif self.dry_run:
             return self._estimate()
@@ -260,7 +267,8 @@ class Compare:
                 settings[name] = convert(key, overrides.pop(key), types[name])
         return {
             "models": self.models, "tasks": self.task or ("mqar",), "experiment": self.experiment,
-            "scale": self.scale, "seeds": self.seeds, "learning_rates": command.lr or None, "settings": settings,
+            "scale": self.scale, "seeds": self.seeds, "tune_seeds": self.tune_seeds,
+            "learning_rates": command.lr or None, "settings": settings,
             "overrides": overrides,
         }  # fmt: skip
 

@@ -18,7 +18,7 @@ from halflife.files import silence_stdout
 from halflife.registry import unknown
 
 Command = TypeVar("Command")
-NOT_IN_FILES = ("config", "resume")
+NOT_IN_FILES = ("config", "resume", "trust_data")
 FAILED = 3  # the exit code of a command that has ended its work, of which a part failed or diverged
 
 
@@ -105,6 +105,16 @@ def reject_other_options(command: Any, *allowed: str) -> None:
     ]  # fmt: skip
     if given:
         raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(given)}")
+
+
+def confirm_origin(command: Any, name: str) -> None:
+    """Sign the file `name` in the folder of --resume as this user's, if --trust-data is given."""
+    from halflife.data.trust import confirm
+
+    if command.trust_data and command.resume is None:
+        raise ValueError("--trust-data belongs to --resume, whose folder somebody else may have written")
+    if command.trust_data:
+        confirm(command.resume / name)
 
 
 @contextmanager

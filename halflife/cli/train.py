@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
-from halflife.cli.options import FAILED, reject_other_options, resumable, say, take_overrides
+from halflife.cli.options import FAILED, confirm_origin, reject_other_options, resumable, say, take_overrides
 from halflife.extras import require
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
     from halflife.training.trial import Trial
 
-EXECUTION = ("resume", "micro_batch_size", "gradient_checkpointing", "fsdp", "track", "tensorboard", "prompts", "quiet")
+EXECUTION = (
+    "resume", "trust_data", "micro_batch_size", "gradient_checkpointing", "fsdp", "track", "tensorboard", "prompts",
+    "quiet",
+)  # fmt: skip
 RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Names for --set that are options of the command.
 OPTIONS = {
@@ -61,11 +64,14 @@ class Train:
     """The folder to write. Default: runs/<time>-<model>."""
     resume: Path | None = None
     """Continue the run in this folder. Options of the execution (micro-batches, processes, …) may differ."""
+    trust_data: bool = False
+    """With --resume, accept a run.json that somebody else wrote, or that was changed: the texts, the tokenizer and the
+    modules that it names are read, wherever they lie. It counts as yours from then on."""
     config: Path | None = None
     """Take options from this YAML or JSON file, or from the run.json of another run. The command line wins over it."""
     set: tuple[str, ...] = ()
     """Set options of the model or the training by name: group.option=value, with a group of model, mixer, decay, post,
-    gate_rank, ska, training. An unknown name is answered with the known ones."""
+    gate_rank, log_linear, cascade, ska, training. An unknown name is answered with the known ones."""
     tokens: str = "20M"
     """Tokens to train on: 500K, 20M, 1B."""
     context: int = 1024
@@ -161,6 +167,8 @@ class Train:
             require("--tensorboard", "tensorboard")
         if self.resume is not None:
             reject_other_options(self, *EXECUTION)
+        confirm_origin(self, RUN_JSON)
+        if self.resume is not None:
             folder, config = self.resume, language.load_config(self.resume)
         else:
             folder = self._folder()

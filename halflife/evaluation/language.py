@@ -20,7 +20,7 @@ PIECE = 4096  # tokens read at once; the state is carried over, so memory does n
 
 @torch.no_grad()
 def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the mean loss at each position in nats, `[T]`, float64, on the CPU.
+    """Return the mean loss at each position in nats, `[T]`, float64, on the CPU; NaN at a position without labels.
 
     Args:
         model: the model, on its device and in evaluation mode.
@@ -51,8 +51,11 @@ def _losses(model: LanguageModel, ids: Tensor, labels: Tensor) -> Iterator[Tenso
 
 
 def perplexity(losses: Tensor, length: int) -> float:
-    """Return the perplexity of texts of `length` tokens from the losses `[≥ length]` of `by_position`."""
-    return math.exp(losses[:length].mean().item())
+    """Return the perplexity of texts of `length` tokens from the losses `[≥ length]` of `by_position`.
+
+    A position without labels counts for nothing.
+    """
+    return math.exp(losses[:length].nanmean().item())
 
 
 class DocumentLoss(NamedTuple):
@@ -148,4 +151,4 @@ def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:
         losses: losses `[T]` of `by_position`. Positions are counted from 1.
     """
     edges = [0, *(2**i for i in range(len(losses).bit_length()) if 2**i < len(losses)), len(losses)]
-    return [(a + 1, b, losses[a:b].mean().item()) for a, b in pairwise(edges)]
+    return [(a + 1, b, losses[a:b].nanmean().item()) for a, b in pairwise(edges)]

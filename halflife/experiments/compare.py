@@ -12,13 +12,16 @@ from typing import Any
 
 from halflife import extensions
 from halflife.data.paths import absolute_paths, relative_paths
+from halflife.data.trust import check_origin
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
-from halflife.files import CONFIG_JSON, RESULT_JSON, read_json
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object
 from halflife.models.controls import split_control
 from halflife.registry import unknown
+from halflife.runs.folder import check_content
 from halflife.runs.one import training_device
-from halflife.runs.sweep import Cell, Runner, RunsFailed, create_sweep, one_by_one, run_sweep
+from halflife.runs.records import COMPARISON
+from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
 from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import Estimate, estimate
@@ -38,6 +41,7 @@ class Plan:
         scale: the scale.
         learning_rates: model → the rates that are tried.
         seeds: number of seeds.
+        tune_seeds: how many of them try all rates; None for all. The others run at the best rate.
     """
 
     kind: str
@@ -46,6 +50,7 @@ class Plan:
     scale: str
     learning_rates: dict[str, list[float]]
     seeds: int
+    tune_seeds: int | None = None
 
     @property
     def experiment(self) -> Experiment:
@@ -63,6 +68,7 @@ def plan_comparison(
     experiment: str | None = None,
     scale: str = "smoke",
     seeds: int = 1,
+    tune_seeds: int | None = None,
     learning_rates: Sequence[float] | None = None,
     settings: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -75,6 +81,7 @@ def plan_comparison(
         experiment: the name of a paper's experiment; None for an experiment on `tasks`.
         scale: smoke, small, large or paper; an experiment has some of them.
         seeds: the number of seeds, counted from 0.
+        tune_seeds: how many of them try all learning rates; None for all. The others run at each model's best one.
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.
         overrides: options of every run by their dotted names (see `experiments.base.resolve`).
@@ -93,11 +100,13 @@ def plan_comparison(
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     if not 1 <= seeds <= 10_000:
         raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
+    if tune_seeds is not None and not 1 <= tune_seeds <= seeds:
+        raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
     rates = {
         model: list(learning_rates or chosen.learning_rates((split_control(model) or (model,))[0], scale))
         for model in models
     }
-    plan = Plan(kind, resolved, tested, scale, rates, seeds)
+    plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
     check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
         chosen.configure(resolved, cell)
@@ -128,7 +137,7 @@ def create_comparison(
     config = {
         "command": command, "models": list(plan.learning_rates), "experiment": plan.kind,
         "task": plan.label, "scale": plan.scale, "seeds": list(range(plan.seeds)),
-        "learning_rates": plan.learning_rates, **extensions.record(),
+        "learning_rates": plan.learning_rates, "tune_seeds": plan.tune_seeds, **extensions.record(),
     }  # fmt: skip
     label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
     folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
@@ -152,14 +161,24 @@ def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: 
     """
     experiment, settings = load_experiment(folder)
     config = read_json(folder / CONFIG_JSON)
-    seeds = [seed for seed in config["seeds"] if only_seeds is None or seed in only_seeds]
-    left = [c for c in sweep_cells(config["learning_rates"], seeds) if not (folder / c.folder / RESULT_JSON).exists()]
+    trials = first_cells(config["learning_rates"], config["seeds"], tune := config.get("tune_seeds"))
+    seeds = config["seeds"][len(config["seeds"]) if tune is None else tune :]
+    later = [Cell(model, rates[0], seed) for model, rates in config["learning_rates"].items() for seed in seeds]
+    chosen = [cell for cell in [*trials, *later] if only_seeds is None or cell.seed in only_seeds]
+    left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell in later)]
     configs = [experiment.configure(settings, cell) for cell in left]
     return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
 
 
+def _ended(folder: Path, cell: Cell, any_rate: bool) -> bool:
+    """Whether a cell has a result, or the same model and seed have one at another learning rate."""
+    place = folder / cell.folder
+    names = f"lr*-seed{cell.seed}" if any_rate else place.name
+    return any((found / RESULT_JSON).exists() for found in place.parent.glob(names))
+
+
 def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
-    """What a run of each model needs, and the number of its runs (rates × seeds). Nothing is read or written.
+    """What a run of each model needs, and the number of its runs. Nothing is read or written.
 
     Args:
         rows: sequences of a micro-batch; None for whole batches.
@@ -172,7 +191,7 @@ def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estim
     for model, rates in plan.learning_rates.items():
         config = plan.experiment.configure(plan.settings, Cell(model, rates[0], 0))
         needs = dataclasses.replace(estimate(config, config.sequences(), rows), model=model)
-        found.append((needs, len(rates) * plan.seeds))
+        found.append((needs, count_runs(len(rates), plan.seeds, plan.tune_seeds)))
     return found
 
 
@@ -210,8 +229,8 @@ def run_comparison(
 
     Raises:
         FileNotFoundError: the folder holds no comparison.
-        ValueError: the comparison was made by a version that this version cannot continue, or `execution` divides the
-            batches of an experiment on tasks.
+        ValueError: the comparison was made by a version that this version cannot continue, somebody else made it and
+            it names a text that lies elsewhere, or `execution` divides the batches of an experiment on tasks.
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
     experiment, settings = load_experiment(folder)
@@ -235,7 +254,7 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
     """The experiment of a comparison's folder and its saved settings; raises as `run_comparison`."""
     if not (folder / CONFIG_JSON).exists():
         raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
-    config = read_json(folder / CONFIG_JSON)
+    config = read_json_object(folder / CONFIG_JSON)
     if config.get("experiment") == "decay_design":
         raise ValueError(
             f"{folder} was made by `halflife reproduce` of version 0.1.0, which read text in another way; "
@@ -243,6 +262,14 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
         )
     if "settings" not in config or "experiment" not in config:
         raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+    check_content(folder / CONFIG_JSON, config, COMPARISON)
+    check_origin(config, folder / CONFIG_JSON)
     extensions.recall(config)
     experiment = EXPERIMENTS[config["experiment"]]()
-    return experiment, experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    try:
+        settings: Any = experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: a setting cannot be ({error})") from error
+    if "text" in config["settings"]:
+        check_origin(config, folder / CONFIG_JSON, settings.text, tokenizer=settings.tokenizer)
+    return experiment, settings

@@ -20,7 +20,8 @@ from halflife import layers
 from halflife.decay import PoST
 from halflife.decay.base import Decay
 from halflife.experiments.values import convert, describe, load_yaml
-from halflife.layers import LAYERS, GateRank
+from halflife.layers import LAYERS
+from halflife.layers.memory.choose import KINDS
 from halflife.models import LanguageModel, ModelConfig
 from halflife.registry import constructor_parameters, unknown
 from halflife.training.config import TrainConfig, as_json
@@ -41,7 +42,7 @@ MODEL = {
 PLACE: dict[str, str] = dict.fromkeys(
     ("hidden_size", "layer_idx", "num_layers"), "the model sets it for all of its layers"
 )
-PARTS = ("decay", "post", "gate_rank", "ska")  # groups of parts that a model may lack
+PARTS = ("decay", "post", "gate_rank", "log_linear", "cascade", "ska")  # groups of parts that a model may lack
 # Fields of a run that say what it is trained on.
 DATA = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode", "test_split")
 
@@ -226,7 +227,7 @@ def _decay(config: TrainConfig) -> Group:
 
 
 def _wrapper(name: str, title: str, cls: type, given: Sequence[str]) -> Callable[[TrainConfig], Group]:
-    """The group of a part that is a mapping of options among the mixer's: PoST or GateRank."""
+    """The group of a part that is a mapping of options among the mixer's: PoST, or several states."""
 
     def group(config: TrainConfig) -> Group:
         options = config.model.mixer_options.get(name)
@@ -274,7 +275,7 @@ GROUPS: dict[str, Callable[[TrainConfig], Group]] = {
     "mixer": _mixer,
     "decay": _decay,
     "post": _wrapper("post", "PoST", PoST, ("decay",)),
-    "gate_rank": _wrapper("gate_rank", "GateRank", GateRank, ("hidden_size", "num_heads")),
+    **{name: _wrapper(name, cls.__name__, cls, ("hidden_size", "num_heads")) for name, cls in KINDS.items()},
     "ska": _ska,
     "training": _training,
 }

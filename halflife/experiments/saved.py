@@ -81,6 +81,7 @@ def compare_options(comparison: Mapping[str, Any]) -> Options:
     recipe = {f"training.{name}": settings[name] for name in RECIPE}
     options = {
         "models": comparison["models"], **chosen, "scale": comparison["scale"], "seeds": len(comparison["seeds"]),
+        "tune_seeds": comparison.get("tune_seeds"),
         **{name: settings[name] for name in SETTINGS if name in settings},
         "set": recipe | settings.get("overrides", {}),
     }  # fmt: skip

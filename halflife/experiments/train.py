@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from halflife import extensions
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths
+from halflife.data.trust import SIGNATURE, check_origin
 from halflife.experiments.decay_design import row_or_preset
 from halflife.experiments.values import convert
 from halflife.files import RUN_JSON, folder_lock, read_json_object, write_json
@@ -19,7 +20,7 @@ from halflife.models import ModelConfig
 from halflife.models.presets.sizes import SIZES
 from halflife.registry import unknown
 from halflife.runs.folder import VERSIONS_JSON, FolderKind, folder_kind
-from halflife.runs.language_run import CorpusRun, LanguageConfig
+from halflife.runs.language_run import LanguageConfig
 from halflife.runs.one import run_one
 from halflife.runs.sweep import versions
 from halflife.training.config import ExecutionConfig, rank
@@ -79,15 +80,16 @@ def load_config(folder: Path) -> LanguageConfig:
 
     Raises:
         FileNotFoundError: the folder holds no run.
-        ValueError: the folder holds a run of another kind, or its `run.json` is damaged or of a newer version; the
-            message names the settings.
+        ValueError: the folder holds a run of another kind, its `run.json` is damaged or of a newer version, or
+            somebody else wrote it and it names what lies elsewhere; the message names the settings or the places.
     """
     path = folder / RUN_JSON
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no run (it has no {RUN_JSON})")
-    data = read_json_object(path)
-    extensions.recall(data, folder)
-    data.pop(extensions.IMPORTS, None)
+    saved = read_json_object(path)
+    check_origin(saved, path)
+    extensions.recall(saved, folder)
+    data = {name: x for name, x in saved.items() if name not in (extensions.IMPORTS, SIGNATURE)}
     if folder_kind(folder) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{folder} holds no run of `halflife train`")
     fields = {f.name: f for f in dataclasses.fields(LanguageConfig)}
@@ -103,10 +105,12 @@ def load_config(folder: Path) -> LanguageConfig:
     values = {name: convert(f"{name} in {path}", x, hints[name]) for name, x in data.items() if name != "model"}
     try:
         values["data"] = absolute_paths(values["data"], folder)
+        values["data"].update(dict.fromkeys({"cache_dir"} & values["data"].keys()))  # that of this user is taken
         config = LanguageConfig(**values, model=ModelConfig.from_dict(data["model"]))
-        CorpusConfig.from_dict(config.data)
+        corpus = CorpusConfig.from_dict(config.data)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: a setting has a value that cannot be ({error!r})") from error
+    check_origin(saved, path, corpus.sources, corpus.files, corpus.tokenizer)
     return config
 
 
@@ -122,12 +126,13 @@ def run_language(
     """
     first = rank() == 0
     with folder_lock(folder) if first else nullcontext():
-        # A folder may come from somebody else, and its cache folder is a place that is written and emptied.
-        opened = dataclasses.replace(config, data={**config.data, "cache_dir": None}).open(execution.show and first)
-        run = CorpusRun(config, opened.corpus)
-        if first and not all((folder / name).exists() for name in (VERSIONS_JSON, RUN_JSON)):
-            write_json(folder / VERSIONS_JSON, {**versions(), "command": command})
-        result = run_one(run, folder, name=config.model.name, execution=execution)
+        run = config.open(execution.show and first)
+
+        def claimed() -> None:
+            if first and not (folder / VERSIONS_JSON).exists():
+                write_json(folder / VERSIONS_JSON, {**versions(), "command": command})
+
+        result = run_one(run, folder, name=config.model.name, execution=execution, claimed=claimed)
         if first:
             _write_report(folder, result, run.corpus, samples)
     return result

@@ -275,5 +275,11 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
                 f"the state has read {kwargs['past_key_values'].seen} tokens, and the input has {input_ids.shape[1]}: "
                 "give the whole sequence, or only new tokens and an attention_mask that also covers the earlier ones"
             )
+        mask = kwargs.get("attention_mask")
+        if kwargs.get("past_key_values") is None and mask is not None and not mask[:, -1:].all():
+            raise ValueError(
+                "the rows are padded on the right, where generate continues them; pad on the left "
+                "(tokenizer.padding_side = 'left')"
+            )
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(input_ids, next_sequence_length, inputs_embeds=inputs_embeds, **kwargs)

@@ -78,6 +78,11 @@ class SlowGate(Float32Module):
 
     def forward(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
+        y, state = self.signal(f, state, cu_seqlens)
+        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
+
+    def signal(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`conv(f)_t + b`, `[B, T, gates]`, and the convolution's last inputs."""
         f = f.to(compute_dtype(f))
         taps, bias = (p.to(f.dtype) for p in (self.taps, self.bias))
         if self.bias_place == "before":
@@ -88,7 +93,7 @@ class SlowGate(Float32Module):
                 cu_seqlens=cu_seqlens,
             )  # fmt: skip
         assert state is not None
-        return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
+        return y, state
 
 
 class GateRank(nn.Module):
@@ -100,6 +105,8 @@ class GateRank(nn.Module):
         hidden_size, num_heads: those of the mixer.
         reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
         reset_law: see `ops.gate_rank`.
+        trained: whether the gate is trained. Without, its parameters stay as they start, and no gradient flows through
+            it into x, which tells the effect of a second state from that of a learned gate.
     """
 
     def __init__(
@@ -113,13 +120,15 @@ class GateRank(nn.Module):
         bias: str = "after",
         rate_start: str = "log_uniform",
         reset_law: str = "mask",
+        trained: bool = True,
     ) -> None:
         super().__init__()
         self.slow_gate = SlowGate(num_heads, reset_rate, conv_size, gates, bias, rate_start)
         # x of unit mean square gives f of unit variance
         self.proj = UniformLinear(hidden_size, self.slow_gate.num_gates, gain=math.sqrt(3))
         check_reset_law(reset_law, delta=False)
-        self.reset_law = reset_law
+        self.reset_law, self.trained = reset_law, trained
+        self.requires_grad_(trained)
         self.counts: Tensor | None = None  # sums since the last call of `statistics`
 
     def forward(
@@ -131,7 +140,8 @@ class GateRank(nn.Module):
         Returns:
             `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
         """
-        g_slow, conv = self.slow_gate(self.proj(x), state.get("slow_conv"), cu_seqlens)
+        f = self.proj(x if self.trained else x.detach())
+        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), cu_seqlens)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
         o, final = gate_rank(
             q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens,
@@ -167,17 +177,20 @@ class GateRank(nn.Module):
 
 
 def apply_update(
-    gate: GateRank | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+    states: nn.Module | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
     state: State, cu_seqlens: Tensor | None, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """Apply the linear (beta None) or the delta update to the state of a mixer, or to its two states under a `gate`.
+    """Apply the linear (beta None) or the delta update to the state of a mixer.
+
+    Args:
+        states: one of `layers.memory.choose`, which keeps several states in the place of one; None for one state.
 
     Returns:
         `o [B, T, H, V]` and the new states by name.
     """
-    if gate is not None:
+    if states is not None:
         assert g is not None
-        return gate(x, q, k, v, g, beta, state, cu_seqlens, **options)
+        return states(x, q, k, v, g, beta, state, cu_seqlens, **options)
     options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": cu_seqlens}
     if beta is None:
         o, memory = linear_attention(q, k, v, g, **options)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay, PoST
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.parts import GatedRMSNorm, ShortConv
+from halflife.layers.memory.choose import build_states
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import GatedRMSNorm, ShortConv, build_decay, check_gain, check_heads
 from halflife.ops.fused import scale_heads
 from halflife.precision import Float32Module
 
@@ -52,6 +53,8 @@ class Mamba2(Mixer):
         decay, decay_options: the name of one of Mamba-2's decays, and its options.
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank: options of `GateRank`, which adds a slow state, or None.
+        log_linear: options of `LogLinear`, which keeps a state for every power of two of the distance, or None.
+        cascade: options of `Cascade`, which keeps a cascade of states, or None.
         stretch_gain: whether PoST stretches Δ in the input Δ x as in the decay, so that the stationary size of the
             state does not grow with the position. The paper leaves the input alone (§5.2).
         layer_idx, num_layers: the index of the layer and the number of layers.
@@ -76,6 +79,8 @@ class Mamba2(Mixer):
         decay_options: Mapping[str, Any] | None = None,
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
+        log_linear: Mapping[str, Any] | None = None,
+        cascade: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
@@ -89,8 +94,8 @@ class Mamba2(Mixer):
                 f"Mamba-2's layer scales its values by the step size of its decay, but {decay!r} has no step size; "
                 "for other decays use the design-space block (layer 'linear')"
             )
-        if stretch_gain and post is None:
-            raise ValueError("stretch_gain stretches the input as PoST stretches the decay; give post too")
+        if stretch_gain:
+            check_gain(post, delta=False)
         if num_groups < 1 or num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         self.num_heads, self.num_groups, self.state_size = num_heads, num_groups, state_size
@@ -105,7 +110,10 @@ class Mamba2(Mixer):
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
             layer_idx=layer_idx, num_layers=num_layers,
         )  # fmt: skip
-        self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
+        self.gate_rank, self.log_linear, self.cascade = build_states(
+            (hidden_size, num_heads), decay=decay, granularity="scalar", update="linear", gate_rank=gate_rank,
+            log_linear=log_linear, cascade=cascade,
+        )  # fmt: skip
         self.skip = Skip(num_heads)
         self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
         self.out_proj = Linear(inner, hidden_size, bias=False)
@@ -122,8 +130,9 @@ class Mamba2(Mixer):
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
         v = scale_heads(values, step)
+        states = self.gate_rank or self.log_linear or self.cascade
         y, memory = apply_update(
-            self.gate_rank, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
+            states, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))

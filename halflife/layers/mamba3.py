@@ -15,8 +15,9 @@ from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip, expand_groups
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.parts import ShortConv
+from halflife.layers.memory.mimo import MIMO
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import ShortConv, build_decay, check_heads
 from halflife.ops.chunked.layout import make_layout
 from halflife.position import check_pairs, turn
 from halflife.precision import Float32Module, compute_dtype, wide
@@ -48,7 +49,7 @@ class NormBias(Float32Module):
 
 @LAYERS.add("mamba3")
 class Mamba3(Mixer):
-    """Mamba-3, SISO (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
+    """Mamba-3 (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
 
     `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's.
     `λ = σ(l)` is the share of a step's input that is taken at the end of the step:
@@ -59,7 +60,7 @@ class Mamba3(Mixer):
     The output is `(y ⊙ silu(z)) W_o`, and there is no short convolution. R(φ) rotates the pairs (i, i + P) of the first
     2P channels. All heads share r, but each has a separate Δ. tanh and π follow the authors' code, and so do all
     initial values except the decay's. Their decay rate depends on the input. Ours is learned, so that PoST can sort the
-    rates.
+    rates. With rank 1 this is SISO, and with a higher rank MIMO (`MIMO`).
 
     Args:
         hidden_size: model width.
@@ -69,6 +70,7 @@ class Mamba3(Mixer):
         state_size: K, rows of the state ("d_state").
         num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
+        rank: R, keys, values and queries of each token and head.
         decay, decay_options: the name of one of Mamba-2's decays, and its options.
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank: options of `GateRank`, which adds a slow state, or None.
@@ -96,6 +98,7 @@ class Mamba3(Mixer):
         state_size: int = 128,
         num_groups: int = 1,
         rope_fraction: float = 0.5,
+        rank: int = 1,
         decay: str = "mamba2",
         decay_options: Mapping[str, Any] | None = None,
         post: Mapping[str, Any] | None = None,
@@ -118,16 +121,23 @@ class Mamba3(Mixer):
                 f"rotated channels come in pairs: state_size · rope_fraction must be even; got "
                 f"{state_size} · {rope_fraction}"
             )
+        if rank < 1 or (rank > 1 and gate_rank is not None):
+            raise ValueError(f"rank must be at least 1, and 1 with GateRank, whose resets are one a token; got {rank}")
         if (gate_rank or {}).get("reset_law", "mask") != "mask":
             raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
         self.num_heads = num_heads
         self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
         self.chunk_size, self.backend = chunk_size, backend
-        inner, shared, pairs = num_heads * self.head_dim, num_groups * state_size, int(state_size * rope_fraction) // 2
+        inner, shared, pairs = (
+            num_heads * self.head_dim,
+            rank * num_groups * state_size,
+            int(state_size * rope_fraction) // 2,
+        )
         self.splits = [inner, inner, shared, shared, num_heads, num_heads, pairs]
         self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
-        self.key = NormBias(num_heads, state_size, norm_eps)
-        self.query = NormBias(num_heads, state_size, norm_eps)
+        self.key = NormBias(rank * num_heads, state_size, norm_eps)
+        self.query = NormBias(rank * num_heads, state_size, norm_eps)
+        self.mimo = MIMO(num_heads, rank, self.head_dim) if rank > 1 else None
         self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
             layer_idx=layer_idx, num_layers=num_layers,
@@ -143,9 +153,14 @@ class Mamba3(Mixer):
         step, g = self.decay.step_size(f), self.decay(f, position=position)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
-        q, k = _turned(self.query(c), self.key(b), angle)
+        q, k = self.query(c), self.key(b)
+        q, k = _turned(q, k, angle.repeat(1, 1, q.shape[2] // self.num_heads, 1))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
         options = {"chunk_size": self.chunk_size, "backend": self.backend}
+        if self.mimo is not None:
+            z = z.unflatten(-1, (self.num_heads, -1))
+            y, memory = self.mimo(x, q, k, v, z, self.skip.D, g, step, end, state, cu_seqlens, **options)
+            return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
         y, memory = integrate(x, q, k, v, g, step, end, state, cu_seqlens, gate=self.gate_rank, **options)
         y = self.skip(y, v).flatten(-2) * F.silu(z)
         return self.out_proj(y), {"angle": last, **memory}

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from halflife import decay as decays
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
-from halflife.layers.parts import GATES, DecayProjection, ShortConv, rotary
+from halflife.layers.memory.choose import KINDS, build_states
+from halflife.layers.parts import GATES, DecayProjection, ShortConv, build_decay, check_gain, check_heads, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
 from halflife.ops.fused import l2_normalize
-from halflife.ops.gate_rank import check_reset_law
 from halflife.position import check_pairs, half_lrpe, lrpe
 from halflife.registry import Registry, check_options, unknown
 
@@ -103,9 +103,10 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
         ValueError: a name is unknown (the message lists the choices), or the options contradict each other.
     """
     check_options(f"layer {name}", LAYERS[name], options)
-    for part, cls, given in (("post", decays.PoST, ["decay"]), ("gate_rank", GateRank, ["hidden_size", "num_heads"])):
+    sizes = ["hidden_size", "num_heads"]
+    for part, cls in {"post": decays.PoST, **KINDS}.items():
         if (own := options.get(part)) is not None and (part, name) != ("gate_rank", "rwkv7"):  # there a width
-            check_options(part, cls, own, given)
+            check_options(part, cls, own, ["decay"] if part == "post" else sizes)
     return LAYERS[name](hidden_size=hidden_size, **options)
 
 
@@ -125,8 +126,9 @@ class LinearMixer(Mixer):
         decay_options: options of that decay.
         granularity: "scalar" or "vector".
         post: options of `decay.PoST`, which then wraps the decay, or None.
-        gate_rank: options of `GateRank`, which adds a slow state, or None. It needs a scalar decay and the linear or
-            the delta update.
+        gate_rank, cascade: options of `GateRank` or `Cascade`, for a scalar decay and the linear or delta update.
+        log_linear: options of `LogLinear`, for a scalar decay and the linear update.
+        stretch_gain: whether PoST stretches what is written as the decay: β of the delta rule, and else k.
         share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
         allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
             can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
@@ -170,6 +172,9 @@ class LinearMixer(Mixer):
         granularity: str = "vector",
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
+        log_linear: Mapping[str, Any] | None = None,
+        cascade: Mapping[str, Any] | None = None,
+        stretch_gain: bool = False,
         share_keys: bool = False,
         allow_neg_eigval: bool = False,
         update: str = "linear",
@@ -203,20 +208,18 @@ class LinearMixer(Mixer):
             raise ValueError(
                 "allow_neg_eigval changes the writing strength β of the delta rule, but the update is linear"
             )
-        if gate_rank is not None and (decay is None or granularity != "scalar" or update[:4] == "dplr"):
-            raise ValueError(
-                "GateRank needs a scalar decay and the linear or the delta update; got "
-                f"decay {decay!r}, granularity {granularity!r}, update {update!r}"
-            )
-        if gate_rank is not None:
-            check_reset_law(gate_rank.get("reset_law", "mask"), delta=update == "delta")
         vector = decay is not None and granularity == "vector"
+        if stretch_gain:
+            check_gain(post, delta=update != "linear")
+            if vector or type(self).update_state is not LinearMixer.update_state:
+                raise ValueError("stretch_gain needs a scalar decay, and the linear, the delta or the DPLR update")
         if update == "dplr_released" and not vector:
             update, allow_neg_eigval = "delta", True
         self.update, self.position, self.activation = update, position, activation
         self.beta_scale = 2 if allow_neg_eigval or update == "dplr_released" else 1
         self.qk_norm = update != "linear" if qk_norm is None else qk_norm
         self.share_keys, self.chunk_size, self.backend = share_keys, chunk_size, backend
+        self.stretch_gain = stretch_gain
         rotated = position == "rope" and vector
         if position == "rope":
             check_pairs(self.head_dim)
@@ -240,7 +243,10 @@ class LinearMixer(Mixer):
         self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
         self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
-        self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
+        self.gate_rank, self.log_linear, self.cascade = build_states(
+            (hidden_size, num_heads), decay=decay, granularity=granularity, update=update, gate_rank=gate_rank,
+            log_linear=log_linear, cascade=cascade,
+        )  # fmt: skip
         self.gate = GATES[gate](hidden_size, num_heads, self.value_dim, norm_eps)
         self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
@@ -263,6 +269,10 @@ class LinearMixer(Mixer):
         """Return the outputs `[B, T, H, V]` of the op and the memories after it."""
         new: dict[str, Any] = {}
         beta = None if self.beta_proj is None else self.beta_scale * self.beta_proj(x).sigmoid()
+        if self.stretch_gain:
+            assert isinstance(self.decay, decays.PoST)
+            gain = self.decay.log_stretch(packing.positions(x, state.get("position"), cu_seqlens)).exp().to(k.dtype)
+            k, beta = (k * gain.unsqueeze(-1), None) if beta is None else (k, beta * gain)
         options = {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
         if self.update.startswith("dplr"):
             assert beta is not None
@@ -277,7 +287,8 @@ class LinearMixer(Mixer):
                 cu_seqlens=cu_seqlens, **options,
             )  # fmt: skip
         else:
-            o, new = apply_update(self.gate_rank, x, q, k, v, g, beta, state, cu_seqlens, **options)
+            states = self.gate_rank or self.log_linear or self.cascade
+            o, new = apply_update(states, x, q, k, v, g, beta, state, cu_seqlens, **options)
         return o, new
 
     def log_decays(
@@ -309,22 +320,3 @@ class LinearMixer(Mixer):
             encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
             q, key = encode(q, position), encode(key, position)
         return q, key, v
-
-
-def check_heads(hidden_size: int, num_heads: int) -> int:
-    """Return the channels a head, D / H; raise a ValueError if H does not divide D."""
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"num_heads must divide hidden_size; got {num_heads} and {hidden_size}")
-    return hidden_size // num_heads
-
-
-def build_decay(
-    name: str | None, options: Mapping[str, Any] | None, post: Mapping[str, Any] | None, **sizes: Any
-) -> decays.Decay | None:
-    """The decay of a layer, wrapped in PoST if `post` gives its options; None stays None."""
-    if name is None:
-        if post is not None:
-            raise ValueError("PoST orders decay rates, and a layer without a decay has none")
-        return None
-    decay = decays.build(name, **sizes, **(options or {}))
-    return decay if post is None else decays.PoST(decay, **post)

@@ -70,9 +70,18 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> LanguageMode
         tensors, _ = read_tensors(folder / WEIGHTS, device)
     tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
     try:
+        described = ModelConfig.from_dict(config["model"])
+        layers = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+        if layers != described.num_layers:  # told before as many layers are built
+            raise ValueError(
+                f"{folder / WEIGHTS} is of another model: it has {layers} layers, and {CONFIG_JSON} describes "
+                f"{described.num_layers}"
+            )
         with torch.device("meta"):
-            model = LanguageModel(ModelConfig.from_dict(config["model"]))
+            model = LanguageModel(described)
         model.load_state_dict(tensors, assign=True)
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: it holds a value that cannot be ({error})") from error
     except ValueError as error:
         if advice := extensions.advice(config):
             raise ValueError(f"{error}{advice}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ NORMS = ("rms", "layer")
 ATTACHMENTS = ("instead", "beside")
 INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
 POSITIONS = ("none", "tpe", "tpe_paper", "tpe_released")
+MAX_LAYERS = 1000  # a damaged config.json with a million would take an hour to build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,8 @@ class ModelConfig:
             "rwkv7_released": embeddings are uniform in ±1e-4.
 
     Raises:
-        ValueError: a size is below 1, a hybrid layer does not exist, or a mixer, MLP, norm or position is unknown.
+        ValueError: a size is below 1, there are more than `MAX_LAYERS` layers, a hybrid layer does not exist, or a
+            mixer, MLP, norm or position is unknown.
     """
 
     name: str = "custom"
@@ -76,6 +79,13 @@ class ModelConfig:
         for size in ("vocab_size", "hidden_size", "num_layers"):
             if getattr(self, size) < 1:
                 raise ValueError(f"{size} must be at least 1; got {getattr(self, size)}")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers must be at most {MAX_LAYERS:,}; got {self.num_layers:,}")
+        for epsilon in (self.norm_eps, *(given.get("norm_eps", 1.0) for given in self._options)):
+            if not 0 < epsilon < math.inf:
+                raise ValueError(f"norm_eps must be positive; got {epsilon}")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range must be 0 or more; got {self.initializer_range}")
         if not 0 <= self.embedding_dropout < 1:
             raise ValueError(f"embedding_dropout must lie in [0, 1); got {self.embedding_dropout}")
         LAYERS[self.mixer]
@@ -97,6 +107,11 @@ class ModelConfig:
         for layer in kind["layers"]:
             if not 0 <= layer < self.num_layers:
                 raise ValueError(f"hybrid layers must lie between 0 and {self.num_layers - 1}; got {layer}")
+
+    @property
+    def _options(self) -> list[dict[str, Any]]:
+        """The options of the mixers of all kinds."""
+        return [self.mixer_options, *(kind.get("options", {}) for kind in self.hybrids)]
 
     @property
     def hybrids(self) -> list[dict[str, Any]]:

@@ -94,5 +94,5 @@ def _model_name(folder: Path) -> str | None:
     config = _config(folder)
     model, kind = config.get("model"), config.get("model_type")
     if is_ours(config):
-        return model.get("name", "custom") if isinstance(model, dict) else "custom"
+        return str(model.get("name", "custom")) if isinstance(model, dict) else "custom"
     return kind if kind in SOURCES else None

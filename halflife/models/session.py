@@ -239,9 +239,30 @@ class Session:
         vocabulary = self.model.config.vocab_size
         if position < 1 or logits.shape != (vocabulary,) or last.shape != (1,) or not 0 <= int(last) < vocabulary:
             raise ValueError(f"{path} holds no state of a session: its position, logits or last token cannot be")
+        self._check(path, layers, position)
         self.state = self._cast(tuple(layers[i] for i in range(len(layers))))
         self.position, self._logits, self._last = position, logits, last
         return self
+
+    @torch.no_grad()
+    def _check(self, path: str | Path, layers: dict[int, dict[str, Tensor]], position: int) -> None:
+        """Raise a ValueError if the model cannot have such a state after `position` tokens."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.embedding.weight.device)
+        _, one = self.model.hidden(token)
+        _, two = self.model.hidden(token, one)
+        expected = {f"{i}.{name}": (x, two[i][name]) for i, layer in enumerate(one) for name, x in layer.items()}
+        found = {f"{i}.{name}": x for i, layer in layers.items() for name, x in layer.items()}
+        if differing := sorted(expected.keys() ^ found.keys()):
+            reason = "does not belong to the model" if differing[0] in found else "is missing"
+            raise ValueError(f"{path} holds no state of a session: {differing[0]} {reason}")
+        for name, (first, second) in expected.items():
+            x, whole = found[name], name.endswith(".position")
+            same = x.ndim == first.ndim and x.is_floating_point() == first.is_floating_point()
+            # An axis that a second token lengthens is one of tokens.
+            same &= all(n == a or a != b for n, a, b in zip(x.shape, first.shape, second.shape, strict=False))
+            if not same or (whole and int(x) != position):
+                value = f"position {x.tolist()}" if whole else f"{x.dtype} {list(x.shape)}"
+                raise ValueError(f"{path} holds no state of a session after {position} tokens: {name} has {value}")
 
     def _fingerprint(self) -> str:
         """Return a hash of the model's configuration without the preset's name."""

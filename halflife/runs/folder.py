@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife import files
+from halflife.data.trust import SIGNATURE
 from halflife.files import (
     CONFIG_JSON,
     METRICS_JSONL,
@@ -36,14 +37,25 @@ from halflife.files import (
     read_json_object,
     without_null,
 )
-from halflife.runs.records import Comparison, LanguageRun, Training, flatten, mean
+from halflife.runs.records import (
+    COMPARISON,
+    LANGUAGE_RUN,
+    RESULT,
+    SPECTRUM,
+    VERSIONS,
+    Comparison,
+    LanguageRun,
+    Training,
+    flatten,
+    mean,
+)
 from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
 
 __all__ = [
     "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON",
     "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "VERSIONS_JSON", "Comparison",
-    "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "flatten", "folder_kind", "mean", "read",
-    "read_any", "read_grid", "read_language", "read_metrics", "read_result",
+    "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "check_content", "flatten", "folder_kind", "mean",
+    "read", "read_any", "read_grid", "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
@@ -123,10 +135,11 @@ def read_any(run_dir: str | Path) -> Comparison | LanguageRun:
 def read_language(run_dir: str | Path) -> LanguageRun:
     """Read the folder of a run of `halflife train`, finished or not; raises as `read_any`."""
     path = Path(run_dir)
-    config = _present(read_json, path / RUN_JSON)
+    config = _without_signature(_present(read_json, path / RUN_JSON))
     if folder_kind(path) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{path} is one run of a comparison; the folder of the comparison is {path.parent.parent}")
-    versions = _present(read_json, path / VERSIONS_JSON)
+    check_content(path / RUN_JSON, config, LANGUAGE_RUN)
+    versions = check_content(path / VERSIONS_JSON, _present(read_json, path / VERSIONS_JSON), VERSIONS)
     finished = (path / RESULT_JSON).exists()
     metrics = _read_metrics(path / METRICS_JSONL, finished)
     training = Training(path, config["model"]["name"], config["learning_rate"], config["seed"], metrics, {})
@@ -139,10 +152,11 @@ def read(run_dir: str | Path) -> Comparison:
     An unfinished comparison has no `results.csv`; the metrics that its trainings have logged so far are read.
     """
     path = Path(run_dir)
-    config = _present(read_json, path / CONFIG_JSON)
+    config = _without_signature(_present(read_json, path / CONFIG_JSON))
     if (kind := folder_kind(path)) not in (FolderKind.COMPARISON, FolderKind.GRID):
         raise ValueError(f"{path / CONFIG_JSON} names no models: {_EXPECTED}")
-    versions = _present(read_json, path / VERSIONS_JSON)
+    check_content(path / CONFIG_JSON, config, COMPARISON)
+    versions = check_content(path / VERSIONS_JSON, _present(read_json, path / VERSIONS_JSON), VERSIONS)
     table = path / RESULTS_CSV
     scores = list(read_scores(table, _text(table))) if table.exists() else []
     tasks = kind is FolderKind.COMPARISON
@@ -170,6 +184,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     result = _rename(read_json_object(path))
     if missing := [name for name in ("parameters", "validation") if name not in result]:
         raise ValueError(f"{path} holds no result of a run: it has no {', '.join(missing)}")
+    check_content(path, result, RESULT)
     result["validation"] = number(result["validation"])  # NaN after a divergence, null in the file
     for test in result.get("tests", ()):  # version 0.1.0 wrote none for a run on text
         test |= {name: number(test[name]) for name in ("accuracy", "loss") if name in test}
@@ -214,13 +229,25 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
                 seed=seed,
                 metrics=_read_metrics(path / METRICS_JSONL, finished),
                 # A channel that never decays has the time-scale infinity, which JSON cannot hold.
-                spectrum=without_null(_present(read_json, spectrum), math.inf)
+                spectrum=without_null(check_content(spectrum, _present(read_json, spectrum), SPECTRUM), math.inf)
                 if tasks and (finished or spectrum.exists())
                 else {},
                 positions=read_result(path).get("positions", []) if tasks and (path / RESULT_JSON).exists() else [],
             )
         )
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))
+
+
+def check_content(path: Path, data: Any, schema: Any) -> Any:
+    """Return the data of a file, or raise a ValueError that names the file and the first wrong part of it."""
+    if files.fits(data, schema):
+        return data
+    wrong = [key for key in schema if isinstance(key, str) and not files.fits(data, {key: schema[key]})]
+    raise ValueError(f"{path} is damaged: {wrong[0].removesuffix('?') if wrong else 'its content'} cannot be")
+
+
+def _without_signature(config: Any) -> Any:
+    return {key: x for key, x in config.items() if key != SIGNATURE} if isinstance(config, dict) else config
 
 
 def _text(path: Path) -> str:

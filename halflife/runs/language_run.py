@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,8 @@ from halflife.training.fit import Objective
 from halflife.training.speed import Speed, gemm_rate, operations
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
+TOGETHER = 1024  # tokens of rows that a measurement reads at once
+SHORT = 16  # rows with fewer tokens count as so many towards the tokens of a measurement, because each costs a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +167,9 @@ def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> di
     length = largest * config.context
     rows = split.batches(1, length, config.seed, "concatenated")
     count = min(len(rows), max(1, config.test_tokens // length))
+    joined = (_join([rows[i] for i in part]) for part in _parts(count, length))
     with torch.autocast(training_device().type, torch.bfloat16, enabled=config.bf16):
-        losses = by_position(model, ((rows[i]["input_ids"], rows[i]["labels"]) for i in range(count)))
+        losses = by_position(model, ((part["input_ids"], part["labels"]) for part in joined))
         whole = document_loss(model, documents(split, config.test_tokens))
     in_rows = loss_in_rows(model, split, config)
     return {
@@ -191,7 +194,7 @@ def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
         {
             "length": length,
             "perplexity": perplexity(losses, length),
-            "last_perplexity": math.exp(losses[length - context : length].mean().item()),
+            "last_perplexity": math.exp(losses[length - context : length].nanmean().item()),
         }
         for length in lengths
     ]
@@ -199,8 +202,23 @@ def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
 
 def loss_in_rows(model: LanguageModel, split: Split, config: LanguageConfig) -> float:
     """The mean loss on a split in rows as in training, nats per token, computed by the calling process alone."""
-    limit = min(config.test_tokens, split.tokens)
-    return _validation(split, replace(config, validation_tokens=limit), shared=False)(Objective(model))
+    return _validation(split, replace(config, validation_tokens=config.test_tokens), shared=False)(Objective(model))
+
+
+def _parts(rows: int, length: int) -> list[range]:
+    """The numbers of the rows that are read at once: `TOGETHER` tokens, or one row."""
+    size = max(1, TOGETHER // length)
+    return [range(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def _join(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Batches of one row each as one batch."""
+    packed = "cu_seqlens" in rows[0]
+    joined = {name: torch.cat([row[name] for row in rows], int(packed)) for name in ("input_ids", "labels")}
+    if packed:
+        ends = [row["cu_seqlens"][1:] + i * row["input_ids"].shape[1] for i, row in enumerate(rows)]
+        joined["cu_seqlens"] = torch.cat([rows[0]["cu_seqlens"][:1], *ends])
+    return joined
 
 
 def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Callable[[nn.Module], float]:
@@ -209,23 +227,25 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
     The processes share the rows, unless `shared` is false: then the calling process reads all of them.
     """
     processes, process = (world_size(), rank()) if shared else (1, 0)
-    rows = min(config.validation_tokens, split.tokens) // config.context
+    length = config.context
+    rows = min(max(1, config.validation_tokens // max(length, SHORT)), split.tokens // length)
     if not rows:
         raise ValueError(_too_short(split, config))
-    batches = split.batches(1, config.context, config.seed, config.mode, steps=rows)
+    batches, parts = split.batches(1, length, config.seed, config.mode, steps=rows), _parts(rows, length)
 
     @torch.no_grad()
     def validate(objective: nn.Module) -> float:
         device = next(objective.parameters()).device
         nats_and_tokens = torch.zeros(2, dtype=torch.float64)
         # Every process takes part in every turn: with FSDP, a forward pass needs the shards of all processes.
-        for turn in range(0, rows, processes):
-            row = turn + process
-            batch = {name: x.to(device) for name, x in batches[min(row, rows - 1)].items()}
+        for turn in range(0, len(parts), processes):
+            part = turn + process
+            batch = _join([batches[row] for row in parts[min(part, len(parts) - 1)]])
+            batch = {name: x.to(device) for name, x in batch.items()}
             tokens = int((batch["labels"] != IGNORED).sum())
             with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
                 loss = objective(**batch)["loss"].item()
-            if row < rows and tokens:
+            if part < len(parts) and tokens:
                 nats_and_tokens += torch.tensor([loss * tokens, tokens], dtype=torch.float64)
         if processes > 1:
             total = nats_and_tokens.to(device)

@@ -83,7 +83,14 @@ class ModelRun(ABC):
         """The measurements after training. `model` is on its device and in evaluation mode."""
 
 
-def run_one(run: ModelRun, folder: Path, *, name: str, execution: ExecutionConfig | None = None) -> dict[str, Any]:
+def run_one(
+    run: ModelRun,
+    folder: Path,
+    *,
+    name: str,
+    execution: ExecutionConfig | None = None,
+    claimed: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Train, measure and write one model into `folder`. A folder with checkpoints continues from the last whole one.
 
     A folder that has a result is not trained again; its result is returned. Under torchrun, all processes train one
@@ -94,6 +101,7 @@ def run_one(run: ModelRun, folder: Path, *, name: str, execution: ExecutionConfi
         folder: the folder of this run alone.
         name: label of the progress bar.
         execution: memory, processes and display; None for the defaults.
+        claimed: called when `run.json` is written, after all settings were checked.
 
     Returns:
         `{"parameters", "state_size", "tokens_per_second", "validation", …}` and the entries of `run.evaluate`. After a
@@ -114,6 +122,7 @@ def run_one(run: ModelRun, folder: Path, *, name: str, execution: ExecutionConfi
         torch.manual_seed(config.seed)
         model = LanguageModel(config.model)
         claim_run_folder(config, folder)
+        claimed()
         try:
             diverged, metrics = fit(
                 model, config, data, folder, validate=validate, measure=config.measure, name=name, execution=execution,

@@ -8,7 +8,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halflife.files import NUMBER
 from halflife.runs.scores import IN_DISTRIBUTION, Score, number
+
+# What the files of a run must hold, see `files.fits`.
+_TIMESCALES = {"timescales?": {str: [NUMBER]}}
+SPECTRUM = {"layers?": [{"layer": int, "init?": _TIMESCALES, "trained?": _TIMESCALES}]}
+RESULT = {
+    "parameters": int, "validation": NUMBER, "state_size?": int, "tokens_per_second?": NUMBER, "diverged?": str,
+    "tests?": [{"test": str, "length": int, "accuracy?": NUMBER, "loss?": NUMBER, "chance?": NUMBER,
+                "shortcut_accuracy?": NUMBER, "num_pairs?": (int, type(None))}],
+    "lengths?": [{"length": int, "perplexity": NUMBER, "last_perplexity": NUMBER}],
+    "documents?": {"nats": NUMBER, "tokens": int, "documents": int},
+    "bits_per_byte?": NUMBER, "bits_per_byte_of_documents?": NUMBER, "tokens?": int, "mfu?": NUMBER, "rows?": int,
+    "positions?": [dict],
+}  # fmt: skip
+COMPARISON = {
+    "models": [str], "seeds?": [int], "learning_rates?": {str: [(int, float)]}, "settings?": dict, "experiment?": str,
+    "task?": str, "scale?": str, "command?": str,
+}  # fmt: skip
+LANGUAGE_RUN = {
+    "model": {"name": str}, "learning_rate": (int, float), "seed": int, "context": int,
+    "data": {"sources": [str], "tokenizer": str},
+}  # fmt: skip
+VERSIONS = {str: (str, type(None))}
 
 
 @dataclass(frozen=True)

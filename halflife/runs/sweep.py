@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from halflife import __version__, extensions
+from halflife.data.trust import sign
 from halflife.files import (
     RESULT_JSON,
     RUN_JSON,
@@ -98,6 +99,17 @@ def cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int]) -
                 yield Cell(model, rate, seed)
 
 
+def first_cells(learning_rates: Mapping[str, Sequence[float]], seeds: Sequence[int], tune: int | None) -> list[Cell]:
+    """The cells that a sweep runs before it chooses learning rates: those of its first `tune` seeds, or all of them."""
+    return list(cells(learning_rates, seeds[:tune]))
+
+
+def count_runs(rates: int, seeds: int, tune: int | None) -> int:
+    """The number of runs of a model: the first `tune` seeds try all rates, and the others run at the best one."""
+    trials = seeds if tune is None else min(tune, seeds)
+    return rates * trials + seeds - trials
+
+
 def one_by_one(jobs: Sequence[Job], show: bool) -> dict[str, str]:
     """Run the jobs of a sweep one after the other, in this process. An error of one does not stop the others.
 
@@ -149,6 +161,7 @@ def run_sweep(
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Run every cell of the sweep that `folder/config.json` describes, and write `results.csv`.
 
+    With "tune_seeds" in that file, the first seeds try all learning rates, and the others run at the best one alone.
     Cells that have a result are not run again, and interrupted cells continue from their last checkpoint. A second
     call on the same folder therefore gives the numbers of an uninterrupted sweep.
 
@@ -162,12 +175,14 @@ def run_sweep(
 
     Returns:
         The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.folder.Score`). `selected`
-        marks each model's learning rate with the best validation, averaged over seeds. Tests do not influence it.
+        marks each model's learning rate with the best validation, averaged over the seeds that tried all rates. Tests
+        do not influence it.
         Besides them, the reasons of the runs that failed, by their labels.
 
     Raises:
         RunsFailed: no run has ended.
-        ValueError: `seeds` has a seed that is not the sweep's.
+        ValueError: `seeds` has a seed that is not the sweep's, or none that tries the learning rates, before these
+            runs have ended.
     """
     config = read_json(folder / CONFIG_JSON)
     for place in (folder, folder / FIGURES):
@@ -180,17 +195,28 @@ def run_sweep(
         for cell in cells(config["learning_rates"], config["seeds"])
     }
     check_seeds(seeds, config["seeds"])
-    wanted = [cell for cell in jobs if seeds is None or cell.seed in seeds]
-    done = _results(jobs)
-    failed = runner([jobs[cell] for cell in wanted if cell not in done], show)
+    trials = first_cells(config["learning_rates"], config["seeds"], config.get("tune_seeds"))
+
+    def run(wanted: Sequence[Cell]) -> dict[str, str]:
+        done = _results(jobs)
+        chosen = [cell for cell in wanted if cell not in done and (seeds is None or cell.seed in seeds)]
+        return runner([jobs[cell] for cell in chosen], show) if chosen else {}
+
+    failed = run(trials)
+    first = set(trials)
+    others = [cell for cell in jobs if cell not in first]
+    if seeds is not None and {cell.seed for cell in others}.intersection(seeds):
+        done = _results(jobs)
+        _check_trials(cell for cell in trials if cell.title not in failed and cell not in done)
+    selected = _select_rates({cell: jobs[cell] for cell in trials})
+    failed |= run([cell for cell in others if cell.learning_rate == selected.get(cell.model)])
     results = _results(jobs)
     if not results:
         raise RunsFailed(failed, [])
-    selected = {model: _select_rate(model, jobs, results) for model in dict.fromkeys(cell.model for cell in results)}
     scores = [
         score
         for cell, result in results.items()
-        for score in scores_of(result, selected=cell.learning_rate == selected[cell.model], **asdict(cell))
+        for score in scores_of(result, selected=cell.learning_rate == selected.get(cell.model), **asdict(cell))
     ]
     write_scores(folder / RESULTS_CSV, scores)
     return [asdict(score) for score in scores], failed
@@ -228,6 +254,22 @@ def _results(jobs: Mapping[Cell, Job]) -> dict[Cell, dict[str, Any]]:
     return found
 
 
+def _check_trials(left: Iterable[Cell]) -> None:
+    """Check that no run is left of those that choose the learning rates, because the runs of other seeds need them.
+
+    Raises:
+        ValueError: some are left.
+    """
+    if names := ", ".join(cell.title for cell in left):
+        raise ValueError(f"the learning rates are chosen by runs that have not ended ({names}); run them first")
+
+
+def _select_rates(jobs: Mapping[Cell, Job]) -> dict[str, float | None]:
+    """The best learning rate of each model that has a result."""
+    results = _results(jobs)
+    return {model: _select_rate(model, jobs, results) for model in dict.fromkeys(cell.model for cell in results)}
+
+
 def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Mapping[Cell, dict[str, Any]]) -> float | None:
     """The learning rate with the fewest diverged runs, and among these the best mean validation of the others.
 
@@ -253,7 +295,7 @@ def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     if (folder / CONFIG_JSON).exists():
         raise FileExistsError(f"{folder} holds a comparison already; continue it with --resume {folder}")
     check_new_folder(folder)
-    write_json(folder / CONFIG_JSON, config)
+    write_json(folder / CONFIG_JSON, sign(config))
     write_json(folder / VERSIONS_JSON, versions())
     return folder
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from halflife import extensions
+from halflife.data.trust import SIGNATURE, sign
 from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
@@ -95,13 +96,14 @@ def claim_run_folder(config: TrainConfig, folder: Path) -> None:
     """Write `run.json`, and remove what killed processes left in the folder."""
     if rank() == 0:
         remove_orphans(folder)
-        write_json(folder / RUN_JSON, config.saved_in(folder))
+        write_json(folder / RUN_JSON, sign(config.saved_in(folder)))
 
 
 def _differences(saved: dict[str, Any], config: TrainConfig, folder: Path) -> str:
     """The settings that differ between a `run.json` and a configuration, with both values; "" if none differ."""
     whole = (config.portable(x, folder) for x in (_with_defaults(saved, config), as_json(config.to_dict())))
-    there, here = (_flatten({name: x for name, x in one.items() if name != extensions.IMPORTS}) for one in whole)
+    others = (extensions.IMPORTS, SIGNATURE)
+    there, here = (_flatten({name: x for name, x in one.items() if name not in others}) for one in whole)
     names = [name for name in {**here, **there} if name not in here or name not in there or here[name] != there[name]]
     return "; ".join(f"{name} = {there.get(name, 'missing')} and {here.get(name, 'missing')}" for name in names[:4])
 

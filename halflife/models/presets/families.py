@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "state space": ("mamba2", "mamba3", "mamba3_echo", "longhorn", "longhorn_paper"),
+    "state space": ("mamba2", "mamba3", "mamba3_mimo", "mamba3_echo", "longhorn", "longhorn_paper"),
     "linear attention": ("gla", "retnet", "hgrn2", "lightnet", "tnl", "tnl_l", "simple"),
-    "delta rule": ("deltanet", "gated_deltanet", "kda", "gdn2", "comba", "deltaproduct", "rwkv7"),
+    "delta rule": ("deltanet", "gated_deltanet", "kda", "gdn2", "comba", "deltaproduct", "mesa", "rwkv7"),
     "softmax attention": ("llama", "fox"),
     "Koopman attention": ("echo", "echo_paper"),
     "time-scales": ("post", "post_norm", "post_optimal", "post_paper", "post_released", "vector", "scalar", "share"),
-    "update": ("delta", "dplr", "dplr_released", "gate_rank", "gate_rank_paper"),
+    "update": ("delta", "dplr", "dplr_released", "gate_rank", "gate_rank_paper", "cascade", "log_linear"),
     "positions": ("rope", "lrpe", "rope_released", "tpe", "tpe_paper", "tpe_released"),
     "hybrids": ("ska", "ska_paper", "attention", "swa", "nope"),
     "MLP": ("koopman_mlp",),

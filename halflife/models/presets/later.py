@@ -11,6 +11,12 @@ def _base(mixer: str, num_heads: int, **options: object) -> Options:
     return {"mixer": mixer, "mixer_options": {"num_heads": num_heads, **options}}
 
 
+@PRESETS.add("mamba3_mimo")
+def mamba3_mimo(sizes: PresetSizes) -> Options:
+    """Mamba-3 (MIMO): writes and reads of rank 4 in each token and head."""
+    return _base("mamba3", sizes.heads(expand=2), rank=4)
+
+
 @PRESETS.add("kda")
 def kda(sizes: PresetSizes) -> Options:
     """Kimi Delta Attention: the delta rule under a vector decay, with low-rank sigmoid gates."""
@@ -45,6 +51,12 @@ def longhorn(sizes: PresetSizes) -> Options:
 def longhorn_paper(sizes: PresetSizes) -> Options:
     """Longhorn as its paper prints it: one step size for each channel."""
     return _base("longhorn", sizes.heads(expand=2), step="channel")
+
+
+@PRESETS.add("mesa")
+def mesa(sizes: PresetSizes) -> Options:
+    """MesaNet: ridge regression on all tokens so far, which decay, solved at every token by conjugate gradients."""
+    return _base("mesa", sizes.heads())
 
 
 @PRESETS.add("fox")

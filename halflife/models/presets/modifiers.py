@@ -40,7 +40,7 @@ EXCLUSIVE = (
     ({"scalar", "vector"}, "a decay has one granularity"),
     ({"rope", "lrpe", "tpe", "rope_released", "tpe_paper", "tpe_released"}, "positions are encoded once"),
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
-    ({"gate_rank", "gate_rank_paper"}, "a layer has one slow state"),
+    ({"gate_rank", "gate_rank_paper", "log_linear", "cascade"}, "a layer has one set of states"),
 )
 
 # Layers that are built from the design-space block, each with its settings.
@@ -183,6 +183,26 @@ def gate_rank_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
     """GateRank with the paper's gate: one a layer, its bias before the convolution and 0, A as Mamba-2's (Eq. 8)."""
     gates = {"gates": "layer", "bias": "before", "reset_rate": 0.5, "rate_start": "uniform_1_16"}
     return _with_options(gate_rank(base, model, sizes), gate_rank=gates)
+
+
+@MODIFIERS.add("cascade")
+def cascade(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """GateRank with three states, of which each resets into the next, slower one; a scalar decay."""
+    _require_decay(base, model, "cascade")
+    if model["mixer"] != "mamba2" and model["mixer"] not in DESIGN_SPACE:
+        raise ValueError(f"a cascade needs the linear or delta update of Mamba-2 or the design-space block; got {base}")
+    return _with_options(model, cascade={})
+
+
+@MODIFIERS.add("log_linear")
+def log_linear(base: str, model: Options, sizes: PresetSizes) -> Options:
+    """Log-linear attention (Guo et al. 2025): a state for every power of two of the distance; a scalar decay."""
+    _require_decay(base, model, "log_linear")
+    if model["mixer"] != "mamba2" and model["mixer"] not in DESIGN_SPACE:
+        raise ValueError(
+            f"log-linear attention needs the linear update of Mamba-2 or the design-space block; got {base}"
+        )
+    return _with_options(model, log_linear={})
 
 
 @MODIFIERS.add("vector")

@@ -1,0 +1,1 @@
+"""States that take the place of a mixer's single state."""

@@ -1,0 +1,69 @@
+"""Log-linear attention in a layer: the weights of its levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.layers.init import Linear
+from halflife.ops import log_linear_attention
+from halflife.precision import Float32Module, compute_dtype
+
+State = dict[str, Tensor]
+
+
+class LevelScale(Float32Module):
+    """`w = softplus(c ⊙ f)`, with a factor c for each head and level that starts at 1."""
+
+    def __init__(self, num_heads: int, num_levels: int) -> None:
+        super().__init__()
+        self.c = nn.Parameter(torch.empty(num_heads, num_levels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.c)
+
+    def forward(self, f: Tensor) -> Tensor:
+        """`f, w [B, T, H, L]`."""
+        f = f.to(compute_dtype(f))
+        return F.softplus(self.c.to(f.dtype) * f)
+
+
+class LogLinear(nn.Module):
+    """`ops.log_linear_attention` in a mixer. The weights of the levels depend on the input, w = softplus(c ⊙ x W).
+
+    Source: Guo et al. 2025, "Log-Linear Attention", §3.4, and its released code.
+
+    Args:
+        hidden_size, num_heads: those of the mixer.
+        num_levels: L. The last level also holds the tokens of all higher ones. T tokens have log2 T + 1 levels. A head
+            stores L − 1 states, all of them from the start.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, *, num_levels: int = 16) -> None:
+        super().__init__()
+        if num_levels < 2:
+            raise ValueError(f"num_levels must be at least 2, the token itself and all others; got {num_levels}")
+        self.proj = Linear(hidden_size, num_heads * num_levels, bias=False)
+        self.scale = LevelScale(num_heads, num_levels)
+        self.num_heads = num_heads
+
+    def forward(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
+        cu_seqlens: Tensor | None, **options: Any,
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """Run the op on `q, k, v, g`, with the weights of the levels computed from `x [B, T, D]`.
+
+        Returns:
+            `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`.
+        """
+        weights = self.scale(self.proj(x).unflatten(-1, (self.num_heads, -1)))
+        initial = (state["memory"], state["position"]) if "memory" in state else None
+        o, final = log_linear_attention(
+            q, k, v, g, weights, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens, **options
+        )
+        assert final is not None
+        return o, {"memory": final[0]}

@@ -1,0 +1,91 @@
+"""Mamba-3 MIMO: writes and reads of rank R, R keys, values and queries for each token and head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.layers import packing
+from halflife.layers.gate_rank import apply_update
+from halflife.precision import Float32Module
+
+State = dict[str, Tensor]
+
+
+class MIMO(Float32Module):
+    """The R values, gates and outputs of each head, and the trapezoidal rule on their sum.
+
+        v_r = w^x_r ⊙ x,   S_t = α_t (S_{t−1} + (1 − λ_t) Δ_t Σ_r k_{t−1,r} v_{t−1,r}ᵀ) + λ_t Δ_t Σ_r k_{t,r} v_{t,r}ᵀ
+        y_t = Σ_r w^o_r ⊙ (S_tᵀ q_{t,r} + D v_{t,r}) ⊙ silu(w^z_r ⊙ z_t)
+
+    The R writes of a token are R rows of one linear attention, of which the first one decays. A query reads the rows up
+    to its own, and products of R × R keys and queries add the others.
+    Source: Lahoti et al. 2026, "Mamba-3", and its released code, whose initial values w^x = w^o = 1/R and w^z = 1 these
+    are.
+
+    Args:
+        num_heads: H.
+        rank: R.
+        head_dim: V.
+    """
+
+    def __init__(self, num_heads: int, rank: int, head_dim: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.values, self.gates, self.outputs = (nn.Parameter(torch.empty(rank, num_heads, head_dim)) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.values, 1 / self.rank)
+        nn.init.constant_(self.outputs, 1 / self.rank)
+        nn.init.ones_(self.gates)
+
+    def forward(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, skip: Tensor, g: Tensor, step: Tensor, end: Tensor,
+        state: State, cu_seqlens: Tensor | None, **options: Any,
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """Compute the gated outputs of all heads.
+
+        Args:
+            x: input of the layer `[B, T, D]`.
+            q, k: queries and keys `[B, T, R·H, K]`, all heads of the first of the R first.
+            v, z: values and gates `[B, T, H, V]`.
+            skip: D, one a head.
+            g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
+            state, cu_seqlens: as in `Mixer.forward`.
+            **options: passed to the op.
+
+        Returns:
+            `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, R·H, V]`.
+        """
+        rank, gain = self.rank, end * step
+        values = (v.unsqueeze(2) * self.values.to(v.dtype)).flatten(2, 3)
+        before, last_gain = packing.delay(gain, None, cu_seqlens)
+        k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
+        v_before, value = packing.delay(values, state.get("value"), cu_seqlens)
+        weight = g.exp() * (before + (1 - end) * step)
+        written = (weight.repeat(1, 1, rank).unsqueeze(-1) * k_before).to(v.dtype)
+
+        q_rows, k_rows, v_rows = (
+            part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written, v_before)
+        )
+        decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
+        bounds = None if cu_seqlens is None else cu_seqlens * rank
+        y, memory = apply_update(None, x, q_rows, k_rows, v_rows, decays, None, state, bounds, scale=1, **options)
+
+        q, k, written, v_before, values = (
+            part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q), v_before, values)
+        )  # [B, T, H, R, …]
+        later = (q @ written.transpose(-1, -2)).triu(1)
+        now = gain[..., None, None] * (q @ k.transpose(-1, -2))
+        y = y.unflatten(1, (-1, rank)).transpose(2, 3) + later.to(v.dtype) @ v_before + now.to(v.dtype) @ values
+        y = y + skip.to(v.dtype)[:, None, None] * values
+        gates, outputs = (w.transpose(0, 1).to(v.dtype) for w in (self.gates, self.outputs))
+        y = (outputs * y * F.silu(gates * z.unsqueeze(3))).sum(3)
+
+        pairs = (key.unflatten(1, (rank, -1)), value.unflatten(1, (rank, -1)))
+        last = torch.einsum("nh,nrhk,nrhv->nhkv", last_gain, *(x.to(last_gain) for x in pairs))
+        return y, {"memory": memory["memory"] + last, "key": key, "value": value}

@@ -1,0 +1,85 @@
+"""A call of log-linear attention with one row a sequence, and the levels of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halflife.ops.call import OpCall
+
+
+def levels(i: Tensor, j: Tensor) -> Tensor:
+    """The number of bits of `i xor j`, for whole numbers from 0 to 2⁵²."""
+    return torch.frexp((i ^ j).double()).exponent.long()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A call with one row a sequence. Rows of packed sequences are padded to the longest with tokens without effect.
+
+    Attributes:
+        q, k, v, g, weights: `[N, H, T, …]` in the dtype of the states, with T the longest length.
+        states, position: the states `[N, H, L − 1, K, V]` before the first token, and its position `[N]`.
+        lengths: the number of tokens `[N]`.
+        chunk: tokens a chunk, a power of two.
+        index: for packed input, the place of each token in the flattened rows; None otherwise.
+        fresh: whether all sequences start here, from states of zeros.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    weights: Tensor
+    states: Tensor
+    position: Tensor
+    lengths: Tensor
+    chunk: int
+    index: Tensor | None
+    fresh: bool
+
+    @classmethod
+    def of(cls, call: OpCall, weights: Tensor, states: Tensor, position: Tensor, fresh: bool) -> Rows:
+        tensors = [x.to(states.dtype) for x in (call.q, call.k, call.v, call.g, weights)]  # type: ignore[union-attr]
+        batch, length, index = call.num_sequences, call.q.shape[1], None
+        lengths = torch.full_like(position, length)
+        if call.cu_seqlens is not None:
+            bounds = call.cu_seqlens.to(position)
+            lengths = bounds.diff()
+            longest = int(lengths.max()) if batch else 0
+            starts = torch.arange(batch, device=bounds.device) * longest - bounds[:-1]
+            index = torch.arange(length, device=bounds.device) + starts.repeat_interleave(lengths)
+            empty = [x.new_zeros(batch * longest, *x.shape[2:]) for x in tensors]
+            tensors = [
+                out.index_copy(0, index, x[0]).unflatten(0, (batch, longest))
+                for out, x in zip(empty, tensors, strict=True)
+            ]
+        chunk = 1 << (max(1, min(call.chunk_size, tensors[0].shape[1])) - 1).bit_length()
+        q, k, v, g, weights = (x.transpose(1, 2) for x in tensors)
+        return cls(q, k, v, g, weights, states, position, lengths, chunk, index, fresh)
+
+    def flat(self, o: Tensor) -> Tensor:
+        """Undo `of` for outputs: `[N, H, T, V]` → `[B, T, H, V]`."""
+        o = o.transpose(1, 2)
+        return o if self.index is None else o.flatten(0, 1).index_select(0, self.index).unsqueeze(0)
+
+    @property
+    def last(self) -> int:
+        """The index of the last level."""
+        return self.weights.shape[-1] - 1
+
+    def steps(self) -> Tensor:
+        """The positions of the tokens `[N, T]`."""
+        return self.position.unsqueeze(-1) + torch.arange(self.q.shape[2], device=self.q.device)
+
+    def bucket_levels(self, t: Tensor) -> Tensor:
+        """The levels at positions `t [N, …]` of the tokens in the L − 1 initial states, `[N, …, L − 1]`."""
+        level = torch.arange(1, self.last + 1, device=t.device)
+        first = (self.position.unsqueeze(-1) >> level) << level  # the first token of each state
+        first[:, -1] = 0  # the last one holds the rest
+        first = first.view(len(first), *[1] * (t.ndim - 1), -1)
+        found = levels(t.unsqueeze(-1), first).clamp(max=self.last)
+        found[..., -1] = self.last
+        return found

@@ -1,0 +1,142 @@
+"""Ridge attention against its token loop and another implementation, and MesaNet's layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, unchecked, with_grads
+
+import halflife
+from halflife.layers import build
+from halflife.ops import ridge_attention
+from halflife.ops.fused import l2_normalize
+from halflife.ops.ridge_attention import conjugate_gradients
+
+EXACT = 4 * 2.2e-14  # four times the worst measured error, relative to the largest entry
+NAMES = ("q", "k", "v", "g", "beta", "ridge")
+
+
+def arguments(length, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, of=torch.rand):
+        return of(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = (F.normalize(draw(batch, length, 2, 5, of=torch.randn), dim=-1) for _ in range(2))
+    g, beta = -0.3 * draw(batch, length, 2), draw(batch, length, 2)
+    inputs = (q, k, draw(batch, length, 2, 4, of=torch.randn), g, beta, 0.25 + draw(2, 5))
+    return {name: x.requires_grad_() for name, x in zip(NAMES, inputs, strict=True)}
+
+
+def part(inputs, tokens):
+    return {name: x if name == "ridge" else x[:, tokens] for name, x in inputs.items()}
+
+
+def test_the_definition_is_that_of_another_implementation():
+    naive = pytest.importorskip("fla.ops.mesa_net.naive").naive_mesa_net_exact
+    inputs = arguments(37)
+    inputs["v"] = torch.cat([inputs["v"], inputs["v"][..., :1]], -1)  # the other one needs V = K
+    y, state = ridge_attention(**inputs, backend="reference", output_final_state=True)
+    lamb = inputs.pop("ridge")
+    expected = naive(**inputs, lamb=lamb)  # in float32
+    for found, right in zip((y, *state), expected, strict=True):
+        assert_close(found.float(), right, 4 * 5e-7)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 13])
+def test_conjugate_gradients_equal_exact_solves(cut):
+    """Outputs, sums and gradients of two pieces; without a tolerance, K steps solve the systems."""
+    inputs = arguments(33)
+    expected = ridge_attention(**inputs, backend="reference", output_final_state=True)
+    options = {"tolerance": 1e-15, "output_final_state": True, "chunk_size": 8}
+    first, between = ridge_attention(**part(inputs, slice(cut)), **options)
+    second, final = ridge_attention(**part(inputs, slice(cut, None)), initial_state=between, **options)
+    found, expected = ((y, torch.cat(sums, -1)) for y, sums in ((torch.cat([first, second], 1), final), expected))
+    assert_close(with_grads(found, inputs), with_grads(expected, inputs), EXACT)
+
+
+def test_tokens_one_by_one_and_packed():
+    inputs = {name: x.detach() for name, x in arguments(12, batch=1).items()}
+    whole, last = ridge_attention(**inputs, output_final_state=True)
+    state, outputs = None, []
+    for t in range(12):
+        y, state = ridge_attention(**part(inputs, slice(t, t + 1)), initial_state=state, output_final_state=True)
+        outputs.append(y)
+    assert_close(torch.cat(outputs, 1), whole, EXACT)
+    assert_close(state[0], last[0], EXACT)
+    bounds = torch.tensor([0, 5, 5, 12])
+    packed, _ = ridge_attention(**inputs, cu_seqlens=bounds)
+    assert_close(packed[:, :5], whole[:, :5], EXACT)
+    alone, _ = ridge_attention(**part(inputs, slice(5, 12)))
+    assert_close(packed[:, 5:], alone, EXACT)
+    none, _ = ridge_attention(**part(inputs, slice(0)))
+    assert none.shape == (1, 0, 2, 4)
+
+
+def test_a_tolerance_ends_the_iteration_of_each_vector():
+    """A vector of zeros needs no step, and the others stop at their own tolerance."""
+    matrix = torch.diag(torch.arange(1.0, 9.0, dtype=torch.float64))
+    b = torch.randn(3, 8, dtype=torch.float64)
+    b[1] = 0
+    calls = []
+
+    def product(x):
+        calls.append(x)
+        return x @ matrix
+
+    x = conjugate_gradients(product, b, iterations=30, tolerance=3e-2)
+    assert len(calls) < 8
+    assert x[1].count_nonzero() == 0
+    assert ((x @ matrix - b).norm(dim=-1) <= 3e-2 * b.norm(dim=-1)).all()
+
+
+def test_arguments_are_checked():
+    inputs, op = arguments(5), unchecked(ridge_attention)
+    for changed, message in (
+        ({"ridge": -inputs["ridge"]}, "ridge must be positive"),
+        ({"ridge": inputs["ridge"][:, :2]}, r"ridge must be positive numbers \[H, K\]"),
+        ({"g": inputs["g"].unsqueeze(-1).expand_as(inputs["q"])}, "one log-decay a head"),
+        ({"iterations": 0}, "iterations ≥ 1"),
+        ({"initial_state": (inputs["q"], inputs["v"])}, "the pair"),
+        ({"backend": "native"}, "auto, chunked, reference"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op(**{**inputs, **changed})
+
+
+def test_the_layer_is_its_equations():
+    torch.manual_seed(0)
+    layer = build("mesa", hidden_size=12, num_heads=2, tolerance=1e-15).double()
+    x = torch.randn(2, 9, 12, dtype=torch.float64)
+    q, k, v = layer.qkv_proj(x).split(12, -1)
+    taps, both = layer.conv.weight, F.pad(torch.cat([q, k], -1), (0, 0, 3, 0))
+    both = F.silu(sum(both[:, i : i + 9] * taps[:, i] for i in range(4)))
+    q, k = (l2_normalize(part.unflatten(-1, (2, 6))) for part in both.split(12, -1))
+    g, beta = F.logsigmoid(layer.decay_proj(x)), layer.beta_proj(x).sigmoid()
+    ridge = F.softplus(layer.ridge.logit) + 0.25
+    assert_close(ridge, torch.ones_like(ridge), 1e-6)
+    o, _ = ridge_attention(q, k, v.unflatten(-1, (2, 6)), g, beta, ridge, backend="reference")
+    expected = layer.out_proj((F.rms_norm(o, (6,), eps=1e-5) * layer.gate.weight).flatten(-2))
+    assert_close(layer(x)[0], expected, 1e-12)
+
+
+def test_options_that_define_it_cannot_change():
+    for options, message in (
+        ({"granularity": "vector"}, "granularity is 'scalar' in MesaNet"),
+        ({"gate_rank": {}}, "gate_rank is None"),
+        ({"decay": None}, "needs a decay"),
+        ({"smallest_ridge": 2.0}, "between 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("mesa", hidden_size=12, num_heads=2, **options)
+
+
+def test_models_stream_and_have_gradients():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4}
+    model = halflife.LanguageModel(halflife.preset("mesa", **sizes)).double()
+    ids = torch.randint(31, (2, 40))
+    whole, _ = model(ids)
+    first, state = model(ids[:, :13])
+    assert_close(torch.cat([first, model(ids[:, 13:], state)[0]], 1), whole, 1e-12)
+    whole.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
