@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +141,14 @@ def test_quantize_prints_what_int8_costs_and_saves(tmp_path, capsys, refused):
     assert lines[2].startswith("int8")
     main(["generate", str(tmp_path / "model"), "a", "--greedy", "--max-new-tokens", "2", "--quantize", "int8"])
     assert "need tokens ≥ 2" in refused("quantize", str(tmp_path / "model"), "--text", str(text), "--tokens", "1")
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_int8_weights_measures_loss_bytes_and_times():
+    script = Path(__file__).parent.parent / "benchmarks" / "int8.py"
+    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[-2:]]
+    assert [row[1] for row in rows] == ["float32", "int8"]
+    assert [float(row[-1]) for row in rows] == pytest.approx([7.8, 7.8], abs=0.5)  # after 4,096 bytes, below log2(256)
+    assert float(rows[1][2].split()[0]) <= float(rows[0][2].split()[0])
