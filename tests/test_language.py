@@ -24,6 +24,7 @@ from transformers import TrainerState
 from halflife import preset
 from halflife.cli import main, read_command
 from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.data.trust import confirm
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.experiments import train as language
 from halflife.experiments.values import parse_count
@@ -266,6 +267,7 @@ def test_run_json_names_no_folder_of_this_machine(corpus, text, whole, tmp_path,
     old = tmp_path / "old"
     old.mkdir()
     (old / "run.json").write_text(json.dumps(tiny(corpus).to_dict(), default=str))
+    confirm(old / "run.json")  # the text lies elsewhere
     assert language.load_config(old).data["sources"] == [str(text)]
     assert not check_run_folder(tiny(corpus), old)
     assert read_command(["train", "--config", str(whole / "run.json")]).data == (str(text),)
