@@ -171,7 +171,7 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 NUMBER = (int, float, type(None))  # a number of a JSON file, where null stands for one that is not finite
-GATES = {str: {str: NUMBER}}
+METRICS = {"step": int, "gates": {str: {str: NUMBER}}}  # the entries of a line of metrics; others are numbers
 
 
 def fits(value: Any, schema: Any) -> bool:
@@ -208,7 +208,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if fits(values, {"step": int}) and all(fits(x, GATES if n == "gates" else NUMBER) for n, x in values.items()):
+        known = isinstance(values, dict) and "step" in values
+        if known and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items()):
             lines.append(values)
         else:
             damaged += line.endswith("\n")
