@@ -208,14 +208,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        known = isinstance(values, dict) and "step" in values
-        if known and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items()):
+        if _is_line(values):
             lines.append(values)
         else:
             damaged += line.endswith("\n")
     if damaged:
         warnings.warn(f"{path} has {damaged} damaged line{'s' * (damaged > 1)}, which are left out", stacklevel=2)
     return lines
+
+
+def _is_line(values: Any) -> bool:
+    """Whether JSON data is a line of metrics."""
+    known = isinstance(values, dict) and "step" in values
+    return known and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items())
 
 
 def silence_stdout() -> None:
