@@ -41,11 +41,14 @@ def test_a_card_has_results_settings_data_and_how_to_load(folder):
         f"{result['parameters']:,} parameters", f"{result['bits_per_byte']:.4f} bits per byte",
         f"| {result['lengths'][0]['length']:,} | {result['lengths'][0]['perplexity']:.3f} |",
         f"| learning_rate | {run['learning_rate']} |", "- `notes.txt`, weight 0.7", "import halflife.hf",
-        'from_pretrained("my-model")', "halflife generate my-model",
+        'from_pretrained("my-model")', "halflife generate my-model", "`AutoTokenizer.from_pretrained` and `pipeline`",
+        "are the bytes of the text in UTF-8",
     ):  # fmt: skip
         assert expected in text
     assert "/home/me" not in text
     assert str(folder) not in text
+    change(folder, tokenizer="../words")
+    assert "Tokenizer `words`." in card_of(folder)[1]
 
 
 def test_a_card_shows_the_decays(folder):

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from helpers import assert_close, unchecked, with_grads
 
 import halflife
-from halflife.analysis.masks import block_ranks
+from halflife.analysis.masks import block_ranks, capture_gates, head_masks
 from halflife.layers import build
+from halflife.layers.memory.cascade import Cascade
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.ops import cascade, gate_rank
 from halflife.ops.cascade.forms import weights
 from halflife.ops.cascade.op import transitions
@@ -182,3 +184,28 @@ def test_options_without_meaning_are_errors():
             build("mamba2", hidden_size=32, **options)
     with pytest.raises(ValueError, match="cascade needs a scalar decay"):
         build("linear", hidden_size=32, granularity="vector", cascade={})
+
+
+@pytest.mark.parametrize(("kind", "options", "block", "rank"), [
+    (Cascade, {"num_states": 3, "resets": "soft"}, 16, 3), (Cascade, {"num_states": 2, "reset_rate": 0.4}, 16, 2),
+    (LogLinear, {}, 16, 1), (LogLinear, {}, 11, 3),
+])  # fmt: skip
+def test_the_mask_of_a_layer_is_what_it_applies(kind, options, block, rank):
+    """With log-linear attention, blocks of 2^n tokens are on one level, and others have a rank up to log T."""
+    torch.manual_seed(0)
+    module = kind(32, 2, **options).double()
+    x, g = torch.randn(1, 40, 32, dtype=torch.float64), -0.3 * torch.rand(1, 40, 2, dtype=torch.float64)
+    q, k, v = (torch.randn(1, 40, 2, 5, dtype=torch.float64) for _ in range(3))
+    o, _ = module(x, q, k, v, g, None, {}, None, scale=1)
+    mask = torch.mul(*module.masks(x, g))
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    assert_close(o.transpose(1, 2), (q @ k.transpose(-1, -2) * mask) @ v, EXACT)
+    assert block_ranks(mask, block).max() == rank
+
+
+def test_the_masks_of_a_model_have_the_ranks_of_its_states():
+    torch.manual_seed(0)
+    options = {"cascade": {"num_states": 3, "resets": "soft"}}
+    model = halflife.LanguageModel(halflife.preset("mamba2+cascade", **SIZES, mixer_options=options))
+    gates = capture_gates(model, torch.randint(31, (2, 48)))
+    assert [head.rank_max for layer in gates for head in head_masks(layer, 16)] == [3] * 8

@@ -246,6 +246,14 @@ def test_named_files_exist():
     assert not missing
 
 
+def test_the_minutes_of_a_block_stand_in_the_text_before_it():
+    """A reader does not see the comment above a block."""
+    for page in PAGES:
+        text = page.read_text()
+        for mark in re.finditer(r"^<!-- slow: (\d+ (?:minutes|hours?)) -->$", text, re.M):
+            assert mark[1] in " ".join(text[: mark.start()][-600:].split()), f"{name(page)}: {mark[1]}"
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

@@ -59,3 +59,10 @@ def test_learning_reads_the_validation_on_the_way(tmp_path):
 def test_models_are_listed_with_their_sizes():
     table = in_distribution([row(seed=s, accuracy=s / 10) for s in (1, 2)])
     assert cells(table.splitlines()[-1]) == ["mamba2", "1,000", "64", "15.0 (10.0, 20.0)"]
+
+
+def test_a_test_that_repeats_the_scores_in_distribution_has_no_column():
+    tests = {("capacity", 64): 0.5, ("in_distribution", 64): 0.5, ("persist", 64): 0.4, ("capacity", 128): 0.5}
+    rows = [row(test=test, length=length, accuracy=x) for (test, length), x in tests.items()]
+    heading = cells(in_distribution(rows).splitlines()[0])
+    assert heading == ["model", "parameters", "state", "in_distribution 64", "persist 64", "capacity 128"]

@@ -5,11 +5,11 @@ import torch
 
 from halflife import LanguageModel
 from halflife.experiments import EXPERIMENTS, compare
-from halflife.experiments.evidence import post_parts
+from halflife.experiments.evidence import koopman_powers, post_parts
 from halflife.models import ModelConfig
 from halflife.runs.sweep import Cell
 
-NAMES = ("post-taken-apart", "post-taken-apart-text", "overview")
+NAMES = ("post-taken-apart", "post-taken-apart-text", "overview", "koopman-powers")
 TINY = {"steps": 3, "batch_size": 2, "save_every": 3, "hidden_size": 32}
 TINY_TASK = {**TINY, "test_examples": 2, "validation_examples": 2}
 TINY_TEXT = {
@@ -58,6 +58,9 @@ def test_parts_are_what_they_are_called():
     assert options("gain")["stretch_gain"] is options("gain-held")["stretch_gain"] is True
     assert options("theorem-slow0.01", "rwkv7")["post"]["endpoints"] == (0.01, 1.0)
     assert options("frozen")["decay_options"] == {"step_bias": "frozen"}
+    assert options("geometric")["decay_options"] == {"rate_start": "geometric", "train_length": 64}
+    assert "post" not in options("geometric")
+    assert options("gain-moving", "gated_deltanet")["post"]["endpoints"] == "moving"
     assert "stretch_gain" not in options("post")
     different = [str(options(part)) for part in ("", *post_parts.PARTS)]
     assert len(set(different)) == len(different)
@@ -66,8 +69,46 @@ def test_parts_are_what_they_are_called():
 def test_parts_that_do_not_exist():
     with pytest.raises(ValueError, match=r"unknown part of PoST 'theorme'\. Did you mean 'theorem'"):
         options("theorme")
-    with pytest.raises(ValueError, match="rwkv7 has no 'gain': choose from rwkv7:post"):
-        options("gain", "rwkv7")
+    with pytest.raises(ValueError, match="rwkv7 has no 'frozen': choose from rwkv7:post"):
+        options("frozen", "rwkv7")
+
+
+def powers(name):
+    experiment = koopman_powers.KoopmanPowers()
+    return experiment.build_cell(experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))
+
+
+def test_cells_of_the_map_are_what_they_are_called():
+    task = powers("K2:h4").validation[0]
+    assert (task["hold"], task["value_size"], task["length"]) == (4, 1, 96)
+    assert powers("K2:l3-none").validation[0]["length"] == 4 * 7
+    assert powers("K2:h2-masked").action_mask
+    assert not powers("K2:h2").action_mask
+    batches = {powers(name).batch_size * powers(name).validation[0]["length"] for name in ("K1", "K1:h4", "K1:l3")}
+    assert batches == {64 * 24}
+    options = powers("learned:h4").model.hybrid["options"]
+    assert (options["mix"], options["power"], options["chunk_size"]) == ("powers", 4, 16)
+    assert powers("K2-mixed-g1.5").model.hybrid["options"]["gamma"] == 1.5
+    ridge = powers("ridge-conv").model
+    assert (ridge.mixer, ridge.mixer_options["power"], ridge.mixer_options["conv_size"]) == ("ska", 0, 4)
+    assert not ridge.hybrids
+    for name, message in (
+        ("K9:h1", "unknown model of koopman-powers 'K9'"), ("K1:h0", "a cell is hN or lN"),
+        ("attention:h1-masked", "attention reads no action mask"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            powers(name)
+
+
+def test_before_training_one_power_recalls_and_two_recall_what_is_held():
+    def recalled(cell, power):
+        task = koopman_powers.MQAR(**koopman_powers.MapCell.parse(cell).sizes(256, 8))
+        return koopman_powers.untrained_recall(task, power=power)
+
+    assert recalled("h1", 1) == 1.0
+    assert max(recalled("h1", 2), recalled("h1", 0)) < 0.1
+    assert recalled("h4", 2) > 0.9 > 0.6 > recalled("h4", 1)
+    assert recalled("l3", 1) > 0.9 > recalled("l3", 2)
 
 
 def test_states_of_the_overview_are_of_one_size():
@@ -87,6 +128,7 @@ def test_states_of_the_overview_are_of_one_size():
     [
         ("post-taken-apart", ["mamba2", "mamba2:gain-held"], TINY_TASK),
         ("post-taken-apart-text", ["mamba2", "mamba2:gain"], TINY_TEXT),
+        ("koopman-powers", ["learned:h2", "ridge-conv:h2", "K2:l3-masked"], TINY_TASK),
         ("overview", ["gated_deltanet+gate_rank", "mamba2+ska", "mamba2@state(mamba2+ska)"], TINY_TASK),
     ],
 )

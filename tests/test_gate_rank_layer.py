@@ -10,7 +10,7 @@ from helpers import assert_close, assert_same
 import halflife
 from halflife.evaluation.recall import accuracy, by_position
 from halflife.experiments import EXPERIMENTS, compare
-from halflife.experiments.gate_rank import PAIRS
+from halflife.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.files import read_json
 from halflife.layers import GateRank, gate_statistics
 from halflife.layers.gate_rank import SlowGate
@@ -244,6 +244,40 @@ def test_variants_are_checked(name, message):
     experiment = EXPERIMENTS["gate-rank-s5"]()
     with pytest.raises(ValueError, match=message):
         experiment.configure(experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))
+
+
+def configured(experiment, name):
+    return experiment.build_cell(experiment.scales["smoke"], Cell(name, 1e-2, 0))
+
+
+def test_depth_and_curriculum_of_a_name():
+    config = configured(GateRankS5(), "gated_deltanet+gate_rank:neg-d4-curriculum")
+    assert config.model.name == "gated_deltanet+gate_rank:neg-d4-curriculum"
+    assert config.model.num_layers == 4
+    assert config.model.mixer_options["allow_neg_eigval"]
+    assert [stage[0]["length"] for stage in config.stages] == [2, 4, 8, 16]
+    assert len(configured(GateRankS5(), "gated_deltanet:neg").stages) == 1
+    for name, message in (("gated_deltanet:d2-d4", "two depths"), ("mamba2:deep", "unknown variant 'deep'")):
+        with pytest.raises(ValueError, match=message):
+            configured(GateRankS5(), name)
+
+
+def test_gates_that_stay_closed_and_gates_that_are_not_trained():
+    """Closed gates get no gradient. An untrained gate passes none to its input, and its resets change the output."""
+    assert configured(GateRankMQAR(), "mamba2+gate_rank:closed").model.mixer_options["gate_rank"] == {
+        "reset_rate": 1e-6
+    }
+    x, outputs = torch.randn(2, 12, 32), {}
+    for name, options in (("closed", {"reset_rate": 1e-6}), ("fixed", {"reset_rate": 0.5, "trained": False})):
+        torch.manual_seed(0)
+        mixer = halflife.layers.build("gated_deltanet", hidden_size=32, num_heads=2, gate_rank=options)
+        outputs[name], state = mixer(x)
+        outputs[name].square().sum().backward()
+        gate = mixer.get_submodule("gate_rank")
+        assert not any(p.grad is not None and p.grad.any() for p in gate.parameters())
+        assert bool(state["slow"].any()) == (name == "fixed")
+        assert all(p.requires_grad == (name == "closed") for p in gate.parameters())
+    assert not torch.allclose(outputs["closed"], outputs["fixed"])
 
 
 @pytest.mark.slow

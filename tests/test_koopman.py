@@ -154,6 +154,41 @@ def test_settings_of_each_head():
         assert_close(y[:, :, h : h + 1], alone, 1e-6)  # the settings are float32
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_weight_of_every_power(backend):
+    """The sum of the reads with one power, in the passes over chunks and over single tokens; with all gradients."""
+    x = inputs(9, grad=True)
+    weights = torch.randn(4, HEADS, dtype=torch.float64, requires_grad=True)
+    gamma = torch.tensor([1.1, 1.4], dtype=torch.float64, requires_grad=True)
+    given = [*x, weights, gamma]
+    expected = sum(
+        weight[:, None] * koopman_attention(*x, gamma=gamma, power=power, chunk_size=2, backend="reference")[0]
+        for power, weight in enumerate(weights)
+    )
+    settings = {"gamma": gamma, "mix": weights, "power": 3, "chunk_size": 2, "output_final_state": True}
+    y, _ = koopman_attention(*x, **settings, backend=backend)
+    assert_close(y, expected, 1e-9)
+    for got, wanted in zip(grads(y, given), grads(expected, given), strict=True):
+        assert_close(got, wanted, 1e-9)
+    state, rows = None, []
+    for t in range(9):
+        row, state = koopman_attention(*(z[:, t : t + 1] for z in x), **settings, initial_state=state)
+        rows.append(row)
+    assert_close(torch.cat(rows, 1), expected, 1e-9)
+
+
+def test_weights_of_the_ends_are_a_mixture():
+    """Also for the operator of the main text."""
+    x, mix = inputs(8), torch.tensor([0.3, 0.9], dtype=torch.float64)
+    weights = torch.stack([1 - mix, torch.zeros(2, dtype=torch.float64), mix])
+    for operator in ("whitened", "main_text"):
+        given, expected = (
+            koopman_attention(*x, mix=one, chunk_size=2, backend="chunked", operator=operator)[0]
+            for one in (weights, mix)
+        )
+        assert_close(given, expected, 1e-12)
+
+
 @pytest.mark.parametrize("mode", ["prefix", "chunk"])
 def test_without_power_it_is_ridge_regression(mode):
     """With K = 0 the result is numpy's least-squares solution of the system augmented by the ridge (Prop. I.2)."""
@@ -674,6 +709,8 @@ def test_native_refuses_options_that_it_does_not_know():
         ({"mask": torch.ones(2, 3)}, r"mask must be \[B, T\]"),
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"power": -1}, "power ≥ 0"),
+        ({"mix": torch.ones(2, 2)}, r"mix of every power must be \[K \+ 1, H\] = \(3, 2\); got \(2, 2\)"),
+        ({"mix": torch.ones(3, 2), "backend": "native"}, "runs on chunked and reference"),
         ({"ridge": 0}, "ridge > 0"),
         ({"cu_seqlens": torch.tensor([0, 4])}, "batch size 1"),
         ({"initial_state": {}}, r"initial_state\['gram'\] must be .* got nothing"),

@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from transformers import TrainerState
 from halflife import preset
 from halflife.cli import main, read_command
 from halflife.data.corpus import Corpus, CorpusConfig
+from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.trust import confirm
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
 from halflife.experiments import train as language
@@ -271,6 +273,54 @@ def test_run_json_names_no_folder_of_this_machine(corpus, text, whole, tmp_path,
     assert language.load_config(old).data["sources"] == [str(text)]
     assert not check_run_folder(tiny(corpus), old)
     assert read_command(["train", "--config", str(whole / "run.json")]).data == (str(text),)
+
+
+def test_the_folder_of_a_tokenizer_is_relative_to_the_run_and_a_name_stays(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("words", "out", "elsewhere", "gpt2"):
+        (tmp_path / folder).mkdir()
+    data = CorpusConfig(sources=(text,), tokenizer="words").to_dict()
+    assert data["tokenizer"] == str(tmp_path / "words")
+    out = tmp_path / "out"
+    saved = relative_paths(data, out)
+    assert saved["tokenizer"] == "../words"
+    assert relative_paths(data, tmp_path)["tokenizer"] == "./words"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert absolute_paths(saved, out)["tokenizer"] == absolute_paths(data, out)["tokenizer"] == str(tmp_path / "words")
+    for name in ("bytes", "gpt2", "owner/name"):
+        data = CorpusConfig(sources=(text,), tokenizer=name).to_dict()
+        assert absolute_paths(relative_paths(data, out), out)["tokenizer"] == data["tokenizer"] == name
+    monkeypatch.chdir(tmp_path)  # what an earlier version wrote as it was typed
+    assert absolute_paths({"tokenizer": "./words"}, tmp_path / "runs" / "x")["tokenizer"] == str(tmp_path / "words")
+
+
+@pytest.mark.slow
+def test_runs_with_the_folder_of_a_tokenizer_can_be_moved_with_it(text, tmp_path, monkeypatch, capsys):
+    """`run.json` and the `config.json` of a comparison hold no path of this machine, and both go on elsewhere."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(text, here / "texts")
+    inner = Tokenizer(models.BPE({byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(here / "words")
+    monkeypatch.chdir(here)
+    sizes = ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--quiet", "--batch-size", "2"]
+    main(["train", "mamba2", "--data", "texts", "--tokenizer", "words", "--tokens", "1K", "--context", "32",
+          "--held-out", "0.2", "--output", "run", *sizes])  # fmt: skip
+    main(["compare", "mamba2", "--experiment", "post-lm", "--data", "texts", "--tokenizer", "words", "--steps", "4",
+          "--train-length", "32", "--output", "sweep", *sizes])  # fmt: skip
+    files = [*here.glob("run/*.json"), *here.glob("run/*.md"), *here.rglob("sweep/**/config.json")]
+    assert not [file for file in [*files, *here.rglob("run.json")] if str(tmp_path) in file.read_text()]
+    assert "Tokenizer `words`" in next(here.glob("run/*.md")).read_text()
+    here.rename(there)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    main(["train", "--resume", "there/run", "--quiet"])
+    main(["compare", "--resume", "there/sweep", "--quiet"])
+    assert "report: " in capsys.readouterr().out
+    assert read_command(["train", "--config", "there/run/run.json"]).tokenizer == str(there / "words")
 
 
 def test_ctrl_c_saves_and_a_second_one_stops_at_once(tmp_path, monkeypatch, capsys):

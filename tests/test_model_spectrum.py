@@ -292,7 +292,8 @@ def test_without_a_text(tmp_path, capsys):
     assert "base spectrum" in out
     assert "mamba2+post: taper up to 0.000" in out
     drawn = ["spectrum", *(f"spectrum_{name}" for name in ("modes", "distribution", "heads", "taper"))]
-    names = ["decays.csv", "decays.json", *(f"{name}.{kind}" for name in drawn for kind in ("png", "svg"))]
+    tables = ["decays.csv", "decays.json", "report.html"]
+    names = [*tables, *(f"{name}.{kind}" for name in drawn for kind in ("png", "svg"))]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
     data = json.loads((tmp_path / "out" / "decays.json").read_text(), parse_constant=pytest.fail)
     assert (data["text"], data["length"], data["sequences"]) == ([], None, 0)

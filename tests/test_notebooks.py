@@ -1,7 +1,9 @@
 """The notebooks in docs/notebooks: what is stored in them, and that every cell runs."""
 
+import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,40 @@ def test_its_first_cell_installs_what_is_missing_and_its_links_lead_somewhere(pa
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
     assert links
     assert all((path.parent / link).exists() for link in links)
+
+
+@pytest.fixture(scope="module")
+def badges():
+    specification = importlib.util.spec_from_file_location("badges", ROOT / ".ci" / "badges.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@each
+def test_its_badge_of_colab_is_that_of_the_address_in_pyproject(path, badges):
+    pyproject, notebook = (ROOT / "pyproject.toml").read_text(), path.relative_to(ROOT).as_posix()
+    text = "".join(cells(path, "markdown")[0]["source"])
+    assert badges.with_badge(text, badges.badge(pyproject, notebook)) == text
+
+
+def test_badges_follow_the_address_of_the_repository(badges, tmp_path):
+    (tmp_path / "docs/notebooks").mkdir(parents=True)
+    path = Path(shutil.copy(NOTEBOOKS[0], tmp_path / "docs/notebooks/x.ipynb"))
+    before = json.loads(path.read_text())
+    target = "https://colab.research.google.com/github/{}/blob/main/docs/notebooks/x.ipynb"
+    for address, name in (("https://github.com/me/a", "me/a"), ("https://github.com/you/b.git", "you/b")):
+        (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{address}"\n')
+        badges.main(tmp_path)
+        first, *rest = cells(path, "markdown")[0]["source"]
+        assert (
+            first
+            == f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({target.format(name)})\n"
+        )
+        assert rest == cells(NOTEBOOKS[0], "markdown")[0]["source"]
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nRepository = "https://example.org/me/a"\n')
+    badges.main(tmp_path)
+    assert json.loads(path.read_text()) == before
 
 
 @each

@@ -232,7 +232,7 @@ def test_wraps_once():
         ({"train_length": 8, "reference_length": 0}, "reference_length > 0"),
         ({"train_length": 8, "endpoints": (0.0, 1.0)}, "endpoints and rate_range must give"),
         ({"train_length": 8, "endpoints": (16.0, 1.0)}, "endpoints and rate_range must give"),
-        ({"train_length": 8, "endpoints": "best"}, 'two numbers or "optimal"; got'),
+        ({"train_length": 8, "endpoints": "best"}, 'two numbers, "optimal" or "moving"; got'),
         ({"train_length": 8, "endpoints": "optimal", "beta": 0.0}, "β > 0"),
     ],
 )

@@ -6,6 +6,9 @@ import torch.nn.functional as F
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.decay import PoST
+from halflife.decay.minimax import best_endpoints, best_weights, geometric_rates, moving_error
+from halflife.ops import dplr
+from halflife.theory.spectra import response_as_run
 
 T, HEADS = 32, 4
 
@@ -54,11 +57,87 @@ def test_the_gain_is_stretched_like_the_decay():
     assert not torch.allclose(layer(u)[0], mamba2()(u)[0])
 
 
-def test_the_gain_streams():
+@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "retnet"])
+def test_the_gain_of_the_design_space_block(name):
+    """By the token loop: the factor of the decay multiplies β of the delta rule, and else the key."""
+    torch.manual_seed(0)
+    mixer = preset(f"{name}+post", hidden_size=16, num_heads=HEADS, train_length=T).mixer_options
+    layer = layers.build(name, hidden_size=16, **{**mixer, "stretch_gain": True, "chunk_size": 4}).double()
+    x, position = torch.randn(1, 7, 16, dtype=torch.float64), torch.arange(1, 8)
+    g = layer.log_decays(x, position, None, None)[0][0]
+    qkv = layer.qkv_proj(x)
+    qkv = qkv if layer.conv is None else layer.conv(qkv, None, None)[0]
+    q, k, v = (part[0] for part in layer.heads(qkv, None, position))
+    stretch = layer.decay.log_stretch(position).exp()
+    beta = None if layer.beta_proj is None else layer.beta_proj(x)[0].sigmoid() * stretch
+    state, rows = torch.zeros(HEADS, k.shape[-1], v.shape[-1], dtype=torch.float64), []
+    for t in range(7):
+        state = g[t].exp()[:, None, None] * state
+        if beta is None:
+            written = stretch[t][:, None] * v[t]
+        else:
+            written = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * written[:, None, :]
+        rows.append(torch.einsum("hkv,hk->hv", state, q[t]) * layer.head_dim**-0.5)
+    expected = layer.out_proj(layer.gate(torch.stack(rows)[None], x))
+    torch.testing.assert_close(layer(x)[0], expected, atol=1e-9, rtol=1e-6)
+    assert (stretch[1:] < 1).any()
+
+
+def test_the_gain_of_rwkv7_multiplies_what_is_written(monkeypatch):
+    calls = []
+    monkeypatch.setattr("halflife.layers.rwkv7.dplr", lambda *x, **options: calls.append(x) or dplr(*x, **options))
+    x, stretch = torch.randn(1, 5, 16), torch.ones(())
+    for gain in (False, True):
+        torch.manual_seed(0)
+        layer = layers.build("rwkv7", hidden_size=16, num_heads=2, post={"train_length": T}, stretch_gain=gain)
+        layer(x)
+        stretch = layer.get_submodule("decay").log_stretch(torch.arange(1, 6)).exp()
+    (r, k, v, a, b, g), stretched = calls
+    for before, after in zip((r, k * stretch, v, a, b * stretch, g), stretched, strict=True):
+        torch.testing.assert_close(after, before)
+
+
+def test_free_rates_that_start_geometric():
+    """They have the time-scales of a static spectrum, and the parameters of Mamba-2's decay."""
+    sizes = {"num_heads": HEADS, "head_dim": 6}
+    free = decay.build("mamba2", **sizes, rate_start="geometric", train_length=T)
+    static = PoST(decay.build("mamba2", **sizes), train_length=T, stretch=False)
+    torch.testing.assert_close(free.timescales(), static.timescales(), rtol=1e-5, atol=0)
+    assert {name for name, _ in free.named_parameters()} == {"A_log", "dt_bias"}
+    for options in ({"rate_start": "geometric"}, {"train_length": T}):
+        with pytest.raises(ValueError, match="rate_start 'geometric' needs train_length"):
+            decay.build("mamba2", **sizes, **options)
+
+
+def test_end_points_for_gates_that_move():
+    """They are better at T than those of the paper and those for static rates; t_ref = 1 and T give the same rates."""
+    channels = 6
+    sizes = {"num_heads": channels, "head_dim": 6}
+    ends = best_endpoints(channels, T, moving=True)
+    best, paper, static = (
+        moving_error(geometric_rates(channels, T, *x), T, 0.5)
+        for x in (ends, (1 / T, 1.0), best_endpoints(channels, T))
+    )
+    assert best < 0.1 * static < 0.1 * paper
+    rates, lags = geometric_rates(channels, T), torch.arange(1, T)
+    columns, target = response_as_run(rates, lags, T, T).mT, lags.double() ** -0.5
+    error = (target - columns @ best_weights(columns, target)[0]).abs().max().item()
+    assert moving_error(rates, T, 0.5) == pytest.approx(error, rel=1e-3)
+    at_t = [
+        PoST(decay.build("mamba2", **sizes), train_length=T, endpoints="moving", reference_length=reference)
+        .double()
+        .timescales(T)
+        for reference in (1, T)
+    ]
+    torch.testing.assert_close(at_t[0], at_t[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(1 / at_t[1][0], torch.tensor(ends[0], dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet", "rwkv7"])
+def test_the_gain_streams(name):
     sizes = {"hidden_size": 16, "num_layers": 1, "vocab_size": 11, "num_heads": HEADS, "train_length": T}
-    model = LanguageModel(
-        preset("mamba2+post", **sizes, mixer_options={"state_size": 6, "stretch_gain": True})
-    ).double()
+    model = LanguageModel(preset(f"{name}+post", **sizes, mixer_options={"stretch_gain": True})).double()
     ids = torch.randint(0, 11, (2, 9))
     whole, _ = model(ids)
     first, state = model(ids[:, :4])
@@ -72,6 +151,8 @@ def test_the_gain_streams():
         ({"last_position": 0.5}, "last_position must be at least 1"),
         ({"stretch": False, "reference_length": T}, "no meaning without stretch"),
         ({"stretch": False, "last_position": T}, "no meaning without stretch"),
+        ({"stretch": False, "endpoints": "moving"}, "for rates that stretch"),
+        ({"endpoints": "best"}, '"optimal" or "moving"'),
     ],
 )
 def test_errors_of_post(options, message):
@@ -82,3 +163,17 @@ def test_errors_of_post(options, message):
 def test_a_gain_without_post():
     with pytest.raises(ValueError, match="give post too"):
         mamba2(stretch_gain=True, post=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "post", "message"),
+    [
+        ("gated_deltanet", None, "give post too"),
+        ("rwkv7", None, "give post too"),
+        ("gated_deltanet", {"train_length": T, "reference_length": T}, "its state diverges"),
+        ("kda", {"train_length": T}, "needs a scalar decay"),
+    ],
+)
+def test_a_gain_without_meaning(name, post, message):
+    with pytest.raises(ValueError, match=message):
+        layers.build(name, hidden_size=16, num_heads=HEADS, post=post, stretch_gain=True)

@@ -84,6 +84,17 @@ def test_requests_that_share_steps_get_what_each_would_get_alone(name):
         assert shared.counts.steps < 8  # alone, four prompts need 12
 
 
+def test_prompts_of_all_lengths_are_read_in_calls_of_few_shapes(monkeypatch):
+    """Libraries store kernels for every shape, so the shapes bound the memory of the server."""
+    model = tiny()
+    shared, shapes, hidden = engine(model, piece=512, cache_bytes=0), set(), model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: shapes.add(tuple(ids.shape)) or hidden(ids, *rest))
+    run(shared, *(submit(shared, [3] * length, max_tokens=0) for length in range(1, 200, 7)))
+    assert shared.counts.prompt_tokens == sum(range(1, 200, 7))
+    assert {rows for rows, _ in shapes} <= {1, 2, 4, 8, 16, 32}
+    assert {length for _, length in shapes} <= {*range(16), 16, 32, 48, 64, 128}
+
+
 def test_random_continuations_depend_on_their_seeds_alone():
     model = tiny()
     shared = engine(model)

@@ -219,7 +219,7 @@ def test_a_narrow_layer_is_lifted_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mix": "mean"}, "unknown mix 'mean'.*koopman, ridge, learned"),
+        ({"mix": "mean"}, "unknown mix 'mean'.*koopman, ridge, learned, powers"),
         ({"lift": "cgg"}, "unknown lift 'cgg'.*none, cg"),
         ({"query_init": "value"}, "unknown query_init 'value'.*key, own"),
         ({"refresh": "never"}, "unknown refresh 'never'.*chunk, token"),
@@ -228,6 +228,8 @@ def test_a_narrow_layer_is_lifted_in_float32():
         ({"rank": 8, "lift": "cg"}, "for lift 'cg' a multiple of 3; got 8"),
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"power": -1}, "power ≥ 0"),
+        ({"power": 0, "mix": "powers"}, "power must be at least 1; got 0"),
+        ({"gamma": 0.0}, "gamma must be positive"),
         ({"ridge": 0.0}, "ridge > 0"),
         ({"num_heads": 5}, "num_heads must divide hidden_size"),
     ],
@@ -242,3 +244,29 @@ def test_a_ridge_layer_makes_no_powers():
     x = inputs()
     ridge, plain = build(mix="ridge", power=3), build(power=0)
     assert_same(ridge(x)[0], plain(x)[0])
+
+
+def test_a_learned_sum_of_powers_starts_at_the_first_and_learns_all():
+    x = inputs()
+    layer = build(mix="powers", power=3)
+    assert_same(layer(x)[0], build(mix="koopman", power=1)(x)[0])
+    layer(x)[0].square().mean().backward()
+    assert layer.readout.weights.shape == (4, layer.num_heads)
+    assert layer.readout.weights.grad.all()
+
+
+def test_a_fixed_gain_is_no_parameter():
+    x, learned, fixed = inputs(), build(), build(gamma=1.25)
+    assert_same(fixed(x)[0], learned(x)[0])  # the learned one starts at 1.25
+    assert not any("gamma" in name for name, _ in fixed.named_parameters())
+    assert not torch.equal(build(gamma=1.5)(x)[0], fixed(x)[0])
+
+
+def test_a_short_convolution_streams_and_packs():
+    layer, x = build(conv_size=3, mix="ridge", query_init="own", chunk_size=2), inputs()
+    whole = layer(x)[0]
+    first, state = layer(x[:, :3])
+    assert_same(torch.cat([first, layer(x[:, 3:], state)[0]], 1), whole)
+    bounds = torch.arange(len(x) + 1) * x.shape[1]
+    assert_same(layer(x.flatten(0, 1)[None], cu_seqlens=bounds)[0].view_as(whole), whole)
+    assert not torch.allclose(build(mix="ridge", query_init="own", chunk_size=2)(x)[0], whole)

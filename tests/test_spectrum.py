@@ -118,7 +118,8 @@ def test_end_to_end(run_dir, tmp_path, capsys):
     folder = run_dir / "spectrum"
     names = ["decays.csv", "decays.json"]
     drawn = ["decays", "spectrum", *(f"spectrum_{name}" for name in ("distribution", "heads", "modes", "taper"))]
-    names += [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
+    names += [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")] + ["report.html"]
+    names.sort()
     files = {name: (folder / name).read_bytes() for name in names}
     data = json.loads(files["decays.json"], parse_constant=pytest.fail)
     layers = {model["model"].split()[0]: model["layers"] for model in data["models"]}

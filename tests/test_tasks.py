@@ -84,6 +84,31 @@ def test_mqar_every_slot_is_taken_at_a_quarter():
     assert (batch.labels[:, 16::2] != IGNORED).all()
 
 
+def test_mqar_of_long_values_that_are_held():
+    """The label at every scored step is the token after this one among the pairs, and each token stands h times."""
+    sizes = {"vocab_size": 64, "num_pairs": 3, "value_size": 4, "gap": 2}
+    once = tasks.build("mqar", **sizes, length=44).generate(50, seed=0)
+    held = tasks.build("mqar", **sizes, length=132, hold=3).generate(50, seed=0)
+    assert torch.equal(held.inputs, once.inputs.repeat_interleave(3, 1))
+    assert torch.equal(held.labels[:, 2::3], once.labels)
+    assert (held.labels.unflatten(1, (-1, 3))[:, :, :2] == IGNORED).all()
+    assert torch.equal(held.facts, once.facts.repeat_interleave(3, 1))
+    assert once.facts.sum(1).eq(15).all()
+    assert once.inputs[:, 15:17].lt(8).all()  # the gap
+    for row, labels in zip(once.inputs.tolist(), once.labels.tolist(), strict=True):
+        after = {row[i]: row[i + 1] for i in range(15) if i % 5 < 4}
+        scored = [t for t, label in enumerate(labels) if label != IGNORED]
+        assert len(scored) == 12
+        assert [labels[t] for t in scored] == [after[row[t]] for t in scored]
+
+
+def test_mqar_without_fillers():
+    task = tasks.build("mqar", vocab_size=64, length=18, num_pairs=2, value_size=4, spacing=0)
+    batch = task.generate(50, seed=0)
+    assert (batch.inputs >= task.key_range[0]).all()
+    assert (batch.labels != IGNORED).sum(1).eq(8).all()
+
+
 def test_mqar_zoology_fillers_may_repeat_bound_keys():
     batch = tasks.build("mqar", **SMALL, filler="zoology").generate(500, seed=0)
     fillers = torch.where(batch.labels == IGNORED, batch.inputs, -1)[:, 12:]
@@ -138,6 +163,9 @@ def test_seeds_of_splits_are_disjoint():
         ({"length": 31, "num_pairs": 8}, "at least 4K"),
         ({"num_pairs": 0}, "1 ≤ K"),
         ({"vocab_size": 64, "length": 512, "num_pairs": 100}, "as many keys"),
+        ({"vocab_size": 64, "length": 512, "num_pairs": 9, "value_size": 4}, "as many values, 36"),
+        ({"hold": 0}, "hold must be 1 or more"),
+        ({"length": 35, "num_pairs": 2, "hold": 2}, "a multiple of hold"),
     ],
 )
 def test_bad_settings_say_why(config, message):

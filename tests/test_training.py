@@ -355,6 +355,11 @@ def test_runs_are_tried_before_they_begin(monkeypatch):
     other = tiny("gated_deltanet")
     assert trial.try_runs([(one, one.sequences()) for one in (config, other)], cpu).seconds == 2 * fewer.seconds
     monkeypatch.setattr(trial, "LARGEST", size - 1)
-    assert trial.try_runs([(config, config.sequences())], cpu) is None
+    large = trial.try_runs([(config, config.sequences())], cpu)
+    assert (large.runs, large.steps, large.seconds, large.memory) == (1, config.steps, None, 16 * size)
+    assert "because a model is too large to be timed before, at least 144 KiB of memory, " in describe_trial(large)
     assert trial.try_runs([], cpu) is None
+    other = describe_trial(twice, here=False)
+    assert other.startswith("2 runs, 36 steps in all: the time is not known, because they run on other machines, ")
+    assert "of disk" in other
     assert describe_trial(twice).startswith("2 runs, 36 steps in all: about 72 s of training on this machine")

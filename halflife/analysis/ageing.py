@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halflife.analysis.readable import Readable
 from halflife.analysis.spectrum import layer_decays
 from halflife.layers import State
-from halflife.models import LanguageModel, ModelState
+from halflife.models import ModelState
 
 MEMORIES = ("memory", "fast", "slow")  # names of the states that are linear in what was written
 FADED = 1e-9  # fraction of the energy at half the window; float64 cannot tell the rate of a row that has faded further
@@ -55,7 +56,7 @@ class LayerAgeing:
     """The memory of one layer at any lag, extrapolated from the state at half the window and at its end.
 
     Args:
-        model: the model, in float64.
+        model: the model, ours in float64, one of transformers in float32.
         half: the state at half the window.
         full: the state at the end of the window.
         layer: the index of the layer.
@@ -66,7 +67,7 @@ class LayerAgeing:
         noise_rates: the same for the others' part.
     """
 
-    def __init__(self, model: LanguageModel, half: SplitState, full: SplitState, layer: int) -> None:
+    def __init__(self, model: Readable, half: SplitState, full: SplitState, layer: int) -> None:
         self.layer, self.window = layer, full.seen
         self.pairs, self.others = full.pairs[layer], full.others[layer]
         self.before = int(full.state[layer]["position"][0]) - full.seen

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halflife.analysis.foreign.mixer_decay import MixerDecay
+from halflife.analysis.foreign.recurrent import RecurrentModel
+from halflife.analysis.readable import Readable
 from halflife.analysis.spectrum import layer_decays
 from halflife.decay import Decay
 from halflife.layers import State
@@ -44,7 +47,7 @@ class KoopmanReading:
 
 @contextmanager
 def capture(
-    model: LanguageModel,
+    model: Readable,
     *,
     decay: TakeDecay | None = None,
     slow_decay: TakeDecay | None = None,
@@ -53,9 +56,10 @@ def capture(
     """Call the given functions with what each layer computes, in every forward pass while the context is open.
 
     Args:
-        model: any language model.
+        model: any language model, also one of transformers.
         decay: is called with the layer's index (from 0) and its log-decays, `[B, T, H]` or `[B, T, H, K]`. Under
-            GateRank these are the log-decays of the fast state.
+            GateRank these are the log-decays of the fast state. A model of transformers reads a text in windows, with a
+            call for each.
         slow_decay: is called with the index of a layer with GateRank and the log-decays of its slow state, `[B, T, H]`.
             The call comes after the one of `decay`.
         koopman: is called with the index of an SKA layer and its reading.
@@ -73,7 +77,7 @@ def capture(
         yield
 
 
-def slow_gates(model: LanguageModel) -> list[tuple[int, SlowGate]]:
+def slow_gates(model: Readable) -> list[tuple[int, SlowGate]]:
     """Return (layer, slow gate) for every layer with GateRank."""
     gates = ((i, getattr(block.mixer, "gate_rank", None)) for i, block in enumerate(model.blocks))
     found = [(i, gate) for i, gate in gates if gate is not None]
@@ -82,7 +86,7 @@ def slow_gates(model: LanguageModel) -> list[tuple[int, SlowGate]]:
     return [(i, gate.slow_gate) for i, gate in found]
 
 
-def ska_layers(model: LanguageModel) -> list[tuple[int, SKALayer]]:
+def ska_layers(model: Readable) -> list[tuple[int, SKALayer]]:
     """Return (layer, mixer) for every layer of spectral Koopman attention."""
     return [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, SKA)]
 
@@ -101,7 +105,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def read_from(
-    model: LanguageModel, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
+    model: LanguageModel | RecurrentModel, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
 ) -> tuple[ModelState, list[list[State]]]:
     """Read `ids` after `state`, and run each block again from other states over the same inputs.
 
@@ -114,6 +118,8 @@ def read_from(
     Returns:
         The model's state after `ids`, and for each repetition the state that each block ends in.
     """
+    if isinstance(model, RecurrentModel):
+        return model.read_from(ids, state, starts)
     layers = iter(zip(*starts, strict=True))
     ends: list[list[State]] = [[] for _ in starts]
 
@@ -127,13 +133,13 @@ def read_from(
 
 
 @contextmanager
-def _decay_hook(decay: Decay, take: Callable[[Tensor], object]) -> Iterator[None]:
+def _decay_hook(decay: Decay | MixerDecay, take: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `take` with the log-decays. A stateful decay does not pass through `forward`, so its `scan` is wrapped."""
 
     def after_forward(module: nn.Module, inputs: Any, g: Tensor) -> None:
         take(g)
 
-    if not decay.stateful:
+    if isinstance(decay, MixerDecay) or not decay.stateful:
         with decay.register_forward_hook(after_forward):
             yield
         return

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.capture import capture, slow_gates
-from halflife.analysis.horizon import horizon, horizon_lags, next_reset, retained_energy
+from halflife.analysis.horizon import RetainedEnergy, horizon, horizon_lags, next_reset, retained_energy
+from halflife.analysis.readable import Progress, Readable, ignore, read_text
 from halflife.analysis.records import Record
 from halflife.analysis.spectrum import layer_decays
-from halflife.models import LanguageModel
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 MAX_VALUES = 1 << 22  # values of a layer from which quantiles are taken; with more values, every n-th token counts
@@ -101,7 +101,7 @@ class LayerDecays(StateDecays):
 
 
 @torch.no_grad()
-def measure_decays(model: LanguageModel, ids: Tensor) -> list[LayerDecays]:
+def measure_decays(model: Readable, ids: Tensor, progress: Progress = ignore) -> list[LayerDecays]:
     """Measure the decays λ = e^g that every layer uses on a text.
 
     A quantile is a value that occurs, the lower of two equally near values, as in `torch.median`. If a layer has more
@@ -118,8 +118,9 @@ def measure_decays(model: LanguageModel, ids: Tensor) -> list[LayerDecays]:
     together: what a token writes fades at the fast decay up to the next reset, and at the slow decay from there on.
 
     Args:
-        model: any language model.
+        model: any language model, also one of transformers.
         ids: sequences `[B, T]`, T ≥ 2. Each is read from its start.
+        progress: is called with the number of tokens after each part of the text that is read.
 
     Returns:
         One entry for each layer with a decay.
@@ -132,8 +133,8 @@ def measure_decays(model: LanguageModel, ids: Tensor) -> list[LayerDecays]:
     fast = {layer: _Tally(ids.shape, decay.shape) for layer, decay in layer_decays(model)}
     slow = {layer: _SlowTally(ids.shape, fast[layer]) for layer, _ in slow_gates(model) if layer in fast}
     with capture(model, decay=lambda i, g: fast[i].add(g), slow_decay=lambda i, g: slow[i].add(g)):
-        for sequence in ids.to(model.embedding.weight.device).split(1):
-            model.hidden(sequence)
+        for sequence in ids.split(1):
+            read_text(model, sequence, progress)
     return [_summarise(layer, tally, slow.get(layer)) for layer, tally in fast.items()]
 
 
@@ -147,7 +148,7 @@ def _summarise(layer: int, fast: _Tally, slow: _SlowTally | None) -> LayerDecays
 
 
 class _Tally:
-    """Sums and samples of one state's log-decays, added one sequence at a time.
+    """Sums and samples of one state's log-decays, added one piece of a sequence at a time.
 
     Args:
         shape: the shape of the ids, `(B, T)`.
@@ -156,7 +157,7 @@ class _Tally:
 
     def __init__(self, shape: tuple[int, ...], channels: tuple[int, ...]) -> None:
         sequences, length = shape
-        self.sequences, self.num_heads = sequences, channels[0]
+        self.sequences, self.length, self.num_heads = sequences, length, channels[0]
         self.stride = max(1, math.ceil(sequences * length * math.prod(channels) / MAX_VALUES))
         while math.gcd(self.stride, length) > 1:  # otherwise some positions would never count
             self.stride += 1
@@ -168,15 +169,23 @@ class _Tally:
         self.num_seen = self.num_summed = 0
 
     def add(self, g: Tensor) -> None:
-        """Add one sequence, `[1, T, H]` or `[1, T, H, K]`."""
+        """Add the next tokens, `[1, W, H]` or `[1, W, H, K]`. After T tokens a sequence is complete."""
         g = g[0].detach().cpu().double().reshape(g.shape[1], self.num_heads, -1)
         self.samples.append(g[-self.num_seen % self.stride :: self.stride].clone())
-        self.total = self.total + g[1:].sum(0)
-        self.erased = self.erased + (g[1:] < math.log(ERASED)).double().mean(-1).sum(0)
-        self.sums = g.clamp(min=GONE).cumsum(0)
-        self.energy = self.energy + retained_energy(self.sums, self.lags)
+        before = self.num_seen % self.length
+        forgetting = g if before else g[1:]
+        self.total = self.total + forgetting.sum(0)
+        self.erased = self.erased + (forgetting < math.log(ERASED)).double().mean(-1).sum(0)
+        sums = g.clamp(min=GONE).cumsum(0)
+        if before:
+            self.sums = sums + self.sums[-1]
+        else:
+            self.sums, self.fading = sums, RetainedEnergy(self.length, self.lags)
+        self.fading.add(self.sums, before)
+        if before + len(g) == self.length:
+            self.energy = self.energy + self.fading.total
         self.num_seen += len(g)
-        self.num_summed += len(g) - 1
+        self.num_summed += len(forgetting)
 
     def statistics(self, energy: Tensor | float) -> dict[str, Any]:
         """The fields of `StateDecays`, with the horizons of the given energies `[L, H]`."""
@@ -206,6 +215,8 @@ class _SlowTally(_Tally):
     Args:
         shape: the shape of the ids, `(B, T)`.
         fast: the tally of the fast state, to which each sequence must be added first.
+
+    Here a piece is a whole sequence, because a reset that lies ahead counts.
     """
 
     def __init__(self, shape: tuple[int, ...], fast: _Tally) -> None:

@@ -30,11 +30,13 @@ from torch import Tensor
 
 from halflife.analysis.ageing import MEMORIES, LayerAgeing, SplitState, empty_memories, memories, subtract
 from halflife.analysis.capture import read_from
+from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.records import Record
 from halflife.models import LanguageModel, ModelState
 from halflife.tasks.layout import FILLERS, QUERY
 from halflife.tasks.recall import NIAH
 
+Rememberer = LanguageModel | RecurrentModel
 MAX_READ = 512  # tokens that are read in one call
 
 
@@ -87,12 +89,12 @@ class Forecast(Record):
 
 
 def measure_recall(
-    model: LanguageModel, task: Any, lags: Sequence[int], *, examples: int = 32, seed: int = 0
+    model: Rememberer, task: Any, lags: Sequence[int], *, examples: int = 32, seed: int = 0
 ) -> list[float]:
     """Measure the fraction of a task's K pairs that a model recalls with L other tokens before the question.
 
     Args:
-        model: trained on the task, at any length.
+        model: trained on the task, at any length, or a `RecurrentModel` of transformers.
         task: `MQAR` or `NIAH`, which gives the pairs and fillers. Its length does not matter. Needles stand before all
             fillers, without decoys.
         lags: L, ascending, from 0.
@@ -114,7 +116,7 @@ def measure_recall(
 
 @torch.no_grad()
 def forecast(
-    model: LanguageModel, task: Any, lags: Sequence[int], *, window: int, examples: int = 32, seed: int = 0
+    model: Rememberer, task: Any, lags: Sequence[int], *, window: int, examples: int = 32, seed: int = 0
 ) -> Forecast:
     """Forecast the result of `measure_recall` from K pairs and `window` other tokens, see the module's text.
 
@@ -128,8 +130,9 @@ def forecast(
     """
     if window < 2 or not lags or min(lags) < window:
         raise ValueError(f"need a window of 2 tokens or more, and lags from there on; got {window} and {list(lags)}")
-    model = copy.deepcopy(model).double().eval()
-    require_linear_memory(model)
+    if isinstance(model, LanguageModel):  # the parts of a state are differences, which float64 gives more exactly
+        model = copy.deepcopy(model).double().eval()
+        require_linear_memory(model)
     pairs, draw = _pairs(task, examples, seed)
     half = _split(model, _fillers(task, examples, window // 2, draw), _start(model, pairs))
     full = _split(model, _fillers(task, examples, window - window // 2, draw), half)
@@ -206,12 +209,14 @@ def _fillers(task: Any, examples: int, count: int, draw: torch.Generator) -> Ten
 
 
 @torch.no_grad()
-def _read(model: LanguageModel, ids: Tensor, state: ModelState | None) -> ModelState:
+def _read(model: Rememberer, ids: Tensor, state: ModelState | None) -> ModelState:
+    if isinstance(model, RecurrentModel):
+        return model.advance(ids, state)[1]
     return model.hidden(ids.to(model.embedding.weight.device), state)[1]
 
 
 @torch.no_grad()
-def _recall(model: LanguageModel, task: Any, pairs: Tensor, state: ModelState) -> float:
+def _recall(model: Rememberer, task: Any, pairs: Tensor, state: ModelState) -> float:
     """The accuracy of the answers if each key is asked for alone, from copies of one state."""
     keys, values = pairs[:, ::2], pairs[:, 1::2]
     copies = tuple({k: v.repeat_interleave(keys.shape[1], 0) for k, v in layer.items()} for layer in state)
@@ -222,14 +227,14 @@ def _recall(model: LanguageModel, task: Any, pairs: Tensor, state: ModelState) -
     return (logits[:, -1].argmax(-1).cpu() == values.flatten()).double().mean().item()
 
 
-def _start(model: LanguageModel, pairs: Tensor) -> SplitState:
+def _start(model: Rememberer, pairs: Tensor) -> SplitState:
     """The state after the pairs, all of which is the pairs' part."""
     state = _read(model, pairs, None)
     nothing = [empty_memories(layer) for layer in state]
     return SplitState(0, state, [memories(layer) for layer in state], nothing, nothing)
 
 
-def _split(model: LanguageModel, ids: Tensor, before: SplitState) -> SplitState:
+def _split(model: Rememberer, ids: Tensor, before: SplitState) -> SplitState:
     """Read on, with each block from three memories on the same inputs: the whole, the others' part of it, and zeros."""
     from_others = [{**state, **others} for state, others in zip(before.state, before.others, strict=True)]
     from_zeros = [{**state, **empty_memories(state)} for state in before.state]

@@ -11,10 +11,20 @@ from typing import Any
 import torch
 
 from halflife import tasks
-from halflife.analysis.forecast import HeadFading, crossing, forecast, measure_recall, require_linear_memory
+from halflife.analysis.forecast import (
+    HeadFading,
+    Rememberer,
+    crossing,
+    forecast,
+    measure_recall,
+    require_linear_memory,
+)
+from halflife.analysis.foreign.load import load_foreign
+from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.records import Record
+from halflife.analysis.survey import find_models, is_foreign
 from halflife.files import RESULT_JSON, RUN_JSON, read_json, read_json_object
-from halflife.models.load import checkpoints, load_any
+from halflife.models.load import load_any
 
 KINDS = ("mqar", "niah")
 
@@ -85,16 +95,21 @@ def measure_forecasts(
     window: int = 1,
     examples: int = 32,
     seed: int = 0,
+    pairs: int = 8,
+    length: int = 512,
     device: torch.device | str = "cpu",
     show: bool = False,
 ) -> ModelForecasts:
     """Forecast and measure the recall of every model below the folders that was validated on MQAR or NIAH.
 
+    Models of transformers have no such run. They are asked for pairs of MQAR over their own vocabulary.
+
     Args:
-        folders: runs of `halflife compare`, or folders that contain them.
+        folders: runs of `halflife compare`, folders that contain them, or models of transformers.
         longest: the longest measured lag, in training lengths.
         window: the training lengths that are read for the forecast, which begins at the end of this window.
         examples, seed: the number of sequences, and their seed.
+        pairs, length: K and T of MQAR for models of transformers.
         device: where the models run.
         show: whether to draw a progress bar.
 
@@ -105,19 +120,14 @@ def measure_forecasts(
     from rich.console import Console
     from rich.progress import track
 
-    folder_of = checkpoints(folders)
+    folder_of = find_models(folders)
     models, refused = [], {}
     console = Console(stderr=True)
     hidden = not (show and console.is_terminal)
     for label, folder in track(folder_of.items(), "forecasting", console=console, transient=True, disable=hidden):
         run = read_json(folder / RUN_JSON) if (folder / RUN_JSON).exists() else {}
-        specs = _specs(run)
-        if not specs:
-            refused[label] = f"no run on {' or '.join(KINDS)} (run.json)"
-            continue
         try:
-            model = load_any(folder, device).eval()
-            require_linear_memory(model)
+            model, specs = _model_and_tasks(folder, run, pairs, length, device)
         except ValueError as error:
             refused[label] = str(error)
             continue
@@ -128,6 +138,25 @@ def measure_forecasts(
     if not models:
         raise ValueError("nothing to forecast: " + "; ".join(f"{label}: {why}" for label, why in refused.items()))
     return ModelForecasts(examples=examples, seed=seed, window=window, models=models, refused=refused)
+
+
+def _model_and_tasks(
+    folder: Path, run: Mapping[str, Any], pairs: int, length: int, device: torch.device | str
+) -> tuple[Rememberer, list[dict[str, Any]]]:
+    """Return a model and the tasks that it is asked.
+
+    Raises:
+        ValueError: there is no forecast for the model.
+    """
+    if is_foreign(folder):
+        model = RecurrentModel(load_foreign(folder, device))
+        return model, [{"name": "mqar", "vocab_size": model.config.vocab_size, "num_pairs": pairs, "length": length}]
+    specs = _specs(run)
+    if not specs:
+        raise ValueError(f"no run on {' or '.join(KINDS)} (run.json)")
+    ours = load_any(folder, device).eval()
+    require_linear_memory(ours)
+    return ours, specs
 
 
 def _specs(run: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -26,10 +26,58 @@ def next_reset(resets: Tensor) -> Tensor:
     return torch.cat([at[1:], torch.full_like(at[:1], length)]).flip(0).cummin(0).values.flip(0)
 
 
+def write_tokens(length: int, lags: Tensor) -> Tensor:
+    """The tokens of a sequence whose fading is followed, `[S]`.
+
+    All have the longest lag ahead of them, so that the mean is over the same tokens at each lag.
+    """
+    starts = torch.arange(length - int(lags[-1]))
+    return starts[:: math.ceil(len(starts) / MAX_STARTS)].contiguous()
+
+
+class RetainedEnergy:
+    """Sum up the squared fraction of a token's write that is left at each lag, from a sequence that comes in pieces.
+
+    Args:
+        length: tokens of the sequence.
+        lags: `[L]`, ascending.
+
+    Attributes:
+        total: the mean over tokens and channels, `[L, H]`, once the sequence is complete.
+    """
+
+    def __init__(self, length: int, lags: Tensor) -> None:
+        self.lags, self.starts = lags, write_tokens(length, lags)
+        self.sums_at_starts: Tensor | None = None
+        self.total: Tensor | float = 0.0
+
+    def add(self, sums: Tensor, first: int) -> None:
+        """Add the next piece.
+
+        Args:
+            sums: inclusive sums of log-decays from the start of the sequence, at the tokens of the piece, `[W, H, K]`.
+            first: the number of tokens before the piece.
+        """
+        if self.sums_at_starts is None:
+            self.sums_at_starts = sums.new_zeros(len(self.starts), *sums.shape[1:])
+        begins = self._inside(self.starts, first, len(sums))
+        self.sums_at_starts[begins] = sums[self.starts[begins] - first]
+        energies = []
+        for lag in self.lags.tolist():
+            ends = self._inside(self.starts + lag, first, len(sums))
+            left = sums[self.starts[ends] + lag - first] - self.sums_at_starts[ends]
+            energies.append((2 * left).exp().mean(2).sum(0))
+        self.total = self.total + torch.stack(energies) / len(self.starts)
+
+    @staticmethod
+    def _inside(tokens: Tensor, first: int, count: int) -> slice:
+        """The part of ascending tokens that lies in a piece."""
+        low, high = torch.searchsorted(tokens, torch.tensor([first, first + count])).tolist()
+        return slice(low, high)
+
+
 def retained_energy(sums: Tensor, lags: Tensor, slow: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
     """Mean over tokens and channels of the squared fraction of a token's write that is left at each lag, `[L, H]`.
-
-    Only tokens that have the longest lag ahead of them count, so that the mean is over the same tokens at each lag.
 
     Args:
         sums: inclusive sums of log-decays along one sequence, `[T, H, K]`.
@@ -37,16 +85,17 @@ def retained_energy(sums: Tensor, lags: Tensor, slow: Tensor | None = None, rese
         slow: under GateRank, the sums of the slow state, `[T, H, K]`. `sums` are then those of the fast state.
         reset: under GateRank, each token's next reset, `[T, H, K]`, T for none.
     """
-    starts = torch.arange(len(sums) - int(lags[-1]))
-    starts = starts[:: math.ceil(len(starts) / MAX_STARTS)]
+    if slow is None or reset is None:
+        energy = RetainedEnergy(len(sums), lags)
+        energy.add(sums, 0)
+        return torch.as_tensor(energy.total)
+    starts = write_tokens(len(sums), lags)
     energies = []
     for lag in lags.tolist():
+        # The fast decay acts up to the reset, the slow decay acts all along, see `ops.gate_rank.masks`.
         ends = starts + lag
-        if slow is None or reset is None:
-            left = sums[ends] - sums[starts]
-        else:  # The fast decay acts up to the reset, the slow decay acts all along, see `ops.gate_rank.masks`.
-            until = torch.minimum(reset[starts], ends.view(-1, 1, 1))
-            left = slow[ends] - slow[starts] + sums.gather(0, until) - sums[starts]
+        until = torch.minimum(reset[starts], ends.view(-1, 1, 1))
+        left = slow[ends] - slow[starts] + sums.gather(0, until) - sums[starts]
         energies.append((2 * left).exp().mean((0, 2)))
     return torch.stack(energies)
 

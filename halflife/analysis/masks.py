@@ -18,7 +18,8 @@ do not give a higher rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ from halflife.analysis.records import Record
 from halflife.analysis.spectrum import layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
 from halflife.files import RUN_JSON, read_json
+from halflife.layers.memory.cascade import Cascade
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import checkpoints, load_any
 from halflife.ops.gate_rank import masks
@@ -53,15 +56,17 @@ class Gates:
         layer: the index of the layer, from 0.
         g_fast: log-decays of the fast state, or of the only state, `[B, T, H]`.
         g_slow: log-decays of the slow state, `[B, T, H]`, 0 where there is no reset. None without GateRank.
+        factors: Γ and Λ `[B, H, T, T]` of a cascade of states or of log-linear attention. None for other layers.
     """
 
     layer: int
     g_fast: Tensor
     g_slow: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
 
     def masks(self) -> tuple[Tensor, Tensor]:
         """Return Γ and Λ, `[B, H, T, T]` in float64."""
-        return decay_masks(self.g_fast, self.g_slow)
+        return decay_masks(self.g_fast, self.g_slow) if self.factors is None else self.factors
 
     def resets(self) -> Tensor:
         """Return where a token resets, `[B, T, H]`. A reset at the first token has no effect and does not count."""
@@ -175,10 +180,31 @@ def capture_gates(model: LanguageModel, ids: Int[Tensor, "B T"]) -> list[Gates]:
     def keep(gates: dict[int, Tensor], layer: int, g: Tensor) -> None:
         gates[layer] = g.double().cpu()
 
-    with evaluating(model), capture(model, decay=partial(keep, fast), slow_decay=partial(keep, slow)):
+    factors: dict[int, tuple[Tensor, Tensor]] = {}
+    with (
+        evaluating(model), capture(model, decay=partial(keep, fast), slow_decay=partial(keep, slow)),
+        _factors(model, factors),
+    ):  # fmt: skip
         model.hidden(ids.to(model.embedding.weight.device))
     scalar = [layer for layer, decay in layer_decays(model) if decay.granularity == "scalar"]
-    return [Gates(layer, fast[layer], slow.get(layer)) for layer in scalar]
+    return [Gates(layer, fast[layer], slow.get(layer), factors.get(layer)) for layer in scalar]
+
+
+@contextmanager
+def _factors(model: LanguageModel, found: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Put Γ and Λ of the layers with a cascade or with log-linear attention into `found`, as the model reads."""
+
+    def keep(layer: int, module: Cascade | LogLinear, arguments: tuple[Any, ...]) -> None:
+        x, g = arguments[0], arguments[4]
+        gamma, lam = (factor.cpu() for factor in module.masks(x, g))
+        found[layer] = gamma, lam
+
+    with ExitStack() as hooks:
+        for layer, block in enumerate(model.blocks):
+            for module in (getattr(block.mixer, name, None) for name in ("cascade", "log_linear")):
+                if module is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(partial(keep, layer)))
+        yield
 
 
 def head_masks(gates: Gates, block: int) -> list[HeadMask]:

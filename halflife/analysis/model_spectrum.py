@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.decays import LayerDecays, measure_decays
+from halflife.analysis.readable import Progress, Readable, ignore
 from halflife.analysis.records import Record
 from halflife.analysis.spectrum import effective_modes, layer_decays, timescales
 from halflife.decay import PoST
-from halflife.models import LanguageModel
 from halflife.theory import approximation
 
 MULTIPLES = (1, 4, 16)  # of the training length T, the positions of base spectra besides 1
@@ -97,22 +97,23 @@ class ModelSpectrum(Record):
 
 
 def model_spectrum(
-    model: LanguageModel, ids: Tensor | None = None, positions: Sequence[int] | None = None
+    model: Readable, ids: Tensor | None = None, positions: Sequence[int] | None = None, progress: Progress = ignore
 ) -> ModelSpectrum:
     """Return the base spectrum of every layer with a decay and, given a text, the spectrum on the text.
 
     Args:
-        model: any language model.
+        model: any language model, also one of transformers.
         ids: a text `[B, T]`, see `measure_decays`. None gives base spectra alone.
         positions: positions of base spectra, from 1. None means `standard_positions` of the training length that PoST
             knows, or of the text's length.
+        progress: see `measure_decays`.
 
     Raises:
         ValueError: see `measure_decays`.
     """
     if positions is None:
         positions = standard_positions(post_length(model) or (None if ids is None else ids.shape[1]))
-    on_text = {row.layer: row for row in ([] if ids is None else measure_decays(model, ids))}
+    on_text = {row.layer: row for row in ([] if ids is None else measure_decays(model, ids, progress))}
     layers = []
     for base, (layer, decay) in zip(timescales(model, positions), layer_decays(model), strict=True):
         spectra = {at: spectrum_at(torch.tensor(scales), int(at)) for at, scales in base.timescales.items()}
@@ -137,7 +138,7 @@ def training_position(positions: Sequence[int]) -> int:
     return positions[:2][-1]
 
 
-def post_length(model: LanguageModel) -> int | None:
+def post_length(model: Readable) -> int | None:
     """Return the training length that the model's PoST was given, or None without PoST."""
     return next((decay.train_length for _, decay in layer_decays(model) if isinstance(decay, PoST)), None)
 

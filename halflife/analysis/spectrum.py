@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.analysis.foreign.mixer_decay import MixerDecay
+from halflife.analysis.readable import Readable
 from halflife.analysis.records import Record
 from halflife.decay import Decay
-from halflife.models import LanguageModel
 from halflife.theory.spectra import coherence
 
 
-def layer_decays(model: LanguageModel) -> list[tuple[int, Decay]]:
+def layer_decays(model: Readable) -> list[tuple[int, Decay | MixerDecay]]:
     """Return (layer, decay) for every layer whose mixer has a decay."""
     decays = ((i, getattr(block.mixer, "decay", None)) for i, block in enumerate(model.blocks))
     return [(i, decay) for i, decay in decays if decay is not None]
 
 
-def granularity(model: LanguageModel) -> str:
+def granularity(model: Readable) -> str:
     """Say what a channel of this model's decay is: "heads", "key channels", or "none" without a decay."""
     names = {decay.granularity for _, decay in layer_decays(model)}
     return {"scalar": "heads", "vector": "key channels"}[names.pop()] if names else "none"
@@ -41,13 +42,13 @@ class LayerTimescales(Record):
 
 
 @torch.no_grad()
-def timescales(model: LanguageModel, positions: Iterable[int]) -> list[LayerTimescales]:
+def timescales(model: Readable, positions: Iterable[int]) -> list[LayerTimescales]:
     """Return each layer's base time-scales: the tokens in which a channel decays by 1/e if the layer's input is 0.
 
     The activation of the decay is then 0, or the bias of the decay's projection if it has one (GLA).
 
     Args:
-        model: any language model.
+        model: any language model, also one of transformers.
         positions: token positions, from 1. Only position-adaptive decays differ between positions.
 
     Returns:
@@ -60,9 +61,9 @@ def timescales(model: LanguageModel, positions: Iterable[int]) -> list[LayerTime
     ]
 
 
-def _at_zero_input(mixer: Any, decay: Decay, position: int) -> list[float]:
+def _at_zero_input(mixer: Any, decay: Decay | MixerDecay, position: int) -> list[float]:
     projection = getattr(mixer, "decay_proj", None)
-    if projection is None or projection.up.bias is None or decay.stateful:
+    if projection is None or projection.up.bias is None or isinstance(decay, MixerDecay) or decay.stateful:
         return decay.timescales(position).flatten().tolist()
     bias = projection.up.bias.view(1, 1, *decay.shape)
     return (-1 / decay(bias, position=bias.new_tensor([position], dtype=torch.float32))).flatten().tolist()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from halflife.analysis.capture import ska_layers
+from halflife.analysis.foreign.load import has_mixers, is_hub_name, is_known, load_foreign
 from halflife.analysis.model_spectrum import LayerSpectrum, model_spectrum, post_length, standard_positions
 from halflife.analysis.operators import LayerOperators, measure_operators
+from halflife.analysis.readable import Progress, Readable, TextIds, ignore, layer_kinds
 from halflife.analysis.records import Record
 from halflife.analysis.spectrum import granularity, layer_decays
-from halflife.data.tokenizers import check_ids, pieces, read_ids
-from halflife.files import RUN_JSON, read_json_object
-from halflife.models.load import checkpoints, load_any
+from halflife.data.tokenizers import check_ids
+from halflife.files import CONFIG_JSON, RUN_JSON, read_json_object
+from halflife.models import LanguageModel
+from halflife.models.checkpoint import is_ours
+from halflife.models.load import checkpoints, convertible, load_any
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class ModelMeasurement(Record):
         positions: the positions of the base spectra.
         layers: the spectra of its layers. It is empty for a model without a decay.
         operators: the operators of its SKA layers. It is empty without a text.
+        mixers: what mixes the tokens of each of its layers, such as "Gated DeltaNet" or "softmax attention".
     """
 
     model: str
@@ -40,6 +45,7 @@ class ModelMeasurement(Record):
     positions: list[int]
     layers: list[LayerSpectrum]
     operators: list[LayerOperators]
+    mixers: list[str]
 
 
 @dataclass(frozen=True)
@@ -75,60 +81,105 @@ def measure_models(
     """Measure every model below the folders, from its weights and, if there is a text, while it reads the text.
 
     Args:
-        folders: checkpoints, or runs with checkpoints below them.
+        folders: checkpoints, runs with checkpoints below them, or names of models on the hub.
         text: files, gzip or plain, which are read one after the other. Without files, only base spectra are measured.
         length: the length of a sequence that is read, in tokens.
         sequences: the number of sequences, evenly spread over the text.
         train_length: T of the positions 1, T, 4T and 16T. None means the length in the model's `run.json` or PoST, or
             else the length that is read.
-        tokenizer: the name or folder of a tokenizer of transformers. None reads bytes.
+        tokenizer: the name or folder of a tokenizer of transformers. None takes the tokenizer that a model of
+            transformers has in its folder, and reads bytes for all others.
         device: where the models run.
         show: whether to draw a progress bar.
 
     Raises:
         FileNotFoundError: if a folder has no checkpoint, or a file is missing.
+        ConnectionError: if the hub cannot be reached.
         ValueError: if a checkpoint or a text is damaged, if a vocabulary does not fit, or if no model has a decay or an
             operator to show.
     """
-    from rich.console import Console
-    from rich.progress import track
-
     if train_length is not None and train_length < 1:
         raise ValueError(f"a training length has at least 1 token; got {train_length}")
-    folder_of = checkpoints(folders)
-    ids = pieces(read_ids(text, tokenizer), length, sequences) if text else None
+    source = TextIds(text, tokenizer, length, sequences)
+    folder_of = find_models(folders)
     models = []
-    console = Console(stderr=True)
-    hidden = not (show and console.is_terminal)
-    for label, folder in track(folder_of.items(), "reading", console=console, transient=True, disable=hidden):
-        models.append(_measure(label, folder, ids, tokenizer, train_length, device))
+    for label, folder, progress in _shown(folder_of, show):
+        models.append(_measure(label, folder, source, train_length, device, progress))
     if not any(model.layers or model.operators for model in models):
         raise ValueError(f"there is no decay to show: {', '.join(folder_of)} without one")
     return ModelMeasurements(
-        text=[str(file) for file in text], tokenizer=tokenizer, length=None if ids is None else ids.shape[1],
-        sequences=0 if ids is None else len(ids), models=models,
+        text=[str(file) for file in text], tokenizer=tokenizer, length=source.longest,
+        sequences=source.most, models=models,
     )  # fmt: skip
+
+
+def find_models(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the models in and below the folders, and those of the hub, as a mapping from label to folder or name.
+
+    Raises:
+        FileNotFoundError, ValueError: see `checkpoints`.
+    """
+    hub = [folder for folder in folders if is_hub_name(folder)]
+    here = [folder for folder in folders if folder not in hub]
+    found = checkpoints(here, lambda kind: convertible(kind) or has_mixers(kind)) if here or not hub else {}
+    return found | {str(name): name for name in hub}
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder, or a name on the hub, is a model of transformers that is read in place."""
+    if is_hub_name(folder):
+        return True
+    config = read_json_object(folder / CONFIG_JSON)
+    return not is_ours(config) and is_known(str(config.get("model_type")))
+
+
+def load_readable(folder: Path, device: torch.device | str = "cpu") -> Readable:
+    """Load a model that the analyses can read: ours, one of transformers in place, or another one that is converted.
+
+    Raises:
+        FileNotFoundError, ValueError, ConnectionError: see `load_any` and `load_foreign`.
+    """
+    return load_foreign(folder, device) if is_foreign(folder) else load_any(folder, device)
+
+
+def _shown(folder_of: dict[str, Path], show: bool) -> Iterator[tuple[str, Path, Progress]]:
+    """Yield each model with a function that shows how many tokens it has read."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    count = TextColumn("{task.completed:,} tokens")
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bars:
+        for number, (label, folder) in enumerate(folder_of.items(), 1):
+            task = bars.add_task(f"{label} ({number} of {len(folder_of)})", total=None)
+            yield label, folder, partial(bars.advance, task)
+            bars.remove_task(task)
 
 
 def _measure(
     label: str,
     folder: Path,
-    ids: Tensor | None,
-    tokenizer: str | None,
+    text: TextIds,
     train_length: int | None,
     device: torch.device | str,
+    progress: Progress = ignore,
 ) -> ModelMeasurement:
     """Load one model and run all analyses, each of which reads the text by itself."""
-    model = load_any(folder, device)
+    model = load_readable(folder, device)
+    ids, tokenizer = text.ids_for(model, folder)
     if ids is not None and (layer_decays(model) or ska_layers(model)):
         check_ids(model.config, ids, tokenizer)
     train_length = train_length or _train_length(folder) or post_length(model)
     positions = None if train_length is None else standard_positions(train_length)
-    operators = [] if ids is None or not ska_layers(model) else measure_operators(model, ids)
-    spectrum = model_spectrum(model, ids if layer_decays(model) else None, positions)
+    operators: list[LayerOperators] = []
+    if ids is not None and isinstance(model, LanguageModel) and ska_layers(model):
+        operators = measure_operators(model, ids)
+    spectrum = model_spectrum(model, ids if layer_decays(model) else None, positions, progress)
     return ModelMeasurement(
         model=label, checkpoint=str(folder), channels=granularity(model), train_length=train_length,
-        positions=spectrum.positions, layers=spectrum.layers, operators=operators,
+        positions=spectrum.positions, layers=spectrum.layers, operators=operators, mixers=layer_kinds(model),
     )  # fmt: skip
 
 

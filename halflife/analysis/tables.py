@@ -12,7 +12,15 @@ from halflife.analysis.decays import QUANTILES
 from halflife.analysis.model_spectrum import training_position
 from halflife.files import DECAYS_JSON, write_json, write_text
 
-SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "layers")  # fields of a model in decays.json
+SAVED = (
+    "model",
+    "checkpoint",
+    "channels",
+    "train_length",
+    "positions",
+    "mixers",
+    "layers",
+)  # fields of a model in decays.json
 COLUMNS = (
     "model", "layer", "state", "mean", *QUANTILES, "half_life", "slowest_half_life", "erased", "horizon", "position",
     "fastest", "slowest", "modes", "too_slow", "too_fast",
@@ -29,7 +37,7 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     Returns:
         The two files.
     """
-    models = [{key: model[key] for key in SAVED} for model in result["models"]]
+    models = [{key: model[key] for key in SAVED if key in model} for model in result["models"]]
     table = StringIO()
     writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

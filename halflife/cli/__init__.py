@@ -54,7 +54,7 @@ _PAGE = (*_FIGURES, "jinja2")
 # Packages that a command always needs. Without this table it would miss them after minutes of work.
 NEEDS = {
     "compare": (*_TRAINING, *_PAGE), "train": (*_TRAINING, *_PAGE), "figures": _PAGE, "eval": _FIGURES,
-    "spectrum": _FIGURES, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
+    "spectrum": _PAGE, "memory": _FIGURES, "mask": _FIGURES, "forecast": _FIGURES, "theory": _FIGURES,
     "throughput": _FIGURES, "serve": ("fastapi", "uvicorn"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
 }  # fmt: skip

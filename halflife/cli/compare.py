@@ -189,7 +189,7 @@ class Compare:
             folder = self._create()
         say(f"writing to {folder}")
         if not self.quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, self.micro_batch_size)):
-            say(describe_trial(trial))
+            say(describe_trial(trial, here=self.on in ("local", "ray")))
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
         with resumable(command, folder / CONFIG_JSON):

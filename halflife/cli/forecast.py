@@ -17,13 +17,19 @@ class Forecast:
     at the rate at which it fades in the first T tokens, and as the lag at which a pair's energy falls below the state's
     noise. Writes forecast.json, forecast.md and a figure.
 
+    Models of transformers are asked for pairs of MQAR over their own vocabulary. Their states are split and aged while
+    hooks watch each mixer. This needs Gated DeltaNet, Kimi delta attention or Mamba-2 in every layer. Beside softmax
+    attention there is no forecast, because its cache forgets nothing.
+
     examples:
       halflife forecast runs/20260101-120000-mqar-smoke
       halflife forecast runs/a runs/b --longest 32 --output forecast
+      halflife forecast mamba2-130m-hf --pairs 16 --length 256 --longest 16
     """
 
     folders: Positional[tuple[Path, ...]]
-    """Runs of `halflife compare`. All checkpoints below a folder are read."""
+    """Runs of `halflife compare`, models of transformers, or their names on the hub. All checkpoints below a folder are
+    read."""
     longest: int = 128
     """Longest lag that is measured, in training lengths."""
     window: int = 1
@@ -32,8 +38,12 @@ class Forecast:
     """Number of sequences. Each is asked for all of its pairs at every lag."""
     seed: int = 0
     """Seed of these sequences."""
+    pairs: int = 8
+    """Pairs to remember, for models of transformers."""
+    length: int = 512
+    """Tokens in the place of the training length T, for models of transformers."""
     output: Path | None = None
-    """Folder for the results. Default: forecast/ in the first folder."""
+    """Folder for the results. Default: forecast/ in the first folder, or forecast-<owner>--<name>/ for the hub."""
     device: str | None = None
     """Device of the models. Default: the GPU if there is one, else the CPU."""
     quiet: bool = False
@@ -43,6 +53,7 @@ class Forecast:
         import torch
 
         from halflife.analysis.forecast_survey import measure_forecasts
+        from halflife.cli.spectrum import default_output
         from halflife.report.figures.forecast import forecasts
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.tables.forecast import print_forecasts, write_forecasts
@@ -54,9 +65,10 @@ class Forecast:
             )
         result = measure_forecasts(
             self.folders, longest=self.longest, window=self.window, examples=self.examples, seed=self.seed,
+            pairs=self.pairs, length=self.length,
             show=not self.quiet, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         ).to_dict()  # fmt: skip
-        output = self.output or self.folders[0] / "forecast"
+        output = self.output or default_output(self.folders[0], "forecast")
         files = [*write_forecasts(result, output), *save(forecasts(result), output, "forecast")]
         print_forecasts(result)
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -10,7 +10,8 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Mask:
-    """Show the decay masks of trained models with one decay a head, with or without GateRank.
+    """Show the decay masks of trained models with one decay a head, with one state, GateRank, a cascade or log-linear
+    attention.
 
     The table has a row for each head: resets in a sequence, mean tokens between resets, half-lives at the mean
     log-decay, and the rank of the mask's blocks below the diagonal. The picture shows Γ, Λ and their product for one

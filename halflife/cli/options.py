@@ -63,8 +63,9 @@ def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     located = dict(written)
     for name, key in places.items():
         if isinstance(part := written.get(name), Mapping) and key in part:
-            paths = absolute_paths({"sources": part[key], "files": part.get("files", [])}, folder)
-            located[name] = {**part, key: paths["sources"]}
+            tokenizer = {"tokenizer": part["tokenizer"]} if "tokenizer" in part else {}
+            paths = absolute_paths({"sources": part[key], **tokenizer}, folder)
+            located[name] = {**part, key: paths.pop("sources"), **paths}
     return located
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +19,23 @@ class Spectrum:
     gives the decay λ of every token, and the horizon: the lag at which 1/e of what a token wrote is left. For layers of
     spectral Koopman attention it also gives the eigenvalues of their operators and what the power filter keeps.
 
-    Writes decays.json, decays.csv, spectrum*.png, and with a text decays.png and koopman.*.
+    Models of transformers are read in place, and nothing is converted: Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo
+    Hybrid), Kimi delta attention, Mamba-2 (also in Falcon-H1, Bamba, Granite, Nemotron-H, Zamba2), lightning attention
+    (MiniMax), RG-LRU (RecurrentGemma) and RWKV-4. Their other layers are listed. The weights must be safetensors, and
+    code that comes with a model is not run.
+
+    Writes report.html, decays.json, decays.csv, spectrum*.png, and with a text decays.png and koopman.*.
 
     examples:
       halflife spectrum runs/20260101-120000-mqar-smoke --text tinyshakespeare.txt
       halflife spectrum my-checkpoint another --text book.txt.gz --length 4096 --heads --output decays
       halflife spectrum mamba2-130m-hf --train-length 2048
+      halflife spectrum Qwen/Qwen3.5-0.8B --text book.txt --length 4096 --sequences 1
     """
 
     folders: Positional[tuple[Path, ...]]
-    """Checkpoints (ours, Mamba-2 of transformers, GLA, Gated DeltaNet or RWKV-7 of fla), or runs that contain some."""
+    """Checkpoints (ours, those of transformers, GLA, Gated DeltaNet or RWKV-7 of fla), runs that contain some, or names
+    of models on the hub, owner/name or owner/name@revision."""
     text: tuple[Path, ...] = ()
     """Files that the models read, one after the other. A file that ends in .gz is unpacked."""
     length: int = 2048
@@ -36,11 +45,12 @@ class Spectrum:
     train_length: int | None = None
     """Training length T, for models whose run or PoST does not name it. Default: the length that is read."""
     tokenizer: str | None = None
-    """Name or folder of a tokenizer of transformers. Default: bytes, for models with 256 tokens."""
+    """Name or folder of a tokenizer of transformers. Default: the one beside a model of transformers, or bytes for
+    models with 256 tokens."""
     heads: bool = False
     """Print a table of all heads as well."""
     output: Path | None = None
-    """Folder for the results. Default: spectrum/ in the first folder."""
+    """Folder for the results. Default: spectrum/ in the first folder, or spectrum-<owner>--<name>/ for the hub."""
     device: str | None = None
     """Device of the models. Default: the GPU if there is one, else the CPU."""
     quiet: bool = False
@@ -56,6 +66,7 @@ class Spectrum:
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.operators import operators
         from halflife.report.figures.spectrum import spectrum_figures
+        from halflife.report.page.model_spectrum import write_spectrum_page
         from halflife.report.tables.operators import operators_of, print_operators
         from halflife.report.tables.operators import write_tables as write_operators
         from halflife.report.tables.spectrum import print_all
@@ -65,7 +76,7 @@ class Spectrum:
             tokenizer=self.tokenizer, show=not self.quiet,
             device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         ).to_dict()  # fmt: skip
-        output = self.output or self.folders[0] / "spectrum"
+        output = self.output or default_output(self.folders[0], "spectrum")
         print_all(result, heads=self.heads)
         files = write_tables(result, output)
         if self.text:
@@ -76,4 +87,11 @@ class Spectrum:
         if with_ska["models"]:
             print_operators(with_ska)
             files += [*write_operators(with_ska, output), *save(operators(with_ska), output, "koopman")]
+        if any(model["layers"] for model in result["models"]):
+            files.append(write_spectrum_page(result, output, shlex.join(["halflife", *sys.argv[1:]])))
         print(f"written to {output}: {', '.join(file.name for file in files)}")
+
+
+def default_output(first: Path, name: str) -> Path:
+    """Return the folder for results about models: one in the first model's folder, or in this one for the hub."""
+    return first / name if first.exists() else Path(f"{name}-{str(first).replace('/', '--')}")

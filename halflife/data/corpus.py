@@ -23,6 +23,7 @@ from halflife.data.cache import cache_folder
 from halflife.data.documents import PYTHON, find, is_name
 from halflife.data.hub import HubSource, commit_of
 from halflife.data.mixture import PERIOD, MixedBatches, MixedFiles, shares
+from halflife.data.paths import absolute_tokenizer
 from halflife.data.progress import byte_progress, token_progress
 from halflife.data.splits import SplitSettings
 from halflife.data.stream import Stream
@@ -89,7 +90,7 @@ class CorpusConfig:
         cache = None if self.cache_dir is None else str(Path(self.cache_dir).absolute())
         lists = {"sources": sources, "fractions": list(self.fractions), "weights": list(self.weights)}
         lists["files"] = [list(own) for own in self.files]
-        return {**asdict(self), **lists, "cache_dir": cache}
+        return {**asdict(self), **lists, "tokenizer": absolute_tokenizer(self.tokenizer), "cache_dir": cache}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CorpusConfig:

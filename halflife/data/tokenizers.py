@@ -18,7 +18,6 @@ from torch import Tensor
 
 from halflife.data.byte_tokenizer import ByteTokenizer, Ids
 from halflife.files import read_bytes
-from halflife.models import ModelConfig
 
 BYTES = 256  # vocabulary size of a model of bytes
 OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
@@ -260,7 +259,22 @@ def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
     return ids[starts.unsqueeze(1) + torch.arange(length)].long()
 
 
-def check_ids(config: ModelConfig, ids: Tensor, tokenizer: str | None) -> None:
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """The part of a model's configuration that says which ids it reads."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids."""
+        ...
+
+
+def check_ids(config: HasVocabulary, ids: Tensor, tokenizer: str | None) -> None:
     """Check that a model can read these ids.
 
     Raises:

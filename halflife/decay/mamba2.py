@@ -27,17 +27,27 @@ class Mamba2Decay(SpectralDecay):
         step_bias: "trained"; "frozen", which does not train Δ, as PoST's text and released code have it; or "random",
             which draws Δ under PoST as without it, as PoST's released Gated DeltaNet does, and trains it. None means
             "trained", and "random" for `mamba2_headwise`.
-        rate_start: initial e^A: "uniform_1_16"; "uniform_0_16" (fla's Gated DeltaNet); or "s4d_real", which is k + 1
-            in channel k = 0, 1, … (PoST, Table 7).
+        rate_start: initial e^A: "uniform_1_16"; "uniform_0_16" (fla's Gated DeltaNet); "s4d_real", which is k + 1 in
+            channel k = 0, 1, … (PoST, Table 7); or "geometric", with which the rates at zero activation are geometric
+            from 1/T to 1, and softplus(Δ) is 0.05, as PoST starts. These rates are free: they are neither sorted nor
+            stretched.
+        train_length: T of "geometric".
     """
 
     has_rate, has_step_bias = True, True
     POST_STEP = 0.05
     STEP_BIASES = ("trained", "frozen", "random")
     default_step_bias = "trained"
-    RATE_STARTS = ("uniform_1_16", "uniform_0_16", "s4d_real")
+    RATE_STARTS = ("uniform_1_16", "uniform_0_16", "s4d_real", "geometric")
 
-    def __init__(self, *, step_bias: str | None = None, rate_start: str = "uniform_1_16", **sizes) -> None:
+    def __init__(
+        self,
+        *,
+        step_bias: str | None = None,
+        rate_start: str = "uniform_1_16",
+        train_length: int | None = None,
+        **sizes,
+    ) -> None:
         super().__init__(**sizes)
         step_bias = step_bias or self.default_step_bias
         for kind, value, choices in (
@@ -49,7 +59,13 @@ class Mamba2Decay(SpectralDecay):
             raise ValueError(f"step_bias is an option of the bias Δ, and {type(self).__name__} has none")
         if rate_start != "uniform_1_16" and not self.has_rate:
             raise ValueError(f"rate_start is an option of the rates A, and {type(self).__name__} has none")
+        if (rate_start == "geometric") != (train_length is not None):
+            raise ValueError(
+                f"rate_start 'geometric' needs train_length, and no other start has it; got {rate_start!r} and "
+                f"{train_length}"
+            )
         self.under_post, self.step_bias, self.rate_start = False, step_bias, rate_start
+        self.train_length = train_length
         self.A_log = nn.Parameter(torch.empty(self.base_shape)) if self.has_rate else None
         if step_bias == "frozen":
             self.register_buffer("dt_bias", torch.empty(self.shape))
@@ -63,11 +79,15 @@ class Mamba2Decay(SpectralDecay):
             self.A_log.copy_(self._initial_rates(self.A_log).log())
         if self.dt_bias is not None:
             step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
-            fixed = self.under_post and self.step_bias != "random"
+            fixed = (self.under_post or self.rate_start == "geometric") and self.step_bias != "random"
             self.dt_bias.copy_(inverse_softplus(step.fill_(self.POST_STEP) if fixed else step))
 
     def _initial_rates(self, like: Tensor) -> Tensor:
         """Draw the initial e^A, in the shape of `like`."""
+        if self.train_length is not None:
+            slowest = -math.log(self.train_length)
+            log_rates = torch.linspace(slowest, 0, like.numel(), device=like.device, dtype=like.dtype)
+            return (log_rates - self.rate_offset()).exp().view(like.shape)
         if self.rate_start == "s4d_real":
             return torch.arange(1, like.shape[-1] + 1, device=like.device, dtype=like.dtype).expand(like.shape)
         low = 1 if self.rate_start == "uniform_1_16" else 0

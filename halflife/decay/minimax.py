@@ -29,6 +29,8 @@ MANY = 64  # more channels than this make no difference in float64
 START = (0.5, 4.0)  # end points (slowest · T, fastest) at which the search for the best ones starts
 FEW = 8  # up to this number of channels there are other local minima, some of them far away at large T
 FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (1024.0, 0.5))  # further starts for few channels
+MOVING_STARTS = ((0.05, 1.0), (0.05, 4.0))  # the same for channels that PoST stretches
+SMALL = 1e-6  # the search for their end points does not distinguish errors below this
 LAWSON_STEPS = 8  # enough to bring the peaks near their places; later steps converge slowly
 REFINEMENTS = 5  # largest number of grids
 FASTEST = 700  # largest rate; e^{−r} is 0 beyond it
@@ -214,7 +216,7 @@ _FOUND: dict[str, list[float]] = {}
 
 def best_endpoints(
     channels: int, length: float, beta: float = 0.5, *,
-    fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None,
+    fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None, moving: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
     """Find the slowest and the fastest of the geometric rates that approximate t^{−β} best.
 
@@ -228,26 +230,48 @@ def best_endpoints(
         channels, length, beta, continuous: N, T, β and the norm, as in `fit`.
         fastest: upper limit of the rates, for decays whose rates are bounded.
         cache: JSON file in which results are stored, or None. Results also stay in memory.
+        moving: whether the rates are those at T of channels that PoST stretches, whose error is `moving_error`.
     """
-
     channels = min(channels, MANY)
 
     def error(x: Sequence[float]) -> float:
         rates = geometric_rates(channels, length, math.exp(x[0]) / length, math.exp(min(x[1], math.log(fastest))))
+        if moving:
+            return max(moving_error(rates, int(length), beta), SMALL) if rates[0] <= rates[-1] else math.inf
         return max(minimax_error(rates, length, beta, continuous=continuous), MEASURABLE)
 
     limit = "" if fastest == FASTEST else f" fastest={fastest:g}"
     key = f"geometric N={channels} T={length:g} beta={beta:g} {'interval' if continuous else 'integers'}{limit}"
+    key += " moving" if moving else ""
 
     def find() -> list[float]:
-        ends = [START, *(FAR if channels <= FEW else ())]
+        ends = MOVING_STARTS if moving else [START, *(FAR if channels <= FEW else ())]
         starts = [[math.log(a), math.log(min(b, fastest))] for a, b in ends if a / length <= min(b, fastest)]
-        if error(starts[0]) <= MEASURABLE:
+        if error(starts[0]) <= (SMALL if moving else MEASURABLE):
             return starts[0]
         return min((descend(error, start) for start in starts), key=error)
 
     low, high = remembered(key, find, cache)
     return math.exp(low) / length, min(math.exp(high), fastest)
+
+
+def moving_error(rates: Float[Tensor, " N"], length: int, beta: float) -> float:
+    """Compute the minimax error at position T of channels that PoST stretches with the position.
+
+    The response to the input of s tokens ago is `exp(−r_k Σ_{j = T−s+1}^T (j/T)^{−α_k})` with the gate of each position
+    j, and α_k falls from 1 to 0. With another t_ref the same channels have the base rates `r_k (T/t_ref)^{α_k}`, which
+    are geometric too.
+
+    Args:
+        rates: r_k at position T, ascending.
+        length, beta: T and β.
+    """
+    tapers = torch.linspace(1, 0, len(rates), dtype=torch.float64)
+    steps = torch.arange(length, 0, -1, dtype=torch.float64) / length
+    passed = (rates * steps.unsqueeze(-1) ** -tapers).cumsum(0)  # [T, N], after 1, 2, … tokens
+    lags = _grid(length - 1, continuous=False)
+    columns, target = torch.exp(passed[0] - passed[lags.long() - 1]), lags**-beta  # 1 at the first lag
+    return float((target - columns @ best_weights(columns, target)[0]).abs().max())
 
 
 def remembered(key: str, find: Callable[[], list[float]], cache: Path | None) -> list[float]:

@@ -40,8 +40,9 @@ class PoST(Decay):
         reference_length: t_ref, the position at which the spectrum is the base spectrum.
         endpoints: slowest and fastest base rate, in units of 1/T and of the strategy's `fastest_rate`; the paper has
             (1, 1). "optimal" takes those of the geometric spectrum that approximates t^{−β} best (`decay.minimax`),
-            about (0.5, 4). For a decay with bounded rates the fastest is then at most `fastest_rate`.
-        beta: exponent β of "optimal".
+            about (0.5, 4). For a decay with bounded rates the fastest is then at most `fastest_rate`. "moving" takes
+            the best ones at position T for rates that stretch, whose gates differ from token to token.
+        beta: exponent β of "optimal" and "moving".
         rate_range: the smallest and the largest initial e^p, in place of `endpoints`. PoST's released Gated DeltaNet
             has (1, T), and its released GLA (1, 16).
         learning_rate_factor: factor on the learning rate of θ and δ (see `models.param_groups`). PoST's released RWKV-7
@@ -77,7 +78,9 @@ class PoST(Decay):
             raise ValueError("reference_length and last_position have no meaning without stretch; leave them out")
         if learning_rate_factor <= 0:
             raise ValueError(f"learning_rate_factor must be positive; got {learning_rate_factor}")
-        ends = _check_range(decay, rate_range, endpoints) or _endpoint_rates(decay, train_length, endpoints, beta)
+        ends = _check_range(decay, rate_range, endpoints) or _endpoint_rates(
+            decay, train_length, endpoints, beta, reference_length if stretch else None
+        )
         if not 0 < ends[0] <= ends[1]:
             raise ValueError(
                 f"endpoints and rate_range must give base rates 0 < slowest ≤ fastest; got {ends[0]} and {ends[1]}"
@@ -206,12 +209,17 @@ def _check_range(
 
 
 def _endpoint_rates(
-    decay: SpectralDecay, train_length: int, endpoints: Sequence[float] | str, beta: float
-) -> tuple[float, float]:
-    """The slowest and the fastest base rate."""
-    if endpoints == "optimal":
+    decay: SpectralDecay, train_length: int, endpoints: Sequence[float] | str, beta: float,
+    reference_length: float | None,
+) -> tuple[float, float]:  # fmt: skip
+    """The slowest and the fastest base rate; a static spectrum has no reference length."""
+    if endpoints == "moving" and reference_length is None:
+        raise ValueError('endpoints "moving" are for rates that stretch; take "optimal" without stretch')
+    if endpoints in ("optimal", "moving"):
         fastest = decay.fastest_rate if decay.bounded else FASTEST
-        return best_endpoints(math.prod(decay.base_shape), train_length, beta, fastest=fastest)
+        channels, moving = math.prod(decay.base_shape), endpoints == "moving"
+        slow, fast = best_endpoints(channels, train_length, beta, fastest=fastest, moving=moving)
+        return (slow * train_length / reference_length if moving and reference_length else slow), fast
     if isinstance(endpoints, str) or len(endpoints) != 2:
-        raise ValueError(f'endpoints are two numbers or "optimal"; got {endpoints!r}')
+        raise ValueError(f'endpoints are two numbers, "optimal" or "moving"; got {endpoints!r}')
     return endpoints[0] / train_length, endpoints[1] * decay.fastest_rate

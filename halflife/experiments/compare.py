@@ -146,9 +146,10 @@ def create_comparison(
 
 
 def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Settings whose paths of texts, if there are some, `relative_paths` or `absolute_paths` has changed."""
-    text = {"text": change({"sources": settings["text"]}, folder)["sources"]} if "text" in settings else {}
-    return {**settings, **text}
+    """Settings whose paths of texts and tokenizer, if there are some, `relative_paths` or `absolute_paths` changed."""
+    names = {name: key for name, key in (("text", "sources"), ("tokenizer", "tokenizer")) if name in settings}
+    changed = change({key: settings[name] for name, key in names.items()}, folder)
+    return {**settings, **{name: changed[key] for name, key in names.items()}}
 
 
 def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from halflife.data.corpus import Corpus
+from halflife.data.paths import absolute_paths
 from halflife.experiments.base import EXPERIMENTS
 from halflife.experiments.decay_findings import finding_sentences, losses_and_findings
+from halflife.experiments.evidence import decay_regression
 from halflife.experiments.language_models import base as language
 from halflife.experiments.language_models.base import LanguageExperiment, LanguageSettings, describe, results_by_seed
 from halflife.files import CONFIG_JSON, read_json
@@ -174,7 +177,13 @@ class DecayDesign(LanguageExperiment):
         settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
         papers = {name: variant.paper for name, variant in VARIANTS.items()}
         papers |= {f"{name}:released": VARIANTS[name].paper for name in VARIANTS if _differs(name)}
-        return losses_and_findings(results_by_seed(rows), papers, describe(settings))
+        found = losses_and_findings(results_by_seed(rows), papers, describe(settings))
+        text = tuple(absolute_paths({"sources": settings.text}, folder)["sources"])
+        read = dataclasses.replace(settings, text=text)
+        predicted = decay_regression.report(
+            folder, rows, lambda cell: self.configure(read, cell), lambda: Corpus.open(read.corpus(), show=False)
+        )
+        return f"{found}\n{predicted}" if predicted else found
 
 
 DecayDesign.groups["released"] = tuple(f"{name}:released" for name in VARIANTS if _differs(name))

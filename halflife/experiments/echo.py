@@ -146,6 +146,12 @@ class EchoMQARSettings(MQARSettings):
     ska_chunk: int = 2
 
 
+def with_ska(config: ModelConfig, name: str, settings: EchoMQARSettings, options: dict[str, Any]) -> ModelConfig:
+    """The hybrid `config` with SKA layers of the sizes of the settings and of further options."""
+    own = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk, **options}
+    return dataclasses.replace(config, name=name, hybrid={**config.hybrid, "options": own})
+
+
 MQAR = EchoMQARSettings(
     hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=64, pairs=(4, 8, 16, 16), steps=800,
     batch_size=32, length_factors=(1, 2, 4), test_examples=512, chunk_size=16,
@@ -227,8 +233,7 @@ class EchoMQAR(MQARExperiment):
         config = mqar_model(base, settings)
         if config.hybrid.get("mixer") != "ska":
             return config
-        own = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk, **options}
-        return dataclasses.replace(config, name=name, hybrid={**config.hybrid, "options": own})
+        return with_ska(config, name, settings, options)
 
     def _equal_state(self, settings: EchoMQARSettings) -> ModelConfig:
         """Mamba-2 with the smallest d_state at which its state is at least as large as that of the model with SKA."""

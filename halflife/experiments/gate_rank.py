@@ -13,36 +13,43 @@ from halflife.experiments.mqar import SMOKE as MQAR_SMOKE
 from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.experiments.recall import RecallExperiment, RecallSettings
 from halflife.models import ModelConfig
+from halflife.models.presets.presets import merge
 from halflife.registry import unknown
 from halflife.report.markdown import Rows
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import build
 
-# Variant → options of the mixers; `preset:variant` names a model.
+# Variant → options of the mixers; `preset:variant` names a model, and `preset:neg-closed` has two variants.
 VARIANTS: dict[str, dict[str, Any]] = {
     "neg": {"allow_neg_eigval": True},
     "reset50": {"gate_rank": {"reset_rate": 0.5}},
     "reset10": {"gate_rank": {"reset_rate": 0.1}},
     "reset2": {"gate_rank": {"reset_rate": 0.02}},
+    "closed": {"gate_rank": {"reset_rate": 1e-6}},  # no reset fires, so the gates get no gradient and stay closed
+    "untrained": {"gate_rank": {"trained": False}},  # resets at random: the second state without a learned gate
 }
 PAIRS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank")
+GATES = tuple(
+    f"{base}+gate_rank{end}" for base in ("mamba2", "gated_deltanet") for end in ("", ":closed", ":untrained")
+)
 
 
 def variant(name: str) -> tuple[str, dict[str, Any]]:
-    """The preset of a name `preset:variant`, and the options of its mixers that the variant changes.
+    """The preset of a name `preset:variant-variant`, and the options of its mixers that the variants change.
 
     Raises:
-        ValueError: an unknown variant (the message lists them), or a reset rate for a preset without GateRank.
+        ValueError: an unknown variant (the message lists them), or options of gates for a preset without GateRank.
     """
     base, _, chosen = name.partition(":")
-    if not chosen:
-        return base, {}
-    if chosen not in VARIANTS:
-        raise unknown("variant", chosen, list(VARIANTS))
-    if chosen.startswith("reset") and "gate_rank" not in base.split("+"):
-        raise ValueError(f"{base} has no slow state, so {chosen!r} cannot set its reset rate")
-    return base, VARIANTS[chosen]
+    options: dict[str, Any] = {}
+    for part in chosen.split("-") if chosen else ():
+        if part not in VARIANTS:
+            raise unknown("variant", part, list(VARIANTS))
+        if "gate_rank" in VARIANTS[part] and "gate_rank" not in base.split("+"):
+            raise ValueError(f"{base} has no slow state, so {part!r} cannot set its gates")
+        options = merge(options, VARIANTS[part])
+    return base, options
 
 
 def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfig:
@@ -81,9 +88,35 @@ PAPER = S5Settings(
 SMALL = dataclasses.replace(PAPER, hidden_size=64, bf16=False, test_examples=512, validation_length=0)
 
 
+DEPTHS = {"d2": 2, "d4": 4}  # parts of a model's name that set its layers
+CURRICULUM = "curriculum"
+STAGES = (8, 4, 2, 1)  # T over the length of each stage of the curriculum
+
+
+def recipe(name: str) -> tuple[str, int | None, bool]:
+    """Take the depth and the curriculum from a name: `mamba2:neg-d4-curriculum` → `mamba2:neg`, 4, True.
+
+    Returns:
+        The name that is left, the layers (None for those of the settings), and whether there is a curriculum.
+
+    Raises:
+        ValueError: the name has two depths.
+    """
+    base, _, chosen = name.partition(":")
+    parts = chosen.split("-") if chosen else []
+    depths = [part for part in parts if part in DEPTHS]
+    if len(depths) > 1:
+        raise ValueError(f"{name} has two depths, {' and '.join(depths)}")
+    left = "-".join(part for part in parts if part not in DEPTHS and part != CURRICULUM)
+    return f"{base}:{left}" if left else base, DEPTHS[depths[0]] if depths else None, CURRICULUM in parts
+
+
 @EXPERIMENTS.add("gate-rank-s5")
 class GateRankS5(Experiment):
     """Words in S5 (GateRank, §4.4 and Figure 4): training at T = 16, tests up to 16 T, by position.
+
+    `preset:neg` has β in (0, 2), `preset:d4` four layers, and `preset:curriculum` trains on words of T/8, T/4, T/2 and
+    T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. The group `learnable` has them.
 
     At the scale "paper", the settings are:
 
@@ -110,6 +143,14 @@ class GateRankS5(Experiment):
     }
     settings = S5Settings
     models: ClassVar = (*PAIRS, "gated_deltanet:neg", "gated_deltanet+gate_rank:neg")
+    groups: ClassVar = {
+        "learnable": tuple(
+            f"{base}:neg{depth}{curriculum}"
+            for base in ("gated_deltanet", "gated_deltanet+gate_rank")
+            for depth in ("", "-d2", "-d4")
+            for curriculum in ("", f"-{CURRICULUM}")
+        )
+    }
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return (1e-2,)
@@ -118,10 +159,12 @@ class GateRankS5(Experiment):
         def task(length: int) -> dict[str, Any]:
             return {"name": "s5", "group": settings.group, "words": settings.words, "length": length}
 
-        words = (task(settings.train_length),)
+        name, depth, curriculum = recipe(cell.model)
+        lengths = [max(1, settings.train_length // part) for part in STAGES] if curriculum else [settings.train_length]
+        sized = dataclasses.replace(settings, num_layers=depth or settings.num_layers)
         return RunConfig(
-            model=self.model(cell.model, settings),
-            stages=(words,),
+            model=dataclasses.replace(self.model(name, sized), name=cell.model),
+            stages=tuple((task(length),) for length in lengths),
             validation=(task(settings.validation_length or settings.train_length),),
             tests=tuple(TestSpec(name=settings.group, task=task(length)) for length in settings.lengths),
             learning_rate=cell.learning_rate,
@@ -140,7 +183,10 @@ class GateRankS5(Experiment):
 
 @EXPERIMENTS.add("gate-rank-mqar")
 class GateRankMQAR(MQARExperiment):
-    """MQAR: each base, the base with GateRank, and the base with twice the rows, whose state is as large."""
+    """MQAR: each base, the base with GateRank, and the base with twice the rows, whose state is as large.
+
+    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
+    """
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -149,6 +195,7 @@ class GateRankMQAR(MQARExperiment):
         "large": MQARExperiment.scales["paper"],
     }
     models: ClassVar = (*PAIRS, "mamba2:double", "gated_deltanet:double")
+    groups: ClassVar = {"gates": GATES}
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         base, _, chosen = name.partition(":")
@@ -174,7 +221,10 @@ NIAH = RecallSettings(
 
 @EXPERIMENTS.add("gate-rank-niah")
 class GateRankNIAH(RecallExperiment):
-    """Needles among decoys (niah:hard) instead of the paper's RULER tests: training at T = 32, tests up to 8 T."""
+    """Needles among decoys (niah:hard) instead of the paper's RULER tests: training at T = 32, tests up to 8 T.
+
+    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
+    """
 
     is_paper: ClassVar = True
     scales: ClassVar = {
@@ -186,6 +236,7 @@ class GateRankNIAH(RecallExperiment):
         ),
     }  # fmt: skip
     models: ClassVar = PAIRS
+    groups: ClassVar = {"gates": GATES}
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         return (1e-3,) if scale == "large" else (1e-2,)

@@ -131,13 +131,14 @@ def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> 
         cells = [{**own, "length": length} for length in lengths]
         if paired:
             cells = [{**cell, "num_pairs": k} for cell in cells for k in pairs]
-        fitting = [cell for cell in cells if _fits(cell)]
+        fitting = [cell for cell in cells if fits(cell)]
         if not fitting:
             build(**cells[-1])  # raises an error that says what does not fit
         yield from fitting
 
 
-def _fits(cell: dict[str, Any]) -> bool:
+def fits(cell: dict[str, Any]) -> bool:
+    """Whether these arguments of `tasks.build` have sizes that fit the task."""
     try:
         build(**cell)
     except ValueError:

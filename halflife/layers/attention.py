@@ -8,8 +8,8 @@ from torch import Tensor
 
 from halflife.layers import packing
 from halflife.layers.init import Linear
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.layers.parts import rotary
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import check_heads, rotary
 from halflife.position import check_pairs
 from halflife.registry import unknown
 

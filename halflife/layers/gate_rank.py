@@ -105,6 +105,8 @@ class GateRank(nn.Module):
         hidden_size, num_heads: those of the mixer.
         reset_rate, conv_size, gates, bias, rate_start: see `SlowGate`.
         reset_law: see `ops.gate_rank`.
+        trained: whether the gate is trained. Without, its parameters stay as they start, and no gradient flows through
+            it into x, which tells the effect of a second state from that of a learned gate.
     """
 
     def __init__(
@@ -118,13 +120,15 @@ class GateRank(nn.Module):
         bias: str = "after",
         rate_start: str = "log_uniform",
         reset_law: str = "mask",
+        trained: bool = True,
     ) -> None:
         super().__init__()
         self.slow_gate = SlowGate(num_heads, reset_rate, conv_size, gates, bias, rate_start)
         # x of unit mean square gives f of unit variance
         self.proj = UniformLinear(hidden_size, self.slow_gate.num_gates, gain=math.sqrt(3))
         check_reset_law(reset_law, delta=False)
-        self.reset_law = reset_law
+        self.reset_law, self.trained = reset_law, trained
+        self.requires_grad_(trained)
         self.counts: Tensor | None = None  # sums since the last call of `statistics`
 
     def forward(
@@ -136,7 +140,8 @@ class GateRank(nn.Module):
         Returns:
             `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
         """
-        g_slow, conv = self.slow_gate(self.proj(x), state.get("slow_conv"), cu_seqlens)
+        f = self.proj(x if self.trained else x.detach())
+        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), cu_seqlens)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
         o, final = gate_rank(
             q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens,

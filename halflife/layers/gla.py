@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from halflife.layers.mixer import LAYERS, LinearMixer, check_heads
+from halflife.layers.mixer import LAYERS, LinearMixer
+from halflife.layers.parts import check_heads
 
 
 @LAYERS.add("gla")

@@ -13,8 +13,8 @@ from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
 from halflife.layers.memory.choose import build_states
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.parts import GatedRMSNorm, ShortConv
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import GatedRMSNorm, ShortConv, build_decay, check_gain, check_heads
 from halflife.ops.fused import scale_heads
 from halflife.precision import Float32Module
 
@@ -94,8 +94,8 @@ class Mamba2(Mixer):
                 f"Mamba-2's layer scales its values by the step size of its decay, but {decay!r} has no step size; "
                 "for other decays use the design-space block (layer 'linear')"
             )
-        if stretch_gain and post is None:
-            raise ValueError("stretch_gain stretches the input as PoST stretches the decay; give post too")
+        if stretch_gain:
+            check_gain(post, delta=False)
         if num_groups < 1 or num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         self.num_heads, self.num_groups, self.state_size = num_heads, num_groups, state_size

@@ -16,8 +16,8 @@ from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.memory.mimo import MIMO
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
-from halflife.layers.parts import ShortConv
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import ShortConv, build_decay, check_heads
 from halflife.ops.chunked.layout import make_layout
 from halflife.position import check_pairs, turn
 from halflife.precision import Float32Module, compute_dtype, wide

@@ -18,7 +18,7 @@ from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
 from halflife.layers.memory.choose import KINDS, build_states
-from halflife.layers.parts import GATES, DecayProjection, ShortConv, rotary
+from halflife.layers.parts import GATES, DecayProjection, ShortConv, build_decay, check_gain, check_heads, rotary
 from halflife.ops import dplr
 from halflife.ops.call import check_cu_seqlens
 from halflife.ops.fused import l2_normalize
@@ -128,6 +128,7 @@ class LinearMixer(Mixer):
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank, cascade: options of `GateRank` or `Cascade`, for a scalar decay and the linear or delta update.
         log_linear: options of `LogLinear`, for a scalar decay and the linear update.
+        stretch_gain: whether PoST stretches what is written as the decay: β of the delta rule, and else k.
         share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
         allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
             can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
@@ -173,6 +174,7 @@ class LinearMixer(Mixer):
         gate_rank: Mapping[str, Any] | None = None,
         log_linear: Mapping[str, Any] | None = None,
         cascade: Mapping[str, Any] | None = None,
+        stretch_gain: bool = False,
         share_keys: bool = False,
         allow_neg_eigval: bool = False,
         update: str = "linear",
@@ -207,12 +209,17 @@ class LinearMixer(Mixer):
                 "allow_neg_eigval changes the writing strength β of the delta rule, but the update is linear"
             )
         vector = decay is not None and granularity == "vector"
+        if stretch_gain:
+            check_gain(post, delta=update != "linear")
+            if vector or type(self).update_state is not LinearMixer.update_state:
+                raise ValueError("stretch_gain needs a scalar decay, and the linear, the delta or the DPLR update")
         if update == "dplr_released" and not vector:
             update, allow_neg_eigval = "delta", True
         self.update, self.position, self.activation = update, position, activation
         self.beta_scale = 2 if allow_neg_eigval or update == "dplr_released" else 1
         self.qk_norm = update != "linear" if qk_norm is None else qk_norm
         self.share_keys, self.chunk_size, self.backend = share_keys, chunk_size, backend
+        self.stretch_gain = stretch_gain
         rotated = position == "rope" and vector
         if position == "rope":
             check_pairs(self.head_dim)
@@ -262,6 +269,10 @@ class LinearMixer(Mixer):
         """Return the outputs `[B, T, H, V]` of the op and the memories after it."""
         new: dict[str, Any] = {}
         beta = None if self.beta_proj is None else self.beta_scale * self.beta_proj(x).sigmoid()
+        if self.stretch_gain:
+            assert isinstance(self.decay, decays.PoST)
+            gain = self.decay.log_stretch(packing.positions(x, state.get("position"), cu_seqlens)).exp().to(k.dtype)
+            k, beta = (k * gain.unsqueeze(-1), None) if beta is None else (k, beta * gain)
         options = {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
         if self.update.startswith("dplr"):
             assert beta is not None
@@ -309,22 +320,3 @@ class LinearMixer(Mixer):
             encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
             q, key = encode(q, position), encode(key, position)
         return q, key, v
-
-
-def check_heads(hidden_size: int, num_heads: int) -> int:
-    """Return the channels a head, D / H; raise a ValueError if H does not divide D."""
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"num_heads must divide hidden_size; got {num_heads} and {hidden_size}")
-    return hidden_size // num_heads
-
-
-def build_decay(
-    name: str | None, options: Mapping[str, Any] | None, post: Mapping[str, Any] | None, **sizes: Any
-) -> decays.Decay | None:
-    """The decay of a layer, wrapped in PoST if `post` gives its options; None stays None."""
-    if name is None:
-        if post is not None:
-            raise ValueError("PoST orders decay rates, and a layer without a decay has none")
-        return None
-    decay = decays.build(name, **sizes, **(options or {}))
-    return decay if post is None else decays.PoST(decay, **post)

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import Decay
+from halflife.decay import Decay, PoST
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers import packing
 from halflife.layers.init import UniformLinear
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build_decay, check_heads
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import build_decay, check_gain, check_heads
 from halflife.ops import dplr
 from halflife.ops.fused import l2_normalize
 
@@ -89,6 +90,7 @@ class RWKV7(Mixer):
         decay_rank, iclr_rank, value_rank, gate_rank: widths of the LoRAs (a is the "in-context learning rate"). None
             means about 2.5 √D · K/64 for the first two, 1.7 √D · K/64 and 5 √D, in multiples of 32.
         post: options of `decay.PoST`, which then wraps the decay, or None.
+        stretch_gain: whether PoST stretches k and κ̂ ⊙ a, which write into the state, by the factor of each channel.
         norm_eps: the norm of each head has eps `norm_eps` · K.
         layer_idx, num_layers: the index of the layer and the number of layers; initial values depend on them.
         chunk_size, backend: passed to the op.
@@ -108,6 +110,7 @@ class RWKV7(Mixer):
         iclr_rank: int | None = None,
         value_rank: int | None = None,
         post: Mapping[str, Any] | None = None,
+        stretch_gain: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
         num_layers: int = 1,
@@ -115,6 +118,9 @@ class RWKV7(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        if stretch_gain:
+            check_gain(post, delta=True)
+        self.stretch_gain = stretch_gain
         self.num_heads, self.head_dim = num_heads, head_dim or check_heads(hidden_size, num_heads)
         self.depth = layer_idx / num_layers
         self.chunk_size, self.backend = chunk_size, backend
@@ -159,6 +165,10 @@ class RWKV7(Mixer):
         xs = {name: torch.addcmul(x, change, mu) for name, mu in self.mu.items()}
         r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
         k, a, b = self.keys(xs["k"], xs["a"])
+        if self.stretch_gain:
+            assert isinstance(self.decay, PoST)
+            gain = self.decay.log_stretch(position).exp().to(k.dtype)
+            k, b = gain * k, gain * b
         g = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position)
         o, memory = dplr(
             r, k, v, a, b, g,

@@ -10,36 +10,54 @@ from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.init import Linear, OrthogonalLinear, UniformLinear
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import ShortConv, check_heads
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
+
+FIXED_MIX = {"koopman": 1.0, "ridge": 0.0}  # μ that is not learned
 
 
 class Readout(Float32Module):
     """The op with the learned γ, μ and η of each head.
 
-    `γ = 1 + σ(·)/2` lies in [1, 1.5], and `μ = σ(·)` in [0, 1] unless it is fixed. η multiplies the output and starts
-    at `eta_init`.
+    `γ = 1 + σ(·)/2` lies in [1, 1.5] unless it is fixed. η multiplies the output and starts at `eta_init`.
+
+    Args:
+        num_heads: H.
+        mix: μ, "koopman" (1), "ridge" (0), "learned", `σ(·)` in [0, 1], or "powers", a number for each power from 0 to
+            `power`, which starts at 1 for the first power and at 0 for the others.
+        eta_init: initial η.
+        power: K, under "powers" alone.
+        gamma: γ, or None for a learned one.
     """
 
-    def __init__(self, num_heads: int, mix: float | None, eta_init: float = 1.5) -> None:
+    def __init__(
+        self, num_heads: int, mix: str, eta_init: float = 1.5, power: int = 1, gamma: float | None = None
+    ) -> None:
         super().__init__()
-        self.fixed, self.eta_init = mix, eta_init
-        self.gamma_logit, self.eta = nn.Parameter(torch.empty(num_heads)), nn.Parameter(torch.empty(num_heads))
-        self.mix_logit = nn.Parameter(torch.empty(num_heads)) if mix is None else None
+        self.mix, self.gamma, self.eta_init = mix, gamma, eta_init
+        self.gamma_logit = nn.Parameter(torch.empty(num_heads)) if gamma is None else None
+        self.eta = nn.Parameter(torch.empty(num_heads))
+        self.mix_logit = nn.Parameter(torch.empty(num_heads)) if mix == "learned" else None
+        self.weights = nn.Parameter(torch.empty(power + 1, num_heads)) if mix == "powers" else None
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.gamma_logit)
-        nn.init.constant_(self.eta, self.eta_init)
-        if self.mix_logit is not None:
-            nn.init.zeros_(self.mix_logit)
+        self.eta.fill_(self.eta_init)
+        for logit in (self.gamma_logit, self.mix_logit):
+            if logit is not None:
+                logit.zero_()
+        if self.weights is not None:
+            self.weights.zero_()[1] = 1
 
     def settings(self) -> dict[str, Any]:
         """γ and μ as `koopman_attention` takes them."""
-        mix = self.fixed if self.mix_logit is None else self.mix_logit.sigmoid()
-        return {"gamma": 1 + self.gamma_logit.sigmoid() / 2, "mix": 1.0 if mix is None else mix}
+        gamma = self.gamma if self.gamma_logit is None else 1 + self.gamma_logit.sigmoid() / 2
+        mix = self.weights if self.mix_logit is None else self.mix_logit.sigmoid()
+        return {"gamma": gamma, "mix": FIXED_MIX[self.mix] if mix is None else mix}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> KoopmanResult:
         """Run the op with these γ and μ, and scale its outputs by η; `options` are the other arguments of the op.
@@ -79,7 +97,11 @@ class SKA(Mixer):
             with a learned map Φ to r features, which all heads share and which starts orthogonal (Echo, Appendix B.4).
         value_dim: P; None means D / H.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
-        mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), or "ridge" (μ = 0).
+        mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
+            the powers from 0 to K, which starts at the first power (see `Readout`).
+        gamma: γ; None means learned in [1, 1.5], one a head.
+        conv_size: taps of a short convolution with SiLU on q, k and v; 0 for none. Each has taps of its own, so queries
+            that start as keys (`query_init`) equal them before the convolution.
         query_init: "key" or "own". With "key", queries are the keys plus `x W_q`, and W_q starts at zero. One power of
             the operator maps the key of a token to the key that followed it, so at K = 1 the layer recalls before
             training. With "own" (the paper's), queries are `x W_q`, and W_q starts orthogonal.
@@ -102,7 +124,7 @@ class SKA(Mixer):
         ValueError: a name is unknown, the heads do not divide the hidden size, or a size does not fit.
     """
 
-    MIXES = ("koopman", "ridge", "learned")
+    MIXES = ("koopman", "ridge", "learned", "powers")
     QUERY_INITS = ("key", "own")
     LIFTS = ("none", "cg", "cg_projected")
     reads_action_mask = True
@@ -117,6 +139,8 @@ class SKA(Mixer):
         value_dim: int | None = None,
         power: int = 1,
         mix: str = "learned",
+        gamma: float | None = None,
+        conv_size: int = 0,
         query_init: str = "key",
         ridge: float = 1e-3,
         chunk_size: int = 64,
@@ -138,6 +162,10 @@ class SKA(Mixer):
                 raise unknown(kind, name, list(choices))
         if rank < 1 or (lift == "cg" and rank % 3):
             raise ValueError(f"rank must be at least 1, and for lift 'cg' a multiple of 3; got {rank}")
+        if mix == "powers" and power < 1:
+            raise ValueError(f"mix 'powers' starts at the first power, so power must be at least 1; got {power}")
+        if gamma is not None and gamma <= 0:
+            raise ValueError(f"gamma must be positive; got {gamma}")
         check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator)
         check_settings(ridge, power, chunk_size, decode_refresh or refresh, normalization)
         if mode != "chunk" and (decode_refresh is not None or refresh != "chunk"):
@@ -158,7 +186,9 @@ class SKA(Mixer):
             self.q_proj = OrthogonalLinear(hidden_size, features)
         self.k_proj = OrthogonalLinear(hidden_size, features)
         self.v_proj = Linear(hidden_size, num_heads * width, bias=False)
-        self.readout = Readout(num_heads, {"koopman": 1.0, "ridge": 0.0, "learned": None}[mix], eta_init)
+        self.splits = [features, features, num_heads * width]
+        self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
+        self.readout = Readout(num_heads, mix, eta_init, power, gamma)
         self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
 
     def forward(
@@ -178,10 +208,15 @@ class SKA(Mixer):
         return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q = q + k if self.query_init == "key" else q
+        parts, convolved = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], {}
+        if self.query_init == "key":
+            parts[0] = parts[0] + parts[1]
+        if self.conv is not None:
+            joined, convolved["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), cu_seqlens)
+            parts = joined.split(self.splits, -1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         q, k = self.lifted(q), self.lifted(k)
-        before = {name: part for name, part in state.items() if name != "position"} or None
+        before = {name: part for name, part in state.items() if name not in ("position", "conv")} or None
         mask = (shared or {}).get("action_mask")
         if self.mode == "masked" and state:
             raise ValueError("mode 'masked' reads in both directions, so it has no state to continue from")
@@ -189,7 +224,7 @@ class SKA(Mixer):
             y, new = self.read(q, k, v, mask, before, cu_seqlens)
         else:
             y, new = self.read_whole(q, k, v, mask, cu_seqlens)
-        return self.out_proj(y.flatten(-2)), new
+        return self.out_proj(y.flatten(-2)), {**new, **convolved}
 
     def lifted(self, x: Tensor) -> Tensor:
         """Queries or keys `[B, T, H, R]` from their projections."""

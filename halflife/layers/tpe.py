@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.init import Linear
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.layers.parts import GatedRMSNorm
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import GatedRMSNorm, check_heads
 from halflife.ops import linear_attention
 from halflife.precision import Float32Module
 

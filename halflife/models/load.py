@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,21 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
         raise ValueError(f"{folder} holds a damaged checkpoint: {' '.join(str(error).split())}") from error
 
 
-def checkpoints(folders: Sequence[Path]) -> dict[str, Path]:
+def convertible(model_type: str) -> bool:
+    """Whether `load_any` reads models of another library of this type."""
+    return model_type in SOURCES
+
+
+def checkpoints(folders: Sequence[Path], readable: Callable[[str], bool] = convertible) -> dict[str, Path]:
     """Return the checkpoints in and below the folders, as a mapping from label to folder.
 
-    They are sorted within each folder, and none is listed twice. Checkpoints that `load_any` cannot read are skipped.
+    They are sorted within each folder, and none is listed twice. Checkpoints that are not readable are skipped.
     A label is the model's name. If two names agree, every label also has its folder's name; if these agree too, the
     labels are the folders' paths.
+
+    Args:
+        folders: the folders.
+        readable: whether a model of another library counts, by its `model_type`.
 
     Raises:
         FileNotFoundError: a folder is missing or holds no checkpoint.
@@ -60,7 +69,7 @@ def checkpoints(folders: Sequence[Path]) -> dict[str, Path]:
     for root in folders:
         if not root.is_dir():
             raise FileNotFoundError(f"there is no folder {root}")
-        below = {folder: name for folder in _folders(root) if (name := _model_name(folder)) is not None}
+        below = {folder: name for folder in _folders(root) if (name := _model_name(folder, readable)) is not None}
         if not below and "model_type" in _config(root):
             below = {root: str(_config(root)["model_type"])}  # the error of `load_any` will say why it cannot be read
         if not below:
@@ -89,10 +98,10 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json_object(folder / CONFIG_JSON, optional=True)
 
 
-def _model_name(folder: Path) -> str | None:
-    """Return the name of the model in a folder, or None if `load_any` cannot read the folder."""
+def _model_name(folder: Path, readable: Callable[[str], bool]) -> str | None:
+    """Return the name of the model in a folder, or None if it is neither ours nor readable."""
     config = _config(folder)
     model, kind = config.get("model"), config.get("model_type")
     if is_ours(config):
         return str(model.get("name", "custom")) if isinstance(model, dict) else "custom"
-    return kind if kind in SOURCES else None
+    return kind if isinstance(kind, str) and readable(kind) else None

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from halflife.analysis.survey import measure_models
+from halflife.data.documents import is_name
+from halflife.data.tokenizers import OF_BYTES
 from halflife.files import WEIGHTS, finite, write_text
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.spectrum import timescales
@@ -60,11 +62,10 @@ def _lines(run: LanguageRun, figure: str | None) -> Iterator[str]:
     yield LOAD.format(name=run.path.name)
     yield ""
     tokenizer = run.config["data"]["tokenizer"]
-    if tokenizer in ("bytes", "bytes+eos"):
+    if tokenizer in OF_BYTES:
         end = ", and 256 ends a document" if "+" in tokenizer else ""
         yield f"Its tokens are the bytes of the text in UTF-8{end}."
-    else:
-        yield "The folder holds the tokenizer, which `AutoTokenizer.from_pretrained` loads."
+    yield "The folder holds the tokenizer, which `AutoTokenizer.from_pretrained` and `pipeline` of transformers load."
     yield f'On a command line: `halflife generate {run.path.name} "Once upon a time"`.'
     yield ""
     yield "## Results"
@@ -104,9 +105,12 @@ def _metadata(run: LanguageRun) -> Iterator[str]:
 
 def _data(data: dict[str, Any]) -> Iterator[str]:
     """The sources, without the folders of this machine, and their weights."""
-    names = [source if source.startswith(("hf:", "python:")) else Path(source).name for source in data["sources"]]
+    names = [source if is_name(source) else Path(source).name for source in data["sources"]]
+    tokenizer = data["tokenizer"]
+    if tokenizer.startswith(".") or Path(tokenizer).is_absolute():
+        tokenizer = Path(tokenizer).name  # a folder
     weights = data.get("weights") or [None] * len(names)
     for name, weight in zip(names, weights, strict=True):
         yield f"- `{name}`" + ("" if weight is None else f", weight {weight:g}")
     yield ""
-    yield f"Tokenizer `{data['tokenizer']}`. {data['fractions'][0]:.2%} of the documents were held out."
+    yield f"Tokenizer `{tokenizer}`. {data['fractions'][0]:.2%} of the documents were held out."

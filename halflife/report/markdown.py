@@ -8,13 +8,18 @@ from statistics import fmean
 from typing import Any
 
 from halflife.report.intervals import in_percent
+from halflife.runs.scores import repeated_tests
 
 Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
 
 
 def in_distribution(rows: Rows) -> str:
-    """A table with one row for each model: parameters, state size, and accuracy on every test and length."""
-    tests = list(dict.fromkeys((r["test"], r["length"]) for r in rows))
+    """A table with one row for each model: parameters, state size, and accuracy on every test and length.
+
+    A test whose scores are those in distribution again has no column.
+    """
+    repeated = repeated_tests(rows)
+    tests = [key for key in dict.fromkeys((r["test"], r["length"]) for r in rows) if key not in repeated]
     heading = ["model", "parameters", "state", *(f"{test} {length}" for test, length in tests)]
     table = []
     for model in models(rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +23,25 @@ class Group:
     hidden: Tensor
 
 
-def by_form(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return the jobs in groups whose states have one form."""
-    groups: dict[tuple | None, list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(None if job.state is None else form(job.state), []).append(job)
-    return list(groups.values())
+def batches(portions: Mapping[Job, int]) -> Iterator[tuple[int, list[Job]]]:
+    """Yield (tokens, jobs) for each call of the model that together read `portions`, the tokens of each job.
+
+    The number of jobs is a power of two. The number of tokens is 64, 128, 256 …, or 16, 32, 48, or less than 16. So the
+    model sees few shapes. Libraries compile and store kernels for every shape (oneDNN up to 1,024 primitives, and its
+    micro-kernels without a limit), so each new one takes more memory. The states of a call's jobs have one form.
+    """
+    most = max(portions.values(), default=0)
+    powers = [1 << bit for bit in reversed(range(6, most.bit_length()))]
+    for mask in (*powers, 48, 15):
+        same: dict[tuple, list[Job]] = {}
+        for job, count in portions.items():
+            if tokens := count & mask:
+                same.setdefault((tokens, None if job.state is None else form(job.state)), []).append(job)
+        for (tokens, _), jobs in same.items():
+            while jobs:
+                size = 1 << (len(jobs).bit_length() - 1)
+                yield tokens, jobs[:size]
+                jobs = jobs[size:]
 
 
 def merge(groups: Sequence[Group]) -> Group:

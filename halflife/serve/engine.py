@@ -3,7 +3,7 @@
 A turn reads a piece of the waiting prompts and writes one token of every continuation. A long prompt is read over many
 turns, so it does not stop the others. The continuations are rows of one batch: a state has a fixed size, so rows that
 are at different positions are stacked as they are. The keys and values of softmax attention grow with the position,
-so there only rows of one length share a step.
+so there only rows of one length share a step. `batches` cuts prompts into few sizes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
-from halflife.serve.batch import Group, by_form, draw_tokens, keep, merge
+from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
 from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
 from halflife.serve.states import compact, form, select, stack
@@ -214,12 +213,12 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Read a piece of the prompts, and begin the continuations of those that are read."""
-        portions = self._portions()
-        for same in by_form(portions):
+        for count, jobs in batches(self._portions()):
             try:
-                self._read({job: portions[job] for job in same})
+                self._read(jobs, count)
             except Exception as error:
-                self._fail(same, _reason(error))
+                self._fail(jobs, _reason(error))
+                break  # because the next calls may have these jobs too; the others go on at the next turn
         for job in [job for job in self._reading if job.position == len(job.tokens)]:
             self._reading.remove(job)
             if job.settings.max_tokens == 0:
@@ -244,23 +243,15 @@ class Engine:
             left -= portions[job]
         return portions
 
-    def _read(self, portions: dict[Job, int]) -> None:
-        """Read a portion of each prompt in one call. Their states have one form, or none has a state yet."""
-        jobs, counts = list(portions), list(portions.values())
-        ids = [torch.as_tensor(job.tokens[job.position : job.position + n]) for job, n in portions.items()]
+    def _read(self, jobs: Sequence[Job], count: int) -> None:
+        """Read `count` tokens of each prompt in one call. Their states have one form, or none has a state yet."""
+        ids = torch.tensor([job.tokens[job.position : job.position + count] for job in jobs], device=self.device)
         states = [job.state for job in jobs if job.state is not None]
-        before = stack(states) if states else None
-        if len(set(counts)) == 1:
-            hidden, after = self.model.hidden(torch.stack(ids).to(self.device), before)
-            last = hidden[:, -1]
-        else:
-            ends = torch.tensor([0, *accumulate(counts)], device=self.device)
-            hidden, after = self.model.hidden(torch.cat(ids).unsqueeze(0).to(self.device), before, ends)
-            last = hidden[0, ends[1:] - 1]
-        self.counts.prompt_tokens += sum(counts)
+        hidden, after = self.model.hidden(ids, stack(states) if states else None)
+        self.counts.prompt_tokens += ids.numel()
         for i, job in enumerate(jobs):
             job.state = compact(select(after, [i]) if len(jobs) > 1 else after)
-            job.hidden, job.position = last[i].clone(), job.position + counts[i]
+            job.hidden, job.position = hidden[i, -1].clone(), job.position + count
             if job.begin is None and job.position in job.cuts:
                 self.prefixes.add(job.tokens[: job.position], job.state, job.hidden)
 

@@ -20,7 +20,7 @@ from halflife.models.lm import ModelState
 from halflife.serve.states import compact, size
 
 BLOCK = 16  # tokens; prompts are compared at multiples of it
-REMEMBERED = 1 << 16  # blocks of earlier prompts whose hashes are stored
+REMEMBERED = 1 << 14  # blocks of earlier prompts whose hashes are stored: 3 MB
 
 
 @dataclass(frozen=True)

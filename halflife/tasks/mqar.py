@@ -25,10 +25,18 @@ class MQAR(Task):
     that position is the key's value, which does not occur again in the inputs. All other positions are fillers. At
     K = T/4 every slot has a key, so p affects only the order of the queries.
 
+    With values of L tokens the pairs are `k v₁ … v_L`, and a query repeats `k v₁ … v_{L−1}`, whose labels are
+    v₁ … v_L. A slot then has L positions and `spacing` fillers. With `hold` each token of this layout stands h times in
+    a row, and the label is at the last of the h positions.
+
     Args:
         vocab_size: V. Values are the upper half of the ids; `filler` determines the others.
-        length: T, tokens of a sequence, at least 4K + gap.
+        length: T, tokens of a sequence: a multiple of `hold`, and at least hold · ((2L + 1 + spacing) K + gap), which
+            is 4K + gap by default. With spacing 0 and this least length there are no fillers.
         num_pairs: K.
+        value_size: L, tokens of a value. All K · L of them differ.
+        spacing: fillers after each slot.
+        hold: h, steps for which each token stands.
         power: a in the distribution of the slots.
         gap: number of fillers between the last pair and the first slot, the distractors of Echo (§4.2).
         filler: "disjoint", "zoology" or "recall". "disjoint": fillers are the lowest eighth of the ids, and keys the
@@ -46,29 +54,45 @@ class MQAR(Task):
     power: float = 0.01
     filler: str = "disjoint"
     gap: int = 0
+    value_size: int = 1
+    spacing: int = 1
+    hold: int = 1
 
     name = "mqar"
 
     def __post_init__(self) -> None:
         if self.filler not in FILLERS:
             raise unknown("filler", self.filler, list(FILLERS))
-        if self.gap < 0:
-            raise ValueError(f"gap must be 0 or more; got {self.gap}")
+        for name, least in {"gap": 0, "spacing": 0, "value_size": 1, "hold": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or more; got {getattr(self, name)}")
+        if self.length % self.hold:
+            raise ValueError(f"length must be a multiple of hold; got {self.length} and {self.hold}")
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
             raise ValueError(
-                f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K + gap; got length {self.length} and "
-                f"gap {self.gap}"
+                f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K + gap (hold · ((2 · value_size + 1 + "
+                f"spacing) K + gap) in general); got length {self.length} and gap {self.gap}"
             )
         if self.filler == "recall" and self.vocab_size != VOCABULARY:
             raise ValueError(f'filler "recall" has {VOCABULARY} token ids; got vocab_size {self.vocab_size}')
-        low, high = self.key_range
-        if high - low < self.num_pairs:
-            raise ValueError(f"{self.num_pairs} pairs need as many keys; vocab_size {self.vocab_size} has {high - low}")
+        for name, count, (low, high) in (
+            ("keys", self.num_pairs, self.key_range), ("values", self.num_pairs * self.value_size, self.value_range),
+        ):  # fmt: skip
+            if high - low < count:
+                raise ValueError(
+                    f"{self.num_pairs} pairs need as many {name}, {count}; vocab_size {self.vocab_size} has "
+                    f"{high - low}"
+                )
+
+    @property
+    def first_slot(self) -> int:
+        """Number of steps before the first slot, those of the pairs and of the gap; a step is `hold` positions."""
+        return self.num_pairs * (1 + self.value_size) + self.gap
 
     @property
     def num_slots(self) -> int:
-        """Number of slots, the positions at which a query can be placed."""
-        return (self.length - 2 * self.num_pairs - self.gap) // 2
+        """Number of slots, the places of a query."""
+        return (self.length // self.hold - self.first_slot) // (self.value_size + self.spacing)
 
     @property
     def key_range(self) -> tuple[int, int]:
@@ -100,15 +124,18 @@ class MQAR(Task):
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
         keys = distinct(num_examples, self.num_pairs, *self.key_range, draw)
-        values = distinct(num_examples, self.num_pairs, *self.value_range, draw)
-        inputs = torch.randint(*self.filler_range, (num_examples, self.length), generator=draw)
-        inputs[:, 0 : 2 * self.num_pairs : 2] = keys
-        inputs[:, 1 : 2 * self.num_pairs : 2] = values
-        at = 2 * self.num_pairs + self.gap + 2 * self._slots(num_examples, draw)
-        labels = torch.full_like(inputs, IGNORED)
+        values = distinct(num_examples, self.num_pairs * self.value_size, *self.value_range, draw)
+        inputs = torch.randint(*self.filler_range, (num_examples, self.length // self.hold), generator=draw)
+        pairs = torch.cat([keys.unsqueeze(2), values.unflatten(1, (self.num_pairs, self.value_size))], 2)
+        inputs[:, : self.num_pairs * (1 + self.value_size)] = pairs.flatten(1)
+        starts = self.first_slot + (self.value_size + self.spacing) * self._slots(num_examples, draw)
+        at = (starts.unsqueeze(2) + torch.arange(self.value_size)).flatten(1)
+        inputs.scatter_(1, at, pairs[:, :, :-1].flatten(1))
+        labels = torch.full((num_examples, self.length), IGNORED)
+        labels.scatter_(1, self.hold * (at + 1) - 1, values)
         slices = {"num_pairs": torch.full((num_examples,), self.num_pairs)}
-        facts = (torch.arange(self.length) < 2 * self.num_pairs).expand_as(inputs)
-        return TaskBatch(inputs.scatter_(1, at, keys), labels.scatter_(1, at, values), slices, facts)
+        facts = torch.arange(self.length) < self.hold * self.num_pairs * (1 + self.value_size)
+        return TaskBatch(inputs.repeat_interleave(self.hold, 1), labels, slices, facts.expand(num_examples, -1))
 
     def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
         """Draw slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""

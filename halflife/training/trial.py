@@ -31,14 +31,15 @@ class Trial:
 
     Attributes:
         runs, steps: their number, and the steps of all of them.
-        seconds: of training, without validations and tests.
-        memory: bytes of weights, gradients, AdamW's moments and saved activations of the largest run.
+        seconds: of training, without validations and tests; None if a model is too large to be timed.
+        memory: bytes of weights, gradients, AdamW's moments and saved activations of the largest run. If `seconds` is
+            None, the activations are not counted.
         disk: bytes of all models, the checkpoints of one run, and a report.
     """
 
     runs: int
     steps: int
-    seconds: float
+    seconds: float | None
     memory: int
     disk: int
 
@@ -46,28 +47,35 @@ class Trial:
 def try_runs(
     runs: Sequence[tuple[TrainConfig, Mapping[int, float]]], device: torch.device, rows: int | None = None
 ) -> Trial | None:
-    """Time a step of each model, and extrapolate; None if a model is larger than `LARGEST`, or there is no run.
+    """Time a step of each model, and extrapolate; None if there is no run. Models larger than `LARGEST` are not timed.
 
     Args:
         runs: configurations, and length in tokens → how many sequences of this length the training reads.
         device: where they are trained.
         rows: sequences of a micro-batch; None for whole batches.
     """
-    kinds = {config.model.to_json(): (config, sequences) for config, sequences in runs}
+    kinds = {_kind(config): (config, sequences) for config, sequences in runs}
     with torch.device("meta"):
         sizes = {kind: LanguageModel(config.model).num_parameters() for kind, (config, _) in kinds.items()}
-    if not sizes or max(sizes.values()) > LARGEST:
+    if not sizes:
         return None
-    chosen = [*kinds][:: -(-len(kinds) // MODELS)]
-    with torch.random.fork_rng(devices=[]):
-        tried = {kind: _try(*kinds[kind], device, rows) for kind in chosen}
-    mean = tuple(fmean(values) for values in zip(*tried.values(), strict=True))
-    seconds = memory = 0.0
-    for config, _ in runs:
-        step, activations = tried.get(kind := config.model.to_json(), mean)
-        seconds, memory = seconds + config.steps * step, max(memory, STATES * sizes[kind] + activations)
-    disk = sum(4 * sizes[config.model.to_json()] for config, _ in runs) + (KEPT + 1) * 12 * max(sizes.values()) + PAGE
-    return Trial(len(runs), sum(config.steps for config, _ in runs), seconds, round(memory), disk)
+    seconds = memory = None
+    if max(sizes.values()) <= LARGEST:
+        chosen = [*kinds][:: -(-len(kinds) // MODELS)]
+        with torch.random.fork_rng(devices=[]):
+            tried = {kind: _try(*kinds[kind], device, rows) for kind in chosen}
+        mean = tuple(fmean(values) for values in zip(*tried.values(), strict=True))
+        found = [(config.steps, sizes[kind], tried.get(kind, mean)) for config, _ in runs if (kind := _kind(config))]
+        seconds = sum(steps * step for steps, _, (step, _) in found)
+        memory = max(STATES * size + activations for _, size, (_, activations) in found)
+    disk = sum(4 * sizes[_kind(config)] for config, _ in runs) + (KEPT + 1) * 12 * max(sizes.values()) + PAGE
+    steps, memory = sum(config.steps for config, _ in runs), memory or STATES * max(sizes.values())
+    return Trial(len(runs), steps, seconds, round(memory), disk)
+
+
+def _kind(config: TrainConfig) -> str:
+    """What runs share that take equally long a step."""
+    return config.model.to_json()
 
 
 def _try(

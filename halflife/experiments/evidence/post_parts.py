@@ -21,29 +21,33 @@ from halflife.runs.folder import read
 
 T = "T"  # stands for the training length
 # Part → options of PoST and of the mixer; `base:part` names a model. All but the first differ from the algorithm, which
-# is "post", in what the name says.
+# is "post", in what the name says. A part with options of the "base" has no PoST.
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "post": {},
     "ordered": {"post": {"stretch": False, "rate_range": (1.0, 16.0)}},  # sorted, on the range of Mamba-2
     "static": {"post": {"stretch": False}},  # sorted and geometric
+    "geometric": {"base": {"decay_options": {"rate_start": "geometric", "train_length": T}}},  # not sorted
     "frozen": {"mixer": {"decay_options": {"step_bias": "frozen"}}},
     "theorem": {"post": {"reference_length": T}},
     "slow0.1": {"post": {"endpoints": (0.1, 1.0)}},
     "slow0.01": {"post": {"endpoints": (0.01, 1.0)}},
     "theorem-slow0.01": {"post": {"reference_length": T, "endpoints": (0.01, 1.0)}},
     "optimal": {"post": {"endpoints": "optimal"}},
+    "moving": {"post": {"endpoints": "moving"}},
     "held": {"post": {"last_position": T}},
     "gain": {"mixer": {"stretch_gain": True}},
     "gain-theorem": {"post": {"reference_length": T}, "mixer": {"stretch_gain": True}},
     "gain-held": {"post": {"last_position": T}, "mixer": {"stretch_gain": True}},
+    "gain-moving": {"post": {"endpoints": "moving"}, "mixer": {"stretch_gain": True}},
 }
-BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla")
-# Parts that an architecture does not have: RWKV-7's base parameters are no log-rates, and only Mamba-2 scales its input
-# by Δ.
+BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
+# Parts that an architecture does not have: RWKV-7's base parameters are no log-rates, only the decay of Mamba-2 and
+# Gated DeltaNet has Δ and free rates, and under t_ref = T a stretched β of a delta rule grows beyond 2.
 WITHOUT = {
-    "rwkv7": ("ordered", "frozen", "gain", "gain-theorem", "gain-held"),
-    "gated_deltanet": ("gain", "gain-theorem", "gain-held"),
-    "gla": ("frozen", "gain", "gain-theorem", "gain-held"),
+    "rwkv7": ("ordered", "geometric", "frozen", "gain-theorem"),
+    "gated_deltanet": ("gain-theorem",),
+    "gla": ("geometric", "frozen"),
+    "retnet": ("geometric", "frozen"),
 }
 
 
@@ -63,23 +67,30 @@ def split(name: str) -> tuple[str, str]:
         raise unknown("part of PoST", part, list(PARTS))
     if part in WITHOUT.get(base, ()):
         raise ValueError(f"{base} has no {part!r}: choose from {', '.join(models(base)[1:])}")
-    return (f"{base}+post" if part else base), part
+    return (f"{base}+post" if part and "base" not in PARTS[part] else base), part
 
 
 def with_part(config: ModelConfig, name: str, part: str, train_length: int) -> ModelConfig:
-    """The configuration of a model with PoST, with the options of a part."""
+    """The configuration of a model, with the options of a part."""
     if not part:
         return config
-    chosen = PARTS[part]
-    post = {key: train_length if value == T else value for key, value in chosen.get("post", {}).items()}
-    options = {**config.mixer_options, **chosen.get("mixer", {})}
-    options["post"] = {**options["post"], **post}
+    chosen = _at_length(PARTS[part], train_length)
+    options = {**config.mixer_options, **chosen.get("mixer", {}), **chosen.get("base", {})}
+    if "post" in options:
+        options["post"] = {**options["post"], **chosen.get("post", {})}
     return dataclasses.replace(config, name=name, mixer_options=options)
+
+
+def _at_length(value: Any, train_length: int) -> Any:
+    """The options with the training length in the place of `T`."""
+    if isinstance(value, dict):
+        return {key: _at_length(one, train_length) for key, one in value.items()}
+    return train_length if value == T else value
 
 
 @EXPERIMENTS.add("post-taken-apart")
 class PostTakenApart(MQARExperiment):
-    """PoST taken apart on MQAR: each part alone, at 1 to 16 T. The groups `rwkv7`, `gated_deltanet`, `gla` have others.
+    """PoST taken apart on MQAR: each part alone, at 1 to 16 T. Groups such as `gla-parts` have other architectures.
 
     | model | what it is |
     |---|---|
@@ -87,14 +98,19 @@ class PostTakenApart(MQARExperiment):
     | mamba2:post | the algorithm: t_ref = 1, rates from 1/T to 1, Δ trained, the input left alone |
     | mamba2:ordered | sorted rates e^p from 1 to 16, which do not stretch |
     | mamba2:static | sorted geometric rates from 1/T to 1, which do not stretch |
+    | mamba2:geometric | rates that start geometric from 1/T to 1, and are neither sorted nor stretched |
     | mamba2:frozen | Δ fixed |
     | mamba2:theorem | t_ref = T |
     | mamba2:slow0.1, mamba2:slow0.01 | the slow end at 0.1/T and 0.01/T |
     | mamba2:theorem-slow0.01 | t_ref = T with the slow end at 0.01/T |
     | mamba2:optimal | the end points that approximate t^(−1/2) best |
+    | mamba2:moving | the best ones at T for gates that move with the position |
     | mamba2:held | positions beyond T count as T |
     | mamba2:gain | the input Δ x stretched as the decay is |
     | mamba2:gain-theorem, mamba2:gain-held | the same with t_ref = T, and with held positions |
+    | mamba2:gain-moving | the same with the end points of `moving` |
+
+    In other architectures the gain is β of the delta rule, k of GLA and RetNet, and k and κ̂ ⊙ a of RWKV-7.
     """
 
     is_paper: ClassVar = True

@@ -109,8 +109,9 @@ class LanguageExperiment(Experiment):
     def open_data(self, settings: Any) -> Any:
         """The settings with the text's absolute paths or commits, and its digest, which every run checks."""
         corpus = Corpus.open(settings.corpus(), show=False)
-        text = tuple(corpus.config.to_dict()["sources"])
-        return dataclasses.replace(settings, text=text, digest=corpus.digest, text_bytes=corpus.bytes)
+        data = corpus.config.to_dict()
+        found = {"text": tuple(data["sources"]), "tokenizer": data["tokenizer"]}
+        return dataclasses.replace(settings, **found, digest=corpus.digest, text_bytes=corpus.bytes)
 
     def build_cell(self, settings: Any, cell: Cell) -> LanguageConfig:
         kind, options = schedule(

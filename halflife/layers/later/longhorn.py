@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, check_heads
-from halflife.layers.parts import ShortConv
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.parts import ShortConv, check_heads
 from halflife.ops import linear_attention
 from halflife.precision import compute_dtype
 from halflife.registry import unknown

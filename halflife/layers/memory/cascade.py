@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from halflife.layers.gate_rank import SlowGate
 from halflife.layers.init import UniformLinear
 from halflife.ops import cascade
+from halflife.ops.cascade.forms import weights
+from halflife.ops.cascade.op import transitions
 
 State = dict[str, Tensor]
 SHARPNESS = 4.0  # of soft resets: a share of 0.5 at y = 0, and of 0.98 at y = 1
@@ -49,6 +51,29 @@ class Cascade(nn.Module):
         self.proj = UniformLinear(hidden_size, (num_states - 1) * num_heads, gain=3**0.5)
         self.soft = resets == "soft"
 
+    def gate(
+        self, x: Tensor, g: Tensor, convs: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-decays `[B, T, H, N]` and shares `[B, T, H, N − 1]`, and the convolutions' last inputs."""
+        inputs = self.proj(x).chunk(len(self.gates), -1)
+        before = [None] * len(self.gates) if convs is None else convs.chunk(len(self.gates), 1)
+        decays, shares, after = [g], [], []
+        for gate, f, conv in zip(self.gates, inputs, before, strict=True):
+            assert isinstance(gate, SlowGate)
+            y, conv = gate.signal(f, conv, cu_seqlens)
+            decays.append(-gate.A_log.exp() * (F.softplus(SHARPNESS * y) / SHARPNESS if self.soft else F.relu(y)))
+            shares.append((SHARPNESS * y).sigmoid() if self.soft else (y > 0).to(y.dtype))
+            after.append(conv)
+        return torch.stack([each.to(decays[-1]) for each in decays], -1), torch.stack(shares, -1), torch.cat(after, 1)
+
+    def masks(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask of all pairs `[B, H, T, T]` in float64, of a sequence from its start, and ones on and below it."""
+        decays, shares, _ = self.gate(x, g)
+        matrices, length = transitions(decays.double(), shares.double()).transpose(1, 2), x.shape[1]
+        size = 1 << (length - 1).bit_length()
+        whole = weights(F.pad(matrices, (0, 0, 0, 0, 0, size - length))).pairs[..., :length, :length]
+        return whole, torch.ones_like(whole).tril()
+
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
         cu_seqlens: Tensor | None, **options: Any,
@@ -58,18 +83,10 @@ class Cascade(nn.Module):
         Returns:
             `o [B, T, H, V]`, and the new states `memory [N, H, states, K, V]` and `slow_conv` (of the gates).
         """
-        inputs, convs = self.proj(x).chunk(len(self.gates), -1), state.get("slow_conv")
-        before = [None] * len(self.gates) if convs is None else convs.chunk(len(self.gates), 1)
-        decays, shares, after = [g], [], []
-        for gate, f, conv in zip(self.gates, inputs, before, strict=True):
-            assert isinstance(gate, SlowGate)
-            y, conv = gate.signal(f, conv, cu_seqlens)
-            decays.append(-gate.A_log.exp() * (F.softplus(SHARPNESS * y) / SHARPNESS if self.soft else F.relu(y)))
-            shares.append((SHARPNESS * y).sigmoid() if self.soft else (y > 0).to(y.dtype))
-            after.append(conv)
+        decays, shares, conv = self.gate(x, g, state.get("slow_conv"), cu_seqlens)
         o, final = cascade(
-            q, k, v, torch.stack([x.to(decays[-1]) for x in decays], -1), torch.stack(shares, -1), beta,
+            q, k, v, decays, shares, beta,
             initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens, **options,
         )  # fmt: skip
         assert final is not None
-        return o, {"memory": final, "slow_conv": torch.cat(after, 1)}
+        return o, {"memory": final, "slow_conv": conv}

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from halflife.layers.init import Linear
 from halflife.ops import log_linear_attention
+from halflife.ops.gate_rank import masks
+from halflife.ops.log_linear.rows import levels
 from halflife.precision import Float32Module, compute_dtype
 
 State = dict[str, Tensor]
@@ -51,6 +53,18 @@ class LogLinear(nn.Module):
         self.scale = LevelScale(num_heads, num_levels)
         self.num_heads = num_heads
 
+    def weights(self, x: Tensor) -> Tensor:
+        """The weights of the levels at each token of `x [B, T, D]`, `[B, T, H, L]`."""
+        return self.scale(self.proj(x).unflatten(-1, (self.num_heads, -1)))
+
+    def masks(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights Γ and the decays Λ of all pairs `[B, H, T, T]` in float64, of a sequence from its start."""
+        steps = torch.arange(x.shape[1], device=x.device)
+        weights = self.weights(x).double().transpose(1, 2)
+        level = levels(steps.unsqueeze(-1), steps).clamp(max=weights.shape[-1] - 1)
+        chosen = weights.gather(-1, level.expand(*weights.shape[:3], -1)).tril()
+        return chosen, torch.mul(*masks(torch.zeros_like(g).double(), g.double()))
+
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
         cu_seqlens: Tensor | None, **options: Any,
@@ -60,10 +74,17 @@ class LogLinear(nn.Module):
         Returns:
             `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`.
         """
-        weights = self.scale(self.proj(x).unflatten(-1, (self.num_heads, -1)))
         initial = (state["memory"], state["position"]) if "memory" in state else None
         o, final = log_linear_attention(
-            q, k, v, g, weights, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens, **options
+            q,
+            k,
+            v,
+            g,
+            self.weights(x),
+            initial_state=initial,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            **options,
         )
         assert final is not None
         return o, {"memory": final[0]}

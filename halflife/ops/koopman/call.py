@@ -40,7 +40,11 @@ class KoopmanCall:
     @property
     def needs_plain_torch(self) -> bool:
         """Whether the call has a form that only the implementations in plain torch have."""
-        return self.operator != "whitened" or self.normalization in ("paper", "trace")
+        return (
+            self.operator != "whitened"
+            or self.normalization in ("paper", "trace")
+            or (isinstance(self.mix, Tensor) and self.mix.ndim == 2)
+        )
 
     @property
     def tokens_per_operator(self) -> int:
@@ -86,6 +90,10 @@ class KoopmanCall:
             raise ValueError("mode 'masked' needs a mask")
         if mode != "chunk" and self.cu_seqlens is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
+        if isinstance(self.mix, Tensor) and self.mix.ndim == 2 and self.mix.shape != (self.power + 1, k.shape[2]):
+            raise ValueError(
+                f"mix of every power must be [K + 1, H] = {(self.power + 1, k.shape[2])}; got {tuple(self.mix.shape)}"
+            )
         check_cu_seqlens(self.cu_seqlens, *k.shape[:2])
         check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
 

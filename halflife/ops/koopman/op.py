@@ -68,7 +68,8 @@ def koopman_attention(
     Args:
         q, k: queries and keys `[B, T, H, R]`. In modes "prefix" and "masked" the number of queries may differ from T.
         v: values `[B, T, H, P]`.
-        gamma, mix: γ and μ, numbers or one a head `[H]`.
+        gamma, mix: γ and μ, numbers or one a head `[H]`. `mix [K + 1, H]` is a weight of every power,
+            `y = C Σ μ_i x_i` with x_0 = x.
         ridge: ε, relative to the largest squared norm of the keys seen.
         power: K; 0 is ridge regression without the filter.
         mode: "chunk": the queries of a chunk of `chunk_size` tokens read the chunks before it; "prefix": all queries
@@ -85,8 +86,8 @@ def koopman_attention(
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
         backend: "auto", or one of `available_backends("koopman_attention")`. In modes "prefix" and "masked" the
-            backends "chunked" and "reference" are the same. The forms "trace", "paper" and "main_text" run on these two
-            alone.
+            backends "chunked" and "reference" are the same. The forms "trace", "paper" and "main_text", and weights of
+            every power, run on these two alone.
         operator: "whitened", or "main_text" for the paper's Eqs. 11 to 13, `A = M G̃⁻¹`, `A ← γ A / max(σ_max(A), 1)`
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 

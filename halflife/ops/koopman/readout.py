@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,12 @@ from halflife.precision import compute_dtype
 
 
 class KoopmanReadout:
-    """The power filter `y = C ((1 − μ) x + μ x_K)` with the op's γ, μ, ε and K (see `koopman.op`)."""
+    """The power filter `y = C Σ μ_i x_i` with the op's γ, μ, ε and K (see `koopman.op`).
+
+    Attributes:
+        mix: μ as it is given, one a head, `[H, 1, 1]`; one a power and head, `[K + 1, H, 1, 1]`.
+        weights: μ_0, …, μ_K, `[K + 1, H, 1, 1]`. One μ a head stands for `(1 − μ, 0, …, 0, μ)`.
+    """
 
     def __init__(
         self, gamma: float | Tensor, mix: float | Tensor, ridge: float, power: int, like: Tensor,
@@ -23,11 +28,19 @@ class KoopmanReadout:
     ) -> None:  # fmt: skip
         self.operator = operator
         dtype, heads = compute_dtype(like), like.shape[2]
-        self.gamma, self.mix = (
-            torch.as_tensor(x, dtype=dtype, device=like.device).expand(heads)[:, None, None] for x in (gamma, mix)
-        )
         # With μ = 0 as a number the powers would be multiplied by 0, so they are not computed.
         self.ridge, self.power = ridge, 0 if isinstance(mix, (int, float)) and mix == 0 else power
+        self.gamma, self.mix = (torch.as_tensor(x, dtype=dtype, device=like.device) for x in (gamma, mix))
+        self.gamma = self.gamma.expand(heads)[:, None, None]
+        self.mix = (self.mix if self.mix.ndim == 2 else self.mix.expand(heads))[..., None, None]
+
+    @property
+    def weights(self) -> Tensor:
+        if self.mix.ndim == 4:
+            return self.mix
+        middle = self.mix.new_zeros(max(self.power - 1, 0), *self.mix.shape)
+        ends = torch.stack([1 - self.mix, self.mix])
+        return torch.cat([ends[:1], middle, ends[1:]]) if self.power else ends.sum(0, keepdim=True)
 
     def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, int]:
         """Read operators with `q [n, H, S, R]` through Cholesky factors.
@@ -48,7 +61,7 @@ class KoopmanReadout:
             scaled = sums.gram / unit
             scaled.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
             factor, retries = cholesky(scaled)
-        settings = self.gamma, self.mix, self.ridge, self.power
+        settings = self.gamma, self.weights, self.ridge
         return _Read.apply(factor, sums.gram, sums.transition, sums.values, unit, q, *settings), retries
 
     def read_by_inverse(self, inverse: Tensor, sums: Sums, q: Tensor) -> Tensor:
@@ -57,7 +70,7 @@ class KoopmanReadout:
             return self._read_main_text(inverse, sums, None, q)
         unit = unit_of(sums.norm)[..., None, None].detach()  # a constant, see `inverse_factor`
         xs = _powers(lambda b: b @ inverse @ inverse.mT, sums.transition, unit, q, self.gamma, self.power)
-        return torch.lerp(xs[0], xs[-1], self.mix) @ sums.values.mT
+        return weighted_sum(self.weights, xs) @ sums.values.mT
 
     def _read_main_text(self, inverse: Tensor, sums: Sums, norm: Tensor | None, q: Tensor) -> Tensor:
         """Eqs. 11 to 13: `A = M G̃⁻¹`, normalised by its largest singular value, and applied to the whitened query.
@@ -68,11 +81,18 @@ class KoopmanReadout:
         unit = unit_of(norm)[..., None, None].detach()  # a constant, see `inverse_factor`
         transposed = inverse @ inverse.mT @ (sums.transition / unit).mT  # Aᵀ = G̃⁻¹ Mᵀ
         transposed = self.gamma / largest_singular_value(transposed).clamp(min=1) * transposed
-        whitened = q / unit @ inverse
-        filtered = whitened
+        powers = [q / unit @ inverse]
         for _ in range(self.power):
-            filtered = filtered @ transposed
-        return torch.lerp(whitened, filtered, self.mix) @ inverse.mT @ sums.values.mT
+            powers.append(powers[-1] @ transposed)
+        return weighted_sum(self.weights, powers) @ inverse.mT @ sums.values.mT
+
+
+def weighted_sum(weights: Tensor, xs: Sequence[Tensor]) -> Tensor:
+    """Σ μ_i x_i of `weights [K + 1, …]` and K + 1 tensors."""
+    total = weights[0] * xs[0]
+    for weight, x in zip(weights[1:], xs[1:], strict=True):
+        total = torch.addcmul(total, weight, x)
+    return total
 
 
 POWER_ITERATIONS = 6
@@ -104,7 +124,7 @@ def _powers(
 
 
 class _Read(torch.autograd.Function):
-    """`y = C ((1 − μ) x_0 + μ x_K)` with one factor for all solves of both passes.
+    """`y = C Σ μ_i x_i` with one factor for all solves of both passes.
 
     The gradient does not pass through the factorisation. Let `b_i` be the gradient of the right-hand side of solve i,
     in raw units `b_i = G̃⁻¹ dx_i`. Then `dG̃ = −Σ b_i x_iᵀ`, `dM = γ Σ b_i x_{i−1}ᵀ` and `dC = dy xᵀ`. As m² occurs in
@@ -112,31 +132,31 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, factor, gram, transition, values, unit, q, gamma, mix, ridge: float, power: int) -> Tensor:  # type: ignore[override]
-        xs = _powers(lambda b: _solve(factor, b), transition, unit, q, gamma, power)
-        ctx.save_for_backward(factor, transition, values, unit, gamma, mix, *xs)
+    def forward(ctx, factor, gram, transition, values, unit, q, gamma, weights, ridge: float) -> Tensor:  # type: ignore[override]
+        xs = _powers(lambda b: _solve(factor, b), transition, unit, q, gamma, len(weights) - 1)
+        ctx.save_for_backward(factor, transition, values, unit, gamma, weights, *xs)
         ctx.ridge = ridge
-        return torch.lerp(xs[0], xs[-1], mix) @ values.mT
+        return weighted_sum(weights, xs) @ values.mT
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):  # type: ignore[override]
-        factor, transition, values, unit, gamma, mix, *xs = ctx.saved_tensors
+        factor, transition, values, unit, gamma, weights, *xs = ctx.saved_tensors
         mixed = dy @ values
-        dmix = (mixed * (xs[-1] - xs[0])).sum((0, -2, -1))
-        dx, dgamma = mix * mixed, torch.zeros_like(dmix)
+        dweights = torch.stack([(mixed * x).sum((0, -2, -1)) for x in xs])
+        dx, dgamma = weights[-1] * mixed, torch.zeros_like(dweights[0])
         bs = []
-        for x in reversed(xs[:-1]):
+        for weight, x in zip(weights[:-1].flip(0), reversed(xs[:-1]), strict=True):
             bs.append(_solve(factor, dx) / unit)
             dx = bs[-1] @ transition
             dgamma = dgamma + (dx * x).sum((0, -2, -1))
-            dx = gamma * dx
-        bs.append(_solve(factor, dx + (1 - mix) * mixed) / unit)
+            dx = gamma * dx + weight * mixed
+        bs.append(_solve(factor, dx) / unit)
         dgram = -torch.cat(bs, -2).mT @ torch.cat(xs[::-1], -2)
         dtransition = gamma * (torch.cat(bs[:-1], -2).mT @ torch.cat(xs[-2::-1], -2)) if len(xs) > 1 else None
-        dvalues = dy.mT @ torch.lerp(xs[0], xs[-1], mix)
+        dvalues = dy.mT @ weighted_sum(weights, xs)
         dunit = ctx.ridge * dgram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        dsettings = dgamma[:, None, None], dmix[:, None, None], None, None
+        dsettings = dgamma[:, None, None], dweights[..., None, None], None
         return None, dgram, dtransition, dvalues, dunit, bs[-1], *dsettings
 
 

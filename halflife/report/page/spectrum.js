@@ -3,7 +3,7 @@
 (() => {
   const { page, find, byId, make, number, place, table, tables } = report;
   if (!page.spectra) return;
-  const { length, models } = page.spectra;
+  const { length, models, names } = page.spectra;
   const [model, layer, position] = [byId("model"), byId("layer"), byId("position")];
   const SHOWN = 12; // lines of the response
   const LAGS = 60;
@@ -68,7 +68,7 @@
     const [low, high] = [Math.min(...every), Math.max(...every)].map(Math.log10);
     return {
       title: "Time-scale at t",
-      data: [...(own.initial ? [dots("initial", own.initial, "circle-open")] : []), dots("trained", own.trained, "circle")],
+      data: [...(own.initial ? [dots(names.hollow, own.initial, "circle-open")] : []), dots(names.filled, own.trained, "circle")],
       layout: {
         height: 340, xaxis: { title: { text: `channel (${entry.channels})` }, range: [0.4, own.total + 0.6], tickvals: own.total <= SHOWN ? own.channels : undefined },
         yaxis: { title: { text: "time-scale (tokens)" }, type: "log", range: [low - 0.15, high + 0.25], ...decades(high - low) },
@@ -111,7 +111,7 @@
     const rows = own.channels.map((k, i) => [
       `${k}`, digits(now[i]), digits(now[i] === null ? null : now[i] * Math.LN2), digits(start?.[i]), digits(own.taper?.[i]),
     ]);
-    const heads = ["channel", "time-scale (tokens)", "half-life (tokens)", "initial time-scale (tokens)", "taper α"];
+    const heads = ["channel", "time-scale (tokens)", "half-life (tokens)", names.column, "taper α"];
     const made = table(`${entry.label}, layer ${own.layer}, at ${byId("at").textContent}`, heads, rows);
     byId("channels").replaceChildren(...made.childNodes);
   }

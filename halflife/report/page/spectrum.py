@@ -18,6 +18,17 @@ from halflife.runs.folder import Training
 
 MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
 LAST_POSITION = 16  # training lengths
+# What filled and hollow circles are, and the sentence about them.
+TRAINED = {
+    "filled": "trained", "hollow": "initial", "column": "initial time-scale (tokens)",
+    "caption": "All values are at zero activation. Filled circles are trained, hollow ones are at initialisation, "
+    "where it is known.",
+}  # fmt: skip
+ON_TEXT = {
+    "filled": "zero input", "hollow": "on the text", "column": "time-scale on the text (tokens)",
+    "caption": "Filled circles and responses are at zero input. Hollow circles are from the mean log-decays on the "
+    "text.",
+}  # fmt: skip
 
 
 def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | None) -> dict[str, Any] | None:
@@ -29,7 +40,8 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
         train_length: T, tokens.
 
     Returns:
-        `{"length": T, "models": [{"model", "label", "positions", "channels", "note", "layers"}]}`. A layer is
+        `{"length": T, "names": {"filled", "hollow", "column", "caption"}, "models": [model, …]}`, where a model is
+        `{"model", "label", "positions", "channels", "note", "layers"}`. A layer is
         `{"layer", "total", "channels", "trained", "initial", "taper"}`: how many channels it has, the numbers (from 1)
         of those shown, and their time-scales (tokens). There is one row of time-scales for each position, or a single
         row if they are the same at all positions. "initial" and "taper" (PoST's α) are None where they are unknown.
@@ -38,7 +50,52 @@ def explorer(trainings: Mapping[str, Sequence[Training]], train_length: int | No
         {"model": model, "label": f"{model}, seed {one.seed}", **spectrum}
         for model, seeds in trainings.items() for one in seeds if (spectrum := _spectrum(one, train_length)) is not None
     ]  # fmt: skip
-    return {"length": train_length, "models": models} if models and train_length else None
+    return {"length": train_length, "names": TRAINED, "models": models} if models and train_length else None
+
+
+def explorer_of_measurements(models: Sequence[Mapping[str, Any]], length: int | None) -> dict[str, Any] | None:
+    """The measured spectra of models as the page's script reads them, or None without a model.
+
+    Args:
+        models: `ModelMeasurement.to_dict()` of models with a decay.
+        length: tokens of a sequence of the text, which is T where no training length is known.
+
+    Returns:
+        See `explorer`. "trained" has the time-scales at zero input and "initial" those on the text, as the names say.
+        It is None also without any T.
+    """
+    lengths = [model["positions"][1] for model in models if len(model["positions"]) > 1]
+    train_length = next(iter(lengths), length)
+    if not models or train_length is None:
+        return None
+    entries = []
+    for model in models:
+        layers = [_measured_layer(layer, model["positions"]) for layer in model["layers"]]
+        note = _thinning_note(layers, model["channels"])
+        moving = any(len(layer["trained"]) > 1 for layer in layers)
+        entries.append({
+            "model": model["model"], "label": model["model"],
+            "positions": model["positions"] if moving else grid(train_length),
+            "channels": model["channels"], "note": note, "layers": layers,
+        })  # fmt: skip
+    return {"length": train_length, "names": ON_TEXT, "models": entries}
+
+
+def _measured_layer(layer: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    base = _table(layer["spectra"][str(position)]["timescales"] for position in positions)
+    text = layer["spectra"].get("text")
+    taper = np.array(layer["taper"]["learned"]) if "taper" in layer else None
+    if taper is not None and len(taper) != base.shape[1]:  # heads share it, and the file does not say how
+        taper = None
+    base = base if np.any(base != base[0]) else base[:1]
+    return _layer(layer["layer"], base, None if text is None else _table([text["timescales"]]), taper)
+
+
+def _thinning_note(layers: Sequence[Mapping[str, Any]], channels: str) -> str:
+    most = max(layer["total"] for layer in layers)
+    if most <= MAX_CHANNELS:
+        return ""
+    return f"The plot shows {MAX_CHANNELS} evenly chosen {channels} of {most} in each layer."
 
 
 def opened(spectra: dict[str, Any] | None) -> int:
@@ -77,9 +134,7 @@ def _spectrum(one: Training, train_length: int | None) -> dict[str, Any] | None:
         channels = one.spectrum.get("channels", "channels")
     if not layers:
         return None
-    most = max(layer["total"] for layer in layers)
-    if most > MAX_CHANNELS:
-        note += f"The plot shows {MAX_CHANNELS} evenly chosen {channels} of {most} in each layer."
+    note += _thinning_note(layers, channels)
     return {"positions": positions, "channels": channels, "note": note, "layers": layers}
 
 

@@ -58,11 +58,21 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
     print(f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once.")
 
 
-def describe_trial(trial: Trial) -> str:
-    """What runs will take, in one line."""
+def describe_trial(trial: Trial, here: bool = True) -> str:
+    """What runs will take, in one line.
+
+    Args:
+        here: whether they run on this machine. The time that they take on others is not known.
+    """
     runs = f"{trial.runs} runs" if trial.runs > 1 else "1 run"
-    time = f"about {format_seconds(trial.seconds)} of training on this machine, one run after the other"
-    space = f"{format_bytes(trial.memory)} of memory, {format_bytes(trial.disk)} of disk"
+    if not here:
+        time = "the time is not known, because they run on other machines"
+    elif trial.seconds is None:
+        time = "the time is not known, because a model is too large to be timed before"
+    else:
+        time = f"about {format_seconds(trial.seconds)} of training on this machine, one run after the other"
+    least = "at least " if trial.seconds is None else ""
+    space = f"{least}{format_bytes(trial.memory)} of memory, {format_bytes(trial.disk)} of disk"
     return f"{runs}, {trial.steps:,} steps in all: {time}, {space}"
 
 

@@ -21,6 +21,29 @@ def print_all(result: dict[str, Any], *, heads: bool = False) -> None:
     print_spectra(result)
     if heads:
         print_heads(result)
+    for model in result["models"]:
+        if kinds := layer_groups(model):
+            print(f"{model['model']}: {kinds}.")
+
+
+def layer_groups(model: dict[str, Any]) -> str:
+    """Say which layers mix tokens how, if some have no decay or more than one mixer; otherwise an empty text."""
+    mixers = model.get("mixers", [])
+    if len(model["layers"]) == len(mixers) and not any("+" in kind for kind in mixers):
+        return ""
+    layers = {kind: [i for i, other in enumerate(mixers) if other == kind] for kind in dict.fromkeys(mixers)}
+    return "; ".join(f"{kind} in {'layer' if len(at) == 1 else 'layers'} {_ranges(at)}" for kind, at in layers.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as text, with runs of three or more shortened: "0–2, 5, 6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def print_decays(result: dict[str, Any]) -> None:

@@ -1,0 +1,1 @@
+"""Models of transformers, read in place by hooks: nothing is converted."""

@@ -1,0 +1,25 @@
+"""Lightning attention in MiniMax (https://arxiv.org/abs/2501.08313)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
+
+
+@MIXERS.add("MiniMaxLightningAttention")
+class LightningDecay(MixerDecay):
+    """One constant decay a head, `g = −slope`. Deep layers have smaller slopes."""
+
+    family = "lightning attention"
+
+    @property
+    def source(self) -> nn.Module:
+        return self.mixer.qkv_proj
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.mixer.num_attention_heads,)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return -self.mixer.slope_rate.float().flatten().expand(*y.shape[:2], -1)

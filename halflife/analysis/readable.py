@@ -1,0 +1,102 @@
+"""The models that the analyses read, ours and those of transformers, and the text for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from halflife.analysis.foreign.model import ForeignModel
+from halflife.data.tokenizers import BYTES, pieces, read_ids
+from halflife.models import LanguageModel
+from halflife.models.convert import TOKENIZER
+
+Readable = LanguageModel | ForeignModel
+Progress = Callable[[int], object]
+
+
+def ignore(tokens: int) -> None:
+    """Do nothing with the progress of a reading."""
+
+
+def read_text(model: Readable, ids: Tensor, progress: Progress = ignore) -> None:
+    """Read a text from its start.
+
+    Args:
+        model: the model. Hooks that `capture` opened see what its layers compute.
+        ids: token ids, `[B, T]`.
+        progress: is called with the number of tokens after each part that is read.
+    """
+    ids = ids.to(model.embedding.weight.device)
+    if isinstance(model, ForeignModel):
+        model.hidden(ids, progress=progress)
+    else:
+        model.hidden(ids)
+        progress(ids.numel())
+
+
+def layer_kinds(model: Readable) -> list[str]:
+    """Say what mixes the tokens of each layer."""
+    if isinstance(model, ForeignModel):
+        return [" + ".join(block.mixer.kinds) or "no mixer" for block in model.blocks]
+    return [model.config.mixer_of(layer)[0] for layer in range(len(model.blocks))]
+
+
+class TextIds:
+    """A text as token ids. Models of transformers have tokenizers of their own.
+
+    Args:
+        files: the files of the text. Without files there are no ids.
+        tokenizer: the name or folder of a tokenizer for all models. None takes the tokenizer beside each model of
+            transformers, and bytes for all others.
+        length: tokens of a sequence.
+        sequences: the number of sequences, evenly spread over the text.
+
+    Attributes:
+        used: name of a tokenizer (None for bytes) → the sequences `[B, T]` that models read.
+
+    Raises:
+        FileNotFoundError: a file or the tokenizer is missing.
+        ValueError: the text is damaged or too short.
+    """
+
+    def __init__(self, files: Sequence[Path], tokenizer: str | None, length: int, sequences: int) -> None:
+        self.files, self.tokenizer, self.length, self.sequences = files, tokenizer, length, sequences
+        self.used: dict[str | None, Tensor] = {}
+        self.first = self._read(tokenizer) if files else None  # errors of the text come before a model is loaded
+
+    def ids_for(self, model: Readable, folder: Path) -> tuple[Tensor | None, str | None]:
+        """Return the sequences `[B, T]` for a model, None without a text, and the name of the tokenizer.
+
+        Args:
+            model: the model.
+            folder: its folder, or its name on the hub.
+        """
+        tokenizer = self.tokenizer or _tokenizer_of(model, folder)
+        if self.first is None:
+            return None, tokenizer
+        if tokenizer not in self.used:
+            self.used[tokenizer] = self.first if tokenizer == self.tokenizer else self._read(tokenizer)
+        return self.used[tokenizer], tokenizer
+
+    def _read(self, tokenizer: str | None) -> Tensor:
+        return pieces(read_ids(self.files, tokenizer), self.length, self.sequences)
+
+    @property
+    def longest(self) -> int | None:
+        """The length of the longest sequences that were read, or None without a text."""
+        return max((ids.shape[1] for ids in self.used.values()), default=None)
+
+    @property
+    def most(self) -> int:
+        """The largest number of sequences that were read."""
+        return max((len(ids) for ids in self.used.values()), default=0)
+
+
+def _tokenizer_of(model: Readable, folder: Path) -> str | None:
+    """The tokenizer that belongs to a model of transformers, or None for bytes."""
+    if not isinstance(model, ForeignModel) or model.config.vocab_size == BYTES:
+        return None
+    on_hub = not folder.exists()
+    return str(folder).partition("@")[0] if on_hub or any((folder / name).is_file() for name in TOKENIZER) else None

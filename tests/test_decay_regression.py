@@ -1,0 +1,83 @@
+"""The regression of the losses of the Decay paper's grid on the distributions of λ."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from halflife.experiments import compare
+from halflife.experiments.evidence.decay_regression import FEWEST, FILE, regress, regressions
+
+
+def test_a_parabola_has_its_minimum():
+    """Losses 2 + (m − 0.8)² are predicted without an error, and a straight line does worse."""
+    medians = np.linspace(0.3, 1.0, 12)
+    losses = 2 + (medians - 0.8) ** 2
+    squares = np.column_stack([medians, medians**2]).tolist()
+    exact = regress(squares, losses.tolist())
+    np.testing.assert_allclose(exact["coefficients"], [2.64, -1.6, 1.0], atol=1e-9)
+    assert exact["best"] == pytest.approx(0.8)
+    assert exact["error"] < 1e-9
+    assert exact["explained"] == pytest.approx(1)
+    line = regress(medians[:, None].tolist(), losses.tolist())
+    assert line["error"] > 0.01
+    assert "best" not in line
+    assert math.isnan(regress(squares, (-losses).tolist())["best"])
+
+
+def test_errors_are_those_of_rows_that_are_left_out():
+    draw = np.random.default_rng(1)
+    x, y = draw.normal(size=(9, 2)), draw.normal(size=9)
+    found, squares, plain = regress(x.tolist(), y.tolist()), [], []
+    for i in range(9):
+        rest = np.arange(9) != i
+        design = np.column_stack([np.ones(8), x[rest]])
+        fitted = np.linalg.lstsq(design, y[rest], rcond=None)[0]
+        squares.append((y[i] - fitted @ [1, *x[i]]) ** 2)
+        plain.append((y[i] - y[rest].mean()) ** 2)
+    assert found["error"] == pytest.approx(np.mean(squares) ** 0.5)
+    assert found["error of the mean"] == pytest.approx(np.mean(plain) ** 0.5)
+    assert found["explained"] == pytest.approx(1 - np.mean(squares) / np.mean(plain))
+    assert found["explained"] < 0.5  # noise does not predict
+    assert all(low < high for low, high in zip(found["low"], found["high"], strict=True))
+
+
+def test_seeds_are_averaged():
+    runs = [
+        {"model": str(i), "seed": seed, "loss": 2.0 + i + 0.1 * seed, "init": {"median": 0.5, "spread": 0.1},
+         "trained": {"median": i + 0.3 * seed, "spread": 0.1 * i * i}}
+        for i in range(9) for seed in (-1, 1)
+    ]  # fmt: skip
+    found = regressions(runs)
+    assert found["trained"]["median"]["rows"] == 9
+    np.testing.assert_allclose(found["trained"]["median"]["coefficients"], [2, 1], atol=1e-9)
+    assert found["init"]["median"]["explained"] <= 1e-9  # equal medians predict nothing
+
+
+@pytest.mark.slow
+def test_the_report_of_the_grid(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 30)
+    models = ["vector/mamba2", "scalar/mamba2", "vector/gla", "scalar/gla", "vector/hgrn2", "simple/0.8", "simple/0.9",
+              "simple/0.95", "simple/0.99", "dplr/none"]  # fmt: skip
+    settings = {
+        "steps": 3, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "train_length": 16, "batch_size": 2,
+        "test_tokens": 64, "validation_tokens": 64, "text": (str(tmp_path / "text"),), "held_out": (0.2, 0.2),
+    }  # fmt: skip
+    folder = compare.create_comparison(
+        models, experiment="decay-design", settings=settings, output=tmp_path / "run", learning_rates=[1e-2]
+    )
+    compare.run_comparison(folder, show=False)
+    saved = json.loads((folder / FILE).read_text())
+    medians = {one["model"]: one["init"]["median"] for one in saved["runs"]}
+    assert set(medians) == set(models) - {"dplr/none"}  # which has no decay
+    assert len(medians) >= FEWEST
+    assert medians["simple/0.8"] == pytest.approx(0.8, abs=0.1)
+    assert medians["simple/0.99"] == pytest.approx(0.99, abs=0.01)
+    assert "| median of λ after training | 9 |" in (folder / "summary.md").read_text()
+    (folder / FILE).write_text(json.dumps(saved).replace(str(medians["simple/0.8"]), "0.25"))
+    compare.run_comparison(folder, show=False)
+    assert "0.25" in (folder / FILE).read_text()  # measured once
