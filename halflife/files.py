@@ -171,7 +171,7 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 NUMBER = (int, float, type(None))  # a number of a JSON file, where null stands for one that is not finite
-GATES = {str: {str: NUMBER}}
+METRICS = {"step": int, "gates": {str: {str: NUMBER}}}  # the entries of a line of metrics; others are numbers
 
 
 def fits(value: Any, schema: Any) -> bool:
@@ -208,13 +208,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if fits(values, {"step": int}) and all(fits(x, GATES if n == "gates" else NUMBER) for n, x in values.items()):
+        if _is_line(values):
             lines.append(values)
         else:
             damaged += line.endswith("\n")
     if damaged:
         warnings.warn(f"{path} has {damaged} damaged line{'s' * (damaged > 1)}, which are left out", stacklevel=2)
     return lines
+
+
+def _is_line(values: Any) -> bool:
+    """Whether JSON data is a line of metrics."""
+    known = isinstance(values, dict) and "step" in values
+    return known and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items())
 
 
 def silence_stdout() -> None:

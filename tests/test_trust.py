@@ -107,7 +107,7 @@ def test_a_foreign_run_imports_nothing(tmp_path, monkeypatch):
     write_json(tmp_path / "run.json", {**saved, "imports": ["this"]})
     with pytest.raises(ValueError, match="the module this"):
         load_config(tmp_path)
-    config = {"experiment": "mqar", "settings": {}, "imports": ["this"]}
+    config = {"experiment": "mqar", "models": ["mamba2"], "settings": {}, "imports": ["this"]}
     write_json(tmp_path / "config.json", config)
     with pytest.raises(ValueError, match="the module this"):
         load_experiment(tmp_path)
@@ -116,10 +116,10 @@ def test_a_foreign_run_imports_nothing(tmp_path, monkeypatch):
 def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    settings = {"text": ["../../secret.txt"]}
     folder = tmp_path / "there" / "run"
     folder.mkdir(parents=True)
-    write_json(folder / "config.json", {"experiment": "decay-design", "settings": {**settings}})
+    config = {"experiment": "decay-design", "models": ["vector/gla"], "settings": {"text": ["../../secret.txt"]}}
+    write_json(folder / "config.json", config)
     monkeypatch.setattr("halflife.experiments.base.ExperimentSettings.from_dict", from_text)
     with pytest.raises(ValueError, match=r"/secret\.txt. If you want this, give --trust-data"):
         load_experiment(folder)
