@@ -23,6 +23,7 @@ from halflife.tasks import IGNORED
 from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.fit import Objective
 from halflife.training.speed import Speed, gemm_rate, operations
+from halflife.training.start import freeze, load_start
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
 
@@ -39,6 +40,9 @@ class LanguageConfig(CellConfig):
         validation_tokens: tokens of the validation split that each validation during training reads.
         test_tokens: tokens that each measurement after training reads.
         test_split: the split that the measurements after training read.
+        start: the folder of the weights from which training starts, or None for new weights.
+        start_digest: SHA-256 of these weights.
+        freeze: patterns of the names of parameters that are not trained.
     """
 
     measure: ClassVar[str] = "loss"
@@ -50,6 +54,9 @@ class LanguageConfig(CellConfig):
     validation_tokens: int = 1 << 16
     test_tokens: int = 1 << 20
     test_split: str = "validation"
+    start: str | None = None
+    start_digest: str | None = None
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +129,13 @@ class CorpusRun(ModelRun):
             )
         check_vocabulary(corpus.tokenizer, config.model.vocab_size)
         self.corpus = corpus
+
+    def new_model(self, resumed: bool) -> LanguageModel:
+        model, config = LanguageModel(self.config.model), self.config
+        if config.start is not None and not resumed:
+            load_start(model, Path(config.start), config.start_digest or "")
+        freeze(model, config.freeze)
+        return model
 
     @property
     def length(self) -> int:
