@@ -83,6 +83,9 @@ class Train:
     """bytes, bytes+eos (a token ends each document), or a tokenizer of Hugging Face by its name or folder."""
     documents: str = "packed"
     """packed (each document starts with an empty state) or concatenated (the state crosses documents)."""
+    carry_state: bool = False
+    """With --documents concatenated, row b of a step continues row b of the step before, with its state. The gradient
+    stops at the cut (truncated back-propagation through time), and checkpoints hold the states."""
     field: str = "text"
     """The field that holds the text in .jsonl and .parquet records."""
     held_out: float = 0.01
@@ -213,6 +216,8 @@ class Train:
         from halflife.experiments.overrides import apply_overrides
         from halflife.experiments.values import convert, parse_count
 
+        if self.carry_state and self.documents != "concatenated":
+            raise ValueError("--carry-state needs --documents concatenated: the state crosses documents, too")
         tokens, sizes = parse_count(self.tokens), {} if self.size else {"num_layers": 6}
         if (steps := overrides.pop("training.steps", None)) is not None:
             tokens = convert("training.steps", steps, int) * self.batch_size * self.context
@@ -221,11 +226,12 @@ class Train:
         for name in ("hidden_size", "num_layers", "num_heads", "mlp"):
             if (value := getattr(self, name)) is not None:
                 sizes[name] = value
+        mode = "continued" if self.carry_state else self.documents
         rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1
         sources, weights = read_weights(self.data)
         data = CorpusConfig(
             sources=sources, weights=weights, tokens=rows * self.context, tokenizer=self.tokenizer,
-            context=self.context, mode=self.documents, field=self.field, fractions=(self.held_out, 0.0),
+            context=self.context, mode=mode, field=self.field, fractions=(self.held_out, 0.0),
             seed=self.seed,
         )  # fmt: skip
         # A size of the papers has a vocabulary, so no tokenizer is needed to know the model.

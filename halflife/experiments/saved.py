@@ -52,9 +52,11 @@ def _data_options(run: Mapping[str, Any]) -> Options:
     """The options of the text and of the recipe."""
     data = run["data"]
     frozen = {"freeze": list(run["freeze"])} if run.get("freeze") else {}
+    carried = run["mode"] == "continued"
+    mode = {"documents": "concatenated", "carry_state": True} if carried else {"documents": run["mode"]}
     return {
         "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
-        "held_out": data["fractions"][0], "documents": run["mode"], "lr": run["learning_rate"],
+        "held_out": data["fractions"][0], **mode, "lr": run["learning_rate"],
         "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME},
         **frozen,
     }  # fmt: skip

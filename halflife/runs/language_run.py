@@ -20,6 +20,7 @@ from halflife.evaluation.language import by_position, document_loss, octave_mean
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
+from halflife.training.carried import require_constant_state
 from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.fit import Objective
 from halflife.training.speed import Speed, gemm_rate, operations
@@ -36,7 +37,7 @@ class LanguageConfig(CellConfig):
         digest: SHA-256 of the corpus: its text, tokenizer and splits.
         data: the fields of the `CorpusConfig` that opens the corpus (`CorpusConfig.to_dict`).
         context: tokens of a row.
-        mode: "packed" or "concatenated", see `halflife.data.batches`.
+        mode: "packed", "concatenated" or "continued", see `halflife.data.batches`.
         validation_tokens: tokens of the validation split that each validation during training reads.
         test_tokens: tokens that each measurement after training reads.
         test_split: the split that the measurements after training read.
@@ -134,6 +135,8 @@ class CorpusRun(ModelRun):
         model, config = LanguageModel(self.config.model), self.config
         if config.start is not None and not resumed:
             load_start(model, Path(config.start), config.start_digest or "")
+        if config.mode == "continued":
+            require_constant_state(model, config.model.name)
         freeze(model, config.freeze)
         return model
 
@@ -146,7 +149,7 @@ class CorpusRun(ModelRun):
         return MicroBatches(self.corpus.split("train"), self.config, count)
 
     def validation(self) -> Callable[[nn.Module], float]:
-        return _validation(self.corpus.split("validation"), self.config)
+        return _validation(self.corpus.split("validation"), self._measured)
 
     def before_training(self, model: LanguageModel) -> Speed:
         """Measure the rate of matrix products before training, while the machine is idle."""
@@ -167,7 +170,12 @@ class CorpusRun(ModelRun):
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         if diverged:
             return {"tests": [_test(self.config, math.nan)]}
-        return evaluate(model, self.corpus, self.config)
+        return evaluate(model, self.corpus, self._measured)
+
+    @property
+    def _measured(self) -> LanguageConfig:
+        """The configuration for measurements, whose rows never continue each other."""
+        return replace(self.config, mode="concatenated") if self.config.mode == "continued" else self.config
 
 
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:
