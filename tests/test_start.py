@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halflife import LanguageModel, preset
+from halflife.cli.train import Train
 from halflife.models import checkpoint
 from halflife.training.start import freeze, load_start, local_folder, start_of
 
@@ -128,7 +129,45 @@ def test_an_interrupted_run_does_not_start_again(tmp_path, text, monkeypatch):
     assert whole == parts
 
 
-def test_options_that_from_replaces(refused, tmp_path, text):
-    saved(tmp_path / "old")
-    message = refused("train", "mamba2", "--from", str(tmp_path / "old"), "--data", str(text), "--num-layers", "3")
-    assert "--from takes the model from its folder; leave out model, num_layers" in message
+def test_options_that_from_replaces():
+    with pytest.raises(ValueError, match="--from takes the model from its folder; leave out model, num_layers"):
+        Train(model="mamba2", from_weights="old", data=("text",), num_layers=3)._folder()
+    with pytest.raises(ValueError, match="give a model"):
+        Train(data=("text",))._folder()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+@pytest.mark.parametrize("name", ["gated_deltanet", "gated_deltanet+post", "rwkv7"])
+def test_lora(name, tmp_path):
+    """Only adapters train, on `qkv_proj` and `out_proj` where a mixer has them. The merged model has their function."""
+    peft = pytest.importorskip("peft")
+    from halflife.hf import HalflifeForCausalLM
+
+    torch.manual_seed(0)
+    ours = LanguageModel(preset(name, vocab_size=64, train_length=32, **SIZES))
+    before = {key: x.clone() for key, x in ours.state_dict().items()}
+    targets = ["r_proj", "out_proj"] if name == "rwkv7" else ["qkv_proj", "out_proj"]
+    adapted = peft.get_peft_model(HalflifeForCausalLM.of(ours), peft.LoraConfig(r=2, target_modules=targets))
+    trained = [key for key, x in adapted.named_parameters() if x.requires_grad]
+    assert len(trained) == 2 * 2 * SIZES["num_layers"]  # A and B of two projections in each layer
+    assert all(any(target in key for target in targets) and "lora_" in key for key in trained)
+    optimizer = torch.optim.AdamW((x for x in adapted.parameters() if x.requires_grad), lr=1e-1)
+    ids, losses = torch.randint(64, (4, 16)), []
+    for _ in range(8):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+    checkpoint.save(merged.model, tmp_path / "merged")
+    after = checkpoint.load(tmp_path / "merged").state_dict()
+    assert after.keys() == before.keys()
+    for key, x in after.items():
+        assert torch.equal(x, before[key]) != any(f"{target}.weight" in key for target in targets), key
