@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from halflife.cli.options import FAILED, confirm_origin, reject_other_options, resumable, say, take_overrides
 from halflife.extras import require
@@ -26,6 +26,7 @@ EXECUTION = (
     "quiet",
 )  # fmt: skip
 RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
+SHAPE = ("model", "size", "hidden_size", "num_layers", "num_heads", "mlp")  # options that --from replaces
 # Names for --set that are options of the command.
 OPTIONS = {
     "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "model.mlp": "mlp",
@@ -49,6 +50,7 @@ class Train:
       halflife train mamba2 --size decay-160m --data hf:HuggingFaceFW/fineweb-edu --tokenizer gpt2 --tokens 10B
       halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.betas="[0.9, 0.99]"
       halflife train mamba2+post --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
+      halflife train --from my-checkpoint --data notes.txt --tokens 2M --lr 1e-4 --freeze "embedding*"
       halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp
@@ -60,6 +62,11 @@ class Train:
     """Files (.txt .md .jsonl .parquet, also .gz), folders, globs in quotes, or hf:owner/name[:config][@revision] from
     the Hub, of which only as much is downloaded as --tokens and --held-out need. With weights, SOURCE=0.7 for every
     source, the rows of a batch are mixed in these shares."""
+    from_weights: Annotated[str | None, arg(aliases=["--from"])] = None
+    """Continue a trained model instead of a new one: a folder, or owner/name[@revision] on the hub, of a model of ours
+    or of one that `halflife convert` converts. Give its tokenizer with --tokenizer. Embeddings grow to a larger one."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, as patterns of their names: "embedding*" "blocks.0.*"."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<model>."""
     resume: Path | None = None
@@ -82,6 +89,9 @@ class Train:
     """bytes, bytes+eos (a token ends each document), or a tokenizer of Hugging Face by its name or folder."""
     documents: str = "packed"
     """packed (each document starts with an empty state) or concatenated (the state crosses documents)."""
+    carry_state: bool = False
+    """With --documents concatenated, row b of a step continues row b of the step before, with its state. The gradient
+    stops at the cut (truncated back-propagation through time), and checkpoints hold the states."""
     field: str = "text"
     """The field that holds the text in .jsonl and .parquet records."""
     held_out: float = 0.01
@@ -193,11 +203,14 @@ class Train:
     def _folder(self) -> Path:
         from halflife.training.config import rank, world_size
 
-        if self.model is None or not self.data:
-            raise ValueError("give a model and --data, or --resume and the folder of a run")
+        name = self.model or Path(self.from_weights or "").name
+        if not name or not self.data:
+            raise ValueError("give a model (or --from) and --data, or --resume and the folder of a run")
+        if self.from_weights and (given := [name for name in SHAPE if getattr(self, name) is not None]):
+            raise ValueError(f"--from takes the model from its folder; leave out {', '.join(given)}")
         if self.output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
-        folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.model.replace('/', '-')}"
+        folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace('/', '-')}"
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
         if rank() == 0 and not (folder / RUN_JSON).exists() and not self.dry_run:
@@ -211,6 +224,8 @@ class Train:
         from halflife.experiments.overrides import apply_overrides
         from halflife.experiments.values import convert, parse_count
 
+        if self.carry_state and self.documents != "concatenated":
+            raise ValueError("--carry-state needs --documents concatenated: the state crosses documents, too")
         tokens, sizes = parse_count(self.tokens), {} if self.size else {"num_layers": 6}
         if (steps := overrides.pop("training.steps", None)) is not None:
             tokens = convert("training.steps", steps, int) * self.batch_size * self.context
@@ -219,23 +234,35 @@ class Train:
         for name in ("hidden_size", "num_layers", "num_heads", "mlp"):
             if (value := getattr(self, name)) is not None:
                 sizes[name] = value
+        mode = "continued" if self.carry_state else self.documents
         rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1
         sources, weights = read_weights(self.data)
         data = CorpusConfig(
             sources=sources, weights=weights, tokens=rows * self.context, tokenizer=self.tokenizer,
-            context=self.context, mode=self.documents, field=self.field, fractions=(self.held_out, 0.0),
+            context=self.context, mode=mode, field=self.field, fractions=(self.held_out, 0.0),
             seed=self.seed,
         )  # fmt: skip
         # A size of the papers has a vocabulary, so no tokenizer is needed to know the model.
         known = "vocab_size" in sizes or self.size is not None
         corpus = Corpus.unread(data, known) if self.dry_run else Corpus.open(data, show)
+        start = self._start(corpus.tokenizer.vocab_size) if self.from_weights else {}
         config = language.configure(
             self.model or "", corpus, tokens=tokens, batch_size=self.batch_size, learning_rate=self.lr,
             size=self.size, sizes=sizes, schedule_name=self.schedule, floor=self.floor, decay=self.decay,
             warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip, bf16=self.bf16, seed=self.seed,
-            validate_every=self.validate_every, save_every=self.save_every,
+            validate_every=self.validate_every, save_every=self.save_every, freeze=self.freeze, **start,
         )  # fmt: skip
         return apply_overrides(config, overrides)
+
+    def _start(self, vocab_size: int) -> dict[str, Any]:
+        """The fields of a configuration that starts from trained weights."""
+        from halflife.training.start import start_of
+
+        model, folder, digest, rows = start_of(self.from_weights or "", vocab_size)
+        if rows != vocab_size:
+            grown = f"the embeddings grow to {vocab_size:,}" if rows < vocab_size else "the last rows stay unused"
+            say(f"the model has {rows:,} tokens and the tokenizer {vocab_size:,}; {grown}")
+        return {"model": model, "start": folder, "start_digest": digest}
 
 
 def _try(config: LanguageConfig, rows: int | None) -> Trial | None:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from halflife.registry import unknown
 from halflife.tasks import IGNORED, stream_seed
 
-MODES = ("packed", "concatenated")
+MODES = ("packed", "concatenated", "continued")
 ROUNDS = 8  # of the Feistel network in `permuted`
 
 
@@ -65,13 +65,16 @@ class Batches(Dataset[dict[str, Tensor]]):
       token of a document has no label (−100).
     - "concatenated": `input_ids` and `labels` `[batch_size, context]`. Documents follow each other without a boundary,
       and the first token of a document is predicted from the document before.
+    - "continued": the same, and row b of a step goes on where row b of the step before ended. An epoch reads
+      `batch_size` streams from their beginnings. `part` holds the number of the rank, `world_size`, and whether the
+      rows are the first ones of an epoch (int64).
 
     Args:
         files: the token files of the split.
         batch_size: rows of a batch, over all ranks.
         context: tokens of a row.
         seed: determines the order of the rows.
-        mode: "packed" or "concatenated".
+        mode: "packed", "concatenated" or "continued".
         rank, world_size: the part of each batch that is returned. The parts of all ranks, in order, form the batch.
         steps: number of batches; None for one epoch.
 
@@ -113,8 +116,11 @@ class Batches(Dataset[dict[str, Tensor]]):
             raise IndexError(f"step {step} of {self.steps}")
         starts = self.starts(step)
         ids, labels = self._rows(starts)
-        if self.mode == "concatenated":
-            return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if self.mode != "packed":
+            rows = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+            begins = int(step % self.steps_per_epoch == 0)
+            part = {"part": torch.tensor([self.rank, self.world_size, begins])} if self.mode == "continued" else {}
+            return rows | part
         bounds = self._mask_boundaries(starts, labels)
         return {
             "input_ids": torch.from_numpy(ids).view(1, -1),
@@ -129,6 +135,9 @@ class Batches(Dataset[dict[str, Tensor]]):
         share = self.batch_size // self.world_size
         index = turn * self.batch_size + self.rank * share + np.arange(share)
         shift = key % (self.total % self.context + 1)  # so that the tokens after the last row are read in other epochs
+        if self.mode == "continued":
+            streams = self.rank * share + np.arange(share)
+            return shift + (streams * self.steps_per_epoch + turn) * self.context
         return shift + permuted(index, self.rows, key) * self.context
 
     def _rows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

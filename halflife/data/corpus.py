@@ -40,7 +40,8 @@ class CorpusConfig:
         sources: files, folders, globs, or data sets of the Hugging Face Hub (see `halflife.data.documents`).
         tokenizer: "bytes", "bytes+eos", or one of Hugging Face by name or folder.
         context: tokens of a row.
-        mode: "packed" (no state crosses from one document into the next) or "concatenated".
+        mode: "packed" (no state crosses from one document into the next), "concatenated" or "continued" (each row goes
+            on where a row of the step before ended).
         field: the field of the text in records of `.jsonl`, `.parquet` and data sets of the hub.
         fractions: shares of the documents that are held out for validation and for the test.
         strict: whether bytes that are not UTF-8 are an error for tokenizers of characters; otherwise a warning counts
@@ -81,6 +82,8 @@ class CorpusConfig:
             raise ValueError(f"context must be at least 1; got {self.context}")
         if self.mode not in MODES:
             raise unknown("mode", self.mode, list(MODES))
+        if self.mode == "continued" and self.weights:
+            raise ValueError("rows that continue each other (--carry-state) cannot come from sources with weights")
         if not (all(fraction >= 0 for fraction in self.fractions) and sum(self.fractions) < 1):
             raise ValueError(f"fractions must be 0 or more and leave some for training; got {self.fractions}")
 

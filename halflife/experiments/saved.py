@@ -32,16 +32,38 @@ def train_options(run: Mapping[str, Any]) -> Options:
     "set" has what the preset and the options do not give.
     """
     model, data = ModelConfig.from_dict(run["model"]), run["data"]
+    if run.get("start"):
+        return _continued_options(run)
     sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
     base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
     overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
     if model.vocab_size != BYTES.get(data["tokenizer"]):
         overrides["model.vocab_size"] = model.vocab_size
-    options = {
-        "model": model.name, **sizes, "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
-        "held_out": data["fractions"][0], "documents": run["mode"], "lr": run["learning_rate"],
+    return _with_schedule(run, {"model": model.name, **sizes, **_data_options(run)}, overrides)
+
+
+def _continued_options(run: Mapping[str, Any]) -> Options:
+    """The options of a run that started from trained weights, which give its model."""
+    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run}
+    return _with_schedule(run, {"from_weights": run["start"], **_data_options(run)}, overrides)
+
+
+def _data_options(run: Mapping[str, Any]) -> Options:
+    """The options of the text and of the recipe."""
+    data = run["data"]
+    frozen = {"freeze": list(run["freeze"])} if run.get("freeze") else {}
+    carried = run["mode"] == "continued"
+    mode = {"documents": "concatenated", "carry_state": True} if carried else {"documents": run["mode"]}
+    return {
+        "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
+        "held_out": data["fractions"][0], **mode, "lr": run["learning_rate"],
         "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME},
+        **frozen,
     }  # fmt: skip
+
+
+def _with_schedule(run: Mapping[str, Any], options: Options, overrides: Options) -> Options:
+    """The options with those of the schedule and with "set"."""
     if schedule := _schedule(run):
         return {**options, **schedule, "set": overrides}
     kept = {"training.schedule": run["schedule"], "training.schedule_options": run["schedule_options"]}

@@ -39,6 +39,7 @@ def configure(
     schedule_name: str = "cosine",
     floor: float = 0.1,
     decay: float = 0.2,
+    model: ModelConfig | None = None,
     **settings: Any,
 ) -> LanguageConfig:
     """The configuration of a run that trains the preset `name` on `tokens` tokens of `corpus`.
@@ -53,6 +54,7 @@ def configure(
             tokenizer, whichever is larger.
         sizes: arguments of `preset` that replace those of `size`.
         schedule_name, floor, decay: see `training.schedules.schedule`.
+        model: the model in the place of a preset. Then the name and sizes do not count.
         **settings: other fields of `LanguageConfig`.
 
     Raises:
@@ -65,7 +67,7 @@ def configure(
     context, vocabulary = corpus.config.context, corpus.tokenizer.vocab_size
     known = {**SIZES.get(size or "", {}), **(sizes or {})}
     known["vocab_size"] = max(vocabulary, known.get("vocab_size", vocabulary))
-    model = row_or_preset(name, train_length=context, **known)
+    model = model or row_or_preset(name, train_length=context, **known)
     steps = math.ceil(tokens / (batch_size * context))
     kind, options = schedule(schedule_name, steps, learning_rate, floor=floor, decay=decay)
     return LanguageConfig(

@@ -20,9 +20,11 @@ from halflife.evaluation.language import by_position, document_loss, octave_mean
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
+from halflife.training.carried import require_constant_state
 from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.fit import Objective
 from halflife.training.speed import Speed, gemm_rate, operations
+from halflife.training.start import freeze, load_start
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
 TOGETHER = 1024  # tokens of rows that a measurement reads at once
@@ -37,10 +39,13 @@ class LanguageConfig(CellConfig):
         digest: SHA-256 of the corpus: its text, tokenizer and splits.
         data: the fields of the `CorpusConfig` that opens the corpus (`CorpusConfig.to_dict`).
         context: tokens of a row.
-        mode: "packed" or "concatenated", see `halflife.data.batches`.
+        mode: "packed", "concatenated" or "continued", see `halflife.data.batches`.
         validation_tokens: tokens of the validation split that each validation during training reads.
         test_tokens: tokens that each measurement after training reads.
         test_split: the split that the measurements after training read.
+        start: the folder of the weights from which training starts, or None for new weights.
+        start_digest: SHA-256 of these weights.
+        freeze: patterns of the names of parameters that are not trained.
     """
 
     measure: ClassVar[str] = "loss"
@@ -52,6 +57,9 @@ class LanguageConfig(CellConfig):
     validation_tokens: int = 1 << 16
     test_tokens: int = 1 << 20
     test_split: str = "validation"
+    start: str | None = None
+    start_digest: str | None = None
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +133,15 @@ class CorpusRun(ModelRun):
         check_vocabulary(corpus.tokenizer, config.model.vocab_size)
         self.corpus = corpus
 
+    def new_model(self, resumed: bool) -> LanguageModel:
+        model, config = LanguageModel(self.config.model), self.config
+        if config.start is not None and not resumed:
+            load_start(model, Path(config.start), config.start_digest or "")
+        if config.mode == "continued":
+            require_constant_state(model, config.model.name)
+        freeze(model, config.freeze)
+        return model
+
     @property
     def length(self) -> int:
         return self.config.context
@@ -134,7 +151,7 @@ class CorpusRun(ModelRun):
         return MicroBatches(self.corpus.split("train"), self.config, count)
 
     def validation(self) -> Callable[[nn.Module], float]:
-        return _validation(self.corpus.split("validation"), self.config)
+        return _validation(self.corpus.split("validation"), self._measured)
 
     def before_training(self, model: LanguageModel) -> Speed:
         """Measure the rate of matrix products before training, while the machine is idle."""
@@ -155,7 +172,12 @@ class CorpusRun(ModelRun):
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         if diverged:
             return {"tests": [_test(self.config, math.nan)]}
-        return evaluate(model, self.corpus, self.config)
+        return evaluate(model, self.corpus, self._measured)
+
+    @property
+    def _measured(self) -> LanguageConfig:
+        """The configuration for measurements, whose rows never continue each other."""
+        return replace(self.config, mode="concatenated") if self.config.mode == "continued" else self.config
 
 
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs.folder import read_result
-from halflife.training.checkpoints import UnreadableCheckpoint
+from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
 from halflife.training.config import ExecutionConfig, TrainConfig, rank
 from halflife.training.fit import check_run_folder, claim_run_folder, fit
 from halflife.training.speed import Speed
@@ -52,6 +52,10 @@ class ModelRun(ABC):
 
     def __init__(self, config: CellConfig) -> None:
         self.config: Any = config
+
+    def new_model(self, resumed: bool) -> LanguageModel:
+        """The model before training, or before the weights of a checkpoint if the run is `resumed`."""
+        return LanguageModel(self.config.model)
 
     @property
     @abstractmethod
@@ -120,7 +124,7 @@ def run_one(
     diverged = metrics = None
     while metrics is None:
         torch.manual_seed(config.seed)
-        model = LanguageModel(config.model)
+        model = run.new_model(CheckpointStore(folder / CHECKPOINTS).newest is not None)
         claim_run_folder(config, folder)
         claimed()
         try:

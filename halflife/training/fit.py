@@ -21,6 +21,7 @@ from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object,
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
 from halflife.tasks import IGNORED
+from halflife.training.carried import CarriedStates
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
 from halflife.training.schedules import BY_EPOCH
 
@@ -43,10 +44,11 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.recompute = recompute
+        self.carried = CarriedStates()
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None, action_mask: Tensor | None = None, part: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """The mean loss in nats over the scored positions, as `{"loss": …}`.
 
@@ -57,9 +59,14 @@ class Objective(nn.Module):
             num_items_in_batch: for a micro-batch, the scored positions of the whole batch. The losses of its
                 micro-batches then add up to the loss of the batch.
             action_mask: `[B, T]`, 0 at tokens that Koopman attention leaves out of its sums.
+            part: in training, the micro-batch of rows that continue others, see `CarriedStates`.
         """
         call = partial(checkpoint, use_reentrant=False) if self.recompute and self.training else None
-        hidden, _ = self.model.hidden(input_ids, cu_seqlens=cu_seqlens, action_mask=action_mask, call=call)
+        carried = part if self.model.training else None
+        state = None if carried is None else self.carried.before(carried)
+        hidden, after = self.model.hidden(input_ids, state, cu_seqlens=cu_seqlens, action_mask=action_mask, call=call)
+        if carried is not None:
+            self.carried.after(carried, after)
         scored = labels != IGNORED
         loss = mean_loss(hidden[scored], self.model.head_weight, labels[scored])
         return {"loss": loss if num_items_in_batch is None else loss * (scored.sum() / num_items_in_batch)}

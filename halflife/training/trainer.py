@@ -18,6 +18,7 @@ from halflife.files import RUN_JSON, read_json_object, write_json
 from halflife.layers.gate_rank import GateRank
 from halflife.models import param_groups
 from halflife.training import sharding
+from halflife.training.carried import CarriedStates
 from halflife.training.checkpoints import CheckpointStore, loading
 from halflife.training.config import TrainConfig
 from halflife.training.schedules import BY_EPOCH, rate_by_epoch
@@ -61,6 +62,8 @@ class HalflifeTrainer(Trainer):
             self._written_to = str(folder)
             try:
                 super()._save_checkpoint(model, trial)
+                if (carried := self._carried()) is not None and carried.parts:
+                    carried.save(folder / f"checkpoint-{step}", self.args.process_index)
                 if self.args.should_save:
                     write_json(folder / f"checkpoint-{step}" / WINDOW, window)
                     write_json(folder / f"checkpoint-{step}" / RUN_JSON, self.config.saved_in(self.store.folder.parent))
@@ -78,6 +81,8 @@ class HalflifeTrainer(Trainer):
 
     def restore_window(self) -> None:
         """Continue the averages that the next line of `metrics.jsonl` shows; older checkpoints do not have them."""
+        if self.resumed is not None and (carried := self._carried()) is not None:
+            carried.load(self.resumed)
         if self.resumed is None or not (self.resumed / WINDOW).exists():
             return
         window = read_json_object(self.resumed / WINDOW)
@@ -86,6 +91,9 @@ class HalflifeTrainer(Trainer):
         for name, module in self._gate_modules().items():
             if (sums := window["gates"].get(name)) is not None:
                 module.counts = torch.tensor(sums, device=self.args.device)
+
+    def _carried(self) -> CarriedStates | None:
+        return getattr(self.model, "carried", None)
 
     def _gate_modules(self) -> dict[str, GateRank]:
         model: Any = self.model

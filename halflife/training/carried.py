@@ -1,0 +1,70 @@
+"""States that training carries from a row to the row that continues it: truncated back-propagation through time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halflife.models import LanguageModel, ModelState
+
+PATTERN = "states-{}.pt"  # in a checkpoint, one file for each process
+
+
+class CarriedStates:
+    """The state after the last row of each micro-batch. No gradient crosses the cut between two rows.
+
+    A micro-batch has the tensor `part`, which holds its number i, the number m of micro-batches in a step, and whether
+    its rows begin anew.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, ModelState] = {}
+        self.rows: ModelState | None = None  # of all rows of a step, from a checkpoint
+
+    def before(self, part: Tensor) -> ModelState | None:
+        """Return the state before the rows of a micro-batch, or None where they begin anew.
+
+        Raises:
+            ValueError: the rows continue others, and the checkpoint of the run holds no states.
+        """
+        index, count, begins = part.tolist()
+        if begins:
+            return None
+        if index not in self.parts and self.rows is None:
+            raise ValueError("the checkpoint holds no carried states, so a run with --carry-state cannot go on from it")
+        if index not in self.parts and self.rows is not None:
+            self.parts[index] = tuple(
+                {name: x.chunk(count)[index].to(part.device) for name, x in layer.items()} for layer in self.rows
+            )
+        return self.parts[index]
+
+    def after(self, part: Tensor, state: ModelState) -> None:
+        """Store the state after the rows of a micro-batch, without its gradient."""
+        self.parts[int(part[0])] = tuple({name: x.detach() for name, x in layer.items()} for layer in state)
+
+    def save(self, folder: Path, rank: int) -> None:
+        """Write the states of this process into a checkpoint."""
+        states = {index: [dict(layer) for layer in state] for index, state in self.parts.items()}
+        torch.save(states, folder / PATTERN.format(rank))
+
+    def load(self, folder: Path) -> None:
+        """Read the states of all processes. The micro-batches may be cut otherwise from now on."""
+        files = [torch.load(path, map_location="cpu", weights_only=True) for path in folder.glob(PATTERN.format("*"))]
+        states = {index: state for file in files for index, state in file.items()}
+        if states:
+            layers = zip(*(states[index] for index in sorted(states)), strict=True)
+            self.rows = tuple(
+                {name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in layers
+            )
+
+
+def require_constant_state(model: LanguageModel, name: str) -> None:
+    """Check that the state of a model does not grow with the text.
+
+    Raises:
+        ValueError: it does, as in softmax attention.
+    """
+    if model.state_size(1) != model.state_size(2):
+        raise ValueError(f"--carry-state needs a state of constant size, and that of {name} grows with the text")

@@ -1,0 +1,115 @@
+"""Where training starts from: trained weights instead of new ones, and parameters that stay as they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from halflife.models import LanguageModel, ModelConfig
+from halflife.models.load import load_any
+
+ROWS = ("embedding.weight", "head.weight")  # parameters with one row for each token
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
+SHOWN = 4  # names in a message
+PIECE = 1 << 24  # bytes that are read at once
+
+
+def local_folder(source: str) -> Path:
+    """Return a folder with a model: the folder itself, or that of the hub's cache for a name on the hub.
+
+    Args:
+        source: a folder, `owner/name` or `owner/name@revision`.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and it is no name on the hub.
+        ConnectionError: the hub cannot be reached, and its cache does not hold the model.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    name, _, revision = source.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"there is no folder {source}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(FILES)))
+    except Exception as error:  # the HTTP library of the client may raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise ConnectionError(f"there is no folder {source}, and the hub cannot be asked for it: {reason}") from error
+
+
+def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:
+    """Return what a run needs to know of the weights that it starts from.
+
+    Args:
+        source: see `local_folder`. The model is ours, or one that `halflife convert` converts.
+        vocab_size: ids of the tokenizer. The embeddings grow where the model has fewer.
+
+    Returns:
+        The configuration of the model with grown embeddings, the absolute path of its folder, the SHA-256 of its
+        weights, and the number of tokens that it has in the folder.
+
+    Raises:
+        FileNotFoundError, ConnectionError, ValueError: see `local_folder` and `load_any`.
+    """
+    folder = local_folder(source).resolve()
+    config = load_any(folder).config
+    grown = replace(config, vocab_size=max(vocab_size, config.vocab_size))
+    return grown, str(folder), digest(folder), config.vocab_size
+
+
+def digest(folder: Path) -> str:
+    """Return the SHA-256 of the safetensors files in a folder."""
+    total = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                total.update(piece)
+    return total.hexdigest()
+
+
+@torch.no_grad()
+def load_start(model: LanguageModel, folder: Path, expected: str) -> None:
+    """Copy the weights in a folder into a new model. New tokens keep their new rows.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: the weights have changed since the run began, or they are of another model.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}, from which the run starts")
+    if digest(folder) != expected:
+        raise ValueError(f"the weights in {folder}, from which the run starts, have changed since it began")
+    tensors, new = load_any(folder).state_dict(), model.state_dict()
+    for name in ROWS:
+        if name in tensors and name in new and (old := tensors[name]).shape[1:] == new[name].shape[1:]:
+            tensors[name] = torch.cat([old.to(new[name]), new[name][len(old) :]])
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the weights in {folder} do not fit the model of the run: {reason}") from error
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let no gradient reach the parameters whose names match one of the patterns, such as `embedding*`.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or no parameter is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = f"{', '.join(names[:SHOWN])}, … ({len(names)} in all)"
+            raise ValueError(f"--freeze {pattern} matches no parameter; there are {known}")
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"--freeze {' '.join(patterns)} leaves no parameter to train")
