@@ -302,7 +302,7 @@ def test_every_scale_configures_every_model(task, scale):
         assert config.context == settings.train_length
         return
     capacity = [test.task["length"] for test in config.tests if test.name == "capacity"]
-    assert not capacity or capacity == [settings.train_length * factor for factor in settings.length_factors]
+    assert named or not capacity or capacity == [settings.train_length * factor for factor in settings.length_factors]
 
 
 @pytest.mark.parametrize("name", PRESETS)
