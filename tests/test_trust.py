@@ -151,3 +151,17 @@ def test_own_runs_are_resumed_and_foreign_ones_with_consent(place, tmp_path_fact
     assert command("train", *TRAIN, "--trust-data") == 2
     assert "belongs to --resume" in capsys.readouterr().err
     shutil.rmtree(place / "out")
+
+
+def test_weights_elsewhere_are_named(own_key, tmp_path):
+    """A run of somebody else may start from weights in its own folder, and not from those of another place."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("text")
+    saved = saved_run(tmp_path / "run", sources=["notes.txt"])
+    for start, known in ((tmp_path / "run" / "old", True), (tmp_path / "other", False)):
+        write_json(tmp_path / "run" / "run.json", {**saved, "start": str(start), "start_digest": "0"})
+        if known:
+            assert load_config(tmp_path / "run").start == str(start)
+        else:
+            with pytest.raises(ValueError, match=f"would read {start}. If you want this, give --trust-data"):
+                load_config(tmp_path / "run")

@@ -112,7 +112,10 @@ def load_config(folder: Path) -> LanguageConfig:
         corpus = CorpusConfig.from_dict(config.data)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: a setting has a value that cannot be ({error!r})") from error
-    check_origin(saved, path, corpus.sources, corpus.files, corpus.tokenizer)
+    sources, files = list(corpus.sources), list(corpus.files or [()] * len(corpus.sources))
+    if config.start is not None:  # the folder of weights counts as a source whose files are known
+        sources, files = [*sources, config.start], [*files, (config.start,)]
+    check_origin(saved, path, sources, files, corpus.tokenizer)
     return config
 
 
