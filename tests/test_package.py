@@ -221,7 +221,7 @@ def test_the_core_runs_without_extras_and_the_command_line_without_the_other_ext
     )
     link(chosen(requirements, "cli"), packages)
     done = run(programs / "halflife", "list", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "gated_deltanet" in done.stdout
     done = run(programs / "halflife", "compare", "mamba2", "--steps", "1", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -15,8 +15,6 @@ from halflife.evaluation.memory import format_bytes, layer_states, model_state_s
 from halflife.evaluation.throughput import Decoder, device_name, interleaved, train_step
 from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, write_json, write_text
 from halflife.models import LanguageModel, ModelConfig
-from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.figures.overview import overview
 from halflife.report.intervals import with_interval
 from halflife.report.markdown import Rows, markdown, models
 from halflife.runs.folder import FIGURES, read
@@ -125,6 +123,9 @@ def collect(
 
 def write_overview(folder: Path, data: Mapping[str, Any]) -> None:
     """Write `overview.json`, `overview.md` and the picture of what `collect` returned."""
+    from halflife.report.figures.matplotlib_renderer import save
+    from halflife.report.figures.overview import overview
+
     write_json(folder / DATA, dict(data))
     save(overview(data), folder / FIGURES, "overview")
     write_text(folder / PAGE, page(data))
