@@ -179,11 +179,14 @@ def fits(value: Any, schema: Any) -> bool:
 
     Args:
         value: the data.
-        schema: a type or several, `[item]` for a list, `{str: item}` for a mapping with any names, or `{"name": item}`
-            for a mapping that may have further names. A name that ends in "?" may be missing.
+        schema: a type or several, a `range` of whole numbers, `[item]` for a list, `{str: item}` for a mapping with
+            any names, or `{"name": item}` for a mapping that may have further names. A name that ends in "?" may be
+            missing.
     """
     if isinstance(schema, list):
         return isinstance(value, list) and all(fits(item, schema[0]) for item in value)
+    if isinstance(schema, range):
+        return type(value) is int and value in schema
     if not isinstance(schema, dict):
         huge = isinstance(value, int) and value.bit_length() > 1000  # larger than any float
         return isinstance(value, schema) and not huge and (schema is bool or not isinstance(value, bool))

@@ -12,13 +12,14 @@ from halflife.files import NUMBER
 from halflife.runs.scores import IN_DISTRIBUTION, Score, number
 
 # What the files of a run must hold, see `files.fits`.
+LENGTH = range(1, 1 << 53)  # tokens
 _TIMESCALES = {"timescales?": {str: [NUMBER]}}
 SPECTRUM = {"layers?": [{"layer": int, "init?": _TIMESCALES, "trained?": _TIMESCALES}]}
 RESULT = {
     "parameters": int, "validation": NUMBER, "state_size?": int, "tokens_per_second?": NUMBER, "diverged?": str,
-    "tests?": [{"test": str, "length": int, "accuracy?": NUMBER, "loss?": NUMBER, "chance?": NUMBER,
+    "tests?": [{"test": str, "length": LENGTH, "accuracy?": NUMBER, "loss?": NUMBER, "chance?": NUMBER,
                 "shortcut_accuracy?": NUMBER, "num_pairs?": (int, type(None))}],
-    "lengths?": [{"length": int, "perplexity": NUMBER, "last_perplexity": NUMBER}],
+    "lengths?": [{"length": LENGTH, "perplexity": NUMBER, "last_perplexity": NUMBER}],
     "documents?": {"nats": NUMBER, "tokens": int, "documents": int},
     "bits_per_byte?": NUMBER, "bits_per_byte_of_documents?": NUMBER, "tokens?": int, "mfu?": NUMBER, "rows?": int,
     "positions?": [dict],
@@ -28,7 +29,7 @@ COMPARISON = {
     "task?": str, "scale?": str, "command?": str,
 }  # fmt: skip
 LANGUAGE_RUN = {
-    "model": {"name": str}, "learning_rate": (int, float), "seed": int, "context": int,
+    "model": {"name": str}, "learning_rate": (int, float), "seed": int, "context": LENGTH,
     "data": {"sources": [str], "tokenizer": str},
 }  # fmt: skip
 VERSIONS = {str: (str, type(None))}

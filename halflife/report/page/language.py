@@ -47,7 +47,7 @@ def findings(run: LanguageRun) -> list[str]:
     loss, unit = run.result["validation"], _unit(run)
     text = (
         f"After {run.result['tokens']:,} tokens, the validation loss is {loss:.3f} nats a {unit} ({loss * BITS:.3f} "
-        f"bits), a perplexity of {math.exp(loss):.2f} a {unit}."
+        f"bits), a perplexity of {math.exp(min(loss, 700)):.2f} a {unit}."
     )
     perplexity = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
     trained, last = min(perplexity), max(perplexity)
