@@ -299,6 +299,38 @@ def test_a_driver_that_ends_leaves_no_process_of_its_cluster(longer, tmp_path, n
     assert table(folder) == expected
 
 
+OWNER = """
+import sys
+from halflife.runs import pool
+with pool._cluster("ray"):
+    import ray
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+STRANGER = """
+import sys, ray
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+ray.get(ray.remote(lambda path: open(path, "w").close()).remote(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [None, "0" * 64])
+def test_a_stranger_cannot_run_a_task_on_our_cluster(tmp_path, token):
+    """Neither without a token nor with a wrong one."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    known = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", OWNER], env=plain, **pipes) as owner:
+        command = [sys.executable, "-c", STRANGER, owner.stdout.readline().strip(), str(tmp_path / "was here")]
+        stranger = subprocess.run(command, env=plain | known, capture_output=True, text=True, timeout=120)
+        owner.stdin.close()
+    assert owner.returncode == 0
+    assert stranger.returncode != 0
+    assert re.search("authenticat|token", stranger.stderr, re.IGNORECASE)
+    assert not (tmp_path / "was here").exists()
+
+
 def test_processes_with_the_mark_of_a_cluster_end_with_its_driver():
     driver = (
         "import subprocess, sys; sys.path.insert(0, sys.argv[1]); import cluster\n"
