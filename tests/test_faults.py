@@ -23,6 +23,7 @@ from halflife.runs.scores import scores_of, write_scores
 from halflife.training import callbacks
 from halflife.training.checkpoints import checksums, last_checkpoint
 from halflife.training.fit import StoppedBySignal
+from halflife.training.sharding import SHARDS
 
 # ------------------------------------------------------------------------------------------------ files
 
@@ -183,6 +184,14 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_for_the_one_before(cut, whol
     with pytest.warns(UserWarning, match="checkpoint-8 cannot be loaded"):
         run(tiny(), cut)
     assert comparable(cut) == comparable(whole)
+
+
+def test_a_checkpoint_of_shards_is_not_resumed_without_fsdp(cut):
+    folder = cut / "checkpoints" / "checkpoint-8"
+    (folder / SHARDS).mkdir()
+    write_json(folder / "complete.json", checksums(folder))
+    with pytest.raises(ValueError, match="checkpoint-8 was written with --fsdp; resume it so"):
+        run(tiny(), cut)
 
 
 def test_a_checkpoint_that_is_half_written_is_not_there(cut, whole, monkeypatch):
