@@ -22,7 +22,7 @@ from helpers import (
     widest,
 )
 from jaxtyping import TypeCheckError
-from pairwise import crossed
+from pairwise import crossed, slow_beyond
 
 from halflife import ops
 from halflife.ops.backends import dispatch as backends
@@ -234,7 +234,9 @@ def test_selfcheck_passes_here():
     assert {check.op for check in report.checks} == {*OPS, "gate_rank", "koopman_attention"}
 
 
-@pytest.mark.parametrize("op", [*OPS, "gate_rank", "koopman_attention"])
+@pytest.mark.parametrize(
+    "op", slow_beyond(("gate_rank", "koopman_attention"), [*OPS, "gate_rank", "koopman_attention"])
+)
 def test_selfcheck_sees_a_broken_backend(op, monkeypatch):
     right = backends._OPS[op]["chunked"]
 

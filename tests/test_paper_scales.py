@@ -108,6 +108,7 @@ def test_echos_tiers():
         assert config.passes_action_mask
 
 
+@pytest.mark.slow
 def test_echos_tiers_start(tmp_path):
     settings = {"steps": 3, "hidden_size": 24, "batch_size": 2, "test_examples": 2, "validation_examples": 2}
     folder = compare.create_comparison(
