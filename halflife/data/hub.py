@@ -16,6 +16,7 @@ from halflife.files import atomic_path
 
 GRAMMAR = "hf:owner/name[:configuration[:split]][@revision], the split as in train or train[:10000]"
 TIMEOUT = 5  # seconds in which the hub must answer
+_MODEL = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w.-]+))?")
 _SOURCE = re.compile(
     r"hf:(?P<name>[^:@\s]+)(@(?P<revision>[^:@\s]+))?"
     r"(:(?P<configuration>[^:@\s]*)(:(?P<split>[^:@\[\s]+)(\[:(?P<rows>\d+)\])?)?)?(@(?P<last>[^:@\s]+))?"
@@ -67,6 +68,21 @@ class HubSource:
         """The source as `parse` reads it, at a commit."""
         rows = "" if self.rows is None else f"[:{self.rows}]"
         return f"hf:{self.name}@{commit}:{self.configuration or ''}:{self.split}{rows}"
+
+
+def model_name(source: str | Path) -> tuple[str, str | None] | None:
+    """Return the name and the revision of a model on the hub, or None for an existing path or another form.
+
+    Args:
+        source: `owner/name` or `owner/name@revision`.
+    """
+    match = None if Path(source).exists() else _MODEL.fullmatch(str(source))
+    return None if match is None else (match["name"], match["revision"])
+
+
+def no_model(source: str | Path, reason: str) -> ConnectionError:
+    """The error for a model that is neither a folder nor, because the hub does not answer, a model of the hub."""
+    return ConnectionError(f"there is no folder {source}, and the hub cannot be asked for it: {reason}")
 
 
 def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:

@@ -162,10 +162,10 @@ def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: 
     experiment, settings = load_experiment(folder)
     config = read_json(folder / CONFIG_JSON)
     trials = first_cells(config["learning_rates"], config["seeds"], tune := config.get("tune_seeds"))
-    seeds = config["seeds"][len(config["seeds"]) if tune is None else tune :]
+    seeds = set(config["seeds"][len(config["seeds"]) if tune is None else tune :])
     later = [Cell(model, rates[0], seed) for model, rates in config["learning_rates"].items() for seed in seeds]
     chosen = [cell for cell in [*trials, *later] if only_seeds is None or cell.seed in only_seeds]
-    left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell in later)]
+    left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell.seed in seeds)]
     configs = [experiment.configure(settings, cell) for cell in left]
     return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
 

@@ -153,8 +153,8 @@ class Mamba3(Mixer):
         step, g = self.decay.step_size(f), self.decay(f, position=position)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
-        q, k = self.query(c), self.key(b)
-        q, k = _turned(q, k, angle.repeat(1, 1, q.shape[2] // self.num_heads, 1))
+        q, k = (part.unflatten(2, (-1, self.num_heads)) for part in (self.query(c), self.key(b)))
+        q, k = (part.flatten(2, 3) for part in _turned(q, k, angle.unsqueeze(2)))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
         options = {"chunk_size": self.chunk_size, "backend": self.backend}
         if self.mimo is not None:

@@ -25,7 +25,7 @@ from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.slow_decay import decay_and_add
-from halflife.precision import without_autocast
+from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
 State = tuple[Tensor, Tensor]
@@ -94,7 +94,7 @@ def ridge_attention(
         raise ValueError(f"ridge must be positive numbers [H, K] = {tuple(q.shape[2:])}; got {tuple(ridge.shape)}")
     if iterations < 1 or tolerance < 0:
         raise ValueError(f"need iterations ≥ 1 and tolerance ≥ 0; got {iterations} and {tolerance}")
-    dtype = call.first_state().dtype
+    dtype = compute_dtype(q)
     gram, values = _first(call, initial_state)
     implementation = choose(call.op, backend, call.device)
     with without_autocast(call.device):
@@ -106,7 +106,7 @@ def ridge_attention(
 
 def _first(call: OpCall, initial: Any) -> State:
     """The sums before the first token."""
-    dtype, (heads, key), value = call.first_state().dtype, call.q.shape[2:], call.v.shape[-1]
+    dtype, (heads, key), value = compute_dtype(call.q), call.q.shape[2:], call.v.shape[-1]
     shapes = [(call.num_sequences, heads, key, last) for last in (key, value)]
     if initial is None:
         gram, values = (call.q.new_zeros(shape, dtype=dtype) for shape in shapes)
@@ -155,10 +155,10 @@ def chunked(call: RidgeCall) -> tuple[Tensor, Tensor, Tensor]:
     solve = partial(conjugate_gradients, product, iterations=call.iterations, tolerance=call.tolerance)
     with torch.no_grad():
         x = solve(op.q)
+    applied, gram = read(x, v=written, initial_state=call.gram)
     if torch.is_grad_enabled():
-        x = _Solution.apply(op.q - product(x), x, solve)
+        x = _Solution.apply(op.q - applied - call.ridge * x, x, solve)
     y, values = read(x, v=op.beta.unsqueeze(-1) * op.v, initial_state=call.values)
-    _, gram = read(op.q, v=written, initial_state=call.gram)
     assert values is not None
     assert gram is not None
     return y, gram, values

@@ -73,6 +73,7 @@ class Job:
     imports: Mapping[str, Sequence[str]] = field(default_factory=extensions.record)
 
 
+Results = dict[Cell, dict[str, Any]]  # the results of the finished cells
 # Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars. The result
 # has the reasons of the jobs that failed, by their labels.
 Runner = Callable[[Sequence[Job], bool], dict[str, str]]
@@ -197,20 +198,20 @@ def run_sweep(
     check_seeds(seeds, config["seeds"])
     trials = first_cells(config["learning_rates"], config["seeds"], config.get("tune_seeds"))
 
-    def run(wanted: Sequence[Cell]) -> dict[str, str]:
-        done = _results(jobs)
-        chosen = [cell for cell in wanted if cell not in done and (seeds is None or cell.seed in seeds)]
-        return runner([jobs[cell] for cell in chosen], show) if chosen else {}
-
-    failed = run(trials)
     first = set(trials)
     others = [cell for cell in jobs if cell not in first]
+
+    def run(wanted: Sequence[Cell], results: Results) -> tuple[dict[str, str], Results]:
+        """Run the cells that have no result yet; return the reasons of failures, and all results."""
+        chosen = [cell for cell in wanted if cell not in results and (seeds is None or cell.seed in seeds)]
+        return (runner([jobs[cell] for cell in chosen], show), _results(jobs)) if chosen else ({}, results)
+
+    failed, results = run(trials, _results(jobs))
     if seeds is not None and {cell.seed for cell in others}.intersection(seeds):
-        done = _results(jobs)
-        _check_trials(cell for cell in trials if cell.title not in failed and cell not in done)
-    selected = _select_rates({cell: jobs[cell] for cell in trials})
-    failed |= run([cell for cell in others if cell.learning_rate == selected.get(cell.model)])
-    results = _results(jobs)
+        _check_trials(cell for cell in trials if cell.title not in failed and cell not in results)
+    selected = _select_rates(jobs, {cell: results[cell] for cell in trials if cell in results})
+    more, results = run([cell for cell in others if cell.learning_rate == selected.get(cell.model)], results)
+    failed |= more
     if not results:
         raise RunsFailed(failed, [])
     scores = [
@@ -245,7 +246,7 @@ def _place(folder: Path, cell: Cell) -> Path:
     return folder / cell.folder
 
 
-def _results(jobs: Mapping[Cell, Job]) -> dict[Cell, dict[str, Any]]:
+def _results(jobs: Mapping[Cell, Job]) -> Results:
     """The results of the finished cells, whichever process ran them."""
     found = {}
     for cell, job in jobs.items():
@@ -264,13 +265,12 @@ def _check_trials(left: Iterable[Cell]) -> None:
         raise ValueError(f"the learning rates are chosen by runs that have not ended ({names}); run them first")
 
 
-def _select_rates(jobs: Mapping[Cell, Job]) -> dict[str, float | None]:
+def _select_rates(jobs: Mapping[Cell, Job], results: Results) -> dict[str, float | None]:
     """The best learning rate of each model that has a result."""
-    results = _results(jobs)
     return {model: _select_rate(model, jobs, results) for model in dict.fromkeys(cell.model for cell in results)}
 
 
-def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Mapping[Cell, dict[str, Any]]) -> float | None:
+def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Results) -> float | None:
     """The learning rate with the fewest diverged runs, and among these the best mean validation of the others.
 
     None if every run of the model diverged.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from halflife.data.hub import model_name, no_model
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import load_any
 
@@ -32,16 +33,14 @@ def local_folder(source: str) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
-    name, _, revision = source.partition("@")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if (found := model_name(source)) is None:
         raise FileNotFoundError(f"there is no folder {source}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(FILES)))
+        return Path(snapshot_download(found[0], revision=found[1], allow_patterns=list(FILES)))
     except Exception as error:  # the HTTP library of the client may raise anything
-        reason = " ".join(str(error).split())[:200]
-        raise ConnectionError(f"there is no folder {source}, and the hub cannot be asked for it: {reason}") from error
+        raise no_model(source, " ".join(str(error).split())[:200]) from error
 
 
 def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_decay
 
@@ -14,15 +14,9 @@ class GatedDeltaNetDecay(MixerDecay):
     """One decay a head, `g = −e^A_log · softplus(a + dt_bias)`, with a projection of its own for a."""
 
     family = "Gated DeltaNet"
+    source_name = "in_proj_a"
+    sizes = ("num_v_heads",)
     key_axis = -2
-
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.in_proj_a
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.mixer.num_v_heads,)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return softplus_decay(self.mixer.A_log, self.activation(y).float() + self.mixer.dt_bias.float())
@@ -36,18 +30,14 @@ class GatedDeltaNetDecay(MixerDecay):
 class OlmoGatedDeltaNetDecay(GatedDeltaNetDecay):
     """The same law. The projection has another name."""
 
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.a_proj
+    source_name = "a_proj"
 
 
 @MIXERS.add("Qwen3NextGatedDeltaNet")
 class Qwen3NextDecay(GatedDeltaNetDecay):
     """The same law. One projection gives β and a of the value heads, key head by key head."""
 
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.in_proj_ba
+    source_name = "in_proj_ba"
 
     def activation(self, y: Tensor) -> Tensor:
         return y.unflatten(-1, (self.mixer.num_k_heads, 2, -1))[..., 1, :].flatten(-2)

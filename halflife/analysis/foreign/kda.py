@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
 
@@ -19,15 +19,9 @@ class KimiDeltaDecay(MixerDecay):
 
     family = "Kimi delta attention"
     granularity = "vector"
+    source_name = "forget_gate"
+    sizes = ("num_heads", "head_dim")
     key_axis = -2
-
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.forget_gate
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.mixer.num_heads, self.mixer.head_dim)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return y.float()

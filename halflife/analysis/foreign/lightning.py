@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
 
@@ -12,14 +12,8 @@ class LightningDecay(MixerDecay):
     """One constant decay a head, `g = −slope`. Deep layers have smaller slopes."""
 
     family = "lightning attention"
-
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.qkv_proj
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.mixer.num_attention_heads,)
+    source_name = "qkv_proj"
+    sizes = ("num_attention_heads",)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return -self.mixer.slope_rate.float().flatten().expand(*y.shape[:2], -1)

@@ -5,7 +5,6 @@ Weights must be safetensors, and code that comes with a model is not run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,16 +16,16 @@ import torch
 
 from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.model import ForeignModel
+from halflife.data.hub import model_name, no_model
 from halflife.data.tokenizers import TIMEOUT
 from halflife.models.shards import Checkpoint
 
-HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w.-]+))?")
 SHOWN = 3  # missing tensors that one message lists
 
 
 def is_hub_name(source: str | Path) -> bool:
     """Whether a name can be a model of the hub, `owner/name` or `owner/name@revision`, because no such path exists."""
-    return not Path(source).exists() and HUB_NAME.fullmatch(str(source)) is not None
+    return model_name(source) is not None
 
 
 def is_known(model_type: str) -> bool:
@@ -90,18 +89,17 @@ def load_foreign(
 def _location(source: str | Path) -> tuple[str, dict[str, Any]]:
     """Return what `from_pretrained` takes: the folder or name, and where to look for it."""
     options: dict[str, Any] = {"trust_remote_code": False}
-    match = HUB_NAME.fullmatch(str(source))
-    if Path(source).exists() or match is None:
+    if (found := model_name(source)) is None:
         return str(source), options
-    options["revision"] = match["revision"] or "main"
-    if (reason := _unreachable(match["name"], options["revision"])) is not None:
+    name, options["revision"] = found[0], found[1] or "main"
+    if (reason := _unreachable(name, options["revision"])) is not None:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(match["name"], "config.json", revision=options["revision"])
+        cached = try_to_load_from_cache(name, "config.json", revision=options["revision"])
         if not isinstance(cached, str):
-            raise ConnectionError(f"there is no folder {source}, and the hub cannot be asked for it: {reason}")
+            raise no_model(source, reason)
         options["local_files_only"] = True
-    return match["name"], options
+    return name, options
 
 
 def _unreachable(name: str, revision: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_decay
 
@@ -21,15 +21,8 @@ class Mamba2Decay(MixerDecay):
     """
 
     family = "Mamba-2"
+    source_name = "in_proj"
     key_axis = -1
-
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.in_proj
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.mixer.num_heads,)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         step = y[..., -self.mixer.num_heads :].float() + self.mixer.dt_bias.float()

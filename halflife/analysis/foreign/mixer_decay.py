@@ -22,7 +22,8 @@ MIXERS: Registry[type[MixerDecay]] = Registry("class of a mixer")
 class MixerDecay(nn.Module):
     """The log-decays g = log λ ≤ 0 of one mixer of transformers, `[B, T, H]` or `[B, T, H, K]`, in float32.
 
-    A subclass names its `family`, and the `granularity` of its decay. `key_axis` is the axis of the keys in the state
+    A subclass names its `family`, and the `granularity` of its decay. `source_name` is the name of its `source`, and
+    `sizes` are the names of the mixer's numbers that `shape` has. `key_axis` is the axis of the keys in the state
     `[B, H, …, …]` that transformers caches, -2 or -1. It is None if the state is no matrix that tokens write to
     linearly, or lies outside the cache. Then there is no forecast.
 
@@ -36,6 +37,8 @@ class MixerDecay(nn.Module):
 
     family: ClassVar[str]
     granularity: ClassVar[str] = "scalar"
+    source_name: ClassVar[str]
+    sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
     key_axis: ClassVar[int | None] = None
 
     def __init__(self, mixer: nn.Module) -> None:
@@ -45,12 +48,12 @@ class MixerDecay(nn.Module):
     @property
     def source(self) -> nn.Module:
         """The module of the mixer whose input or output determines g. The mixer calls it once for each text."""
-        raise NotImplementedError
+        return getattr(self.mixer, self.source_name)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one token's log-decays: `(H,)` or `(H, K)`."""
-        raise NotImplementedError
+        return tuple(getattr(self.mixer, name) for name in self.sizes)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return g from the source's input x and output y, `[B, T, …]`."""

@@ -23,10 +23,7 @@ class RGLRUDecay(MixerDecay):
 
     family = "RG-LRU"
     granularity = "vector"
-
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.rg_lru
+    source_name = "rg_lru"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
 
@@ -13,10 +13,7 @@ class Rwkv4Decay(MixerDecay):
 
     family = "RWKV-4"
     granularity = "vector"
-
-    @property
-    def source(self) -> nn.Module:
-        return self.mixer.key
+    source_name = "key"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall
 from halflife.ops.log_linear.rows import Rows, levels
 from halflife.ops.slow_decay import decay_and_add
-from halflife.precision import without_autocast
+from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
 State = tuple[Tensor, Tensor]
@@ -85,7 +85,7 @@ def _first(call: OpCall, num_states: int, initial: State | None) -> tuple[Tensor
     """The states `[N, H, L − 1, K, V]` before the first token, and its position `[N]`."""
     batch, (heads, key), value = call.num_sequences, call.q.shape[2:], call.v.shape[-1]
     shape = (batch, heads, num_states, key, value)
-    dtype = call.first_state().dtype
+    dtype = compute_dtype(call.q)
     if initial is None:
         return call.q.new_zeros(shape, dtype=dtype), torch.zeros(batch, dtype=torch.long, device=call.device)
     if not isinstance(initial, tuple | list) or len(initial) != 2:
