@@ -252,7 +252,7 @@ class LanguageModel(nn.Module):
     def state_size(self, length: int = 1) -> int:
         """Numbers that the state of one sequence holds after `length` tokens, counters of tokens not counted.
 
-        It is the same for every length, but for softmax attention, whose cache grows.
+        It is the same for every length, but for softmax attention, whose cache grows, and for log-linear attention.
         """
         device = self.embedding.weight.device
         _, state = self.hidden(torch.zeros(1, length, dtype=torch.long, device=device))
