@@ -64,8 +64,8 @@ class Readout(Float32Module):
 
         A forward hook sees the state and the count of repeated factorisations in the result.
         """
-        y, state, retries = attend(KoopmanCall(q, k, v, **self.settings(), **options), backend)
-        return KoopmanResult(y * self.eta.unsqueeze(-1).to(y.dtype), state, retries)
+        result = attend(KoopmanCall(q, k, v, **self.settings(), **options), backend)
+        return result._replace(y=result.y * self.eta.unsqueeze(-1).to(result.y.dtype))
 
 
 def clebsch_gordan(x: Tensor) -> Tensor:
@@ -245,8 +245,8 @@ class SKA(Mixer):
             size = 1 if refresh == "token" else self.options["chunk_size"]
             state = convert_state(state, size, self.options["normalization"])
         options = {**self.options, "refresh": refresh}
-        y, new, _ = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
-        return y, new
+        result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
+        return result.y, result.state
 
     def read_whole(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
