@@ -26,7 +26,7 @@ PROBES = (1, 2, 4)  # lengths in tokens; two would not show whether a size grows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float8": 1}  # bytes of a number; the scales of float8 are not counted
 SKA_COMMITTED = ("gram", "transition", "values", "last", "norm")
-SKA_PENDING = ("pending_keys", "pending_values")
+SKA_PENDING = ("pending_keys", "pending_values", "pending_decays")  # the last with a decay only
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,8 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
     heads, rank = state.tensors["gram"].shape[1:3]
     value_dim = state.tensors["values"].shape[2]
     committed, pending = (
-        sum((state.tensors[name].numbers for name in names), StateSize()) for names in (SKA_COMMITTED, SKA_PENDING)
+        sum((state.tensors[name].numbers for name in names if name in state.tensors), StateSize())
+        for names in (SKA_COMMITTED, SKA_PENDING)
     )
     cache = StateSize(per_token=heads * (rank + value_dim))
     return {
