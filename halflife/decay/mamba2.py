@@ -114,7 +114,7 @@ class Mamba2Decay(SpectralDecay):
     def rate_offset(self) -> float:
         step = 1e-2 if self.step_bias == "random" else self.POST_STEP  # the middle of a random step
         step = math.log(2) if self.dt_bias is None else step
-        return math.log(min(max(step, self.min_step), step if self.max_step is None else self.max_step))
+        return math.log(min(max(step, self.min_step), math.inf if self.max_step is None else self.max_step))
 
     def release_rates(self) -> None:
         if self.rate_start != "uniform_1_16":
