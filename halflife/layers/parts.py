@@ -15,6 +15,7 @@ from halflife.decay.base import build as build_named_decay
 from halflife.layers.init import Linear
 from halflife.ops import causal_conv1d, fused
 from halflife.position import angles, rope, spread
+from halflife.precision import compute_dtype
 
 
 class RMSNorm(nn.RMSNorm):
@@ -23,6 +24,18 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         return fused.rms_norm(x, self.weight, self.eps)
+
+
+class PlusOneRMSNorm(RMSNorm):
+    """`RMSNorm(x) ⊙ (1 + w)` over the last axis, the norm of Qwen3.5. w starts at 0."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        wide = compute_dtype(x)
+        return fused.rms_norm(x.to(wide), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
