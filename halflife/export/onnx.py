@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.export.graphs import export, flat, initial_state, names
+from halflife.export.graphs import check_max_length, export, fixed_caches, flat, initial_state, names
 from halflife.files import write_json
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import write_tensors
 
 STEP, PROMPT = "step.onnx", "prompt.onnx"
 INITIAL, ABOUT = "initial_state.safetensors", "graphs.json"
 AFTER = ".after"  # ends the name of an output that is a state
+
+# What ONNX has no operation for, in operations that it has.
+DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: lambda x, y: (x.square() + y.square()).sqrt()}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Written:
 
 
 def write_onnx(
-    model: LanguageModel, folder: Path, tokens: int = 16, batch: int = 1, tolerance: float = 1e-4
+    model: LanguageModel, folder: Path, tokens: int = 16, batch: int = 1, tolerance: float = 1e-4,
+    max_length: int | None = None,
 ) -> list[Written]:
     """Write both graphs, the state before the first token, and a description of them.
 
@@ -49,14 +52,17 @@ def write_onnx(
         tokens: tokens of a piece of the prompt graph.
         batch: sequences of each graph.
         tolerance: largest difference that is accepted.
+        max_length: as in `graphs.export`.
 
     Raises:
-        ValueError: a layer cannot be exported, or a graph gives other numbers than the model.
+        ValueError: the model cannot be exported, or a graph gives other numbers than the model.
     """
+    check_max_length(model, tokens, max_length)
     folder.mkdir(parents=True, exist_ok=True)
-    state = initial_state(model, batch)
+    state = initial_state(model, batch, max_length)
     files = ((STEP, 1), (PROMPT, tokens))
-    graphs = [_write(model, folder / file, count, state, tolerance) for file, count in files]
+    with fixed_caches(model, max_length):
+        graphs = [_write(model, folder / file, count, state, tolerance, max_length) for file, count in files]
     tensors = dict(zip(names(state), flat(state), strict=True))
     write_tensors(folder / INITIAL, tensors, {"format": "pt"})
     write_json(
@@ -71,17 +77,20 @@ def write_onnx(
     return graphs
 
 
-def _write(model: LanguageModel, path: Path, tokens: int, state: Sequence, tolerance: float) -> Written:
+def _write(
+    model: LanguageModel, path: Path, tokens: int, state: ModelState, tolerance: float, max_length: int | None
+) -> Written:
     """Write one graph and compare it with the model on two pieces of random tokens, one after the other."""
-    batch, form = len(state[0]["position"]), "step" if tokens == 1 else "chunked"
+    form = "step" if tokens == 1 else "chunked"
     try:
-        program = _convert(model, tokens, batch, state, loop=False)
+        program = _convert(model, tokens, state, max_length, loop=False)
     except _NoOperation:
         if tokens == 1:
             raise
-        form, program = "token loop", _convert(model, tokens, batch, state, loop=True)
+        form, program = "token loop", _convert(model, tokens, state, max_length, loop=True)
     program.save(str(path))
-    difference = _difference(model, path, tokens, tuple(state))
+    pieces = 1 if max_length is not None and max_length < 2 * tokens else 2
+    difference = _difference(model, path, tokens, state, pieces)
     if not difference <= tolerance:
         raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
     return Written(path, tokens, form, difference)
@@ -91,9 +100,9 @@ class _NoOperation(ValueError):
     """ONNX has no operation that the graph needs."""
 
 
-def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loop: bool) -> Any:
-    inputs = names(tuple(state))
-    graph = export(model, tokens, batch, loop)
+def _convert(model: LanguageModel, tokens: int, state: ModelState, max_length: int | None, loop: bool) -> Any:
+    inputs = names(state)
+    graph = export(model, tokens, len(state[0]["position"]), loop, max_length).run_decompositions(DECOMPOSITIONS)
     try:
         return torch.onnx.export(
             graph, dynamo=True, verbose=False, input_names=["ids", *inputs],
@@ -108,19 +117,21 @@ def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loo
 
 
 @torch.no_grad()
-def _difference(model: LanguageModel, path: Path, tokens: int, state: Any) -> float:
+def _difference(model: LanguageModel, path: Path, tokens: int, state: ModelState, pieces: int) -> float:
+    """The largest difference of logits, and of those tensors of the state that the model has in the same shape."""
     session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
     draw = torch.Generator().manual_seed(0)
     worst, batch = 0.0, len(state[0]["position"])
     given: list[Any] = [x.numpy() for x in flat(state)]
     inputs = [entry.name for entry in session.get_inputs()]
-    for _ in range(2):
+    for _ in range(pieces):
         ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=draw)
         logits, state = model(ids, state)
         found = session.run(None, dict(zip(inputs, [ids.numpy(), *given], strict=True)))
         given = list(found)[1:]
-        expected = [logits, *flat(state)]
-        worst = max(worst, *(_relative(torch.from_numpy(x), y) for x, y in zip(found, expected, strict=True)))
+        expected = {"ids": logits, **dict(zip(names(state), flat(state), strict=True))}
+        pairs = [(torch.from_numpy(x), expected.get(name)) for name, x in zip(inputs, found, strict=True)]
+        worst = max(worst, *(_relative(x, y) for x, y in pairs if y is not None and x.shape == y.shape))
     return worst
 
 

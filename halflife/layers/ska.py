@@ -246,6 +246,8 @@ class SKA(Mixer):
             state = convert_state(state, size, self.options["normalization"])
         options = {**self.options, "refresh": refresh}
         y, new, _ = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
+        if torch.compiler.is_exporting() and self.mode == "chunk" and self.options["refresh"] == "chunk":
+            new = convert_state(new, self.options["chunk_size"])  # the graphs of a step and of a prompt share a state
         return y, new
 
     def read_whole(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.backends.native import koopman as native
-from halflife.ops.koopman import reference  # noqa: F401 (the reference registers itself)
+from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
 from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.layout import KoopmanLayout
 from halflife.ops.koopman.readout import KoopmanReadout
@@ -135,6 +135,8 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             memory = freeze_norm(memory, call.k.to(dtype), call.cu_seqlens)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
+        elif torch.compiler.is_exporting():
+            implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
         if implementation not in (native.run, _native_step):  # the kernels read bfloat16 as it is
