@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from halflife.layers.attention import Attention
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.ops import fused
 from halflife.ops.backends.native import build
@@ -43,6 +44,11 @@ def growing(model: LanguageModel) -> dict[str, Attention]:
     """Return the layers whose cache grows with every token by their place: softmax attention without a window."""
     attention = ((place, layer) for place, layer in model.named_modules() if isinstance(layer, Attention))
     return {place: layer for place, layer in attention if layer.window is None}
+
+
+def needs_loop(model: LanguageModel) -> bool:
+    """Whether some op has no chunked form as a graph: chunks of log-linear attention start at powers of two."""
+    return any(isinstance(layer, LogLinear) for layer in model.modules())
 
 
 def check_max_length(model: LanguageModel, tokens: int, max_length: int | None) -> None:
@@ -134,7 +140,8 @@ def export(
         model: the model in evaluation mode, on the CPU.
         tokens: T, tokens of a piece; 1 for the step graph.
         batch: B, sequences.
-        loop: whether the graph repeats the step T times instead of the chunked forms of the ops.
+        loop: whether the graph repeats the step T times instead of the chunked forms of the ops. Models for which
+            `needs_loop` is true always do.
         max_length: the most tokens of a sequence, for models whose cache would grow with every token. The graph raises
             an error beyond it. None for all other models.
 
@@ -143,7 +150,7 @@ def export(
     """
     check_max_length(model, tokens, max_length)
     state = initial_state(model, batch, max_length)
-    with plain(model, loop), fixed_caches(model, max_length):
+    with plain(model, loop or needs_loop(model)), fixed_caches(model, max_length):
         piece = Piece(model, [list(layer) for layer in state]).eval()
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         try:

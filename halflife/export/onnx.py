@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.export.graphs import check_max_length, export, fixed_caches, flat, initial_state, names
+from halflife.export.graphs import check_max_length, export, fixed_caches, flat, initial_state, names, needs_loop
 from halflife.files import write_json
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import write_tensors
@@ -19,8 +19,20 @@ STEP, PROMPT = "step.onnx", "prompt.onnx"
 INITIAL, ABOUT = "initial_state.safetensors", "graphs.json"
 AFTER = ".after"  # ends the name of an output that is a state
 
-# What ONNX has no operation for, in operations that it has.
-DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: lambda x, y: (x.square() + y.square()).sqrt()}
+
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    return (x.square() + y.square()).sqrt()
+
+
+def _frexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.frexp` of whole numbers from 0 to 2⁵², as levels of log-linear attention are computed."""
+    powers = 2.0 ** torch.arange(53, dtype=x.dtype, device=x.device)
+    exponent = (x.unsqueeze(-1) >= powers).sum(-1)
+    return x / 2.0**exponent, exponent.int()
+
+
+# Operations that ONNX does not have, in operations that it has.
+DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: _hypot, torch.ops.aten.frexp.Tensor: _frexp}
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class Written:
     Attributes:
         path: the file.
         tokens: tokens of a piece.
-        form: "chunked", or "token loop" where ONNX has no operation that a chunked form needs.
+        form: "step" for one token; "chunked", or "token loop" where a graph or ONNX cannot express a chunked form.
         difference: largest difference of logits and states from the model's, relative to the largest entry of each.
     """
 
@@ -81,19 +93,19 @@ def _write(
     model: LanguageModel, path: Path, tokens: int, state: ModelState, tolerance: float, max_length: int | None
 ) -> Written:
     """Write one graph and compare it with the model on two pieces of random tokens, one after the other."""
-    form = "step" if tokens == 1 else "chunked"
+    loop = needs_loop(model)
     try:
-        program = _convert(model, tokens, state, max_length, loop=False)
+        program = _convert(model, tokens, state, max_length, loop)
     except _NoOperation:
-        if tokens == 1:
+        if tokens == 1 or loop:
             raise
-        form, program = "token loop", _convert(model, tokens, state, max_length, loop=True)
+        loop, program = True, _convert(model, tokens, state, max_length, loop=True)
     program.save(str(path))
     pieces = 1 if max_length is not None and max_length < 2 * tokens else 2
     difference = _difference(model, path, tokens, state, pieces)
     if not difference <= tolerance:
         raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
-    return Written(path, tokens, form, difference)
+    return Written(path, tokens, "step" if tokens == 1 else "token loop" if loop else "chunked", difference)
 
 
 class _NoOperation(ValueError):
