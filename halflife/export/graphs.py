@@ -20,6 +20,7 @@ from halflife.models.lm import LanguageModel, ModelState
 from halflife.ops import fused
 from halflife.ops.backends.native import build
 
+
 class Piece(nn.Module):
     """`logits, state = piece(ids, *state)` with the tensors of the state one after the other.
 
@@ -60,13 +61,13 @@ def check_max_length(model: LanguageModel, tokens: int, max_length: int | None) 
     places, name = [*growing(model)], model.config.name
     if places and max_length is None:
         raise ValueError(
-            f"{name} needs max_length, the most tokens of a sequence, because the cache of softmax attention grows with "
-            f"every token ({', '.join(places)}) and a graph has fixed shapes"
+            f"{name} needs max_length, the most tokens of a sequence, because a graph has fixed shapes and the cache "
+            f"of softmax attention grows with every token ({', '.join(places)})"
         )
     if max_length is not None and not places:
         raise ValueError(f"{name} reads sequences of any length, so it takes no max_length; got {max_length}")
     if max_length is not None and max_length < tokens:
-        raise ValueError(f"max_length must be at least the {tokens} tokens of a piece; got {max_length}")
+        raise ValueError(f"max_length must be at least {tokens}, the tokens of a piece; got {max_length}")
 
 
 @torch.no_grad()

@@ -53,7 +53,11 @@ class Written:
 
 
 def write_onnx(
-    model: LanguageModel, folder: Path, tokens: int = 16, batch: int = 1, tolerance: float = 1e-4,
+    model: LanguageModel,
+    folder: Path,
+    tokens: int = 16,
+    batch: int = 1,
+    tolerance: float = 1e-4,
     max_length: int | None = None,
 ) -> list[Written]:
     """Write both graphs, the state before the first token, and a description of them.
@@ -73,14 +77,13 @@ def write_onnx(
     folder.mkdir(parents=True, exist_ok=True)
     state = initial_state(model, batch, max_length)
     files = ((STEP, 1), (PROMPT, tokens))
-    with fixed_caches(model, max_length):
-        graphs = [_write(model, folder / file, count, state, tolerance, max_length) for file, count in files]
+    graphs = [write_graph(model, folder / file, count, state, tolerance, max_length) for file, count in files]
     tensors = dict(zip(names(state), flat(state), strict=True))
     write_tensors(folder / INITIAL, tensors, {"format": "pt"})
     write_json(
         folder / ABOUT,
         {
-            "model": model.config.to_dict(), "batch": batch,
+            "model": model.config.to_dict(), "batch": batch, "max_length": max_length,
             "graphs": {graph.path.name: {"tokens": graph.tokens, "form": graph.form} for graph in graphs},
             "inputs": ["ids", *tensors], "outputs": ["logits", *(name + AFTER for name in tensors)],
             "state": {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()},
@@ -89,10 +92,10 @@ def write_onnx(
     return graphs
 
 
-def _write(
+def write_graph(
     model: LanguageModel, path: Path, tokens: int, state: ModelState, tolerance: float, max_length: int | None
 ) -> Written:
-    """Write one graph and compare it with the model on two pieces of random tokens, one after the other."""
+    """Write the graph of one piece, and compare it with the model on random tokens; arguments as in `write_onnx`."""
     loop = needs_loop(model)
     try:
         program = _convert(model, tokens, state, max_length, loop)
@@ -101,8 +104,9 @@ def _write(
             raise
         loop, program = True, _convert(model, tokens, state, max_length, loop=True)
     program.save(str(path))
-    pieces = 1 if max_length is not None and max_length < 2 * tokens else 2
-    difference = _difference(model, path, tokens, state, pieces)
+    with fixed_caches(model, max_length):
+        pieces = 2 if max_length is None else min(2, max_length // tokens)
+        difference = _difference(model, path, tokens, state, pieces)
     if not difference <= tolerance:
         raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
     return Written(path, tokens, "step" if tokens == 1 else "token loop" if loop else "chunked", difference)

@@ -123,7 +123,7 @@ class Attention(Mixer):
         if self.max_length is None:
             return int(stop.max()) if len(stop) else 0
         message = f"the cache of softmax attention is full: it holds {self.max_length} tokens (max_length)"
-        torch._assert_async((stop <= self.max_length).all(), message)
+        torch.ops.aten._assert_async.msg((stop <= self.max_length).all(), message)
         return self.max_length
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:

@@ -135,7 +135,7 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             memory = freeze_norm(memory, call.k.to(dtype), call.cu_seqlens)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
-        elif torch.compiler.is_exporting():
+        elif torch.compiler.is_exporting() and call.cu_seqlens is None:
             implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
