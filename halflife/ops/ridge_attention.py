@@ -90,7 +90,7 @@ def ridge_attention(
     call.check()
     if g.ndim != 3:
         raise ValueError(f"ridge attention needs one log-decay a head, g [B, T, H]; got {tuple(g.shape)}")
-    if ridge.shape != q.shape[2:] or not (ridge > 0).all():
+    if ridge.shape != q.shape[2:] or not (torch.compiler.is_exporting() or (ridge > 0).all()):
         raise ValueError(f"ridge must be positive numbers [H, K] = {tuple(q.shape[2:])}; got {tuple(ridge.shape)}")
     if iterations < 1 or tolerance < 0:
         raise ValueError(f"need iterations ≥ 1 and tolerance ≥ 0; got {iterations} and {tolerance}")
@@ -197,14 +197,15 @@ class _Solution(torch.autograd.Function):
 def conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor, *, iterations: int, tolerance: float) -> Tensor:
     """Solve `A x = b` for symmetric positive matrices, one for each vector `[…, K]`; `product` applies all of them.
 
-    A vector whose residual is at most `tolerance · ‖b‖` is not changed any more.
+    A vector whose residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all,
+    but not in exported graphs, which cannot branch on values.
     """
     x, residual = torch.zeros_like(b), b
     direction, square = residual, b.square().sum(-1, keepdim=True)
     enough = (tolerance**2 * square).clamp(min=TINY)
     for _ in range(iterations):
         open_ = square > enough
-        if not open_.any():
+        if not torch.compiler.is_exporting() and not open_.any():
             break
         applied = product(direction)
         step = torch.where(open_, square / (direction * applied).sum(-1, keepdim=True).clamp(min=TINY), 0)
