@@ -42,6 +42,8 @@ class Attention(Mixer):
 
     POSITIONS = ("rope", "none")
     QK_NORMS = ("none", "head", "head_plus_one", "all")
+    # Slots of the cache of each sequence. `halflife.export` sets them, so that all shapes are fixed. None lets it grow.
+    max_length: int | None = None
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Attention(Mixer):
             position = packing.positions(x, state.get("position"), cu_seqlens)
             q, k = self._rotated(q, k, position)
         tokens = self.cached(x, k, v)
-        if not state and cu_seqlens is None and self.window is None:
+        if not state and cu_seqlens is None and self.window is None and self.max_length is None:
             cache, o = tokens, self.attend(q, tokens, None, None)
         else:
             o, cache = self._with_cache(q, tokens, state, cu_seqlens, packing.lengths(x, cu_seqlens))
@@ -135,12 +137,12 @@ class Attention(Mixer):
             row = packing.sequence_of_token(q.shape[1], cu_seqlens)
             slot = torch.arange(q.shape[1], device=q.device) - cu_seqlens[row]
         width = q.shape[1] if cu_seqlens is None else int(new.max()) if rows else 0
-        longest = self.window - 1 + width if self.window else int((first + new).max()) if rows else 0
+        longest = self._slots(first + new, width)
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:
             filled = tokens.new_zeros(rows, size, *tokens.shape[2:])
             if old is not None:
-                filled[:, : old.shape[1]] = old[:, :size]
+                filled = torch.cat([old[:, :size], filled[:, old.shape[1] :]], 1)
             return filled.index_put((row, at), tokens.flatten(0, 1))
 
         cache = {name: place(x, longest, slot + first[row], state.get(name)) for name, x in tokens.items()}
@@ -153,6 +155,16 @@ class Attention(Mixer):
         if self.window is not None:
             cache = {name: _take(x, new, self.window - 1) for name, x in cache.items()}
         return o[row, slot].unflatten(0, q.shape[:2]), cache
+
+    def _slots(self, stop: Tensor, width: int) -> int:
+        """The slots of the caches that hold at most `width` new tokens a sequence, of which the last ends at `stop`."""
+        if self.window is not None:
+            return self.window - 1 + width
+        if self.max_length is None:
+            return int(stop.max()) if len(stop) else 0
+        message = f"the cache of softmax attention is full: it holds {self.max_length} tokens (max_length)"
+        torch.ops.aten._assert_async.msg((stop <= self.max_length).all(), message)
+        return self.max_length
 
     def attend(self, q: Tensor, cache: State, at: Tensor | None, visible: Tensor | None) -> Tensor:
         """Attention of `q [N, T, H, K]` to a cache of S tokens: `[N, T, H, K]`.
