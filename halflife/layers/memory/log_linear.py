@@ -47,6 +47,8 @@ class LogLinear(nn.Module):
             position has binary digits. Elsewhere, and in compiled code, a shape cannot depend on the position.
     """
 
+    all_levels = False  # whether all L − 1 states are stored, also on a CPU; `halflife.export` sets it
+
     def __init__(self, hidden_size: int, num_heads: int, *, num_levels: int = 16) -> None:
         super().__init__()
         if num_levels < 2:
@@ -93,6 +95,6 @@ class LogLinear(nn.Module):
         )
         assert final is not None
         memory, position = final
-        if x.is_cpu and not is_transformed() and len(position):
+        if x.is_cpu and not self.all_levels and not is_transformed() and len(position):
             memory = memory[:, :, : max(1, int(position.max()).bit_length())]
         return o, {"memory": memory}

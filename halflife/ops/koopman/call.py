@@ -136,7 +136,8 @@ class KoopmanCall:
                 f"got {tuple(self.g.shape)}"
             )
         check_decay("g", self.g, ("koopman_attention", "g"))
-        if self.beta is not None and (self.beta.shape != scalar or (self.beta < 0).any()):
+        exporting = torch.compiler.is_exporting()  # a graph cannot branch on values
+        if self.beta is not None and (self.beta.shape != scalar or (not exporting and (self.beta < 0).any())):
             raise ValueError(f"beta must be numbers ≥ 0, [B, T, H] = {tuple(scalar)}; got {tuple(self.beta.shape)}")
         if isinstance(self.ridge, Tensor) and self.ridge.shape != vector[2:]:
             raise ValueError(f"ridge must be a number or [H, R] = {tuple(vector[2:])}; got {tuple(self.ridge.shape)}")
