@@ -8,6 +8,7 @@ from helpers import assert_close, generator
 
 from halflife.ops import available_backends, ridge_attention
 from halflife.ops.koopman import KoopmanCall, attend, koopman_attention
+from halflife.theory import koopman
 
 HEADS, RANK, WIDTH = 2, 4, 3
 EXACT = 1e-9  # float64, where the condition number is up to 1/ε
@@ -252,3 +253,36 @@ def test_the_residual_of_conjugate_gradients_is_reported(refresh):
     assert large is not None
     assert residual < 1e-8 < large
     assert attend(KoopmanCall(q, k, v, g=g, beta=beta)).residual is None
+
+
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_decayed_operators_have_norm_one_and_bounded_readouts(decay):
+    """σ_max(A_w) ≤ 1, and `‖C G̃⁻¹‖ ≤ ‖U‖ / (2 √ε m)`, the bound of a ridge regression of U, for fast decays too."""
+    ridge = 1e-4
+    for scale in (0.01, 1.0, 30.0):
+        _, k, v, g, beta = inputs(12, decay, scale, grad=False)
+        eye = torch.eye(RANK).double().view(1, RANK, 1, RANK).expand(2, -1, HEADS, -1)
+        readout, state = koopman_attention(
+            eye, k, v, g=g, beta=beta, ridge=ridge, power=0, mode="prefix", output_final_state=True
+        )
+        assert state is not None
+        assert (koopman.sigma_max(koopman.Operator.of_state(state, ridge)) <= 1 + 1e-9).all()
+        energy = (beta.unsqueeze(-1) * v.square()).sum((1, 3))  # no decayed value has more
+        bound = energy.sqrt() / (2 * (ridge * state["norm"]).sqrt())
+        assert (torch.linalg.matrix_norm(readout.permute(0, 2, 3, 1), 2) <= bound).all()
+
+
+def test_columns_of_c_that_decay_alone_would_be_read_with_one_over_the_ridge():
+    """One pair whose key `(1, 1)/√2` has faded to the weights 1 and 1/4, read at the query that it does not match."""
+    ridge, z = 1e-3, torch.tensor([1.0, 1.0]).double() / 2**0.5
+    weights = torch.tensor([1.0, 0.25]).double()
+    x = weights.sqrt() * z
+    gram = torch.outer(x, x) + ridge * torch.eye(2).double()
+    across = torch.tensor([-0.5, 1.0]).double()
+    columns = (weights * z) @ torch.linalg.solve(gram, across)
+    k, g = z.view(1, 1, 1, 2).repeat(1, 2, 1, 1), torch.zeros(1, 2, 1, 2).double()
+    k[:, 1], g[:, 1] = 0, weights.log()
+    v = torch.ones(1, 2, 1, 1).double()
+    y, _ = koopman_attention(across.view(1, 1, 1, 2), k, v, g=g, ridge=ridge, power=0, mode="prefix")
+    assert columns < -0.1 / ridge
+    assert abs(y.item()) < 1e-9
