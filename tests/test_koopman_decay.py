@@ -7,7 +7,7 @@ import torch
 from helpers import assert_close, generator
 
 from halflife.ops import available_backends, ridge_attention
-from halflife.ops.koopman import KoopmanCall, attend, koopman_attention
+from halflife.ops.koopman import KoopmanCall, attend, convert_state, koopman_attention
 from halflife.theory import koopman
 
 HEADS, RANK, WIDTH = 2, 4, 3
@@ -229,6 +229,65 @@ def test_streams_and_packed_sequences_equal_whole_ones(decay, options):
     assert_close(packed.view_as(whole), whole, EXACT)
     for name in end.keys() - {"inverse"}:
         assert_close(ends[name][[0, 2]], end[name], EXACT)
+
+
+@pytest.mark.parametrize(
+    ("decay", "options"),
+    [
+        ("scalar", {"refresh": "token"}),
+        *(
+            pytest.param(decay, options, marks=pytest.mark.slow)
+            for decay in ("scalar", "vector")
+            for options in (
+                {"chunk_size": 3}, {"refresh": "token", "inclusive": True, "normalization": "none"},
+                {"refresh": "token", "normalization": "trace"}, {"refresh": "token", **CG}, {"chunk_size": 2, **CG},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_single_tokens_have_the_gradients_of_the_whole(decay, options):
+    x = inputs(8, decay)
+    wanted = grads(run(x, **options)[0], x)
+    state, parts = None, []
+    for t in range(8):
+        y, state = run([part[:, t : t + 1] for part in x], initial_state=state, **options)
+        parts.append(y)
+    for got, want in zip(grads(torch.cat(parts, 1), x), wanted, strict=True):
+        assert_close(got, want, 100 * EXACT)
+
+
+@pytest.mark.parametrize("decay", ["scalar", pytest.param("vector", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("normalization", ["causal", pytest.param("trace", marks=pytest.mark.slow)])
+def test_pending_tokens_enter_with_their_decays(decay, normalization):
+    """A state by chunk goes on by token, as the same tokens do that were read by token from the start."""
+    x = inputs(8, decay, grad=False)
+    first, second = ([part[:, tokens] for part in x] for tokens in (slice(5), slice(5, 8)))
+    options = {"normalization": normalization}
+    _, state = run(first, chunk_size=3, **options)
+    y, end = run(second, initial_state=convert_state(state, 1, normalization), refresh="token", **options)
+    whole, expected = run(x, refresh="token", **options)
+    assert_close(y, whole[:, 5:], EXACT)
+    for name in ("gram", "transition", "values", "norm"):
+        assert_close(end[name], expected[name], EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+@pytest.mark.parametrize("normalization", ["sequence", "paper"])
+@pytest.mark.parametrize("size", [{"chunk_size": 3}, {"refresh": "token"}])
+def test_norms_of_whole_sequences_do_not_decay(decay, normalization, size):
+    """Packed, with an empty sequence, by chunk and by the token loop: outputs, states and gradients."""
+    x = [part.detach()[:1].requires_grad_() for part in inputs(14, decay)]
+    bounds, results = torch.tensor([0, 5, 5, 14]), []
+    for form in ({"backend": "chunked"}, {"backend": "reference"}):
+        y, state = run(x, cu_seqlens=bounds, normalization=normalization, **size, **form)
+        assert state is not None
+        results.append((y, *(state[name] for name in ("gram", "values", "norm")), *grads(y, x)))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, 100 * EXACT)
+    longest = torch.stack([(x[4][0, 5:, h] * x[1][0, 5:, h].square().sum(-1)).max() for h in range(HEADS)])
+    if normalization == "paper":
+        assert_close(results[0][3][2], longest, EXACT)
 
 
 def test_bad_weights_are_refused_by_name():

@@ -8,7 +8,7 @@ import halflife
 from halflife import layers
 from halflife.analysis.forecast import require_linear_memory
 from halflife.analysis.operators import measure_operators
-from halflife.analysis.spectrum import timescales
+from halflife.analysis.spectrum import granularity, timescales
 from halflife.experiments.overrides import apply_overrides
 from halflife.ops import koopman_attention
 from halflife.training.config import TrainConfig
@@ -101,6 +101,7 @@ def test_modifiers_and_overrides_choose_the_decay():
     config = TrainConfig(model=model, steps=1, batch_size=1, learning_rate=1e-3)
     changed = apply_overrides(config, {"ska.decay": "simple", "ska.beta": True, "ska.decay_options": {"p": 0.9}})
     assert changed.model.hybrid["options"]["decay_options"] == {"p": 0.9}
+    assert granularity(model_of("simple+ska_decay")) == "heads and key channels"
     with pytest.raises(ValueError, match=r"layer 1 \(ska\)"):
         require_linear_memory(decayed)
 
