@@ -107,6 +107,22 @@ def test_modifiers_and_overrides_choose_the_decay():
 
 
 @pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba2+ska_decay", "mamba2+post+ska_post"])
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+def test_a_session_ends_where_the_whole_text_does(name, refresh):
+    model, ids = model_of(name).double(), torch.randint(31, (1, 30), generator=generator("session"))
+    mixer = model.blocks[1].mixer
+    mixer.options["refresh"] = mixer.decode_refresh = refresh
+    mixer.out_proj.weight.normal_()
+    logits, _ = model(ids)
+    session = halflife.Session(model, encode=list, decode=str).feed(ids[0, :9].tolist())
+    for token in ids[0, 9:].tolist():
+        session.feed([token])
+    assert_close(session.next_logits, logits[0, -1], EXACT)
+
+
+@pytest.mark.slow
 def test_operators_of_decayed_sums_explain_weighted_values():
     """The share of the values' energy that the regression leaves, by least squares on the weighted tokens."""
     model, ids = model_of("deltanet+ska_decay").double(), torch.randint(31, (1, 14), generator=generator("ids"))
