@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import venv
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from test_package import ROOT
+from test_package import ROOT, build, chosen, declared, link
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -81,16 +83,45 @@ def test_badges_follow_the_address_of_the_repository(badges, tmp_path):
     assert json.loads(path.read_text()) == before
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))[1]
+
+
+def like_colab(path, wheel, folder, monkeypatch):
+    """Set up a kernel named `bare` like Colab's: without halflife, and with what its requirements need and no more."""
+    environment = venv.EnvBuilder(symlinks=True)
+    environment.create(folder / "bare")
+    site = next((folder / "bare").glob("lib/python*/site-packages"))
+    named = Requirement(re.findall(r"%pip install --quiet '(.+)'", path.read_text())[0])
+    needed = [r for extra in ("", *named.extras) for r in chosen(declared(wheel), extra)]
+    link([*needed, Requirement("ipykernel"), Requirement("pip")], site)
+    argv = [str(folder / "bare/bin/python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (folder / "kernels/bare").mkdir(parents=True)
+    kernel = {"argv": argv, "display_name": "bare", "language": "python"}
+    (folder / "kernels/bare/kernel.json").write_text(json.dumps(kernel))
+    for name in [name for name in os.environ if name.startswith(("PIP_", "PYTHONPATH"))]:
+        monkeypatch.delenv(name)
+    settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheel.parent, "PIP_CONFIG_FILE": os.devnull}
+    settings |= {"JUPYTER_PATH": folder, "IPYTHONDIR": folder / "ipython", "HALFLIFE_CACHE": folder / "cache"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    return site
+
+
 @each
 @pytest.mark.slow
-def test_every_cell_runs(path, tmp_path, monkeypatch):
+def test_every_cell_runs_in_an_empty_folder_and_the_first_installs_halflife(path, wheel, tmp_path, monkeypatch):
+    """As after an upload to Colab. Pip takes the wheel of this checkout, and finds what it requires installed."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    site = like_colab(path, wheel, tmp_path, monkeypatch)
+    assert not (site / "halflife").exists()
     book = nbformat.read(path, 4)
     stored = [pictures(cell) for cell in book.cells]
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources=resources).execute()
+    (tmp_path / "empty").mkdir()
+    resources = {"metadata": {"path": str(tmp_path / "empty")}}
+    nbclient.NotebookClient(book, timeout=600, kernel_name="bare", resources=resources).execute()
+    assert (site / "halflife" / "__init__.py").exists()
     assert [pictures(cell) for cell in book.cells] == stored
-    assert not Path(tmp_path / "runs").exists()
+    assert not list((tmp_path / "empty").iterdir())

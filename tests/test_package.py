@@ -71,12 +71,16 @@ def archives(tmp_path_factory):
     return build(ROOT, tmp_path_factory.mktemp("archives"))
 
 
+def declared(wheel):
+    """The requirements that the wheel declares."""
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"{wheel.name.rsplit('-', 3)[0]}.dist-info/METADATA").decode()
+    return [Requirement(line) for line in Parser().parsestr(text).get_all("Requires-Dist")]
+
+
 @pytest.fixture(scope="module")
 def requirements(archives):
-    """The requirements that the wheel declares."""
-    with zipfile.ZipFile(archives[1]) as wheel:
-        text = wheel.read(f"{archives[1].name.rsplit('-', 3)[0]}.dist-info/METADATA").decode()
-    return [Requirement(line) for line in Parser().parsestr(text).get_all("Requires-Dist")]
+    return declared(archives[1])
 
 
 def chosen(requirements, extra=""):

@@ -14,16 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from halflife.layers import LAYERS
+from halflife.layers.attention import Attention
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.ops import fused
 from halflife.ops.backends.native import build
-
-# Layers that have no graph of fixed shapes, and the reasons.
-REFUSED = {
-    "attention": "its cache of keys and values grows with every token, so no state has a fixed shape",
-    "ska": "it refreshes its operator when a chunk is full, and how full it is depends on the state's values",
-}
 
 
 class Piece(nn.Module):
@@ -46,40 +41,79 @@ class Piece(nn.Module):
         return logits, *(after[i][name] for i, names in enumerate(self.names) for name in names)
 
 
-def check(model: LanguageModel) -> None:
-    """Check that every layer has a graph.
+def growing(model: LanguageModel) -> dict[str, Attention]:
+    """Return the layers whose cache grows with every token by their place: softmax attention without a window."""
+    attention = ((place, layer) for place, layer in model.named_modules() if isinstance(layer, Attention))
+    return {place: layer for place, layer in attention if layer.window is None}
+
+
+def needs_loop(model: LanguageModel) -> bool:
+    """Whether some op has no chunked form as a graph: chunks of log-linear attention start at powers of two."""
+    return any(isinstance(layer, LogLinear) for layer in model.modules())
+
+
+def check_max_length(model: LanguageModel, tokens: int, max_length: int | None) -> None:
+    """Check that caches which grow get a fixed number of slots.
 
     Raises:
-        ValueError: some have none; the message names each with the reason.
+        ValueError: they get none, no cache grows, or a piece of `tokens` tokens does not fit.
     """
-    kinds = {name: LAYERS[name] for name in REFUSED}
-    found: dict[str, list[str]] = {}
-    for place, module in model.named_modules():
-        for name, kind in kinds.items():
-            if isinstance(module, kind):
-                found.setdefault(name, []).append(place)
-    if found:
-        reasons = "; ".join(f"{name} ({', '.join(places)}): {REFUSED[name]}" for name, places in found.items())
-        raise ValueError(f"{model.config.name} cannot be exported because of {reasons}")
+    places, name = [*growing(model)], model.config.name
+    if places and max_length is None:
+        raise ValueError(
+            f"{name} needs max_length, the most tokens of a sequence, because a graph has fixed shapes and the cache "
+            f"of softmax attention grows with every token ({', '.join(places)})"
+        )
+    if max_length is not None and not places:
+        raise ValueError(f"{name} reads sequences of any length, so it takes no max_length; got {max_length}")
+    if max_length is not None and max_length < tokens:
+        raise ValueError(f"max_length must be at least {tokens}, the tokens of a piece; got {max_length}")
 
 
 @torch.no_grad()
-def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
+def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None = None) -> ModelState:
     """Return the state before the first token as tensors, from which a graph gives what `model(ids)` gives.
 
+    Args:
+        model: the model.
+        batch: B, sequences.
+        max_length: slots of the caches of softmax attention; see `check_max_length`.
+
     Raises:
-        ValueError: neither zeros nor a log-sum of nothing, −∞, is that state.
+        ValueError: neither zeros nor a log-sum of nothing, −∞, is that state, or `max_length` does not fit.
     """
+    check_max_length(model, 1, max_length)
     ids = torch.arange(5, device=model.embedding.weight.device).remainder(model.config.vocab_size).expand(batch, -1)
-    expected, after = model(ids)
-    zeros = tuple({name: torch.zeros_like(x) for name, x in layer.items()} for layer in after)
-    sums = tuple(
-        {name: x - torch.inf if name.endswith("decay") else x for name, x in layer.items()} for layer in zeros
-    )  # fmt: skip
-    for state in (zeros, sums):
-        if torch.equal(model(ids, state)[0], expected):
-            return state
+    ids = ids[:, :max_length]
+    with fixed_caches(model, max_length):
+        expected, after = model(ids)
+        zeros = tuple({name: torch.zeros_like(x) for name, x in layer.items()} for layer in after)
+        sums = tuple(
+            {name: x - torch.inf if name.endswith("decay") else x for name, x in layer.items()} for layer in zeros
+        )  # fmt: skip
+        for state in (zeros, sums):
+            if torch.equal(model(ids, state)[0], expected):
+                return state
     raise ValueError(f"{model.config.name} has no tensors that stand for the state before the first token")
+
+
+@contextmanager
+def fixed_caches(model: LanguageModel, max_length: int | None) -> Iterator[None]:
+    """Let the caches of softmax attention have `max_length` slots (None: they grow), and log-linear ones all levels."""
+    layers = growing(model).values()
+    trees = [layer for layer in model.modules() if isinstance(layer, LogLinear)]
+    before = [layer.max_length for layer in layers]
+    try:
+        for tree in trees:
+            tree.all_levels = True
+        for layer in layers:
+            layer.max_length = max_length
+        yield
+    finally:
+        for tree in trees:
+            tree.all_levels = False
+        for layer, length in zip(layers, before, strict=True):
+            layer.max_length = length
 
 
 @contextmanager
@@ -103,21 +137,26 @@ def plain(model: LanguageModel, loop: bool = False) -> Iterator[None]:
             layer.backend = "auto"
 
 
-def export(model: LanguageModel, tokens: int = 1, batch: int = 1, loop: bool = False) -> ExportedProgram:
+def export(
+    model: LanguageModel, tokens: int = 1, batch: int = 1, loop: bool = False, max_length: int | None = None
+) -> ExportedProgram:
     """Return the graph that reads a piece.
 
     Args:
         model: the model in evaluation mode, on the CPU.
         tokens: T, tokens of a piece; 1 for the step graph.
         batch: B, sequences.
-        loop: whether the graph repeats the step T times instead of the chunked forms of the ops.
+        loop: whether the graph repeats the step T times instead of the chunked forms of the ops. Models for which
+            `needs_loop` is true always do.
+        max_length: the most tokens of a sequence, for models whose cache would grow with every token. The graph raises
+            an error beyond it. None for all other models.
 
     Raises:
-        ValueError: a layer has no graph, or torch cannot trace the model; the message gives the reason.
+        ValueError: `max_length` does not fit, or torch cannot trace the model; the message gives the reason.
     """
-    check(model)
-    with plain(model, loop):
-        state = initial_state(model, batch)
+    check_max_length(model, tokens, max_length)
+    state = initial_state(model, batch, max_length)
+    with plain(model, loop or needs_loop(model)), fixed_caches(model, max_length):
         piece = Piece(model, [list(layer) for layer in state]).eval()
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         try:

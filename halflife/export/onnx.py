@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,14 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.export.graphs import export, flat, initial_state, names
+from halflife.export.graphs import check_max_length, export, fixed_caches, flat, initial_state, names, needs_loop
 from halflife.files import write_json
-from halflife.models.lm import LanguageModel
+from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import write_tensors
 
 STEP, PROMPT = "step.onnx", "prompt.onnx"
 INITIAL, ABOUT = "initial_state.safetensors", "graphs.json"
 AFTER = ".after"  # ends the name of an output that is a state
+
+
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    return (x.square() + y.square()).sqrt()
+
+
+def _frexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.frexp` of whole numbers from 0 to 2⁵², as levels of log-linear attention are computed."""
+    powers = 2.0 ** torch.arange(53, dtype=x.dtype, device=x.device)
+    exponent = (x.unsqueeze(-1) >= powers).sum(-1)
+    return x / 2.0**exponent, exponent.int()
+
+
+# Operations that ONNX does not have, in operations that it has.
+DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: _hypot, torch.ops.aten.frexp.Tensor: _frexp}
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class Written:
     Attributes:
         path: the file.
         tokens: tokens of a piece.
-        form: "chunked", or "token loop" where ONNX has no operation that a chunked form needs.
+        form: "step" for one token; "chunked", or "token loop" where a graph or ONNX cannot express a chunked form.
         difference: largest difference of logits and states from the model's, relative to the largest entry of each.
     """
 
@@ -39,7 +53,12 @@ class Written:
 
 
 def write_onnx(
-    model: LanguageModel, folder: Path, tokens: int = 16, batch: int = 1, tolerance: float = 1e-4
+    model: LanguageModel,
+    folder: Path,
+    tokens: int = 16,
+    batch: int = 1,
+    tolerance: float = 1e-4,
+    max_length: int | None = None,
 ) -> list[Written]:
     """Write both graphs, the state before the first token, and a description of them.
 
@@ -49,20 +68,22 @@ def write_onnx(
         tokens: tokens of a piece of the prompt graph.
         batch: sequences of each graph.
         tolerance: largest difference that is accepted.
+        max_length: as in `graphs.export`.
 
     Raises:
-        ValueError: a layer cannot be exported, or a graph gives other numbers than the model.
+        ValueError: the model cannot be exported, or a graph gives other numbers than the model.
     """
+    check_max_length(model, tokens, max_length)
     folder.mkdir(parents=True, exist_ok=True)
-    state = initial_state(model, batch)
+    state = initial_state(model, batch, max_length)
     files = ((STEP, 1), (PROMPT, tokens))
-    graphs = [_write(model, folder / file, count, state, tolerance) for file, count in files]
+    graphs = [write_graph(model, folder / file, count, state, tolerance, max_length) for file, count in files]
     tensors = dict(zip(names(state), flat(state), strict=True))
     write_tensors(folder / INITIAL, tensors, {"format": "pt"})
     write_json(
         folder / ABOUT,
         {
-            "model": model.config.to_dict(), "batch": batch,
+            "model": model.config.to_dict(), "batch": batch, "max_length": max_length,
             "graphs": {graph.path.name: {"tokens": graph.tokens, "form": graph.form} for graph in graphs},
             "inputs": ["ids", *tensors], "outputs": ["logits", *(name + AFTER for name in tensors)],
             "state": {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()},
@@ -71,29 +92,33 @@ def write_onnx(
     return graphs
 
 
-def _write(model: LanguageModel, path: Path, tokens: int, state: Sequence, tolerance: float) -> Written:
-    """Write one graph and compare it with the model on two pieces of random tokens, one after the other."""
-    batch, form = len(state[0]["position"]), "step" if tokens == 1 else "chunked"
+def write_graph(
+    model: LanguageModel, path: Path, tokens: int, state: ModelState, tolerance: float, max_length: int | None
+) -> Written:
+    """Write the graph of one piece, and compare it with the model on random tokens; arguments as in `write_onnx`."""
+    loop = needs_loop(model)
     try:
-        program = _convert(model, tokens, batch, state, loop=False)
+        program = _convert(model, tokens, state, max_length, loop)
     except _NoOperation:
-        if tokens == 1:
+        if tokens == 1 or loop:
             raise
-        form, program = "token loop", _convert(model, tokens, batch, state, loop=True)
+        loop, program = True, _convert(model, tokens, state, max_length, loop=True)
     program.save(str(path))
-    difference = _difference(model, path, tokens, tuple(state))
+    with fixed_caches(model, max_length):
+        pieces = 2 if max_length is None else min(2, max_length // tokens)
+        difference = _difference(model, path, tokens, state, pieces)
     if not difference <= tolerance:
         raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
-    return Written(path, tokens, form, difference)
+    return Written(path, tokens, "step" if tokens == 1 else "token loop" if loop else "chunked", difference)
 
 
 class _NoOperation(ValueError):
     """ONNX has no operation that the graph needs."""
 
 
-def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loop: bool) -> Any:
-    inputs = names(tuple(state))
-    graph = export(model, tokens, batch, loop)
+def _convert(model: LanguageModel, tokens: int, state: ModelState, max_length: int | None, loop: bool) -> Any:
+    inputs = names(state)
+    graph = export(model, tokens, len(state[0]["position"]), loop, max_length).run_decompositions(DECOMPOSITIONS)
     try:
         return torch.onnx.export(
             graph, dynamo=True, verbose=False, input_names=["ids", *inputs],
@@ -108,19 +133,21 @@ def _convert(model: LanguageModel, tokens: int, batch: int, state: Sequence, loo
 
 
 @torch.no_grad()
-def _difference(model: LanguageModel, path: Path, tokens: int, state: Any) -> float:
+def _difference(model: LanguageModel, path: Path, tokens: int, state: ModelState, pieces: int) -> float:
+    """The largest difference of logits, and of those tensors of the state that the model has in the same shape."""
     session = import_module("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
     draw = torch.Generator().manual_seed(0)
     worst, batch = 0.0, len(state[0]["position"])
     given: list[Any] = [x.numpy() for x in flat(state)]
     inputs = [entry.name for entry in session.get_inputs()]
-    for _ in range(2):
+    for _ in range(pieces):
         ids = torch.randint(model.config.vocab_size, (batch, tokens), generator=draw)
         logits, state = model(ids, state)
         found = session.run(None, dict(zip(inputs, [ids.numpy(), *given], strict=True)))
         given = list(found)[1:]
-        expected = [logits, *flat(state)]
-        worst = max(worst, *(_relative(torch.from_numpy(x), y) for x, y in zip(found, expected, strict=True)))
+        expected = {"ids": logits, **dict(zip(names(state), flat(state), strict=True))}
+        pairs = [(torch.from_numpy(x), expected.get(name)) for name, x in zip(inputs, found, strict=True)]
+        worst = max(worst, *(_relative(x, y) for x, y in pairs if y is not None and x.shape == y.shape))
     return worst
 
 

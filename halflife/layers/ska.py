@@ -292,7 +292,11 @@ class SKA(Mixer):
             state = convert_state(state, size, self.options["normalization"])
         options = {**self.options, **weights, "refresh": refresh}
         result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
-        return result.y, result.state
+        new = result.state
+        if torch.compiler.is_exporting() and self.mode == "chunk" and self.options["refresh"] == "chunk":
+            # The graphs of a step and of a prompt share a state.
+            new = convert_state(new, self.options["chunk_size"], self.options["normalization"])
+        return result.y, new
 
     def read_whole(
         self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None,

@@ -20,14 +20,15 @@ def check_solver(iterations: int, tolerance: float) -> None:
 def conjugate_gradients(product: Product, b: Tensor, *, iterations: int, tolerance: float) -> Tensor:
     """Solve `A x = b` for symmetric positive matrices, one for each vector `[…, K]`; `product` applies all of them.
 
-    A vector whose residual is at most `tolerance · ‖b‖` is not changed any more.
+    A vector whose residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all,
+    but not in exported graphs, which cannot branch on values.
     """
     x, residual = torch.zeros_like(b), b
     direction, square = residual, b.square().sum(-1, keepdim=True)
     enough = (tolerance**2 * square).clamp(min=TINY)
     for _ in range(iterations):
         open_ = square > enough
-        if not open_.any():
+        if not torch.compiler.is_exporting() and not open_.any():
             break
         applied = product(direction)
         step = torch.where(open_, square / (direction * applied).sum(-1, keepdim=True).clamp(min=TINY), 0)

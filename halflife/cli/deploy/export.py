@@ -14,11 +14,13 @@ class Export:
 
     step.onnx reads one token, and prompt.onnx a piece of --prompt-tokens tokens. Both take token ids and the tensors of
     the state, and return logits and the new state. initial_state.safetensors is the state before the first token, and
-    graphs.json names the inputs and outputs. A prompt is read in pieces, and the rest of it token by token.
+    graphs.json names the inputs and outputs. A prompt is read in pieces, and the rest of it token by token. Models with
+    softmax attention need --max-length, the size of its cache.
 
     examples:
       halflife export my-checkpoint --onnx my-graphs
       halflife export my-checkpoint --onnx my-graphs --prompt-tokens 64 --batch 8
+      halflife export my-llama --onnx my-graphs --max-length 2048
     """
 
     checkpoint: Positional[Path]
@@ -29,6 +31,8 @@ class Export:
     """Tokens of a piece of the prompt graph."""
     batch: int = 1
     """Sequences that each graph reads at once."""
+    max_length: int | None = None
+    """The most tokens of a sequence, which softmax attention without a window needs; the other models have no limit."""
 
     def run(self) -> None:
         from halflife.cli.checkpoint import load_model
@@ -39,7 +43,7 @@ class Export:
             raise ValueError(f"need prompt_tokens ≥ 2 and batch ≥ 1; got {self.prompt_tokens} and {self.batch}")
         check_new_folder(self.onnx)
         model = load_model(self.checkpoint).float().eval()
-        for graph in write_onnx(model, self.onnx, self.prompt_tokens, self.batch):
+        for graph in write_onnx(model, self.onnx, self.prompt_tokens, self.batch, max_length=self.max_length):
             tokens = f"{graph.tokens} token{'s' if graph.tokens > 1 else ''}"
             print(
                 f"{graph.path}: {tokens} ({graph.form}), {graph.path.stat().st_size:,} bytes, "

@@ -1,7 +1,8 @@
 """Spectral Koopman attention.
 
 `op` holds the op, `call` its arguments, `state` the sums that it remembers, `layout` the chunks, `solve` the linear
-algebra, `readout` the power filter with its gradient, and `reference` the token loop that defines the op.
+algebra, `readout` the power filter with its gradient, `reference` the token loop that defines the op, and `graph` the
+form that is exported.
 """
 
 from halflife.ops.koopman.call import KoopmanCall, check_settings

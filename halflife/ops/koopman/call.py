@@ -143,8 +143,8 @@ class KoopmanCall:
 
 
 def _has_negative(x: Tensor) -> bool:
-    """Whether a number is negative, on a CPU; an accelerator would have to wait for the answer."""
-    return x.device.type == "cpu" and bool((x < 0).any())
+    """Whether a number is negative, on a CPU. An accelerator would wait for the answer, and a graph cannot branch."""
+    return x.device.type == "cpu" and not torch.compiler.is_exporting() and bool((x < 0).any())
 
 
 def check_settings(

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.backends.native import koopman as native
-from halflife.ops.koopman import reference  # noqa: F401 (the reference registers itself)
+from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
 from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.decays import SumDecay, Weighted, weigh_tokens
 from halflife.ops.koopman.layout import KoopmanLayout
@@ -168,6 +168,8 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             memory = freeze_norm(memory, call.k.to(dtype), call.cu_seqlens)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
+        elif torch.compiler.is_exporting() and call.cu_seqlens is None:
+            implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
         elif backend != "reference" and has_token_form(call):

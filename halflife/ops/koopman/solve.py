@@ -66,8 +66,27 @@ def inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
     unit = norm.detach()
     eye = torch.eye(sums.gram.shape[-1], dtype=sums.gram.dtype, device=sums.gram.device)
     diagonal = ridge.unsqueeze(-1) if isinstance(ridge, Tensor) else ridge
+    if torch.compiler.is_exporting():
+        return Factor(eliminate(sums.gram / unit + diagonal * eye, ridge), 0)
     factor, retries = cholesky(sums.gram / unit + diagonal * (norm / unit) * eye)
     return Factor(torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT, retries)
+
+
+def eliminate(gram: Tensor, ridge: float | Tensor) -> Tensor:
+    """Compute L⁻ᵀ of `gram [..., R, R]` without branches and factorisations, which graphs cannot express.
+
+    Gaussian elimination turns the rows `[L Lᵀ | I]` into `[Lᵀ | L⁻¹]`. In exact arithmetic no pivot is below the
+    smallest eigenvalue, which is at least ε. Smaller ones are rounding errors and become ε.
+    """
+    size, rows = gram.shape[-1], []
+    least = ridge.amin() if isinstance(ridge, Tensor) else ridge
+    left = torch.cat([gram, torch.eye(size, dtype=gram.dtype, device=gram.device).expand_as(gram)], -1)
+    for done in range(size):  # the finished rows and columns are cut off
+        scale = left[..., :1, :1].clamp(min=least).rsqrt()
+        row = scale * left[..., :1, 1:]
+        rows.append(row[..., size - done - 1 :])
+        left = left[..., 1:, 1:] - scale * left[..., 1:, :1] * row
+    return torch.cat(rows, -2).mT
 
 
 _INVERSES = WeakIdKeyDictionary()  # the G of some sums → (their m², the version of G, ε, L⁻ᵀ)

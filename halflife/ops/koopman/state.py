@@ -182,7 +182,7 @@ def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "ca
 
 def freeze_norm(memory: KoopmanMemory, k: Tensor, cu_seqlens: Tensor | None) -> KoopmanMemory:
     """Set m² of the sequences that have none yet to the largest squared norm of their keys `k [B, T, H, R]`."""
-    if (memory.sums.norm > 0).all():
+    if not torch.compiler.is_exporting() and (memory.sums.norm > 0).all():
         return memory  # the same tensors, for `cached_inverse_factor`
     norms = k.square().sum(-1)
     pieces = norms.unbind(0) if cu_seqlens is None else norms[0].split(cu_seqlens.diff().tolist())
