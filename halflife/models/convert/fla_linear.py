@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.layers.parts import FEATURE_MAPS
 from halflife.models.config import ModelConfig
 from halflife.models.convert.source import (
     SOURCES,
@@ -27,7 +28,8 @@ DEFAULTS = {
 }  # fmt: skip
 GLA = {
     **DEFAULTS, "num_hidden_layers": 24, "num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0,
-    "use_short_conv": False, "use_output_gate": True, "fuse_norm": True,
+    "use_short_conv": False, "use_output_gate": True, "fuse_norm": True, "gate_logit_normalizer": 16,
+    "gate_low_rank_dim": 16,
 }  # fmt: skip
 GATED_DELTANET = {
     **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0,
@@ -35,12 +37,11 @@ GATED_DELTANET = {
 }  # fmt: skip
 NULLABLE = ("hidden_ratio",)
 
-# Allowed values of settings. `attn` would put softmax attention into some layers. The last two of GLA are constants in
-# fla's code.
+# Allowed values of settings. `attn` would put softmax attention into some layers.
 FIXED = {"attn": (None,), "hidden_act": ("swish", "silu")}
 GLA_FIXED = {
-    **FIXED, "feature_map": (None,), "clamp_min": (None,), "elementwise_affine": (True,), "use_gk": (True,),
-    "use_gv": (False,), "gate_logit_normalizer": (16,), "gate_low_rank_dim": (16,),
+    **FIXED, "feature_map": (None, "swish", *FEATURE_MAPS), "clamp_min": (None,), "elementwise_affine": (True,),
+    "use_gk": (True,), "use_gv": (False,),
 }  # fmt: skip
 GATED_DELTANET_FIXED = {**FIXED, "use_short_conv": (True,)}
 
@@ -78,6 +79,9 @@ def from_fla_gla(config: Config, tensors: Tensors) -> Converted:
     model = _model("gla", s, {
         "num_heads": s.num_heads, "head_dim": key, "value_dim": value,
         "conv_size": s.conv_size if s.use_short_conv else 0, "gate": "swish" if s.use_output_gate else "none",
+        **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
+        **({"decay_options": {"tau": float(tau)}} if (tau := s.gate_logit_normalizer) != 16 else {}),
+        **({"decay_rank": s.gate_low_rank_dim} if s.gate_low_rank_dim != 16 else {}),
     })  # fmt: skip
     moved = Translation(on_meta(model), tensors)
     norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
@@ -86,7 +90,7 @@ def from_fla_gla(config: Config, tensors: Tensors) -> Converted:
         _queries_keys_values(moved, i, s, s.num_heads, ((s.num_heads, key), (shared, key), (shared, value)))
         theirs, ours = f"model.layers.{i}.attn.gk_proj", f"blocks.{i}.mixer.decay_proj"
         moved.rename(f"{theirs}.0.weight", f"{ours}.down.weight")
-        for part, width in (("weight", (16,)), ("bias", ())):
+        for part, width in (("weight", (s.gate_low_rank_dim,)), ("bias", ())):
             rows = moved.take(f"{theirs}.1.{part}", shared * key, *width)
             moved.put(f"{ours}.up.{part}", _repeat_heads(rows, shared, s.num_heads))
     return model, _finish(moved)
