@@ -47,7 +47,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, State]:
         # Earlier layers may be on another device.
         shared.update({name: part.to(x.device) for name, part in shared.items()})
-        y, new = self._apply(self.mixer, self.mixer_norm, x, _part(state), cu_seqlens, shared=shared)
+        y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), cu_seqlens, shared=shared)
         x = x + y
         if self.beside is not None:
             y, after = self.beside(x, _part(state, "beside"), cu_seqlens, shared=shared)
@@ -56,12 +56,12 @@ class Block(nn.Module):
             return x, new
         if not isinstance(self.mlp, Mixer):
             return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
-        y, after = self._apply(self.mlp, self.mlp_norm, x, _part(state, "mlp"), cu_seqlens)
+        y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), cu_seqlens)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
-    def _apply(self, mixer: Mixer, norm: nn.Module, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, State]:
+    def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
         """Run a mixer with a norm before or after it."""
-        y, state = mixer(x if self.norms_after else norm(x), *arguments, **options)
+        y, state = mixer(x if self.norms_after else norm(x), *given, **options)
         return norm(y) if self.norms_after else y, state
 
 
