@@ -90,6 +90,7 @@ def test_mamba2_there_and_back(tied, dtype, tmp_path):
     assert_same(back(tokens).logits, theirs(tokens).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(0.3, 0.6), (0.6, float("inf"))])
 def test_limits_of_the_step_size(limits, tmp_path):
     """Both limits change the logits, and go there and back."""

@@ -23,6 +23,10 @@ LENGTH, VOCABULARY, HIDDEN = 13, 19, 16
 EXACT = 4 * 5.1e-15
 
 
+def slow(changes):
+    return pytest.param(changes, marks=pytest.mark.slow)
+
+
 def draw(shapes, seed=0):
     """Random weights, of which none hides a term."""
     random = torch.Generator().manual_seed(seed)
@@ -95,7 +99,9 @@ def under(weights, prefix):
     return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_v_heads": None, "allow_neg_eigval": False, "expand_v": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, slow({"num_v_heads": None, "allow_neg_eigval": False, "expand_v": 1.0})]
+)
 def test_kda(changes):
     config, weights = kda(**changes)
     ids, eps = torch.randint(VOCABULARY, (2, LENGTH)), config["norm_eps"]
@@ -182,8 +188,8 @@ def mamba3_mixer(config, w, u):
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"is_outproj_norm": True, "rope_fraction": 1.0}, {"is_mimo": True},
-        {"is_mimo": True, "is_outproj_norm": True, "rope_fraction": 1.0},
+        slow({}), {"is_outproj_norm": True, "rope_fraction": 1.0}, {"is_mimo": True},
+        slow({"is_mimo": True, "is_outproj_norm": True, "rope_fraction": 1.0}),
     ],
 )  # fmt: skip
 def test_mamba3(changes):
