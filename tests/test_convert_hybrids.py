@@ -21,7 +21,6 @@ TOLERANCE = 4 * 3.0e-6
 MIXER = 4 * 8.2e-7
 
 
-
 def saved(kind, folder, seed=0, **options):
     """Save a tiny model of transformers. No weight of a norm is 1 or 0, because this would hide it."""
     model = build(kind, seed, **options)

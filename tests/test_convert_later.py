@@ -99,9 +99,7 @@ def under(weights, prefix):
     return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, slow({"num_v_heads": None, "allow_neg_eigval": False, "expand_v": 1.0})]
-)
+@pytest.mark.parametrize("changes", [{}, slow({"num_v_heads": None, "allow_neg_eigval": False, "expand_v": 1.0})])
 def test_kda(changes):
     config, weights = kda(**changes)
     ids, eps = torch.randint(VOCABULARY, (2, LENGTH)), config["norm_eps"]
