@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from halflife.models.config import ModelConfig
-from halflife.models.convert.rules import Rule, convert_from, copy, heads, join_convolutions
+from halflife.models.convert.fla_linear import convert, model_rules, qkv_rows
+from halflife.models.convert.rules import Rule, convert_from, copy
 from halflife.models.convert.source import (
     SOURCES,
     Config,
@@ -53,55 +54,46 @@ def from_fla_kda(config: Config, tensors: Tensors) -> Converted:
     Raises:
         ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
+    s, model = kda(config)
+    return convert(model, list(kda_rules(s, model)), tensors)
+
+
+def kda(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
+    """Return the settings of fla's KDA, and our configuration."""
     known_keys(config, {*KDA, *KDA_FIXED, *SPEED})
     s = settings(config, KDA, KDA_FIXED, ("hidden_ratio",))
-    s.values = s.num_v_heads or s.num_heads
-    s.value_dim = int(s.head_dim * s.expand_v)
-    s.width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
+    width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
     options = {
-        "num_heads": s.values, "head_dim": s.head_dim, "value_dim": s.value_dim, "conv_size": s.conv_size,
-        "allow_neg_eigval": s.allow_neg_eigval, "norm_eps": s.norm_eps,
+        "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
+        "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "norm_eps": s.norm_eps,
     }  # fmt: skip
-    model = ModelConfig(
+    return s, ModelConfig(
         name="kda", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer="kda",
-        mixer_options=options, intermediate_size=s.width, tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps,
+        mixer_options=options, intermediate_size=width, tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps,
         initializer_range=s.initializer_range,
     )  # fmt: skip
-    moved = Translation(on_meta(model), join_convolutions(tensors))
-    convert_from(moved, _kda_rules(s))
-    moved.head("lm_head.weight", "model.embeddings.weight")
-    return model, moved.finish()
 
 
-def _kda_rules(s: SimpleNamespace) -> Iterator[Rule]:
-    hidden, keys, values = s.hidden_size, s.num_heads * s.head_dim, s.values * s.value_dim
-    times = divide(s.values, s.num_heads, "heads that share a key")
-    shared = [heads(i * keys, s.num_heads, s.head_dim, times) for i in range(2)]
-    index = torch.cat([*shared, torch.arange(values) + 2 * keys])
+def kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules of all tensors but the head's."""
+    hidden, number, value = s.hidden_size, model.mixer_options["num_heads"], model.mixer_options["value_dim"]
+    keys, values, decays = s.num_heads * s.head_dim, number * value, number * s.head_dim
+    index = qkv_rows(number, (s.num_heads, s.num_heads, number), (s.head_dim, s.head_dim, value))
     qkv = tuple((f"{n}_proj.weight", (rows, hidden)) for n, rows in zip("qkv", (keys, keys, values), strict=True))
-    mixer = [
+    yield from model_rules(model, [
         Rule("qkv_proj.weight", qkv, index),
         Rule("conv.weight", (("conv1d.weight", (2 * keys + values, 1, s.conv_size)),), index),
-        copy("decay_proj.down.weight", "f_proj.0.weight", s.value_dim, hidden),
-        copy("decay_proj.up.weight", "f_proj.1.weight", s.values * s.head_dim, s.value_dim),
-        copy("decay.A_log", "A_log", s.values),
-        copy("decay.dt_bias", "dt_bias", s.values * s.head_dim),
-        copy("beta_proj.weight", "b_proj.weight", s.values, hidden),
-        copy("gate.down.weight", "g_proj.0.weight", s.value_dim, hidden),
-        copy("gate.up.weight", "g_proj.1.weight", values, s.value_dim),
+        copy("decay_proj.down.weight", "f_proj.0.weight", value, hidden),
+        copy("decay_proj.up.weight", "f_proj.1.weight", decays, value),
+        copy("decay.A_log", "A_log", number),
+        copy("decay.dt_bias", "dt_bias", decays),
+        copy("beta_proj.weight", "b_proj.weight", number, hidden),
+        copy("gate.down.weight", "g_proj.0.weight", value, hidden),
+        copy("gate.up.weight", "g_proj.1.weight", values, value),
         copy("gate.up.bias", "g_proj.1.bias", values),
-        copy("gate.norm.weight", "o_norm.weight", s.value_dim),
+        copy("gate.norm.weight", "o_norm.weight", value),
         copy("out_proj.weight", "o_proj.weight", hidden, values),
-    ]
-    yield copy("embedding.weight", "model.embeddings.weight", s.vocab_size, hidden)
-    yield copy("norm.weight", "model.norm.weight", hidden)
-    for i in range(s.num_hidden_layers):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        yield from (rule.under(f"{ours}mixer.", f"{theirs}attn.") for rule in mixer)
-        for place, name in (("mixer", "attn"), ("mlp", "mlp")):
-            yield copy(f"{ours}{place}_norm.weight", f"{theirs}{name}_norm.weight", hidden)
-        for part, shape in (("gate", (s.width, hidden)), ("up", (s.width, hidden)), ("down", (hidden, s.width))):
-            yield copy(f"{ours}mlp.{part}.weight", f"{theirs}mlp.{part}_proj.weight", *shape)
+    ])  # fmt: skip
 
 
 @SOURCES.add("mamba3")
@@ -114,6 +106,15 @@ def from_fla_mamba3(config: Config, tensors: Tensors) -> Converted:
     Raises:
         ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
+    s, model = mamba3(config)
+    moved = Translation(on_meta(model), tensors)
+    convert_from(moved, mamba3_rules(s, model))
+    moved.head("lm_head.weight", "backbone.embeddings.weight")
+    return model, moved.finish()
+
+
+def mamba3(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
+    """Return the settings of fla's Mamba-3, and our configuration."""
     known_keys(config, {*MAMBA3, *MAMBA3_FIXED, *SPEED})
     s = settings(config, MAMBA3, MAMBA3_FIXED)
     s.heads = divide(s.expand * s.hidden_size, s.head_dim, "expand · hidden_size / head_dim")
@@ -123,18 +124,15 @@ def from_fla_mamba3(config: Config, tensors: Tensors) -> Converted:
         "rope_fraction": s.rope_fraction, "rank": s.rank, "rate_floor": s.A_floor, "output_norm": s.is_outproj_norm,
         "norm_eps": s.norm_eps,
     }  # fmt: skip
-    model = ModelConfig(
+    return s, ModelConfig(
         name="mamba3", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
         mixer="mamba3", mixer_options=options, mlp="none", tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps,
         initializer_range=s.initializer_range,
     )  # fmt: skip
-    moved = Translation(on_meta(model), tensors)
-    convert_from(moved, _mamba3_rules(s))
-    moved.head("lm_head.weight", "backbone.embeddings.weight")
-    return model, moved.finish()
 
 
-def _mamba3_rules(s: SimpleNamespace) -> Iterator[Rule]:
+def mamba3_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules of all tensors but the head's."""
     hidden, inner, size, number, rank = s.hidden_size, s.heads * s.head_dim, s.state_size, s.heads, s.rank
     order, pairs, keys = _rotated_channels(s), int(size * s.rope_fraction) // 2, rank * s.n_groups
     groups = (torch.arange(2 * keys).unsqueeze(1) * size + order).flatten()

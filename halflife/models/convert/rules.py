@@ -88,8 +88,8 @@ def join_convolutions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     joined = dict(tensors)
     for name in tensors:
-        if name.endswith(".q_conv1d.weight"):
-            at = name.removesuffix("q_conv1d.weight")
+        at = name.removesuffix("q_conv1d.weight")
+        if at != name and all(f"{at}{part}_conv1d.weight" in tensors for part in "kv"):
             joined[f"{at}conv1d.weight"] = torch.cat([joined.pop(f"{at}{part}_conv1d.weight") for part in "qkv"])
     return joined
 
