@@ -312,7 +312,7 @@ def test_what_was_asked_for_makes_no_sense(tmp_path):
     source = gla(tmp_path / "in")
     with pytest.raises(ValueError, match=r"--layer takes one mixer of qwen3_next, .*; a gla is converted as a whole"):
         convert(source, tmp_path / "out", layer=0)
-    with pytest.raises(ValueError, match="Choose from: halflife, transformers"):
+    with pytest.raises(ValueError, match="Choose from: halflife, transformers, fla"):
         convert(source, tmp_path / "out", to="jax")
     with pytest.raises(ValueError, match="only a whole halflife checkpoint"):
         convert(source, tmp_path / "out", to="transformers")

@@ -26,8 +26,9 @@ class Convert:
     larger model for one mixer. For RWKV-7 also a file .pth of its author."""
     target: Positional[Path]
     """The folder to write, which must not hold a checkpoint."""
-    to: Literal["halflife", "transformers"] = "halflife"
-    """The format to write. transformers takes a mamba2, and hybrids of gated_deltanet and attention."""
+    to: Literal["halflife", "transformers", "fla"] = "halflife"
+    """The format to write. transformers takes a mamba2, and hybrids of gated_deltanet and attention; fla a gla,
+    gated_deltanet, kda, rwkv7 or mamba3."""
     layer: int | None = None
     """The layer of a qwen3_next, kimi_linear, falcon_h1, zamba2, … whose mixer is converted, from 0.
     `halflife.models.convert.load_layer` reads it."""

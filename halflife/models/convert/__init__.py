@@ -1,4 +1,4 @@
-"""Conversion of models of transformers and fla to halflife, and of those of transformers back.
+"""Conversion of models of transformers and fla to halflife, and back.
 
 | `model_type` | library | direction | in halflife |
 |---|---|---|---|
@@ -6,11 +6,11 @@
 | qwen3_5_text | transformers | import, export | mixer "gated_deltanet" and attention with gates, SwiGLU |
 | qwen3_5 | transformers | import of the text model | the same |
 | olmo_hybrid | transformers | import, export | mixer "gated_deltanet" and attention with norms after it, SwiGLU |
-| gla | fla | import | mixer "gla", SwiGLU |
-| gated_deltanet | fla | import | mixer "gated_deltanet", SwiGLU |
-| rwkv7 | fla, or the author's `.pth` | import | mixer "rwkv7" and its channel mix |
-| kda | fla | import | mixer "kda", SwiGLU |
-| mamba3 | fla | import | mixer "mamba3" with rates that depend on the input, no MLP |
+| gla | fla | import, export | mixer "gla", SwiGLU |
+| gated_deltanet | fla | import, export | mixer "gated_deltanet", SwiGLU |
+| rwkv7 | fla (also the author's `.pth`) | import, export | mixer "rwkv7" and its channel mix |
+| kda | fla | import, export | mixer "kda", SwiGLU |
+| mamba3 | fla | import, export | mixer "mamba3" with rates that depend on the input, no MLP |
 | qwen3_next, kimi_linear, falcon_h1, zamba2, … | transformers | import of one mixer | a layer, see `mixers` |
 
 Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
@@ -33,6 +33,7 @@ from halflife.models.convert import (  # noqa: F401 (each registers itself)
     qwen3_next,
 )
 from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
+from halflife.models.convert.fla_back import to_fla
 from halflife.models.convert.fla_later import from_fla_kda, from_fla_mamba3
 from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
 from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
@@ -60,12 +61,12 @@ __all__ = [
     "from_rwkv7_pth",
     "from_transformers_mamba2",
     "load_layer",
-    "qwen3_next_mixer",
+    "qwen3_next_mixer", "to_fla",
     "to_transformers_hybrid",
     "to_transformers_mamba2",
 ]  # fmt: skip
 
-FORMATS = ("halflife", "transformers")
+FORMATS = ("halflife", "transformers", "fla")
 # The files in which transformers keeps a tokenizer.
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
@@ -80,7 +81,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         source: Hugging Face folder (`config.json` and safetensors, sharded or not), halflife checkpoint, or a `.pth` of
             RWKV-7. A tokenizer in a folder is copied.
         target: folder without a checkpoint.
-        to: "halflife", or "transformers" to export a halflife checkpoint.
+        to: "halflife", or "transformers" or "fla" to export a halflife checkpoint.
         layer: index, from 0, of the one mixer to convert of a model in `MIXERS`; `load_layer` reads the result.
 
     Raises:
@@ -104,11 +105,12 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         return checkpoint.save(assemble(*from_rwkv7_pth(read_pth(source))), target)
     config = read_json_object(source / CONFIG_JSON)
     ours, kind = checkpoint.is_ours(config), config.get("model_type")
-    if to == "transformers":
+    if to != "halflife":
         if not ours or layer is not None:
-            raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is not one")
+            raise ValueError(f"only a whole halflife checkpoint can be written for {to}; {source} is not one")
         model = checkpoint.load(source)
-        back = to_transformers_mamba2 if model.config.mixer == "mamba2" else to_transformers_hybrid
+        of_transformers = to_transformers_mamba2 if model.config.mixer == "mamba2" else to_transformers_hybrid
+        back = of_transformers if to == "transformers" else to_fla
         return _with_tokenizer(source, write_model(target, *back(model)))
     if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
