@@ -288,7 +288,7 @@ WRONG = [
     (
         lambda folder: edit(folder / "config.json", model_type="gpt2"),
         ValueError,
-        "gla, gated_deltanet, rwkv7, qwen3_next, qwen3_5_text, qwen3_5, olmo_hybrid, mamba2",
+        "gla, gated_deltanet, kda, mamba3, rwkv7, qwen3_next, qwen3_5_text, qwen3_5, olmo_hybrid, mamba2",
     ),
     (lambda folder: edit(folder / "config.json", format=1), ValueError, "already"),
     (no_weights, FileNotFoundError, r"model\.safetensors is missing"),

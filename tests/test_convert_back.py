@@ -1,13 +1,16 @@
 """Models of fla, converted there and back: the tensors agree to the bit."""
 
+import json
+
 import pytest
 import torch
 from helpers import assert_same
+from safetensors.torch import load_file, save_file
 from test_convert_fla import VARIANTS, published
 from test_convert_later import kda, mamba3
 
 from halflife import LanguageModel, preset
-from halflife.models.convert import SOURCES, assemble, to_fla
+from halflife.models.convert import SOURCES, assemble, convert, to_fla
 
 CASES = [
     *((name, changes) for name, changes in VARIANTS if changes.get("fuse_norm", True)),
@@ -28,6 +31,18 @@ def test_there_and_back(kind, changes):
     again, tensors = SOURCES[kind](their_config, back)
     ids = torch.randint(19, (2, 9))
     assert_same(assemble(again, tensors)(ids)[0], model(ids)[0])
+
+
+@pytest.mark.slow
+def test_folders(tmp_path):
+    config, weights = published("gla", torch.float32)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "in" / "model.safetensors")
+    convert(tmp_path / "in", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back", to="fla")
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), weights)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "gla"
 
 
 @pytest.mark.parametrize(
