@@ -90,6 +90,7 @@ def test_mamba2_there_and_back(tied, dtype, tmp_path):
     assert_same(back(tokens).logits, theirs(tokens).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [(0.3, 0.6), (0.6, float("inf"))])
 def test_limits_of_the_step_size(limits, tmp_path):
     """Both limits change the logits, and go there and back."""
@@ -287,7 +288,7 @@ WRONG = [
     (
         lambda folder: edit(folder / "config.json", model_type="gpt2"),
         ValueError,
-        "gla, gated_deltanet, rwkv7, qwen3_next, qwen3_5_text, qwen3_5, olmo_hybrid, mamba2",
+        "gla, gated_deltanet, kda, mamba3, rwkv7, qwen3_next, qwen3_5_text, qwen3_5, olmo_hybrid, mamba2",
     ),
     (lambda folder: edit(folder / "config.json", format=1), ValueError, "already"),
     (no_weights, FileNotFoundError, r"model\.safetensors is missing"),
@@ -311,7 +312,7 @@ def test_what_was_asked_for_makes_no_sense(tmp_path):
     source = gla(tmp_path / "in")
     with pytest.raises(ValueError, match=r"--layer takes one mixer of qwen3_next, .*; a gla is converted as a whole"):
         convert(source, tmp_path / "out", layer=0)
-    with pytest.raises(ValueError, match="Choose from: halflife, transformers"):
+    with pytest.raises(ValueError, match="Choose from: halflife, transformers, fla"):
         convert(source, tmp_path / "out", to="jax")
     with pytest.raises(ValueError, match="only a whole halflife checkpoint"):
         convert(source, tmp_path / "out", to="transformers")

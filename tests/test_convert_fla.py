@@ -41,7 +41,8 @@ def linear_shapes(c):
         shapes |= {f"attn.{n}_conv1d.weight": (own * dim, 1, 4) for n, (own, dim) in zip("qkv", parts, strict=True)}
     if gla:
         rows = math.prod(parts[1])
-        shapes |= {"attn.gk_proj.0.weight": (16, HIDDEN), "attn.gk_proj.1.weight": (rows, 16)}
+        rank = c.get("gate_low_rank_dim", 16)
+        shapes |= {"attn.gk_proj.0.weight": (rank, HIDDEN), "attn.gk_proj.1.weight": (rows, rank)}
         shapes |= {"attn.gk_proj.1.bias": (rows,)}
     else:
         shapes |= {"attn.a_proj.weight": (heads, HIDDEN), "attn.b_proj.weight": (heads, HIDDEN)}
@@ -166,7 +167,10 @@ def mix_linear(c, w, x, recur):
     if gla:
         logits = x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
         own, size = widths(c)[1]
-        o = recur(q, k, v, F.logsigmoid(logits).unflatten(-1, (own, size)).repeat_interleave(heads // own, 2) / 16)
+        g = F.logsigmoid(logits).unflatten(-1, (own, size)).repeat_interleave(heads // own, 2)
+        if c["feature_map"] is not None:
+            q, k = q.clip(0), k.clip(0)
+        o = recur(q, k, v, g / c.get("gate_logit_normalizer", 16))
     else:
         q, k = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
         g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
@@ -237,6 +241,7 @@ VARIANTS = [
     ("gla", {"num_kv_heads": 2, "use_short_conv": True, "expand_k": 1, "expand_v": 2}),
     ("gla", {"use_output_gate": False, "tie_word_embeddings": True}),
     ("gla", {"fuse_norm": False, "use_short_conv": True}),
+    ("gla", {"feature_map": "relu", "gate_logit_normalizer": 8, "gate_low_rank_dim": 6, "use_short_conv": True}),
     ("gated_deltanet", {}),
     ("gated_deltanet", {"num_v_heads": 6, "expand_v": 1.5}),
     ("gated_deltanet", {"use_gate": False, "tie_word_embeddings": True}),
@@ -297,10 +302,10 @@ def test_rwkv7s_first_version():
     ("model_type", "changes"),
     [
         ("gla", {"attn": {"layers": [1], "num_heads": 4}}),
-        ("gla", {"feature_map": "relu"}),
+        ("gla", {"feature_map": "mish"}),
         ("gla", {"clamp_min": -1.0}),
         ("gla", {"elementwise_affine": False}),
-        ("gla", {"gate_logit_normalizer": 8}),
+        ("gla", {"gate_logit_normalizer": -8}),
         ("gla", {"hidden_act": "gelu"}),
         ("gated_deltanet", {"use_short_conv": False}),
         ("rwkv7", {"norm_bias": False}),

@@ -20,12 +20,6 @@ LENGTH = 33
 TOLERANCE = 4 * 3.0e-6
 MIXER = 4 * 8.2e-7
 
-HYBRIDS = {
-    "qwen3_5_text": {},
-    "olmo_hybrid": {},
-}
-hybrids = pytest.mark.parametrize("kind", HYBRIDS)
-
 
 def saved(kind, folder, seed=0, **options):
     """Save a tiny model of transformers. No weight of a norm is 1 or 0, because this would hide it."""
@@ -53,7 +47,7 @@ def tensors(folder):
     return join_convolutions(load_file(folder / "model.safetensors"))
 
 
-@hybrids
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("olmo_hybrid", marks=pytest.mark.slow)])
 def test_there_and_back(kind, tmp_path):
     """Logits equal those of transformers, in one piece and by the token. The way back gives the same file."""
     theirs = saved(kind, tmp_path / "in")
@@ -154,6 +148,7 @@ def test_models_without_a_place_are_refused(name, options, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_queries_that_training_made_different_are_kept(tmp_path):
     """Heads that shared a query then have a query each."""
     saved("qwen3_5_text", tmp_path / "in")

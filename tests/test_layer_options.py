@@ -83,6 +83,8 @@ POST = {"train_length": 16}
         ("mamba3", {"decay": "mamba2_no_a", "decay_options": {"min_step": 0.2}, "post": POST}, "no limits"),
         ("mamba3", {"rate_floor": 1e-4, "post": {"train_length": 16}}, "with a rate_floor.*the input sets the decay"),
         ("mamba3", {"rate_floor": 0.0}, "a rate_floor, which is positive"),
+        ("attention", {"qk_norm": "heads"}, "unknown qk_norm 'heads'.*none, head, head_plus_one, all"),
+        ("attention", {"rope_fraction": 1.5}, "rope_fraction must lie in"),
         ("gla", {"feature_map": "exp"}, "unknown feature_map 'exp'.*none, relu"),
     ],
 )

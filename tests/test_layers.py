@@ -45,6 +45,17 @@ RELEASED = {
     "mamba2+ungated": ("mamba2", {**SMALL["mamba2"], "output_norm": "none", "decay_options": {"max_step": 0.02}}),
     "mamba3+rate": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True}),
     "mamba3+mimo": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True, "rank": 2}),
+    "attention+gate": (
+        "attention",
+        {
+            "head_dim": 12,
+            "qk_norm": "head_plus_one",
+            "gate": True,
+            "rope_fraction": 0.5,
+            "num_kv_heads": 2,
+        },
+    ),
+    "attention+all": ("attention", {"qk_norm": "all", "window": 4, "position": "none"}),
     "gla+map": ("gla", {"feature_map": "relu", "conv_size": 4}),
 }
 CASES |= RELEASED

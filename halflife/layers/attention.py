@@ -104,9 +104,11 @@ class Attention(Mixer):
 
     def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """`[B, T, H·K]` → `[B, T, H, K]` with the norm over each head or over all."""
-        x = norm(x) if norm is not None and self.over_all else x
-        x = x.unflatten(-1, (-1, self.head_dim))
-        return x if norm is None or self.over_all else norm(x)
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        if norm is None:
+            return heads
+        normed = norm((x if self.over_all else heads).to(norm.weight.dtype))  # autocast gives x in bfloat16
+        return normed.to(x.dtype).view(heads.shape)
 
     def _rotated(self, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on the first channels of each head."""

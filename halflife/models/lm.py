@@ -59,11 +59,9 @@ class Block(nn.Module):
         y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), cu_seqlens)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
-    def _normed(
-        self, mixer: Mixer, norm: nn.Module, x: Tensor, *arguments: Any, **options: Any
-    ) -> tuple[Tensor, State]:
+    def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
         """Run a mixer with a norm before or after it."""
-        y, state = mixer(x if self.norms_after else norm(x), *arguments, **options)
+        y, state = mixer(x if self.norms_after else norm(x), *given, **options)
         return norm(y) if self.norms_after else y, state
 
 

@@ -1,4 +1,4 @@
-"""Conversion of models of transformers and fla to halflife, and of those of transformers back.
+"""Conversion of models of transformers and fla to halflife, and back.
 
 | `model_type` | library | direction | in halflife |
 |---|---|---|---|
@@ -6,9 +6,11 @@
 | qwen3_5_text | transformers | import, export | mixer "gated_deltanet" and attention with gates, SwiGLU |
 | qwen3_5 | transformers | import of the text model | the same |
 | olmo_hybrid | transformers | import, export | mixer "gated_deltanet" and attention with norms after it, SwiGLU |
-| gla | fla | import | mixer "gla", SwiGLU |
-| gated_deltanet | fla | import | mixer "gated_deltanet", SwiGLU |
-| rwkv7 | fla | import | mixer "rwkv7" and its channel mix |
+| gla | fla | import, export | mixer "gla", SwiGLU |
+| gated_deltanet | fla | import, export | mixer "gated_deltanet", SwiGLU |
+| rwkv7 | fla (also the author's `.pth`) | import, export | mixer "rwkv7" and its channel mix |
+| kda | fla | import, export | mixer "kda", SwiGLU |
+| mamba3 | fla | import, export | mixer "mamba3" with rates that depend on the input, no MLP |
 | qwen3_next, kimi_linear, falcon_h1, zamba2, … | transformers | import of one mixer | a layer, see `mixers` |
 
 Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
@@ -23,6 +25,7 @@ from pathlib import Path
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
 from halflife.models.convert import (  # noqa: F401 (each registers itself)
+    fla_later,
     fla_linear,
     fla_rwkv7,
     hybrids,
@@ -30,23 +33,40 @@ from halflife.models.convert import (  # noqa: F401 (each registers itself)
     qwen3_next,
 )
 from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
+from halflife.models.convert.fla_back import to_fla
+from halflife.models.convert.fla_later import from_fla_kda, from_fla_mamba3
 from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
 from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
 from halflife.models.convert.hybrids import from_olmo_hybrid, from_qwen3_5, to_transformers_hybrid
 from halflife.models.convert.mamba2 import from_transformers_mamba2, to_transformers_mamba2
 from halflife.models.convert.mixers import MIXERS, mixers, take_mixer
 from halflife.models.convert.qwen3_next import qwen3_next_mixer
+from halflife.models.convert.rwkv7_pth import SUFFIX, from_rwkv7_pth, read_pth
 from halflife.models.convert.source import SOURCES, assemble
 from halflife.models.tensor_file import has_checksum
 from halflife.registry import unknown
 
 __all__ = [
-    "MIXERS", "SOURCES", "assemble", "convert", "from_fla_gated_deltanet", "from_fla_gla", "from_fla_rwkv7",
-    "from_olmo_hybrid", "from_qwen3_5", "from_transformers_mamba2", "load_layer", "qwen3_next_mixer",
-    "to_transformers_hybrid", "to_transformers_mamba2",
+    "MIXERS",
+    "SOURCES",
+    "assemble",
+    "convert",
+    "from_fla_gated_deltanet",
+    "from_fla_gla",
+    "from_fla_kda",
+    "from_fla_mamba3",
+    "from_fla_rwkv7",
+    "from_olmo_hybrid",
+    "from_qwen3_5",
+    "from_rwkv7_pth",
+    "from_transformers_mamba2",
+    "load_layer",
+    "qwen3_next_mixer", "to_fla",
+    "to_transformers_hybrid",
+    "to_transformers_mamba2",
 ]  # fmt: skip
 
-FORMATS = ("halflife", "transformers")
+FORMATS = ("halflife", "transformers", "fla")
 # The files in which transformers keeps a tokenizer.
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
@@ -58,10 +78,10 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     """Write the model in `source` into `target` in another format, and return `target`.
 
     Args:
-        source: Hugging Face folder (`config.json` and safetensors, sharded or not), or halflife checkpoint. A tokenizer
-            in it is copied.
+        source: Hugging Face folder (`config.json` and safetensors, sharded or not), halflife checkpoint, or a `.pth` of
+            RWKV-7. A tokenizer in a folder is copied.
         target: folder without a checkpoint.
-        to: "halflife", or "transformers" to export a halflife checkpoint.
+        to: "halflife", or "transformers" or "fla" to export a halflife checkpoint.
         layer: index, from 0, of the one mixer to convert of a model in `MIXERS`; `load_layer` reads the result.
 
     Raises:
@@ -79,13 +99,18 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         killed = described_by and not (target / described_by).exists() and has_checksum(target / name)
         if (target / name).exists() and not killed:
             raise FileExistsError(f"{target} holds {name} already; give another folder")
+    if source.suffix == SUFFIX and not source.is_dir():
+        if to != "halflife" or layer is not None:
+            raise ValueError(f"a {SUFFIX} is converted to halflife, and as a whole")
+        return checkpoint.save(assemble(*from_rwkv7_pth(read_pth(source))), target)
     config = read_json_object(source / CONFIG_JSON)
     ours, kind = checkpoint.is_ours(config), config.get("model_type")
-    if to == "transformers":
+    if to != "halflife":
         if not ours or layer is not None:
-            raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is not one")
+            raise ValueError(f"only a whole halflife checkpoint can be written for {to}; {source} is not one")
         model = checkpoint.load(source)
-        back = to_transformers_mamba2 if model.config.mixer == "mamba2" else to_transformers_hybrid
+        of_transformers = to_transformers_mamba2 if model.config.mixer == "mamba2" else to_transformers_hybrid
+        back = of_transformers if to == "transformers" else to_fla
         return _with_tokenizer(source, write_model(target, *back(model)))
     if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")

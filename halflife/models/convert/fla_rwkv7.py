@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from halflife.models.config import ModelConfig
+from halflife.models.convert.rules import Rule, copy
 from halflife.models.convert.source import SOURCES, Config, Converted, Tensors, Translation, divide, on_meta, settings
 
 DEFAULTS = {
@@ -62,7 +65,7 @@ def from_fla_rwkv7(config: Config, tensors: Tensors) -> Converted:
     Raises:
         ValueError: halflife cannot represent a setting, or the tensors do not fit.
     """
-    model = _model(config)
+    model = model_config(config)
     hidden, heads = model.hidden_size, model.mixer_options["num_heads"]
     moved = Translation(on_meta(model), tensors)
     for i in range(model.num_layers):
@@ -80,7 +83,8 @@ def from_fla_rwkv7(config: Config, tensors: Tensors) -> Converted:
     return model, moved.finish()
 
 
-def _model(config: Config) -> ModelConfig:
+def model_config(config: Config) -> ModelConfig:
+    """Return our configuration of a model with fla's configuration."""
     s = settings(config, DEFAULTS, FIXED, NULLABLE)
     widths = config.get("value_dim") or s.hidden_size
     if any(width != s.hidden_size for width in (widths if isinstance(widths, list) else [widths])):
@@ -99,6 +103,20 @@ def _model(config: Config) -> ModelConfig:
         tie_embeddings=s.tie_word_embeddings, norm="layer", norm_eps=s.norm_eps, embedding_norm=s.norm_first,
         initializer_range=s.initializer_range,
     )  # fmt: skip
+
+
+def rules(model: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules of all tensors but the head's, with the names of fla's present version."""
+    shapes = {name: tuple(x.shape) for name, x in on_meta(model).state_dict().items()}
+    hidden, heads = model.hidden_size, model.mixer_options["num_heads"]
+    pairs = list(MODEL)
+    for i in range(model.num_layers):
+        theirs, mixer = f"model.layers.{i}.attn", f"blocks.{i}.mixer"
+        pairs += [(f"model.layers.{i}.{name}", f"blocks.{i}.{ours}") for name, ours in BLOCK]
+        yield from (copy(f"{mixer}.mu.{name}", f"{theirs}.x_{name}", 1, 1, hidden) for name in "rwkvag")
+        yield copy(f"{mixer}.r_k", f"{theirs}.r_k", heads, hidden // heads)
+        yield copy(f"{mixer}.decay.logit", f"{theirs}.w_lora.lora.2.bias", hidden)
+    yield from (copy(ours, theirs, *shapes[ours]) for theirs, ours in pairs if ours in shapes)
 
 
 def _shifts(moved: Translation, theirs: str, ours: str, hidden: int) -> None:

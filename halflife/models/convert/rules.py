@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,15 +26,17 @@ class Rule(NamedTuple):
         ours: the name of our tensor.
         theirs: names and shapes of the other tensors.
         index: the row of all of theirs that each row of ours is. A row that heads share is repeated.
+        flat: whether the index counts single entries in place of rows.
     """
 
     ours: str
     theirs: tuple[Named, ...]
     index: Tensor | None = None
+    flat: bool = False
 
     def under(self, ours: str, theirs: str) -> Rule:
         """Return the rule with prefixes before its names."""
-        return Rule(ours + self.ours, tuple((theirs + name, shape) for name, shape in self.theirs), self.index)
+        return self._replace(ours=ours + self.ours, theirs=tuple((theirs + name, shape) for name, shape in self.theirs))
 
 
 def copy(ours: str, theirs: str, *shape: int) -> Rule:
@@ -48,12 +51,12 @@ def heads(first: int, given: int, size: int, times: int = 1) -> Tensor:
 
 def convert_from(moved: Translation, rules: Iterable[Rule]) -> None:
     """Set the tensors of ours that the rules give."""
-    for ours, theirs, index in rules:
+    for ours, theirs, index, flat in rules:
         parts = [moved.take(name, *shape) for name, shape in theirs]
         if index is None:
             moved.put(ours, parts[0])
         else:
-            moved.put(ours, torch.cat([part.reshape(len(part), -1) for part in parts])[index])
+            moved.put(ours, torch.cat([part.reshape(part.numel() if flat else len(part), -1) for part in parts])[index])
 
 
 def convert_back(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,16 +66,17 @@ def convert_back(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str
         ValueError: rows differ that the other library shares between heads. The message names the tensor.
     """
     back: dict[str, Tensor] = {}
-    for ours, theirs, index in rules:
+    for ours, theirs, index, flat in rules:
         if index is None:
             back[theirs[0][0]] = state[ours].reshape(theirs[0][1])
             continue
         rows = state[ours].reshape(len(index), -1)
-        total = rows.new_empty(sum(shape[0] for _, shape in theirs), rows.shape[1])
+        sizes = [math.prod(shape) if flat else shape[0] for _, shape in theirs]
+        total = rows.new_empty(sum(sizes), rows.shape[1])
         total[index] = rows
         if not torch.equal(total[index], rows):
             raise ValueError(f"heads share rows of {theirs[0][0]} in transformers, and in {ours} these rows differ")
-        for (name, shape), part in zip(theirs, total.split([shape[0] for _, shape in theirs]), strict=True):
+        for (name, shape), part in zip(theirs, total.split(sizes), strict=True):
             back[name] = part.reshape(shape).clone()
     return back
 
@@ -84,8 +88,8 @@ def join_convolutions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     joined = dict(tensors)
     for name in tensors:
-        if name.endswith(".q_conv1d.weight"):
-            at = name.removesuffix("q_conv1d.weight")
+        at = name.removesuffix("q_conv1d.weight")
+        if at != name and all(f"{at}{part}_conv1d.weight" in tensors for part in "kv"):
             joined[f"{at}conv1d.weight"] = torch.cat([joined.pop(f"{at}{part}_conv1d.weight") for part in "qkv"])
     return joined
 
