@@ -122,7 +122,8 @@ _NAMES_IN = {
     "evaluation.harness": {"rows": "metric_rows"},
     "evaluation.language": {"of_documents": "document_loss", "octaves": "octave_means"},
     "evaluation.memory": {
-        "Size": "LinearSize", "Stored": "StateTensor", "one_of_each": "one_layer_of_each_kind",
+        "Size": "StateSize", "LinearSize": "StateSize", "Stored": "StateTensor",
+        "one_of_each": "one_layer_of_each_kind",
         "model_size": "model_state_size", "survey": "measure_memory", "readable": "format_bytes",
     },
     "experiments.base": {"Settings": "TaskSettings"},

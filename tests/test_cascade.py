@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, unchecked, with_grads
+from helpers import assert_close, assert_same, unchecked, with_grads
 
 import halflife
 from halflife.analysis.masks import block_ranks, capture_gates, head_masks
@@ -13,6 +13,7 @@ from halflife.layers import build
 from halflife.layers.memory.cascade import Cascade
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.ops import cascade, gate_rank
+from halflife.ops.backends.native import build as build_of_kernels
 from halflife.ops.cascade.forms import weights
 from halflife.ops.cascade.op import transitions
 
@@ -112,6 +113,91 @@ def test_the_rank_of_the_mask_is_the_number_of_states(states):
     *_, g, r = (x.detach() for x in arguments(64, states, False))
     mask = weights(transitions(g, r).transpose(1, 2)).pairs
     assert block_ranks(mask, 16).max() == states
+
+
+# ------------------------------------------------------------------------------------- compiled kernels
+
+# Four times the worst measured error, relative to the largest entry.
+NATIVE = {torch.float32: 4 * 9.5e-7, torch.bfloat16: 4 * 1.3e-2}
+built = pytest.mark.skipif(build_of_kernels.why_not() is not None, reason=f"{build_of_kernels.why_not()}")
+
+
+def compare_native(length, states, chunk, delta, dtype=torch.float32, erased=False, cu_seqlens=None):
+    """Outputs, final states and all gradients against the token loop in float64, from the same rounded inputs."""
+    inputs = [x.detach() for x in arguments(length, states, delta, batch=2 if cu_seqlens is None else 1)]
+    if erased:
+        inputs[3][:, 0], inputs[3][:, length // 2, :, 0], inputs[3][:, 2 * length // 3 :] = -torch.inf, -1000, 0
+        inputs[4].round_()
+    sequences = 2 if cu_seqlens is None else len(cu_seqlens) - 1
+    state = torch.randn(sequences, 2, states, 3, 4, generator=torch.Generator().manual_seed(1))
+    results = []
+    for backend, wide in (("native", dtype), ("reference", torch.float64)):
+        leaves = [x.to(dtype).to(wide).requires_grad_() for x in inputs]
+        first = state.to(torch.float32 if backend == "native" else wide).requires_grad_()
+        found = cascade(*leaves, backend=backend, chunk_size=chunk, initial_state=first, cu_seqlens=cu_seqlens,
+                        output_final_state=True)  # fmt: skip
+        named = {str(i): x for i, x in enumerate(leaves) if x.numel()} | {"state": first}
+        results.append({name: x.double() for name, x in with_grads(found, named).items()})
+    assert_close(*results, NATIVE[dtype])
+
+
+@built
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(("length", "states", "chunk", "dtype", "erased"), [
+    (33, 3, 16, torch.float32, False), (70, 2, 64, torch.float32, True), (1, 8, 16, torch.float32, False),
+    (50, 5, 16, torch.bfloat16, False),
+])  # fmt: skip
+def test_kernels_equal_the_token_loop(delta, length, states, chunk, dtype, erased):
+    compare_native(length, states, chunk, delta, dtype, erased)
+
+
+@built
+@pytest.mark.slow
+@pytest.mark.parametrize(("delta", "dtype", "erased"), product([False, True], NATIVE, [False, True]))
+def test_kernels_of_all_sizes_equal_the_token_loop(delta, dtype, erased):
+    for length, states, chunk in product((1, 2, 16, 33, 150), (1, 2, 3, 8), (16, 64, 128)):
+        compare_native(length, states, chunk, delta, dtype, erased)
+
+
+@built
+def test_kernels_take_packed_sequences():
+    compare_native(40, 3, 16, True, cu_seqlens=torch.tensor([0, 3, 3, 20, 40]))
+
+
+@built
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dtype", NATIVE)
+def test_single_tokens_take_the_native_step(delta, dtype):
+    inputs = [x.detach().to(dtype) for x in arguments(9, 3, delta)]
+    state, outputs = None, []
+    for t in range(9):
+        o, state = cascade(*(x[:, t : t + 1] for x in inputs), initial_state=state, output_final_state=True)
+        outputs.append(o.double())
+    wide = [x.double() for x in inputs]
+    expected, final = cascade(*wide, backend="reference", output_final_state=True)
+    assert_close(torch.cat(outputs, 1), expected, NATIVE[dtype])
+    assert_close(state.double(), final, 4 * 2e-7)
+
+
+@built
+@pytest.mark.parametrize("heads", [1, 3])
+def test_threads_change_no_bit(heads):
+    inputs = [x.detach().float().repeat_interleave(2, 2)[:, :, :heads] for x in arguments(200, 3, True)]
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        found = cascade(*leaves, backend="native", output_final_state=True)
+        results.append(with_grads(found, {str(i): x for i, x in enumerate(leaves)}))
+    torch.set_num_threads(before)
+    assert_same(*results)
+
+
+def test_kernels_refuse_what_they_cannot_do():
+    inputs = [x.detach() for x in arguments(3, 9, False)]
+    with pytest.raises(ValueError, match=r"float32|at most 8 states"):
+        cascade(*inputs, backend="native")
+    assert cascade(*inputs)[0].dtype == torch.float64
 
 
 def test_arguments_are_checked():

@@ -90,6 +90,21 @@ def test_mamba2_there_and_back(tied, dtype, tmp_path):
     assert_same(back(tokens).logits, theirs(tokens).logits)
 
 
+@pytest.mark.parametrize("limits", [(0.3, 0.6), (0.6, float("inf"))])
+def test_limits_of_the_step_size(limits, tmp_path):
+    """Both limits change the logits, and go there and back."""
+    theirs = mamba2(tmp_path / "in", time_step_limit=limits)
+    ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "ours"))
+    tokens = ids()
+    expected = theirs(tokens).logits
+    assert_close(ours(tokens)[0], expected, TOLERANCE)
+    back = AutoModelForCausalLM.from_pretrained(convert(tmp_path / "ours", tmp_path / "back", to="transformers"))
+    assert tuple(back.config.time_step_limit) == limits
+    assert_same(back(tokens).logits, expected)
+    back.backbone.layers[0].mixer.time_step_limit = (0.0, float("inf"))
+    assert not torch.allclose(back(tokens).logits, expected, atol=1e-3)
+
+
 def test_shards_are_read_like_one_file(tmp_path):
     mamba2(tmp_path / "in", shards="20KB")
     assert len(list((tmp_path / "in").glob("model-*.safetensors"))) > 2
@@ -119,7 +134,6 @@ def test_settings_that_transformers_ignores_are_ignored(tmp_path):
     [
         ("use_bias", True),
         ("use_conv_bias", False),
-        ("time_step_limit", [0.0, 0.5]),
         ("hidden_act", "gelu"),
         ("rms_norm", False),
         ("expand", 4),
@@ -144,6 +158,7 @@ def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
         ("mamba2", {"mixer_options": {"decay": "mamba2_no_a"}}, "own decay"),
         ("mamba2", {"mixer_options": {"head_dim": 5}}, "expand"),
         ("mamba2+post", {}, "own decay"),
+        ("mamba2", {"mixer_options": {"output_norm": "none"}}, "norm after its gate; this model has GateWithoutNorm"),
         ("gla", {}, "mixer 'mamba2' only"),
     ],
 )
@@ -272,7 +287,7 @@ WRONG = [
     (
         lambda folder: edit(folder / "config.json", model_type="gpt2"),
         ValueError,
-        "gla, gated_deltanet, rwkv7, mamba2, qwen3_next",
+        "gla, gated_deltanet, rwkv7, qwen3_next, qwen3_5_text, qwen3_5, olmo_hybrid, mamba2",
     ),
     (lambda folder: edit(folder / "config.json", format=1), ValueError, "already"),
     (no_weights, FileNotFoundError, r"model\.safetensors is missing"),
@@ -294,7 +309,7 @@ def test_folders_that_are_wrong(damage, error, message, tmp_path):
 
 def test_what_was_asked_for_makes_no_sense(tmp_path):
     source = gla(tmp_path / "in")
-    with pytest.raises(ValueError, match="a gla is converted as a whole"):
+    with pytest.raises(ValueError, match=r"--layer takes one mixer of qwen3_next, .*; a gla is converted as a whole"):
         convert(source, tmp_path / "out", layer=0)
     with pytest.raises(ValueError, match="Choose from: halflife, transformers"):
         convert(source, tmp_path / "out", to="jax")

@@ -22,7 +22,7 @@ TINY_TEXT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("mqar-updates", marks=pytest.mark.slow)])
 def test_models_resolve(name):
     experiment = EXPERIMENTS[name]()
     for scale in experiment.scales:
@@ -36,7 +36,7 @@ def test_models_resolve(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mqar-updates"])
 def test_every_model_resolves(name):
     experiment = EXPERIMENTS[name]()
     for scale in experiment.scales:
@@ -104,6 +104,22 @@ def test_cells_of_the_map_are_what_they_are_called():
             powers(name)
 
 
+def test_reassigned_keys_at_every_length():
+    """At T to 16 T, K keys with the fillers or with the updates that fill the sequence."""
+    experiment = EXPERIMENTS["mqar-updates"]()
+    config = experiment.build_cell(experiment.settings_at("smoke", {}), Cell("mamba2+ska_post", 1e-2, 0))
+    tests = {(test.name, test.task["length"]): test.task["updates"] for test in config.tests}
+    assert tests == {
+        ("in_distribution", 24): 1, ("persist", 24): 1, ("persist", 96): 1, ("persist", 384): 1,
+        ("reassigned", 24): 1, ("reassigned", 96): 10, ("reassigned", 384): 46,
+    }  # fmt: skip
+    options = config.model.hybrid["options"]
+    assert (options["decay"], options["beta"], options["post"]["train_length"]) == ("simple", True, 24)
+    assert (options["rank"], options["chunk_size"]) == (24, 2)
+    with pytest.raises(ValueError, match="a number for each of pairs"):
+        experiment.settings_at("smoke", {"updates": (1, 2)})
+
+
 def test_before_training_one_power_recalls_and_two_recall_what_is_held():
     def recalled(cell, power):
         task = koopman_powers.MQAR(**koopman_powers.MapCell.parse(cell).sizes(256, 8))
@@ -169,6 +185,7 @@ def test_states_of_the_overview_are_of_one_size():
         ("post-taken-apart", ["mamba2", "mamba2:gain-held"], TINY_TASK),
         ("post-taken-apart-text", ["mamba2", "mamba2:gain"], TINY_TEXT),
         ("koopman-powers", ["learned:h2", "ridge-conv:h2", "K2:l3-masked"], TINY_TASK),
+        ("mqar-updates", ["mamba2+ska_decay", "mesa", "mamba2+attention"], TINY_TASK),
         ("overview", ["gated_deltanet+gate_rank", "mamba2+ska", "mamba2@state(mamba2+ska)"], TINY_TASK),
     ],
 )

@@ -15,7 +15,7 @@ from pairwise import crossed
 from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.export import int8
-from halflife.export.graphs import export, fixed_caches, flat, growing, initial_state, names
+from halflife.export.graphs import export, fixed_caches, flat, growing, initial_state, names, needs_loop
 from halflife.export.onnx import write_graph
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS, checkpoint
@@ -48,6 +48,7 @@ def assert_graph_is_model(model, tokens, pieces, rtol=1e-4, batch=2):
     max_length = tokens * pieces if growing(model) else None
     graph = export(model, tokens, batch, max_length=max_length).module()
     state = initial_state(model, batch, max_length)
+    model_is_tree = needs_loop(model)
     order, given = names(state), flat(state)
     with torch.no_grad():
         for _ in range(pieces):
@@ -60,7 +61,8 @@ def assert_graph_is_model(model, tokens, pieces, rtol=1e-4, batch=2):
                 if name.endswith(".inverse"):  # it follows from the sums, and the graph computes it again
                     continue
                 # A cache of the graph has free slots behind those of the model. All other shapes are equal.
-                assert after[name].shape == expected.shape or max_length or "pending" in name
+                # Log-linear attention has all its levels there.
+                assert after[name].shape == expected.shape or max_length or "pending" in name or model_is_tree
                 got = after[name][tuple(slice(n) for n in expected.shape)]
                 torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
 
@@ -69,8 +71,12 @@ def assert_graph_is_model(model, tokens, pieces, rtol=1e-4, batch=2):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("tokens", "pieces"), [(1, 12), (16, 2)])
 def test_a_graph_of_torch_gives_the_numbers_of_the_model(name, tokens, pieces):
-    """The graph holds no operation of ours (`export` checks it). K = 2 of the papers' SKA amplifies rounding."""
-    assert_graph_is_model(build(name), tokens, pieces, 1e-3 if name.endswith(("ska_paper", "echo_paper")) else 1e-4)
+    """The graph holds no operation of ours (`export` checks it). K = 2 of the papers' SKA amplifies rounding.
+
+    With decays G has fewer keys, and its condition number is larger (1.6e-4 measured).
+    """
+    papers, decays = name.endswith(("ska_paper", "echo_paper")), name.endswith(("ska_decay", "ska_post"))
+    assert_graph_is_model(build(name), tokens, pieces, 1e-3 if papers else 6.5e-4 if decays else 1e-4)
 
 
 @pytest.mark.slow

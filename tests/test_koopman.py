@@ -597,7 +597,7 @@ def test_a_factorisation_that_fails_is_repeated_and_counted(backend):
         koopman_attention(q, k, v, chunk_size=50, backend=backend)
 
 
-@pytest.mark.parametrize("normalization", ["causal", "sequence", "trace"])
+@pytest.mark.parametrize("normalization", ["causal", pytest.param("sequence", marks=pytest.mark.slow), "trace"])
 def test_gradcheck(normalization):
     x = inputs(6, batch=1, grad=True)
     settings = [torch.tensor([1.1, 1.4], dtype=torch.float64, requires_grad=True),

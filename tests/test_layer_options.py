@@ -44,6 +44,9 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
     assert all(part.grad.isfinite().all() for part in (x, *layer.parameters()))
 
 
+POST = {"train_length": 16}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -75,6 +78,12 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
         ("linear", {"position": "rope", "head_dim": 5}, "even"),
         ("retnet", {"head_dim": 5}, "even"),
         ("attention", {"num_heads": 32}, "even"),
+        ("mamba2", {"output_norm": "before"}, "unknown output_norm 'before'.*after_gate, before_gate, none"),
+        ("mamba2", {"decay_options": {"min_step": 0.2, "max_step": 0.1}}, "min_step < max_step; got 0.2 and 0.1"),
+        ("mamba3", {"decay": "mamba2_no_a", "decay_options": {"min_step": 0.2}, "post": POST}, "no limits"),
+        ("mamba3", {"rate_floor": 1e-4, "post": {"train_length": 16}}, "with a rate_floor.*the input sets the decay"),
+        ("mamba3", {"rate_floor": 0.0}, "a rate_floor, which is positive"),
+        ("gla", {"feature_map": "exp"}, "unknown feature_map 'exp'.*none, relu"),
     ],
 )
 def test_options_without_meaning_are_errors(name, options, message):
@@ -85,6 +94,32 @@ def test_options_without_meaning_are_errors(name, options, message):
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_says_what_it_is(name):
     assert len(LAYERS.summary(name)) > 20
+
+
+def test_step_limits_of_mamba2():
+    """g = −e^A clamp(softplus(f + Δ)). The limited Δ scales the values too, and PoST's rates at rest are its own."""
+    limited = decay.build("mamba2", num_heads=3, head_dim=2, min_step=0.05, max_step=0.3)
+    torch.nn.init.zeros_(limited.dt_bias)
+    f = torch.linspace(-6, 6, 21).view(1, 7, 3)
+    step = (1 + (f + limited.dt_bias).exp()).log().clip(0.05, 0.3)
+    torch.testing.assert_close(limited.step_size(f), step)
+    torch.testing.assert_close(limited(f), -limited.A_log.exp() * step)
+    assert 0 < (step == 0.05).sum() < (step < 0.3).sum() < 21
+    for limits in ({"min_step": 0.2}, {"max_step": 0.01}):
+        post = decay.PoST(decay.build("mamba2", num_heads=3, head_dim=2, **limits), train_length=100)
+        expected = torch.tensor([100.0, 10.0, 1.0])
+        torch.testing.assert_close(post.timescales(), expected, rtol=1e-4, atol=0)
+
+
+def test_feature_map_of_gla():
+    """q and k go through it after the convolution, and values do not."""
+    torch.manual_seed(0)
+    plain, mapped = (layers.build("gla", hidden_size=8, num_heads=1, feature_map=name) for name in ("none", "relu"))
+    mapped.load_state_dict(plain.state_dict())
+    qkv = torch.randn(1, 5, 16)
+    q, k, v = plain.heads(qkv, None, torch.arange(5))
+    for found, expected in zip(mapped.heads(qkv, None, torch.arange(5)), (q.relu(), k.relu(), v), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("position", ["none", "rope", "lrpe"])

@@ -39,13 +39,24 @@ CASES |= {
     "ska+token": ("ska", {**SMALL["ska"], "refresh": "token"}),
     "ska+cg": ("ska", {**SMALL["ska"], "rank": 6, "lift": "cg"}),
 }
+# Options that models of other libraries have. These cases take the time of the slow tests.
+RELEASED = {
+    "mamba2+before": ("mamba2", {**SMALL["mamba2"], "output_norm": "before_gate", "decay_options": {"min_step": 0.05}}),
+    "mamba2+ungated": ("mamba2", {**SMALL["mamba2"], "output_norm": "none", "decay_options": {"max_step": 0.02}}),
+    "mamba3+rate": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True}),
+    "mamba3+mimo": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True, "rank": 2}),
+    "gla+map": ("gla", {"feature_map": "relu", "conv_size": 4}),
+}
+CASES |= RELEASED
 
 
 def exact(case):
     return RIDGE if case.startswith("ska") else EXACT
 
 
-each_layer = pytest.mark.parametrize("case", CASES)
+each_layer = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in RELEASED)) for case in CASES]
+)
 
 
 def build(case, **options):

@@ -16,7 +16,7 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.evaluation.memory import (
     LayerState,
-    LinearSize,
+    StateSize,
     format_bytes,
     kv_cache,
     layer_states,
@@ -82,11 +82,11 @@ def test_closed_forms(dtype, item):
     inner, state = 2 * D, 128
     value = D // HEADS
     expected = {
-        "mamba2": LinearSize(4 * inner * state + item * 3 * (inner + 2 * state)),
-        "gated_deltanet": LinearSize(4 * HEADS * value**2 + item * 3 * 3 * D),
-        "simple": LinearSize(4 * HEADS * value**2),
-        "simple+lrpe": LinearSize(4 * HEADS * 2 * value**2),
-        "llama": LinearSize(0, item * 2 * D),
+        "mamba2": StateSize(4 * inner * state + item * 3 * (inner + 2 * state)),
+        "gated_deltanet": StateSize(4 * HEADS * value**2 + item * 3 * 3 * D),
+        "simple": StateSize(4 * HEADS * value**2),
+        "simple+lrpe": StateSize(4 * HEADS * 2 * value**2),
+        "llama": StateSize(0, item * 2 * D),
     }
     for name, size in expected.items():
         assert model_state_size(layer_states(config(name), dtype)) == size * LAYERS
@@ -103,6 +103,18 @@ def test_llama_is_the_cache():
 def test_cache_dtype_is_for_what_grows():
     fixed, growing = (model_state_size(layer_states(attention_at(1), "float32", kind)) for kind in (None, "float8"))
     assert (growing.constant, growing.per_token) == (fixed.constant, fixed.per_token // 4)
+
+
+def test_log_linear_states_grow_with_every_doubling():
+    """As many states as the position has binary digits, and at most L − 1."""
+    options = {"log_linear": {"num_levels": 5}}
+    model_config = config("simple+scalar+log_linear", mixer_options=options)
+    size = model_state_size(layer_states(model_config, "float32"))
+    assert size.most_digits == 4
+    assert [size.at(n) for n in (1, 2, 3, 9, 40)] == [size.constant + n * size.per_digit for n in (1, 2, 2, 4, 4)]
+    assert size.at(9) == real_bytes(model_config, 9, torch.float32)
+    with pytest.raises(ValueError, match="no common size"):
+        _ = size + StateSize(0, 0, 1, 7)
 
 
 def test_where_layers_stand():
@@ -153,14 +165,15 @@ def test_ska_is_as_small_as_its_proposition(rank, value_dim, chunk, refresh):
 # --------------------------------------------------------------------------------------------- crossover
 
 
-@pytest.mark.parametrize("constant", [0, 1, 5, 12, 13])
 @pytest.mark.parametrize("per_token", [0, 1, 3, 4, 5])
-@pytest.mark.parametrize("other", [LinearSize(0, 4), LinearSize(6, 4), LinearSize(12, 0)])
-def test_smaller_from_is_the_first_length_of_all_that_follow(constant, per_token, other):
-    size = LinearSize(constant, per_token)
-    smaller = [size.at(t) < other.at(t) for t in range(1, 100)]
-    expected = next((t for t in range(1, 99) if all(smaller[t - 1 :])), None)
-    assert size.smaller_from(other) == expected
+@pytest.mark.parametrize("other", [StateSize(0, 4), StateSize(6, 4), StateSize(12, 0), StateSize(1, 3, 2, 4)])
+@pytest.mark.parametrize("digits", [(0, 0), (5, 4), (20, 5)])
+def test_smaller_from_is_the_first_length_of_all_that_follow(per_token, other, digits):
+    for constant in (0, 1, 5, 12, 13):
+        size = StateSize(constant, per_token, *digits)
+        smaller = [size.at(t) < other.at(t) for t in range(1, 200)]
+        expected = next((t for t in range(1, 199) if all(smaller[t - 1 :])), None)
+        assert size.smaller_from(other) == expected
 
 
 def test_crossovers_of_models():
@@ -265,10 +278,10 @@ def test_help_shows_examples(capsys):
 
 def made_up(sizes, lengths, per_token=1024):
     """Make a result of `measure_memory` for models of given (constant, per_token) bytes."""
-    cache = LinearSize(per_token=per_token)
+    cache = StateSize(per_token=per_token)
     models = [
-        {"model": f"model ${i}", "constant": a, "per_token": b, "bytes": [LinearSize(a, b).at(n) for n in lengths],
-         "smaller_from": LinearSize(a, b).smaller_from(cache)} for i, (a, b) in enumerate(sizes)
+        {"model": f"model ${i}", "constant": a, "per_token": b, "bytes": [StateSize(a, b).at(n) for n in lengths],
+         "smaller_from": StateSize(a, b).smaller_from(cache)} for i, (a, b) in enumerate(sizes)
     ]  # fmt: skip
     return {"lengths": lengths, "cache_dtype": "bfloat16", "models": models,
             "cache": {"per_token": per_token, "bytes": [cache.at(n) for n in lengths]}}  # fmt: skip

@@ -102,6 +102,45 @@ def test_mqar_of_long_values_that_are_held():
         assert [labels[t] for t in scored] == [after[row[t]] for t in scored]
 
 
+@pytest.mark.parametrize("filler", ["disjoint", "zoology"])
+def test_mqar_of_reassigned_keys_asks_for_the_last_value(filler):
+    """A dictionary that reads the pairs in order. Every key has four values, and other keys stand between them."""
+    task = tasks.build("mqar", vocab_size=128, length=60, num_pairs=5, updates=3, filler=filler)
+    batch = task.generate(100, seed=0)
+    apart = 0
+    for row, labels in zip(batch.inputs.tolist(), batch.labels.tolist(), strict=True):
+        bound, values, written = {}, {}, row[:40]
+        for key, value in zip(written[::2], written[1::2], strict=True):
+            bound[key] = value
+            values.setdefault(key, []).append(value)
+        assert [len(set(seen)) for seen in values.values()] == [4] * 5
+        assert len(set(written[1::2])) == 20
+        apart += written[:40:2] != written[:10:2] * 4
+        asked = {row[t]: label for t, label in enumerate(labels) if label != IGNORED}
+        assert asked == bound
+        assert all(label == IGNORED for label in labels[:40])
+    assert apart > 90  # pairs do not come in rounds of one order
+    assert batch.facts.sum(1).eq(40).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"value_size": 2, "length": 64, "hold": 2}])
+def test_mqar_without_updates_has_the_examples_of_earlier_seeds(options):
+    """The generator of the first versions, written out: keys, values, fillers, then slots."""
+    task = tasks.build("mqar", **{**SMALL, "num_pairs": 4, **options})
+    size, hold, draw = task.value_size, task.hold, torch.Generator().manual_seed(7)
+    keys = distinct(9, 4, *task.key_range, draw)
+    values = distinct(9, 4 * size, *task.value_range, draw)
+    inputs = torch.randint(*task.filler_range, (9, task.length // hold), generator=draw)
+    pairs = torch.cat([keys.unsqueeze(2), values.unflatten(1, (4, size))], 2)
+    inputs[:, : 4 * (1 + size)] = pairs.flatten(1)
+    rate = torch.arange(1, task.num_slots + 1).pow(task.power - 1)
+    race = torch.empty(9, task.num_slots).exponential_(generator=draw) / rate
+    slots = race.argsort(1)[:, :4] if task.num_slots == 4 else race.topk(4, dim=1, largest=False).indices
+    at = (task.first_slot + (size + 1) * slots).unsqueeze(2) + torch.arange(size)
+    inputs.scatter_(1, at.flatten(1), pairs[:, :, :-1].flatten(1))
+    assert torch.equal(task.generate(9, seed=7).inputs, inputs.repeat_interleave(hold, 1))
+
+
 def test_mqar_without_fillers():
     task = tasks.build("mqar", vocab_size=64, length=18, num_pairs=2, value_size=4, spacing=0)
     batch = task.generate(50, seed=0)
@@ -162,8 +201,11 @@ def test_seeds_of_splits_are_disjoint():
         ({"filler": "none"}, "disjoint, zoology"),
         ({"length": 31, "num_pairs": 8}, "at least 4K"),
         ({"num_pairs": 0}, "1 ≤ K"),
-        ({"vocab_size": 64, "length": 512, "num_pairs": 100}, "as many keys"),
-        ({"vocab_size": 64, "length": 512, "num_pairs": 9, "value_size": 4}, "as many values, 36"),
+        ({"vocab_size": 64, "length": 512, "num_pairs": 100}, "need 100 keys"),
+        ({"vocab_size": 64, "length": 512, "num_pairs": 9, "value_size": 4}, "need 36 values"),
+        ({"vocab_size": 64, "length": 512, "num_pairs": 9, "updates": 3}, "36 pairs need 36 values"),
+        ({"length": 64, "num_pairs": 8, "updates": 3}, "4K \\+ gap"),
+        ({"updates": -1}, "updates must be 0 or more"),
         ({"hold": 0}, "hold must be 1 or more"),
         ({"length": 35, "num_pairs": 2, "hold": 2}, "a multiple of hold"),
     ],

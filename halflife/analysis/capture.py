@@ -36,12 +36,14 @@ class KoopmanReading:
 
     Attributes:
         state: the layer's state, which contains the statistics of the committed tokens, `[B, H, …]` each.
-        values: the values v of all tokens that were read, `[B, T, H · P]`. The state only holds products of them.
+        values: the values v of all tokens that were read, `[B, T, H, P]`. The state only holds products of them.
+        weights: the log-decays `g` and the strengths `beta` of these tokens, where the layer has them.
         retries: the number of operators whose factorisation was repeated with a larger ridge.
     """
 
     state: dict[str, Tensor]
     values: Tensor
+    weights: dict[str, Tensor]
     retries: int
 
 
@@ -169,18 +171,15 @@ def _koopman_hooks(mixer: SKALayer, take: Callable[[KoopmanReading], object]) ->
     """Call `take` after every forward pass of one SKA layer."""
     during: dict[str, Any] = {}
 
-    def after_readout(module: nn.Module, inputs: Any, result: KoopmanResult) -> None:
-        during["retries"] = result.retries
-
-    def after_values(module: nn.Module, inputs: Any, values: Tensor) -> None:
-        during["values"] = values
+    def after_readout(module: nn.Module, inputs: Any, options: dict[str, Any], result: KoopmanResult) -> None:
+        weights = {name: options[name] for name in ("g", "beta") if name in options}
+        during.update(values=inputs[2], weights=weights, retries=result.retries)
 
     def after(module: nn.Module, inputs: Any, output: tuple[Tensor, dict[str, Tensor]]) -> None:
-        take(KoopmanReading(output[1], during.pop("values"), during.pop("retries")))
+        take(KoopmanReading(output[1], during.pop("values"), during.pop("weights"), during.pop("retries")))
 
     with (
-        mixer.readout.register_forward_hook(after_readout),
-        mixer.v_proj.register_forward_hook(after_values),
+        mixer.readout.register_forward_hook(after_readout, with_kwargs=True),
         mixer.register_forward_hook(after),
     ):
         yield

@@ -34,6 +34,7 @@ from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.records import Record
 from halflife.models import LanguageModel, ModelState
 from halflife.tasks.layout import FILLERS, QUERY
+from halflife.tasks.mqar import MQAR
 from halflife.tasks.recall import NIAH
 
 Rememberer = LanguageModel | RecurrentModel
@@ -95,8 +96,8 @@ def measure_recall(
 
     Args:
         model: trained on the task, at any length, or a `RecurrentModel` of transformers.
-        task: `MQAR` or `NIAH`, which gives the pairs and fillers. Its length does not matter. Needles stand before all
-            fillers, without decoys.
+        task: `MQAR` or `NIAH`, which gives the pairs and fillers. Its length does not matter, and each key has one
+            value. Needles stand before all fillers, without decoys.
         lags: L, ascending, from 0.
         examples: the number of sequences. Each is asked for all of its pairs, one at a time, at every lag.
         seed: the seed of the sequences.
@@ -200,6 +201,8 @@ def _pairs(task: Any, examples: int, seed: int) -> tuple[Tensor, torch.Generator
     width = 2 * task.num_pairs
     if isinstance(task, NIAH):  # at its least length, no filler stands before or between the pairs
         task = dataclasses.replace(task, hard=False, length=width + 2)
+    elif isinstance(task, MQAR):  # each key has one value
+        task = dataclasses.replace(task, updates=0)
     return task.sample(examples, draw).inputs[:, :width], draw
 
 

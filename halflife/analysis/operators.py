@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from halflife.analysis.capture import KoopmanReading, SKALayer, capture, ska_lay
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.records import Record
 from halflife.models import LanguageModel
+from halflife.ops.koopman.decays import weigh_tokens
 from halflife.theory import koopman
 from halflife.theory.koopman import Operator
 from halflife.theory.koopman_bounds import eigenvector_condition
@@ -117,7 +119,7 @@ def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]
     statistics: dict[int, list[_Statistics]] = {layer: [] for layer in layers}
 
     def add(layer: int, reading: KoopmanReading) -> None:
-        statistics[layer].append(_Statistics(reading, layers[layer].num_heads))
+        statistics[layer].append(_Statistics(reading))
 
     with capture(model, koopman=add):
         for sequence in ids.to(model.embedding.weight.device).split(1):
@@ -128,11 +130,17 @@ def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]
 class _Statistics:
     """The statistics that a layer holds after one sequence, in float64 on the CPU."""
 
-    def __init__(self, reading: KoopmanReading, num_heads: int) -> None:
+    def __init__(self, reading: KoopmanReading) -> None:
         state, values = reading.state, reading.values
         self.tokens = values.shape[1] - int(state["pending"].max())
-        committed = values[:, : self.tokens].unflatten(-1, (num_heads, -1))
-        self.energy = committed.cpu().double().square().sum((1, 3))
+        committed = values[:, : self.tokens].cpu().double()
+        weights = {name: x[:, : self.tokens].cpu().double() for name, x in reading.weights.items()}
+        if "beta" in weights:
+            committed = committed * weights["beta"].sqrt().unsqueeze(-1)
+        if (g := weights.get("g")) is not None:
+            slowest = g.view(*g.shape[:3], -1).amax(-1, keepdim=True)
+            committed = weigh_tokens(committed, committed, committed, slowest, 1).values
+        self.energy = committed.square().sum((1, 3))
         self.state = {name: state[name].cpu().double() for name in ("gram", "transition", "values", "norm")}
         self.retries = reading.retries
 
@@ -154,10 +162,11 @@ def _summarise(layer: int, mixer: SKALayer, statistics: list[_Statistics]) -> La
     first = torch.view_as_real(operator.eigenvalues[0]).tolist()
     rank, width = operator.gram.shape[-1], operator.values.shape[-2]
     chunk_size = 1 if options["refresh"] == "token" else options["chunk_size"]
+    sizes = rank, width, chunk_size, 0 if mixer.decay is None else math.prod(mixer.decay.shape[1:])
     return LayerOperators(
         layer=layer, tokens=statistics[0].tokens, rank=rank, width=width, power=options["power"],
         ridge=options["ridge"], chunk_size=chunk_size, retries=sum(one.retries for one in statistics),
-        state_size=koopman.state_size(rank, width, chunk_size), crossover=koopman.crossover(rank, width, chunk_size),
+        state_size=koopman.state_size(*sizes), crossover=koopman.crossover(*sizes),
         heads=[
             HeadOperator(head=h, **{name: x[h].item() for name, x in numbers.items()}, eigenvalues=first[h])
             for h in range(mixer.num_heads)

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +51,7 @@ class Train:
       halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.betas="[0.9, 0.99]"
       halflife train mamba2+post --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
       halflife train --from my-checkpoint --data notes.txt --tokens 2M --lr 1e-4 --freeze "embedding*"
+      halflife train mamba2+post --from mamba2-130m-hf --post-fit --data notes.txt
       halflife train --config run.yaml --lr 3e-3
       halflife train --resume runs/20260101-120000-mamba2
       torchrun --nproc-per-node 8 -m halflife.cli train mamba2 --data … --output out --fsdp
@@ -65,6 +66,9 @@ class Train:
     from_weights: Annotated[str | None, arg(aliases=["--from"])] = None
     """Continue a trained model instead of a new one: a folder, or owner/name[@revision] on the hub, of a model of ours
     or of one that `halflife convert` converts. Give its tokenizer with --tokenizer. Embeddings grow to a larger one."""
+    post_fit: bool = False
+    """With --from, train a new model with PoST, and take from the weights only their decay rates: sorted, they are the
+    initial spectra of the layers. The command prints how well they fit."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, as patterns of their names: "embedding*" "blocks.0.*"."""
     output: Path | None = None
@@ -206,7 +210,10 @@ class Train:
         name = self.model or Path(self.from_weights or "").name
         if not name or not self.data:
             raise ValueError("give a model (or --from) and --data, or --resume and the folder of a run")
-        if self.from_weights and (given := [name for name in SHAPE if getattr(self, name) is not None]):
+        if self.post_fit and not (self.model and self.from_weights):
+            raise ValueError("--post-fit needs a model with PoST and --from with the model whose rates it takes")
+        given = [name for name in SHAPE if getattr(self, name) is not None]
+        if self.from_weights and given and not self.post_fit:
             raise ValueError(f"--from takes the model from its folder; leave out {', '.join(given)}")
         if self.output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
@@ -245,14 +252,15 @@ class Train:
         # A size of the papers has a vocabulary, so no tokenizer is needed to know the model.
         known = "vocab_size" in sizes or self.size is not None
         corpus = Corpus.unread(data, known) if self.dry_run else Corpus.open(data, show)
-        start = self._start(corpus.tokenizer.vocab_size) if self.from_weights else {}
+        start = self._start(corpus.tokenizer.vocab_size) if self.from_weights and not self.post_fit else {}
         config = language.configure(
             self.model or "", corpus, tokens=tokens, batch_size=self.batch_size, learning_rate=self.lr,
             size=self.size, sizes=sizes, schedule_name=self.schedule, floor=self.floor, decay=self.decay,
             warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip, bf16=self.bf16, seed=self.seed,
             validate_every=self.validate_every, save_every=self.save_every, freeze=self.freeze, **start,
         )  # fmt: skip
-        return apply_overrides(config, overrides)
+        config = apply_overrides(config, overrides)
+        return self._fit(config) if self.post_fit else config
 
     def _start(self, vocab_size: int) -> dict[str, Any]:
         """The fields of a configuration that starts from trained weights."""
@@ -263,6 +271,25 @@ class Train:
             grown = f"the embeddings grow to {vocab_size:,}" if rows < vocab_size else "the last rows stay unused"
             say(f"the model has {rows:,} tokens and the tokenizer {vocab_size:,}; {grown}")
         return {"model": model, "start": folder, "start_digest": digest}
+
+    def _fit(self, config: LanguageConfig) -> LanguageConfig:
+        """The configuration with PoST from the rates of trained weights."""
+        import torch
+
+        from halflife.analysis.post_fit import plan_fit
+        from halflife.models import LanguageModel
+        from halflife.training.start import digest, local_folder
+
+        folder = local_folder(self.from_weights or "").resolve()
+        with torch.device("meta"):
+            model = LanguageModel(config.model)
+        fit = plan_fit(model, folder)
+        before, after = fit.channels
+        say(
+            f"PoST starts from the rates of layers {', '.join(map(str, fit.layers))} with a decay in {folder}, "
+            f"{before} channels as {after}; no decay λ differs by more than {fit.error:.2g}"
+        )
+        return replace(config, start=str(folder), start_digest=digest(folder), post_fit=True)
 
 
 def _try(config: LanguageConfig, rows: int | None) -> Trial | None:

@@ -32,6 +32,8 @@ class Mamba2Decay(SpectralDecay):
             from 1/T to 1, and softplus(Δ) is 0.05, as PoST starts. These rates are free: they are neither sorted nor
             stretched.
         train_length: T of "geometric".
+        min_step, max_step: limits of the step size, clamp(softplus(f + Δ), min_step, max_step). None is no upper limit.
+            Zamba-2 and Nemotron-H have a lower limit.
     """
 
     has_rate, has_step_bias = True, True
@@ -46,9 +48,14 @@ class Mamba2Decay(SpectralDecay):
         step_bias: str | None = None,
         rate_start: str = "uniform_1_16",
         train_length: int | None = None,
+        min_step: float = 0.0,
+        max_step: float | None = None,
         **sizes,
     ) -> None:
         super().__init__(**sizes)
+        if not 0 <= min_step < (math.inf if max_step is None else max_step):
+            raise ValueError(f"need 0 ≤ min_step < max_step; got {min_step} and {max_step}")
+        self.min_step, self.max_step = min_step, max_step
         step_bias = step_bias or self.default_step_bias
         for kind, value, choices in (
             ("step_bias", step_bias, self.STEP_BIASES), ("rate_start", rate_start, self.RATE_STARTS),
@@ -96,7 +103,8 @@ class Mamba2Decay(SpectralDecay):
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f + Δ) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
         f = f if f.dtype == torch.float64 else f.float()
-        return F.softplus(f if self.dt_bias is None else f + self.dt_bias)
+        step = F.softplus(f if self.dt_bias is None else f + self.dt_bias)
+        return step.clamp(self.min_step, self.max_step) if self.min_step or self.max_step is not None else step
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         log_rate = self.A_log if log_rate is None else log_rate
@@ -104,9 +112,9 @@ class Mamba2Decay(SpectralDecay):
         return -step if log_rate is None else -log_rate.exp() * step
 
     def rate_offset(self) -> float:
-        if self.dt_bias is None:
-            return math.log(math.log(2))
-        return math.log(1e-2 if self.step_bias == "random" else self.POST_STEP)  # the middle of a random step
+        step = 1e-2 if self.step_bias == "random" else self.POST_STEP  # the middle of a random step
+        step = math.log(2) if self.dt_bias is None else step
+        return math.log(min(max(step, self.min_step), math.inf if self.max_step is None else self.max_step))
 
     def release_rates(self) -> None:
         if self.rate_start != "uniform_1_16":
@@ -133,6 +141,8 @@ class Mamba2NoRate(Mamba2Decay):
     def release_rates(self) -> None:
         if self.step_bias != "trained":
             raise ValueError("PoST orders and trains Δ of Mamba-2's decay without A, so its step_bias is 'trained'")
+        if self.min_step or self.max_step is not None:
+            raise ValueError("PoST orders Δ of Mamba-2's decay without A, so its step size has no limits")
         self.dt_bias = None
 
 

@@ -1,8 +1,9 @@
 """Bytes of a model's state of one sequence at any length, and the length from which a KV cache is larger.
 
 The sizes are measured on the states of a small real model, which reads a few tokens one by one as in decoding. Every
-tensor of a state either has constant size or grows linearly with the number of tokens. This is checked, and it gives
-the size at every length. Counters (integer tensors such as the position) are not counted.
+tensor of a state has constant size, grows linearly with the number of tokens, or has one part for each binary digit of
+that number (log-linear attention). This is checked, and it gives the size at every length. Counters (integer tensors
+such as the position) are not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from halflife.layers import State
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import LanguageModel, ModelConfig, preset
 from halflife.registry import unknown
 
@@ -24,32 +26,54 @@ PROBES = (1, 2, 4)  # lengths in tokens; two would not show whether a size grows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CACHE_DTYPES = {"float32": 4, "bfloat16": 2, "float8": 1}  # bytes of a number; the scales of float8 are not counted
 SKA_COMMITTED = ("gram", "transition", "values", "last", "norm")
-SKA_PENDING = ("pending_keys", "pending_values")
+SKA_PENDING = ("pending_keys", "pending_values", "pending_decays")  # the last with a decay only
 
 
 @dataclass(frozen=True)
-class LinearSize:
-    """A size of `constant + per_token · T` after T tokens, in numbers or in bytes."""
+class StateSize:
+    """A size of `constant + per_token · T + per_digit · min(digits(T), most_digits)` after T tokens.
+
+    It is in numbers or in bytes, and `digits(T)` is the number of binary digits of T.
+    """
 
     constant: int = 0
     per_token: int = 0
+    per_digit: int = 0
+    most_digits: int = 0
 
     def at(self, length: int) -> int:
         """Return the size after `length` tokens."""
-        return self.constant + self.per_token * length
+        return self.constant + self.per_token * length + self.per_digit * min(length.bit_length(), self.most_digits)
 
-    def __add__(self, other: LinearSize) -> LinearSize:
-        return LinearSize(self.constant + other.constant, self.per_token + other.per_token)
+    def __add__(self, other: StateSize) -> StateSize:
+        most = {size.most_digits for size in (self, other) if size.per_digit}
+        if len(most) > 1:
+            raise ValueError(f"states with {' and '.join(map(str, sorted(most)))} levels have no common size")
+        return StateSize(
+            self.constant + other.constant, self.per_token + other.per_token, self.per_digit + other.per_digit,
+            max(most, default=0),
+        )  # fmt: skip
 
-    def __mul__(self, times: int) -> LinearSize:
-        return LinearSize(self.constant * times, self.per_token * times)
+    def __mul__(self, times: int) -> StateSize:
+        return StateSize(self.constant * times, self.per_token * times, self.per_digit * times, self.most_digits)
 
-    def smaller_from(self, other: LinearSize) -> int | None:
+    def smaller_from(self, other: StateSize) -> int | None:
         """Return the first length, at least 1, from which this stays smaller than `other`, or None if there is none."""
-        gained, owed = other.per_token - self.per_token, self.constant - other.constant
-        if gained <= 0:
-            return 1 if gained == 0 and owed < 0 else None
-        return max(1, owed // gained + 1)
+        last = 1 << max(self.most_digits, other.most_digits, 1) - 1  # from here on both are linear
+        gained = other.per_token - self.per_token
+        owed = self.at(last) - other.at(last)
+        if gained < 0 or (gained == 0 and owed >= 0):
+            return None
+        if owed >= 0:
+            return last + owed // gained + 1
+        while last > 1:  # between two powers of 2 both are linear as well
+            first = last // 2
+            if self.at(last - 1) >= other.at(last - 1):
+                return last
+            if (owed := self.at(first) - other.at(first)) >= 0:
+                return first + owed // gained + 1
+            last = first
+        return 1
 
 
 @dataclass(frozen=True)
@@ -63,11 +87,11 @@ class StateTensor:
     """
 
     shape: tuple[int, ...]
-    numbers: LinearSize
+    numbers: StateSize
     itemsize: int
 
     @property
-    def bytes(self) -> LinearSize:
+    def bytes(self) -> StateSize:
         return self.numbers * self.itemsize
 
 
@@ -86,9 +110,9 @@ class LayerState:
     tensors: dict[str, StateTensor]
 
     @property
-    def bytes(self) -> LinearSize:
+    def bytes(self) -> StateSize:
         """Bytes of the state of one such layer."""
-        return sum((tensor.bytes for tensor in self.tensors.values()), LinearSize())
+        return sum((tensor.bytes for tensor in self.tensors.values()), StateSize())
 
 
 # ------------------------------------------------------------------------------------------ measurement
@@ -104,7 +128,7 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
         cache_dtype: dtype of tensors that grow with the length, "float32", "bfloat16" or "float8"; None means `dtype`.
 
     Raises:
-        ValueError: a dtype is unknown, or the size of a state is not linear in the length.
+        ValueError: a dtype is unknown, or the size of a state follows no known law.
     """
     _check_dtypes(dtype, cache_dtype)
     small, layers = one_layer_of_each_kind(config)
@@ -115,9 +139,11 @@ def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str 
     for length in range(1, max(PROBES) + 1):
         _, state = model.hidden(torch.zeros(1, 1, dtype=torch.long), state)
         after[length] = state
+    most = [max((m.num_levels - 1 for m in block.modules() if isinstance(m, LogLinear)), default=0)
+            for block in model.blocks] + [0]  # fmt: skip
     names = [small.mixer_of(i)[0] for i in range(small.num_layers)] + [config.position] * (config.position != "none")
     return [
-        LayerState(name, where, _state_tensors(name, [after[length][i] for length in PROBES], cache_dtype))
+        LayerState(name, where, _state_tensors(name, [after[length][i] for length in PROBES], most[i], cache_dtype))
         for i, (name, where) in enumerate(zip(names, layers, strict=True))
     ]
 
@@ -139,8 +165,14 @@ def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[tuple
     return small, kinds + [("embedding",)] * (config.position != "none")
 
 
-def _state_tensors(mixer: str, states: Sequence[State], cache_dtype: str | None) -> dict[str, StateTensor]:
-    """Return the sizes of a layer's tensors from its states of one sequence after `PROBES` tokens."""
+def _state_tensors(
+    mixer: str, states: Sequence[State], most_digits: int, cache_dtype: str | None
+) -> dict[str, StateTensor]:
+    """Return the sizes of a layer's tensors from its states of one sequence after `PROBES` tokens.
+
+    Args:
+        most_digits: the states that log-linear attention holds at most, or 0.
+    """
     sizes = {}
     for name in dict.fromkeys(name for state in states for name in state):
         tensors = [state[name] for state in states if name in state]
@@ -148,26 +180,28 @@ def _state_tensors(mixer: str, states: Sequence[State], cache_dtype: str | None)
             continue
         counts = [x.numel() for x in tensors]
         per_token = (counts[-1] - counts[0]) // (PROBES[-1] - PROBES[0])
-        numbers = LinearSize(counts[0] - per_token * PROBES[0], per_token)
-        if counts != [numbers.at(length) for length in PROBES]:
+        linear = StateSize(counts[0] - per_token * PROBES[0], per_token)
+        by_digits = StateSize(per_digit=counts[0], most_digits=most_digits)
+        numbers = next((size for size in (linear, by_digits) if counts == [size.at(n) for n in PROBES]), None)
+        if numbers is None:
             raise ValueError(
                 f"{name!r} of {mixer} holds {counts} numbers after {list(PROBES)} tokens; this is not linear in the "
                 "length, so the size at other lengths is unknown"
             )
-        itemsize = CACHE_DTYPES[cache_dtype] if per_token and cache_dtype else tensors[0].element_size()
+        itemsize = CACHE_DTYPES[cache_dtype] if numbers.per_token and cache_dtype else tensors[0].element_size()
         sizes[name] = StateTensor(tuple(tensors[0].shape), numbers, itemsize)
     return sizes
 
 
-def model_state_size(states: Sequence[LayerState]) -> LinearSize:
+def model_state_size(states: Sequence[LayerState]) -> StateSize:
     """Return the bytes of the state of a whole model."""
-    return sum((state.bytes * len(state.layers) for state in states), LinearSize())
+    return sum((state.bytes * len(state.layers) for state in states), StateSize())
 
 
-def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> LinearSize:
+def kv_cache(hidden_size: int, num_layers: int, cache_dtype: str = "bfloat16") -> StateSize:
     """Return the bytes of the KV cache of a llama without shared key or value heads: 2 · D · layers · T numbers."""
     _check_dtypes("float32", cache_dtype)
-    return LinearSize(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
+    return StateSize(per_token=2 * hidden_size * num_layers * CACHE_DTYPES[cache_dtype])
 
 
 def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
@@ -203,9 +237,10 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
     heads, rank = state.tensors["gram"].shape[1:3]
     value_dim = state.tensors["values"].shape[2]
     committed, pending = (
-        sum((state.tensors[name].numbers for name in names), LinearSize()) for names in (SKA_COMMITTED, SKA_PENDING)
+        sum((state.tensors[name].numbers for name in names if name in state.tensors), StateSize())
+        for names in (SKA_COMMITTED, SKA_PENDING)
     )
-    cache = LinearSize(per_token=heads * (rank + value_dim))
+    cache = StateSize(per_token=heads * (rank + value_dim))
     return {
         "layers": list(state.layers), "heads": heads, "rank": rank, "value_dim": value_dim,
         "committed": committed.constant, "pending": pending.constant,
@@ -238,7 +273,8 @@ def measure_memory(
 
     Returns:
         The settings; "cache", `{"per_token", "bytes": [one a length]}`; and "models", `[{"model", "parameters",
-        "constant", "per_token", "bytes": [one a length], "smaller_from", "layers", "ska"}]`. Sizes are in bytes.
+        "constant", "per_token", "per_digit", "most_digits", "bytes": [one a length], "smaller_from", "layers",
+        "ska"}]`. Sizes are in bytes; `StateSize` has their meaning.
         "smaller_from" is the first length at which the state is smaller than the cache, or None.
 
     Raises:
@@ -266,7 +302,7 @@ def measure_memory(
 
 
 def _model_row(
-    config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: LinearSize
+    config: ModelConfig, states: Sequence[LayerState], lengths: Sequence[int], cache: StateSize
 ) -> dict[str, Any]:
     with torch.device("meta"):
         parameters = LanguageModel(config).num_parameters()

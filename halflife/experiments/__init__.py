@@ -9,7 +9,7 @@ from halflife.experiments import (  # noqa: F401 (they register themselves)
     recall,
 )
 from halflife.experiments.base import EXPERIMENTS, SCALES, ExperimentSettings, paper_experiments
-from halflife.experiments.evidence import koopman_powers, overview, post_parts  # noqa: F401
+from halflife.experiments.evidence import koopman_powers, overview, post_parts, reassigned  # noqa: F401
 from halflife.experiments.language_models import decay as decay_lm  # noqa: F401
 from halflife.experiments.language_models import echo as echo_lm  # noqa: F401
 from halflife.experiments.language_models import gate_rank as gate_rank_lm  # noqa: F401

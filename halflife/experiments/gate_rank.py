@@ -28,7 +28,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reset2": {"gate_rank": {"reset_rate": 0.02}},
     "closed": {"gate_rank": {"reset_rate": 1e-6}},  # no reset fires, so the gates get no gradient and stay closed
     "untrained": {"gate_rank": {"trained": False}},  # resets at random: the second state without a learned gate
+    "two": {"cascade": {"num_states": 2}},
+    "four": {"cascade": {"num_states": 4}},
+    "soft": {"cascade": {"resets": "soft"}},
 }
+STATES = tuple(
+    f"{base}{end}" for base in ("mamba2", "gated_deltanet")
+    for end in ("", "+cascade:two", "+cascade", "+cascade:four", "+cascade:soft")
+)  # fmt: skip
 PAIRS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank")
 GATES = tuple(
     f"{base}+gate_rank{end}" for base in ("mamba2", "gated_deltanet") for end in ("", ":closed", ":untrained")
@@ -39,15 +46,16 @@ def variant(name: str) -> tuple[str, dict[str, Any]]:
     """The preset of a name `preset:variant-variant`, and the options of its mixers that the variants change.
 
     Raises:
-        ValueError: an unknown variant (the message lists them), or options of gates for a preset without GateRank.
+        ValueError: an unknown variant (the message lists them), or options of states that the preset lacks.
     """
     base, _, chosen = name.partition(":")
     options: dict[str, Any] = {}
     for part in chosen.split("-") if chosen else ():
         if part not in VARIANTS:
             raise unknown("variant", part, list(VARIANTS))
-        if "gate_rank" in VARIANTS[part] and "gate_rank" not in base.split("+"):
-            raise ValueError(f"{base} has no slow state, so {part!r} cannot set its gates")
+        for kind in ("gate_rank", "cascade"):
+            if kind in VARIANTS[part] and kind not in base.split("+"):
+                raise ValueError(f"{base} lacks +{kind}, so {part!r} has nothing to set")
         options = merge(options, VARIANTS[part])
     return base, options
 
@@ -185,7 +193,8 @@ class GateRankS5(Experiment):
 class GateRankMQAR(MQARExperiment):
     """MQAR: each base, the base with GateRank, and the base with twice the rows, whose state is as large.
 
-    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
+    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained. The
+    group `states` has cascades of two, three and four states, and of three with soft resets.
     """
 
     is_paper: ClassVar = True
@@ -195,7 +204,7 @@ class GateRankMQAR(MQARExperiment):
         "large": MQARExperiment.scales["paper"],
     }
     models: ClassVar = (*PAIRS, "mamba2:double", "gated_deltanet:double")
-    groups: ClassVar = {"gates": GATES}
+    groups: ClassVar = {"gates": GATES, "states": STATES}
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         base, _, chosen = name.partition(":")

@@ -32,14 +32,15 @@ def train_options(run: Mapping[str, Any]) -> Options:
     "set" has what the preset and the options do not give.
     """
     model, data = ModelConfig.from_dict(run["model"]), run["data"]
-    if run.get("start"):
+    fitted = {"from_weights": run["start"], "post_fit": True} if run.get("post_fit") else {}
+    if run.get("start") and not fitted:
         return _continued_options(run)
     sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
     base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
     overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
     if model.vocab_size != BYTES.get(data["tokenizer"]):
         overrides["model.vocab_size"] = model.vocab_size
-    return _with_schedule(run, {"model": model.name, **sizes, **_data_options(run)}, overrides)
+    return _with_schedule(run, {"model": model.name, **sizes, **fitted, **_data_options(run)}, overrides)
 
 
 def _continued_options(run: Mapping[str, Any]) -> Options:

@@ -99,14 +99,19 @@ def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None =
 
 @contextmanager
 def fixed_caches(model: LanguageModel, max_length: int | None) -> Iterator[None]:
-    """Let the caches of softmax attention have `max_length` slots; None lets them grow."""
+    """Let the caches of softmax attention have `max_length` slots (None: they grow), and log-linear ones all levels."""
     layers = growing(model).values()
+    trees = [layer for layer in model.modules() if isinstance(layer, LogLinear)]
     before = [layer.max_length for layer in layers]
     try:
+        for tree in trees:
+            tree.all_levels = True
         for layer in layers:
             layer.max_length = max_length
         yield
     finally:
+        for tree in trees:
+            tree.all_levels = False
         for layer, length in zip(layers, before, strict=True):
             layer.max_length = length
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from halflife.layers import packing
 from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import check_heads, rotary
+from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, check_heads, rotary
 from halflife.position import check_pairs
 from halflife.registry import unknown
 
@@ -25,15 +25,23 @@ class Attention(Mixer):
         hidden_size: D.
         num_heads: query heads H.
         num_kv_heads: heads of keys and values, each shared by H / num_kv_heads query heads; None means H.
+        head_dim: K; None means D / H.
         rope_base: base of the rotary frequencies.
+        rope_fraction: share of the K channels that is rotated, the first ones, in (0, 1].
         position: "rope", or "none" for attention without positions (NoPE).
         window: W, or None to see all tokens.
+        qk_norm: RMS norm of queries and keys before RoPE: "none"; "head", over each head; "head_plus_one", the same
+            with weights 1 + w (Qwen3.5); or "all", over all heads together (OLMo).
+        norm_eps: eps of that norm.
+        gate: whether the output is `(σ(x W_g) ⊙ o) W_o` (Qwen3.5). W_g are then the last rows of `qkv_proj`.
 
     Raises:
-        ValueError: a number of heads does not divide, the head size is odd under RoPE, or the window is below 1.
+        ValueError: a number of heads does not divide, the rotated channels do not pair up, a name is unknown, or the
+            window is below 1.
     """
 
     POSITIONS = ("rope", "none")
+    QK_NORMS = ("none", "head", "head_plus_one", "all")
     # Slots of the cache of each sequence. `halflife.export` sets them, so that all shapes are fixed. None lets it grow.
     max_length: int | None = None
 
@@ -43,38 +51,70 @@ class Attention(Mixer):
         num_heads: int = 4,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         rope_base: float = 10_000.0,
+        rope_fraction: float = 1.0,
         position: str = "rope",
         window: int | None = None,
+        qk_norm: str = "none",
+        norm_eps: float = 1e-5,
+        gate: bool = False,
         layer_idx: int = 0,
         num_layers: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim = check_heads(hidden_size, num_heads)
+        self.head_dim = head_dim or check_heads(hidden_size, num_heads)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         check_heads(num_heads, self.num_kv_heads)
         if position not in self.POSITIONS:
             raise unknown("position", position, list(self.POSITIONS))
+        if qk_norm not in self.QK_NORMS:
+            raise unknown("qk_norm", qk_norm, list(self.QK_NORMS))
+        if not 0 < rope_fraction <= 1:
+            raise ValueError(f"rope_fraction must lie in (0, 1]; got {rope_fraction}")
+        self.rotated = int(self.head_dim * rope_fraction)
         if position == "rope":
-            check_pairs(self.head_dim)
+            check_pairs(self.rotated)
         if window is not None and window < 1:
             raise ValueError(f"window is a number of tokens and must be at least 1; got {window}")
         self.rope_base, self.position, self.window = rope_base, position, window
-        self.splits = [num_heads * self.head_dim, *[self.num_kv_heads * self.head_dim] * 2]
+        queries, keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.splits = [queries, keys, keys] + [queries] * gate
         self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
-        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
+        norm = PlusOneRMSNorm if qk_norm == "head_plus_one" else RMSNorm
+        self.over_all = qk_norm == "all"
+        sizes = (queries, keys) if self.over_all else (self.head_dim, self.head_dim)
+        self.q_norm, self.k_norm = (None if qk_norm == "none" else norm(size, eps=norm_eps) for size in sizes)
+        self.out_proj = Linear(queries, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.splits, -1))
+        q, k, v, *gate = self.qkv_proj(x).split(self.splits, -1)
+        q, k = self._normalized(q, self.q_norm), self._normalized(k, self.k_norm)
+        v = v.unflatten(-1, (-1, self.head_dim))
         if self.position == "rope":
             position = packing.positions(x, state.get("position"), cu_seqlens)
-            q, k = rotary(q, k, position, self.rope_base)
+            q, k = self._rotated(q, k, position)
         tokens = self.cached(x, k, v)
         if not state and cu_seqlens is None and self.window is None and self.max_length is None:
             cache, o = tokens, self.attend(q, tokens, None, None)
         else:
             o, cache = self._with_cache(q, tokens, state, cu_seqlens, packing.lengths(x, cu_seqlens))
-        return self.out_proj(o.flatten(-2)), cache
+        o = o.flatten(-2)
+        return self.out_proj(o * gate[0].sigmoid() if gate else o), cache
+
+    def _normalized(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """`[B, T, H·K]` → `[B, T, H, K]` with the norm over each head or over all."""
+        x = norm(x) if norm is not None and self.over_all else x
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return x if norm is None or self.over_all else norm(x)
+
+    def _rotated(self, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE on the first channels of each head."""
+        if self.rotated == self.head_dim:
+            return rotary(q, k, position, self.rope_base)
+        (q, *q_rest), (k, *k_rest) = (x.tensor_split([self.rotated], -1) for x in (q, k))
+        q, k = rotary(q, k, position, self.rope_base)
+        return torch.cat([q, *q_rest], -1), torch.cat([k, *k_rest], -1)
 
     def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
         """What the cache holds of each token `[B, T, …]`: `k` and `v [B, T, H_kv, K]` of `x [B, T, D]`."""

@@ -14,9 +14,10 @@ from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
 from halflife.layers.memory.choose import build_states
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import GatedRMSNorm, ShortConv, build_decay, check_gain, check_heads
+from halflife.layers.parts import OUTPUT_NORMS, ShortConv, build_decay, check_gain, check_heads
 from halflife.ops.fused import scale_heads
 from halflife.precision import Float32Module
+from halflife.registry import unknown
 
 
 class Skip(Float32Module):
@@ -41,6 +42,7 @@ class Mamba2(Mixer):
 
     `[z, xBC, f] = x W`, and xBC goes through a short convolution. Then `S_t = e^{g_t} S_{t−1} + B_t (Δ_t x_t)ᵀ` and
     `y_t = S_tᵀ C_t + D x_t`. The output is `RMSNorm(y ⊙ silu(z)) W_o`. Groups of heads share B and C.
+    `decay_options={"min_step": …, "max_step": …}` limits Δ.
 
     Args:
         hidden_size: model width.
@@ -57,12 +59,15 @@ class Mamba2(Mixer):
         cascade: options of `Cascade`, which keeps a cascade of states, or None.
         stretch_gain: whether PoST stretches Δ in the input Δ x as in the decay, so that the stationary size of the
             state does not grow with the position. The paper leaves the input alone (§5.2).
+        output_norm: "after_gate"; "before_gate", `RMSNorm(y) ⊙ silu(z)`; or "none", `y ⊙ silu(z)` (Falcon-H1 has
+            both).
+        norm_eps: eps of that norm.
         layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
 
     Raises:
-        ValueError: a number of heads or groups does not divide, the decay has no step size, or `stretch_gain` is given
-            without PoST.
+        ValueError: a number of heads or groups does not divide, the decay has no step size, the norm is unknown, or
+            `stretch_gain` is given without PoST.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Mamba2(Mixer):
         log_linear: Mapping[str, Any] | None = None,
         cascade: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
+        output_norm: str = "after_gate",
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
         num_layers: int = 1,
@@ -115,7 +121,9 @@ class Mamba2(Mixer):
             log_linear=log_linear, cascade=cascade,
         )  # fmt: skip
         self.skip = Skip(num_heads)
-        self.norm = GatedRMSNorm(inner, num_groups, norm_eps)
+        if output_norm not in OUTPUT_NORMS:
+            raise unknown("output_norm", output_norm, list(OUTPUT_NORMS))
+        self.norm = OUTPUT_NORMS[output_norm](inner, num_groups, norm_eps)
         self.out_proj = Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:

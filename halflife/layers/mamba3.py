@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay
 from halflife.layers import packing
-from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.gate_rank import GateRank
 from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.memory.mimo import MIMO
+from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import ShortConv, build_decay, check_heads
-from halflife.ops.chunked.layout import make_layout
-from halflife.position import check_pairs, turn
-from halflife.precision import Float32Module, compute_dtype, wide
+from halflife.layers.parts import NormBeforeGate, ShortConv, build_decay, check_heads
+from halflife.position import check_pairs
+from halflife.precision import Float32Module, compute_dtype, inverse_softplus
 
 
 class NormBias(Float32Module):
@@ -59,8 +59,9 @@ class Mamba3(Mixer):
 
     The output is `(y ⊙ silu(z)) W_o`, and there is no short convolution. R(φ) rotates the pairs (i, i + P) of the first
     2P channels. All heads share r, but each has a separate Δ. tanh and π follow the authors' code, and so do all
-    initial values except the decay's. Their decay rate depends on the input. Ours is learned, so that PoST can sort the
-    rates. With rank 1 this is SISO, and with a higher rank MIMO (`MIMO`).
+    initial values except the decay's. Their decay rate depends on the input, `g = −Δ max(softplus(a), rate_floor)` with
+    one more projection a. Ours is learned by default, so that PoST can sort the rates. With rank 1 this is SISO, and
+    with a higher rank MIMO (`MIMO`).
 
     Args:
         hidden_size: model width.
@@ -71,10 +72,14 @@ class Mamba3(Mixer):
         num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
         rank: R, keys, values and queries of each token and head.
+        rate_floor: smallest decay rate of the form in which the rate depends on the input; the authors have 1e-4. None
+            means a learned rate.
+        output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, as an option of the
+            authors has it.
         decay, decay_options: the name of one of Mamba-2's decays, and its options.
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank: options of `GateRank`, which adds a slow state, or None.
-        norm_eps: eps of the norms of B and C.
+        norm_eps: eps of all norms.
         layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
 
@@ -99,6 +104,8 @@ class Mamba3(Mixer):
         num_groups: int = 1,
         rope_fraction: float = 0.5,
         rank: int = 1,
+        rate_floor: float | None = None,
+        output_norm: bool = False,
         decay: str = "mamba2",
         decay_options: Mapping[str, Any] | None = None,
         post: Mapping[str, Any] | None = None,
@@ -125,7 +132,12 @@ class Mamba3(Mixer):
             raise ValueError(f"rank must be at least 1, and 1 with GateRank, whose resets are one a token; got {rank}")
         if (gate_rank or {}).get("reset_law", "mask") != "mask":
             raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
-        self.num_heads = num_heads
+        if rate_floor is not None and (rate_floor <= 0 or (decay, decay_options, post) != ("mamba2", None, None)):
+            raise ValueError(
+                f"with a rate_floor, which is positive, the input sets the decay rates, so decay, decay_options and "
+                f"post have no meaning; got {rate_floor}, {decay}, {decay_options} and {post}"
+            )
+        self.num_heads, self.rate_floor = num_heads, rate_floor
         self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
         self.chunk_size, self.backend = chunk_size, backend
         inner, shared, pairs = (
@@ -133,52 +145,79 @@ class Mamba3(Mixer):
             rank * num_groups * state_size,
             int(state_size * rope_fraction) // 2,
         )
-        self.splits = [inner, inner, shared, shared, num_heads, num_heads, pairs]
+        per_head = [num_heads] * (2 if rate_floor is None else 3)
+        self.splits = [inner, inner, shared, shared, *per_head, pairs]
         self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.key = NormBias(rank * num_heads, state_size, norm_eps)
         self.query = NormBias(rank * num_heads, state_size, norm_eps)
         self.mimo = MIMO(num_heads, rank, self.head_dim) if rank > 1 else None
-        self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
-            decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
-            layer_idx=layer_idx, num_layers=num_layers,
-        )  # fmt: skip
+        sizes = {"num_heads": num_heads, "head_dim": state_size, "layer_idx": layer_idx, "num_layers": num_layers}
+        self.decay: Decay = (  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
+            build_decay(decay, decay_options, post, granularity="scalar", **sizes)
+            if rate_floor is None
+            else ChosenRateDecay(step_bias=True, **sizes)
+        )
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.skip = Skip(num_heads)
+        self.norm = NormBeforeGate(inner, num_heads, norm_eps) if output_norm else None
         self.out_proj = Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
-        z, v, b, c, f, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
+        z, v, b, c, f, *a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
-        step, g = self.decay.step_size(f), self.decay(f, position=position)
+        chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
+        step, g = self.decay.step_size(f), self.decay(f, position=position, **chosen)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
         angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
         q, k = (part.unflatten(2, (-1, self.num_heads)) for part in (self.query(c), self.key(b)))
-        q, k = (part.flatten(2, 3) for part in _turned(q, k, angle.unsqueeze(2)))
+        q, k = (part.flatten(2, 3) for part in turn_both(q, k, angle.unsqueeze(2)))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
-        options = {"chunk_size": self.chunk_size, "backend": self.backend}
+        options: dict[str, Any] = {"chunk_size": self.chunk_size, "backend": self.backend}
         if self.mimo is not None:
             z = z.unflatten(-1, (self.num_heads, -1))
+            options["norm"] = self.norm
             y, memory = self.mimo(x, q, k, v, z, self.skip.D, g, step, end, state, cu_seqlens, **options)
             return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
         y, memory = integrate(x, q, k, v, g, step, end, state, cu_seqlens, gate=self.gate_rank, **options)
-        y = self.skip(y, v).flatten(-2) * F.silu(z)
+        y = self.skip(y, v).flatten(-2)
+        y = y * F.silu(z) if self.norm is None else self.norm(y, z)
         return self.out_proj(y), {"angle": last, **memory}
 
 
 class ChosenRateDecay(Decay):
-    """`g = −Δ r` with a step size `Δ = softplus(f)` and a rate `r = softplus(a)` that both depend on the input.
+    """`g = −Δ r` with a step size `Δ = softplus(f + Δ₀)` and a rate r that both depend on the input.
 
-    It has no parameters. Time-scale at f = a = 0: 1 / log² 2, about 2 tokens. Source: Echo, Appendix G.
+    Δ₀ is the only parameter. In Echo's form it is 0 and no parameter, and r = softplus(a). Initialisation: softplus(Δ₀)
+    log-uniform in [0.001, 0.1]. Time-scale at f = 0 and r = log 2: `1 / (log 2 · softplus(Δ₀))`, in Echo's form about 2
+    tokens. Sources: Lahoti et al. 2026 and its code; Echo, Appendix G.
+
+    Args:
+        step_bias: whether there is a Δ₀.
     """
 
     granularities = ("scalar",)
+
+    def __init__(self, *, step_bias: bool = False, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.dt_bias = nn.Parameter(torch.empty(self.shape)) if step_bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.dt_bias is not None:
+            self.dt_bias.copy_(inverse_softplus(self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()))
+
+    def step_size(self, f: Tensor) -> Tensor:
+        """Δ `[B, T, H]` in float32."""
+        f = f.to(compute_dtype(f))
+        return F.softplus(f if self.dt_bias is None else f + self.dt_bias)
 
     def forward(
         self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, rate: Tensor | None = None
     ) -> Tensor:
         """Compute log-decays `[B, T, H]` from f and the rate r of every token. None means r = log 2."""
-        return -F.softplus(self._wide(f)) * (math.log(2) if rate is None else rate)
+        return -self.step_size(f) * (math.log(2) if rate is None else rate)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self(f)
@@ -246,85 +285,9 @@ class EchoMamba3(Mixer):
         f, a, trapezoid = (part.to(compute_dtype(part)) for part in (f, a, trapezoid))
         step, g = F.softplus(f), self.decay(f, rate=F.softplus(a))
         angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), cu_seqlens)
-        q, k = _turned(c, b, angle)
+        q, k = turn_both(c, b, angle)
         y, memory = integrate(
             x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, cu_seqlens,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}
-
-
-def integrate(
-    x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
-    state: State, cu_seqlens: Tensor | None, *, gate: GateRank | None = None, **options: Any,
-) -> tuple[Tensor, State]:  # fmt: skip
-    """Compute the trapezoidal rule as one linear attention.
-
-    Token t − 1 writes at the end of its step and at the beginning of the next one. Both writes are added together at
-    token t:
-
-        W_t = α_t W_{t−1} + α_t (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) k_{t−1} v_{t−1}ᵀ,   S_t = W_t + λ_t Δ_t k_t v_tᵀ
-
-    They could be written at token t − 1 at the same cost and corrected there. Then the rounding errors of t − 1 would
-    depend on token t, and outputs would look ahead.
-
-    Under GateRank, token t − 1 therefore enters the fast state at token t, after a reset at t. It moves to the slow
-    state at the next reset. The write of the last token of a piece is stored apart in the state (`gain`).
-
-    Args:
-        x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
-        g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
-        state, cu_seqlens: as in `Mixer.forward`.
-        gate: the layer's GateRank, or None.
-        **options: passed to the op.
-    """
-    gain, two_states = end * step, gate is not None
-    # Without GateRank, the memory of a piece already holds the first write of its last token.
-    before, last_gain = packing.delay(gain, state.get("gain") if two_states else None, cu_seqlens)
-    k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
-    v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
-    weight = g.exp() * (before + (1 - end) * step)
-    written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-    y, memory = apply_update(gate, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1, **options)
-    memory |= {"key": key, "value": value}
-    if two_states:
-        memory["gain"] = last_gain
-    else:
-        last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
-        memory["memory"] = memory["memory"] + last
-    current = gain * (q * k).sum(-1)
-    return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
-
-
-def _turned(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the same angles, in turns of 2π."""
-    angle = 2 * math.pi * turns
-    cos, sin = angle.cos(), angle.sin()
-    return turn(q, cos, sin), turn(k, cos, sin)
-
-
-def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
-
-    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
-    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
-    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
-    """
-    sums, last = _running_sums(wide(turns), start, cu_seqlens)
-    return sums.to(turns.dtype), last
-
-
-def _running_sums(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    layout = make_layout(turns.shape[1], 64, cu_seqlens, turns.device)
-    inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
-    bounds = None if cu_seqlens is None else F.pad(-(-cu_seqlens.diff() // layout.chunk).cumsum(0), (1, 0))
-    totals = inside[:, :, -1]
-    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
-        totals, _ = _running_sums(_drop_turns(totals), start, bounds)
-    entering, _ = packing.delay(totals, start, bounds)
-    angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
-    return angle, packing.delay(angle, start, cu_seqlens)[1]
-
-
-def _drop_turns(angle: Tensor) -> Tensor:
-    return angle - angle.round()

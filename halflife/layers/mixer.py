@@ -309,8 +309,7 @@ class LinearMixer(Mixer):
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q, k [B, T, H, K]` (2 K under LRPE), activated, normalised and encoded, and `v [B, T, H, V]`."""
         q, *k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv.split(self.splits, -1))
-        if self.activation == "silu" and self.conv is None:
-            q, k = F.silu(q), [F.silu(part) for part in k]
+        q, k = self.activate(q), [self.activate(part) for part in k]
         key = k[0] if shared_key is None else shared_key.to(q.dtype)
         if self.qk_norm:
             q, key = l2_normalize(q), l2_normalize(key)
@@ -320,3 +319,7 @@ class LinearMixer(Mixer):
             encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
             q, key = encode(q, position), encode(key, position)
         return q, key, v
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation of queries and keys. A short convolution has one already."""
+        return F.silu(x) if self.activation == "silu" and self.conv is None else x

@@ -15,6 +15,7 @@ from halflife.decay.base import build as build_named_decay
 from halflife.layers.init import Linear
 from halflife.ops import causal_conv1d, fused
 from halflife.position import angles, rope, spread
+from halflife.precision import compute_dtype
 
 
 class RMSNorm(nn.RMSNorm):
@@ -23,6 +24,18 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         return fused.rms_norm(x, self.weight, self.eps)
+
+
+class PlusOneRMSNorm(RMSNorm):
+    """`RMSNorm(x) ⊙ (1 + w)` over the last axis, the norm of Qwen3.5. w starts at 0."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        wide = compute_dtype(x)
+        return fused.rms_norm(x.to(wide), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -46,9 +59,41 @@ class GatedRMSNorm(nn.Module):
     def forward(self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """`y, z [B, T, D]`; None is no gate. With `skip = (D [H], x [B, T, D])` the values are `y + D ⊙ x`."""
         if z is None:
-            groups = y.unflatten(-1, (self.groups, -1))
+            groups = add_skip(y, skip).unflatten(-1, (self.groups, -1))
             return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
         return fused.rms_norm_of_gated(y, z, self.weight, self.groups, self.eps, skip)
+
+
+class NormBeforeGate(GatedRMSNorm):
+    """`RMSNorm(y) ⊙ weight ⊙ silu(z)`, the output norm of Falcon-H1 with `mamba_norm_before_gate` and of Mamba-3."""
+
+    def forward(self, y: Tensor, z: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """As `GatedRMSNorm`, with the norm before the gate."""
+        y = super().forward(y, None, skip)
+        return y if z is None else y * F.silu(z)
+
+
+class GateWithoutNorm(nn.Module):
+    """`y ⊙ silu(z)` in the place of `GatedRMSNorm`."""
+
+    def __init__(self, size: int, groups: int = 1, eps: float = 1e-5) -> None:
+        super().__init__()
+
+    def forward(self, y: Tensor, z: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`y, z [B, T, D]`, and `skip` as in `GatedRMSNorm`."""
+        return add_skip(y, skip) * F.silu(z)
+
+
+OUTPUT_NORMS = {"after_gate": GatedRMSNorm, "before_gate": NormBeforeGate, "none": GateWithoutNorm}
+
+
+def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
+    """`y + D ⊙ x` for `y [B, T, H·V]` and `skip = (D [H], x [B, T, H·V])`."""
+    if skip is None:
+        return y
+    scale, x = skip
+    heads = (len(scale), -1)
+    return torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
 
 
 class HeadwiseGate(nn.Module):
@@ -110,6 +155,12 @@ class HeadRMSNorm(RMSNorm):
         """`o [B, T, H, V]` → `[B, T, H·V]`; x is not used."""
         return super().forward(o).flatten(-2)
 
+
+# Functions of queries and keys, by their names in transformers (`ACT2FN`).
+FEATURE_MAPS = {
+    "relu": F.relu, "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "gelu": F.gelu, "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}  # fmt: skip
 
 GATES = {
     "low_rank": LowRankGate, "swish": HeadwiseGate, "sigmoid": SigmoidGate, "low_rank_sigmoid": LowRankSigmoidGate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from halflife.layers import packing
 from halflife.layers.init import Linear, OrthogonalLinear, UniformLinear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import ShortConv, check_heads
+from halflife.layers.parts import DecayProjection, ShortConv, build_decay, check_heads
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
@@ -64,8 +65,8 @@ class Readout(Float32Module):
 
         A forward hook sees the state and the count of repeated factorisations in the result.
         """
-        y, state, retries = attend(KoopmanCall(q, k, v, **self.settings(), **options), backend)
-        return KoopmanResult(y * self.eta.unsqueeze(-1).to(y.dtype), state, retries)
+        result = attend(KoopmanCall(q, k, v, **self.settings(), **options), backend)
+        return result._replace(y=result.y * self.eta.unsqueeze(-1).to(result.y.dtype))
 
 
 def clebsch_gordan(x: Tensor) -> Tensor:
@@ -86,8 +87,10 @@ class SKA(Mixer):
     orthogonal, and W_o at zero. The defaults differ from the paper's, because the paper's do not learn recall
     (docs/results/echo.md).
 
+    With `decay` and `beta` the sums forget. PoST slows that down with the position, as in the layers of its paper.
+
     `shared["action_mask"]`, `[B, T]`, is 1 for tokens that enter the sums. The paper's tasks leave out tokens that
-    carry no fact. Without a mask all tokens enter. Every token reads.
+    carry no fact. Without a mask all tokens enter. Every token reads, and every token decays the sums.
 
     Args:
         hidden_size: D.
@@ -96,6 +99,11 @@ class SKA(Mixer):
         lift: "none"; "cg", `clebsch_gordan` ψ of 2 r / 3 numbers; or "cg_projected", Φ ψ of r numbers (r + 1 for odd r)
             with a learned map Φ to r features, which all heads share and which starts orthogonal (Echo, Appendix B.4).
         value_dim: P; None means D / H.
+        decay: a name of `decay.DECAYS`, the decay of the sums; None is no decay, the paper's.
+        decay_options: options of that decay.
+        granularity: "scalar", one decay a head, or "vector", one a key channel.
+        post: options of `decay.PoST`, which then wraps the decay, or None.
+        beta: whether each token has a strength `β = σ(x W_β)` in the sums, one a head; else it is 1.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
         mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
             the powers from 0 to K, which starts at the first power (see `Readout`).
@@ -116,6 +124,7 @@ class SKA(Mixer):
         normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information
             flows from future tokens.
         operator: "whitened", or "main_text" (`ops.koopman_attention`).
+        solver, iterations, tolerance: "exact", or "cg" with its limits (`ops.koopman_attention`).
         eta_init: initial η.
         layer_idx, num_layers: the index of the layer and the number of layers.
         backend: passed to the op.
@@ -137,6 +146,11 @@ class SKA(Mixer):
         rank: int = 48,
         lift: str = "none",
         value_dim: int | None = None,
+        decay: str | None = None,
+        decay_options: Mapping[str, Any] | None = None,
+        granularity: str = "scalar",
+        post: Mapping[str, Any] | None = None,
+        beta: bool = False,
         power: int = 1,
         mix: str = "learned",
         gamma: float | None = None,
@@ -149,6 +163,9 @@ class SKA(Mixer):
         mode: str = "chunk",
         decode_refresh: str | None = None,
         operator: str = "whitened",
+        solver: str = "exact",
+        iterations: int = 30,
+        tolerance: float = 1e-6,
         eta_init: float = 1.5,
         layer_idx: int = 0,
         num_layers: int = 1,
@@ -166,8 +183,10 @@ class SKA(Mixer):
             raise ValueError(f"mix 'powers' starts at the first power, so power must be at least 1; got {power}")
         if gamma is not None and gamma <= 0:
             raise ValueError(f"gamma must be positive; got {gamma}")
-        check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator)
+        check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator, solver, iterations, tolerance)
         check_settings(ridge, power, chunk_size, decode_refresh or refresh, normalization)
+        if mode == "masked" and decay is not None:
+            raise ValueError("mode 'masked' reads in both directions, so its tokens have no age; a decay needs another")
         if mode != "chunk" and (decode_refresh is not None or refresh != "chunk"):
             raise ValueError(f"refresh and decode_refresh are options of mode 'chunk'; got mode {mode!r}")
         self.mode, self.decode_refresh = mode, decode_refresh or refresh
@@ -177,7 +196,8 @@ class SKA(Mixer):
         self.phi = OrthogonalLinear(3 * sizes[lift] // 2, rank) if lift == "cg_projected" else None
         self.options = {
             "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
-            "normalization": normalization, "operator": operator, "backend": backend,
+            "normalization": normalization, "operator": operator, "backend": backend, "solver": solver,
+            "iterations": iterations, "tolerance": tolerance,
         }  # fmt: skip
         self.query_init = query_init
         if query_init == "key":
@@ -188,6 +208,14 @@ class SKA(Mixer):
         self.v_proj = Linear(hidden_size, num_heads * width, bias=False)
         self.splits = [features, features, num_heads * width]
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
+        self.decay = build_decay(
+            decay, decay_options, post, num_heads=num_heads, head_dim=rank, granularity=granularity,
+            layer_idx=layer_idx, num_layers=num_layers,
+        )  # fmt: skip
+        self.decay_proj = None
+        if self.decay is not None and self.decay.data_dependent:
+            self.decay_proj = DecayProjection(hidden_size, self.decay.shape, hidden_size // num_heads, bias=False)
+        self.beta_proj = Linear(hidden_size, num_heads, bias=False) if beta else None
         self.readout = Readout(num_heads, mix, eta_init, power, gamma)
         self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
 
@@ -208,23 +236,40 @@ class SKA(Mixer):
         return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        parts, convolved = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], {}
+        parts, others = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], {}
         if self.query_init == "key":
             parts[0] = parts[0] + parts[1]
         if self.conv is not None:
-            joined, convolved["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), cu_seqlens)
+            joined, others["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), cu_seqlens)
             parts = joined.split(self.splits, -1)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         q, k = self.lifted(q), self.lifted(k)
-        before = {name: part for name, part in state.items() if name not in ("position", "conv")} or None
+        weights, decayed = self.weights(x, state, cu_seqlens)
+        if decayed is not None:
+            others["decay"] = decayed
+        before = {name: part for name, part in state.items() if name not in ("position", "conv", "decay")} or None
         mask = (shared or {}).get("action_mask")
         if self.mode == "masked" and state:
             raise ValueError("mode 'masked' reads in both directions, so it has no state to continue from")
         if self.mode == "chunk" or before is not None:
-            y, new = self.read(q, k, v, mask, before, cu_seqlens)
+            y, new = self.read(q, k, v, weights, mask, before, cu_seqlens)
         else:
-            y, new = self.read_whole(q, k, v, mask, cu_seqlens)
-        return self.out_proj(y.flatten(-2)), {**new, **convolved}
+            y, new = self.read_whole(q, k, v, weights, mask, cu_seqlens)
+        return self.out_proj(y.flatten(-2)), {**new, **others}
+
+    def weights(self, x: Tensor, state: State, cu_seqlens: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The op's `g [B, T, H]` or `[B, T, H, R]` and `beta [B, T, H]`, if any, and the state of the decay or None."""
+        weights, decayed = {}, None
+        if self.decay is not None:
+            f = x.new_zeros(()).expand(*x.shape[:2], *self.decay.shape)
+            f = f if self.decay_proj is None else self.decay_proj(x)
+            position = packing.positions(x, state.get("position"), cu_seqlens)
+            weights["g"], decayed = self.decay.scan(
+                f, position=position, state=state.get("decay"), cu_seqlens=cu_seqlens
+            )
+        if self.beta_proj is not None:
+            weights["beta"] = self.beta_proj(x).sigmoid()
+        return weights, decayed
 
     def lifted(self, x: Tensor) -> Tensor:
         """Queries or keys `[B, T, H, R]` from their projections."""
@@ -234,8 +279,9 @@ class SKA(Mixer):
         return features if self.phi is None else F.linear(features, self.phi.weight.to(features.dtype))
 
     def read(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
+        self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None, state: State | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """Causal: each query reads earlier tokens."""
         refresh = "token" if self.mode == "prefix" else self.options["refresh"]
         if state is not None:
@@ -244,23 +290,26 @@ class SKA(Mixer):
                 refresh = self.decode_refresh
             size = 1 if refresh == "token" else self.options["chunk_size"]
             state = convert_state(state, size, self.options["normalization"])
-        options = {**self.options, "refresh": refresh}
-        y, new, _ = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
+        options = {**self.options, **weights, "refresh": refresh}
+        result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
+        new = result.state
         if torch.compiler.is_exporting() and self.mode == "chunk" and self.options["refresh"] == "chunk":
-            new = convert_state(new, self.options["chunk_size"])  # the graphs of a step and of a prompt share a state
-        return y, new
+            # The graphs of a step and of a prompt share a state.
+            new = convert_state(new, self.options["chunk_size"], self.options["normalization"])
+        return result.y, new
 
     def read_whole(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
+        self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
         """In both directions: all queries of a sequence read one operator of its tokens."""
         if self.mode == "masked" and mask is None:
             mask = torch.ones(k.shape[:2], device=k.device)
         lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
-        parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
-        masks = [None] * len(lengths) if mask is None else mask.split(lengths, 1)
+        named = {**weights, **({} if mask is None else {"mask": mask})}
+        parts = zip(*(x.split(lengths, 1) for x in (q, k, v, *named.values())), strict=True)
         options = {**self.options, "mode": self.mode, "refresh": "token"}
-        results = [self.readout(*part, **options, mask=own) for part, own in zip(parts, masks, strict=True)]
+        results = [self.readout(*part[:3], **options, **dict(zip(named, part[3:], strict=True))) for part in parts]
         if not results:
             return torch.zeros_like(v), {}
         y, states = torch.cat([result.y for result in results], 1), [result.state for result in results]

@@ -12,7 +12,8 @@ from halflife.layers import LAYERS
 from halflife.registry import unknown
 
 MLPS = ("swiglu", "koopman", "koopman_gated", "koopman_paper", "koopman_gated_paper", "rwkv7", "none")
-NORMS = ("rms", "layer")
+NORMS = ("rms", "rms_plus_one", "layer")
+NORM_PLACES = ("before", "after")
 ATTACHMENTS = ("instead", "beside")
 INITIALIZATIONS = ("default", "mamba2_released", "rwkv7_released")
 POSITIONS = ("none", "tpe", "tpe_paper", "tpe_released")
@@ -32,14 +33,15 @@ class ModelConfig:
         mixer_options: options of the mixer.
         hybrid: second mixer for some layers, `{"mixer": …, "options": {…}, "layers": [counted from 0]}`; or empty. With
             `"attach": "beside"` the second mixer comes after the first one and reads the residual stream without a
-            norm (Echo, Appendix G.1). Otherwise it takes the place of the first.
+            norm (Echo, Appendix G.1). Otherwise it takes the place of the first. With `"norm_place": "after"` these
+            blocks have their norms after mixer and MLP (OLMo).
         more_hybrids: further kinds of layers, each a mapping like `hybrid`. No two kinds share a layer.
         mlp: "swiglu", "koopman" or "koopman_gated" (Echo's), "koopman_paper" or "koopman_gated_paper" (Echo's with
             clamped moduli), "rwkv7" (squared ReLU after a token shift), or "none" for blocks without an MLP (as in
             MQAR).
         intermediate_size: width inside the MLP; None means 8/3 of the hidden size, rounded up to a multiple of 64.
         tie_embeddings: whether the output head shares the weight of the embedding.
-        norm: norm before every mixer, MLP and head: "rms", or "layer" (with bias).
+        norm: norm before every mixer, MLP and head: "rms", "rms_plus_one" (with weights 1 + w) or "layer" (with bias).
         norm_eps: epsilon of every norm.
         embedding_norm: whether a norm follows the embedding (RWKV).
         embedding_dropout: share of the entries of the embeddings that training sets to 0, in [0, 1).
@@ -99,10 +101,12 @@ class ModelConfig:
                 raise unknown(kind, getattr(self, kind), list(choices))
 
     def _check_hybrid(self, kind: dict[str, Any]) -> None:
-        if set(kind) - {"attach"} != {"mixer", "options", "layers"}:
+        if set(kind) - {"attach", "norm_place"} != {"mixer", "options", "layers"}:
             raise ValueError(f"hybrid must have the keys mixer, options and layers; got {', '.join(kind)}")
         if kind.get("attach", "instead") not in ATTACHMENTS:
             raise unknown("attachment of a hybrid", kind["attach"], list(ATTACHMENTS))
+        if kind.get("norm_place", "before") not in NORM_PLACES:
+            raise unknown("norm_place of a hybrid", kind["norm_place"], list(NORM_PLACES))
         LAYERS[kind["mixer"]]
         for layer in kind["layers"]:
             if not 0 <= layer < self.num_layers:
@@ -136,6 +140,10 @@ class ModelConfig:
         if kind and kind.get("attach") == "beside":
             return kind["mixer"], kind["options"]
         return None
+
+    def norms_after(self, layer: int) -> bool:
+        """Whether the norms of a layer come after its mixer and its MLP."""
+        return self._kind_of(layer).get("norm_place") == "after"
 
     @property
     def reads_action_mask(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
 from halflife.layers.init import Linear
-from halflife.layers.parts import RMSNorm
+from halflife.layers.parts import PlusOneRMSNorm, RMSNorm
 from halflife.models.config import ModelConfig
 from halflife.ops.linear import linear
 from halflife.precision import Float32Module
@@ -24,6 +24,7 @@ ModelState = tuple[State, ...]
 class Block(nn.Module):
     """One block: `x + mixer(norm(x))`, then `x + mlp(norm(x))` if the block has an MLP.
 
+    A kind of hybrid layers may have its norms after mixer and MLP, `x + norm(mixer(x))`.
     A mixer beside the first one adds `mixer(x)` between them. Its state is stored in the block's state under
     `beside.…`. An MLP that reads the previous token is a mixer itself, and its state is stored under `mlp.…`.
     """
@@ -39,13 +40,14 @@ class Block(nn.Module):
             self.beside = layers.build(beside[0], **place, **beside[1])
         self.mlp = _mlp(config, layer_idx)
         self.mlp_norm = None if self.mlp is None else _norm(config)
+        self.norms_after = config.norms_after(layer_idx)
 
     def forward(
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared
     ) -> tuple[Tensor, State]:
         # Earlier layers may be on another device.
         shared.update({name: part.to(x.device) for name, part in shared.items()})
-        y, new = self.mixer(self.mixer_norm(x), _part(state), cu_seqlens, shared=shared)
+        y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), cu_seqlens, shared=shared)
         x = x + y
         if self.beside is not None:
             y, after = self.beside(x, _part(state, "beside"), cu_seqlens, shared=shared)
@@ -53,9 +55,16 @@ class Block(nn.Module):
         if self.mlp is None or self.mlp_norm is None:
             return x, new
         if not isinstance(self.mlp, Mixer):
-            return x + self.mlp(self.mlp_norm(x)), new
-        y, after = self.mlp(self.mlp_norm(x), _part(state, "mlp"), cu_seqlens)
+            return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
+        y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), cu_seqlens)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
+
+    def _normed(
+        self, mixer: Mixer, norm: nn.Module, x: Tensor, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, State]:
+        """Run a mixer with a norm before or after it."""
+        y, state = mixer(x if self.norms_after else norm(x), *arguments, **options)
+        return norm(y) if self.norms_after else y, state
 
 
 def _part(state: State | None, owner: str = "") -> State | None:
@@ -69,7 +78,8 @@ def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
 
 
 def _norm(config: ModelConfig) -> nn.Module:
-    return {"rms": RMSNorm, "layer": nn.LayerNorm}[config.norm](config.hidden_size, eps=config.norm_eps)
+    norms = {"rms": RMSNorm, "rms_plus_one": PlusOneRMSNorm, "layer": nn.LayerNorm}
+    return norms[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
 def _tpe(config: ModelConfig) -> Mixer | None:
@@ -252,7 +262,7 @@ class LanguageModel(nn.Module):
     def state_size(self, length: int = 1) -> int:
         """Numbers that the state of one sequence holds after `length` tokens, counters of tokens not counted.
 
-        It is the same for every length, but for softmax attention, whose cache grows.
+        It is the same for every length, but for softmax attention, whose cache grows, and for log-linear attention.
         """
         device = self.embedding.weight.device
         _, state = self.hidden(torch.zeros(1, length, dtype=torch.long, device=device))

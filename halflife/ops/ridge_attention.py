@@ -12,7 +12,6 @@ Source: von Oswald et al. 2025, "MesaNet", §3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,13 +22,13 @@ from torch import Tensor
 from halflife.ops.arguments import check_tensors
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall, pieces
+from halflife.ops.conjugate_gradients import Solution, check_solver, conjugate_gradients
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.slow_decay import decay_and_add
 from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
 State = tuple[Tensor, Tensor]
-TINY = 1e-30  # keeps 0 / 0 away where a query or a residual is 0
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ def ridge_attention(
         raise ValueError(f"ridge attention needs one log-decay a head, g [B, T, H]; got {tuple(g.shape)}")
     if ridge.shape != q.shape[2:] or not (torch.compiler.is_exporting() or (ridge > 0).all()):
         raise ValueError(f"ridge must be positive numbers [H, K] = {tuple(q.shape[2:])}; got {tuple(ridge.shape)}")
-    if iterations < 1 or tolerance < 0:
-        raise ValueError(f"need iterations ≥ 1 and tolerance ≥ 0; got {iterations} and {tolerance}")
+    check_solver(iterations, tolerance)
     dtype = compute_dtype(q)
     gram, values = _first(call, initial_state)
     implementation = choose(call.op, backend, call.device)
@@ -157,7 +155,7 @@ def chunked(call: RidgeCall) -> tuple[Tensor, Tensor, Tensor]:
         x = solve(op.q)
     applied, gram = read(x, v=written, initial_state=call.gram)
     if torch.is_grad_enabled():
-        x = _Solution.apply(op.q - applied - call.ridge * x, x, solve)
+        x = Solution.apply(op.q - applied - call.ridge * x, x, solve)
     y, values = read(x, v=op.beta.unsqueeze(-1) * op.v, initial_state=call.values)
     assert values is not None
     assert gram is not None
@@ -178,38 +176,3 @@ def _step(call: RidgeCall, written: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     x = conjugate_gradients(product, q, iterations=call.iterations, tolerance=call.tolerance)
     return (x.unsqueeze(-2) @ values).transpose(1, 2), gram, values
-
-
-class _Solution(torch.autograd.Function):
-    """A solution x of A x = q with its derivatives: those of the residual `q − A x`, through A⁻¹."""
-
-    @staticmethod
-    def forward(ctx, residual: Tensor, x: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        ctx.solve = solve
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        with torch.no_grad():
-            return ctx.solve(grad), None, None
-
-
-def conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor, *, iterations: int, tolerance: float) -> Tensor:
-    """Solve `A x = b` for symmetric positive matrices, one for each vector `[…, K]`; `product` applies all of them.
-
-    A vector whose residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all,
-    but not in exported graphs, which cannot branch on values.
-    """
-    x, residual = torch.zeros_like(b), b
-    direction, square = residual, b.square().sum(-1, keepdim=True)
-    enough = (tolerance**2 * square).clamp(min=TINY)
-    for _ in range(iterations):
-        open_ = square > enough
-        if not torch.compiler.is_exporting() and not open_.any():
-            break
-        applied = product(direction)
-        step = torch.where(open_, square / (direction * applied).sum(-1, keepdim=True).clamp(min=TINY), 0)
-        x, residual = x + step * direction, residual - step * applied
-        after = residual.square().sum(-1, keepdim=True)
-        direction, square = residual + after / square.clamp(min=TINY) * direction, torch.where(open_, after, square)
-    return x

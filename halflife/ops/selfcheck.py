@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import CannotRun, available_backends, registered
+from halflife.ops.cascade.op import cascade
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.dplr import dplr
 from halflife.ops.gate_rank import gate_rank
 from halflife.ops.koopman.op import koopman_attention
 from halflife.ops.koopman.state import COMMITTED
 from halflife.ops.linear_attention import linear_attention
+from halflife.ops.log_linear.op import log_linear_attention
 
 # The largest allowed error relative to the largest entry, four times the worst one measured on a CPU (5e-7 and 3.5e-3).
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2}
@@ -64,7 +66,7 @@ class Check:
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         verdict = "ok" if self.ok else f"WRONG ({self.failure or f'above {self.tolerance:.0e}'})"
-        return f"{self.op:17} {self.backend:10} {self.variant:7} {name:9} {self.error:.1e}  {verdict}"
+        return f"{self.op:20} {self.backend:10} {self.variant:7} {name:9} {self.error:.1e}  {verdict}"
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,10 @@ def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor], dict[str,
         gates = {"g_slow": torch.where(randn(*g_slow.shape) > 1, g_slow, 0), "g_fast": g_fast}
         beta = {"beta": randn(*q.shape[:3]).sigmoid()} if update == "delta" else {}
         yield gate_rank, update, {"q": q, "k": k, "v": v, **gates, **beta}, {}
+        decays, shares = -randn(*q.shape[:3], 3).exp(), randn(*q.shape[:3], 2).sigmoid()
+        yield cascade, update, {"q": q, "k": k, "v": v, "g": decays, "r": shares, **beta}, {}
+    g, weights = -randn(*q.shape[:3]).exp(), randn(*q.shape[:3], 5).sigmoid()
+    yield log_linear_attention, "scalar", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, {}
     for refresh in ("chunk", "token"):
         q, k, v = randn(2, length, 2, 16), randn(2, length, 2, 16), randn(2, length, 2, 24)
         options = {"gamma": 1.2, "mix": 0.5, "chunk_size": 16, "refresh": refresh}
@@ -169,6 +175,8 @@ def _run(
     leaves = {n: x.to(device, dtype).detach().requires_grad_() for n, x in arguments.items()}
     o, state = op(**leaves, **options, backend=backend, output_final_state=True)
     states = [state[name] for name in COMMITTED] if isinstance(state, dict) else state
+    if op is log_linear_attention:
+        states = states[0]  # without the position
     outputs = [o, *(states if isinstance(states, list | tuple) else [states])]
     # The weights are drawn in bfloat16, so that they are the same numbers in every dtype.
     weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in outputs]

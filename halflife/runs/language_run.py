@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from halflife.analysis.post_fit import fit_post, resting_rates
 from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
@@ -24,7 +25,7 @@ from halflife.training.carried import require_constant_state
 from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.fit import Objective
 from halflife.training.speed import Speed, gemm_rate, operations
-from halflife.training.start import freeze, load_start
+from halflife.training.start import check_unchanged, freeze, load_start
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
 TOGETHER = 1024  # tokens of rows that a measurement reads at once
@@ -45,6 +46,7 @@ class LanguageConfig(CellConfig):
         test_split: the split that the measurements after training read.
         start: the folder of the weights from which training starts, or None for new weights.
         start_digest: SHA-256 of these weights.
+        post_fit: whether only the spectra of PoST start from these weights, and not the weights themselves.
         freeze: patterns of the names of parameters that are not trained.
     """
 
@@ -59,6 +61,7 @@ class LanguageConfig(CellConfig):
     test_split: str = "validation"
     start: str | None = None
     start_digest: str | None = None
+    post_fit: bool = False
     freeze: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -136,7 +139,12 @@ class CorpusRun(ModelRun):
     def new_model(self, resumed: bool) -> LanguageModel:
         model, config = LanguageModel(self.config.model), self.config
         if config.start is not None and not resumed:
-            load_start(model, Path(config.start), config.start_digest or "")
+            folder, digest = Path(config.start), config.start_digest or ""
+            if config.post_fit:
+                check_unchanged(folder, digest)
+                fit_post(model, resting_rates(folder))
+            else:
+                load_start(model, folder, digest)
         if config.mode == "continued":
             require_constant_state(model, config.model.name)
         freeze(model, config.freeze)

@@ -25,18 +25,22 @@ class MQAR(Task):
     that position is the key's value, which does not occur again in the inputs. All other positions are fillers. At
     K = T/4 every slot has a key, so p affects only the order of the queries.
 
+    With `updates` u each key stands in u + 1 pairs, all with different values. The (u + 1) K pairs have a random order,
+    and the label is the value of the key's last pair.
+
     With values of L tokens the pairs are `k v₁ … v_L`, and a query repeats `k v₁ … v_{L−1}`, whose labels are
     v₁ … v_L. A slot then has L positions and `spacing` fillers. With `hold` each token of this layout stands h times in
     a row, and the label is at the last of the h positions.
 
     Args:
         vocab_size: V. Values are the upper half of the ids; `filler` determines the others.
-        length: T, tokens of a sequence: a multiple of `hold`, and at least hold · ((2L + 1 + spacing) K + gap), which
-            is 4K + gap by default. With spacing 0 and this least length there are no fillers.
+        length: T, tokens of a sequence: a multiple of `hold`, and at least hold · ((2L + 1 + spacing + u (L + 1)) K +
+            gap), which is 4K + gap by default. With spacing 0 and this least length there are no fillers.
         num_pairs: K.
-        value_size: L, tokens of a value. All K · L of them differ.
+        value_size: L, tokens of a value. All K · L of them differ, and all (u + 1) K · L with updates.
         spacing: fillers after each slot.
         hold: h, steps for which each token stands.
+        updates: u, how often each key is reassigned.
         power: a in the distribution of the slots.
         gap: number of fillers between the last pair and the first slot, the distractors of Echo (§4.2).
         filler: "disjoint", "zoology" or "recall". "disjoint": fillers are the lowest eighth of the ids, and keys the
@@ -44,7 +48,8 @@ class MQAR(Task):
             published generator, so that a filler can repeat a key. "recall" (V = 128): the ids of the recall tasks
             (`layout`), which are 16–47 for keys, 48–79 for values, and 80–127 for fillers.
 
-    Chance is one over the number of values, 2/V, or 1/32 with "recall". Naming any bound value scores 1/K.
+    Chance is one over the number of values, 2/V, or 1/32 with "recall". Naming any last value scores 1/K, and naming
+    any value of the asked key 1/(u + 1).
     Source: Arora et al. 2023. The layout is in docs/tasks.md.
     """
 
@@ -57,13 +62,14 @@ class MQAR(Task):
     value_size: int = 1
     spacing: int = 1
     hold: int = 1
+    updates: int = 0
 
     name = "mqar"
 
     def __post_init__(self) -> None:
         if self.filler not in FILLERS:
             raise unknown("filler", self.filler, list(FILLERS))
-        for name, least in {"gap": 0, "spacing": 0, "value_size": 1, "hold": 1}.items():
+        for name, least in {"gap": 0, "spacing": 0, "value_size": 1, "hold": 1, "updates": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more; got {getattr(self, name)}")
         if self.length % self.hold:
@@ -71,23 +77,29 @@ class MQAR(Task):
         if self.num_pairs < 1 or self.num_slots < self.num_pairs:
             raise ValueError(
                 f"{self.num_pairs} pairs need 1 ≤ K and a length of at least 4K + gap (hold · ((2 · value_size + 1 + "
-                f"spacing) K + gap) in general); got length {self.length} and gap {self.gap}"
+                f"spacing + updates · (value_size + 1)) K + gap) in general); got length {self.length} and gap "
+                f"{self.gap}"
             )
         if self.filler == "recall" and self.vocab_size != VOCABULARY:
             raise ValueError(f'filler "recall" has {VOCABULARY} token ids; got vocab_size {self.vocab_size}')
         for name, count, (low, high) in (
-            ("keys", self.num_pairs, self.key_range), ("values", self.num_pairs * self.value_size, self.value_range),
+            ("keys", self.num_pairs, self.key_range),
+            ("values", self.num_written * self.value_size, self.value_range),
         ):  # fmt: skip
             if high - low < count:
                 raise ValueError(
-                    f"{self.num_pairs} pairs need as many {name}, {count}; vocab_size {self.vocab_size} has "
-                    f"{high - low}"
+                    f"{self.num_written} pairs need {count} {name}; vocab_size {self.vocab_size} has {high - low}"
                 )
+
+    @property
+    def num_written(self) -> int:
+        """Number of pairs that stand in a sequence, `(u + 1) K`."""
+        return self.num_pairs * (self.updates + 1)
 
     @property
     def first_slot(self) -> int:
         """Number of steps before the first slot, those of the pairs and of the gap; a step is `hold` positions."""
-        return self.num_pairs * (1 + self.value_size) + self.gap
+        return self.num_written * (1 + self.value_size) + self.gap
 
     @property
     def num_slots(self) -> int:
@@ -124,18 +136,31 @@ class MQAR(Task):
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
         keys = distinct(num_examples, self.num_pairs, *self.key_range, draw)
-        values = distinct(num_examples, self.num_pairs * self.value_size, *self.value_range, draw)
+        values = distinct(num_examples, self.num_written * self.value_size, *self.value_range, draw)
+        values = values.unflatten(1, (self.num_written, self.value_size))
+        written, last = self._order(num_examples, draw)
         inputs = torch.randint(*self.filler_range, (num_examples, self.length // self.hold), generator=draw)
-        pairs = torch.cat([keys.unsqueeze(2), values.unflatten(1, (self.num_pairs, self.value_size))], 2)
-        inputs[:, : self.num_pairs * (1 + self.value_size)] = pairs.flatten(1)
+        pairs = torch.cat([keys.gather(1, written).unsqueeze(2), values], 2)
+        inputs[:, : self.num_written * (1 + self.value_size)] = pairs.flatten(1)
+        asked = pairs.gather(1, last.unsqueeze(2).expand(-1, -1, 1 + self.value_size))
         starts = self.first_slot + (self.value_size + self.spacing) * self._slots(num_examples, draw)
         at = (starts.unsqueeze(2) + torch.arange(self.value_size)).flatten(1)
-        inputs.scatter_(1, at, pairs[:, :, :-1].flatten(1))
+        inputs.scatter_(1, at, asked[:, :, :-1].flatten(1))
         labels = torch.full((num_examples, self.length), IGNORED)
-        labels.scatter_(1, self.hold * (at + 1) - 1, values)
+        labels.scatter_(1, self.hold * (at + 1) - 1, asked[:, :, 1:].flatten(1))
         slices = {"num_pairs": torch.full((num_examples,), self.num_pairs)}
-        facts = torch.arange(self.length) < self.hold * self.num_pairs * (1 + self.value_size)
+        facts = torch.arange(self.length) < self.hold * self.num_written * (1 + self.value_size)
         return TaskBatch(inputs.repeat_interleave(self.hold, 1), labels, slices, facts.expand(num_examples, -1))
+
+    def _order(self, num_examples: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The key of each pair `[N, (u + 1) K]`, a number below K, and the last pair of each key `[N, K]`."""
+        pairs = torch.arange(self.num_written).expand(num_examples, -1)
+        if not self.updates:
+            return pairs, pairs
+        written = torch.rand(num_examples, self.num_written, generator=draw).argsort(1) % self.num_pairs
+        return written, torch.zeros(num_examples, self.num_pairs, dtype=torch.long).scatter_reduce(
+            1, written, pairs, "amax"
+        )
 
     def _slots(self, num_examples: int, draw: torch.Generator) -> Tensor:
         """Draw slots `[N, K]` without replacement, p ∝ i^(a−1): the first K of an exponential race with these rates."""

@@ -252,15 +252,15 @@ def _change(operator: Operator, power: int, gamma: float | Tensor, mix: float | 
 # ----------------------------------------------------------------------------------------------- memory
 
 
-def state_size(rank: int, width: int, chunk_size: int = 1) -> int:
+def state_size(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> int:
     """Return the numbers in a head's state at any length: 2r² + Pr + r + 1 (Prop. I.14), and the incomplete chunk.
 
-    The paper leaves out the chunk, although chunk-causal streaming must store it. Its 77 KB for the 50M model (§3.5; r
-    56, P 64, 7 heads, 4 layers, float32) are 1.1 MB by its own formula.
+    Its tokens have `decays` log-decays each. The paper leaves out the chunk, although chunk-causal streaming must store
+    it. Its 77 KB for the 50M model (§3.5; r 56, P 64, 7 heads, 4 layers, float32) are 1.1 MB by its own formula.
     """
-    return 2 * rank**2 + width * rank + rank + 1 + (chunk_size - 1) * (rank + width)
+    return 2 * rank**2 + width * rank + rank + 1 + (chunk_size - 1) * (rank + width + decays)
 
 
-def crossover(rank: int, width: int, chunk_size: int = 1) -> float:
+def crossover(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> float:
     """Return the length T beyond which a cache of keys and values, T (r + P) numbers, is larger than `state_size`."""
-    return state_size(rank, width, chunk_size) / (rank + width)
+    return state_size(rank, width, chunk_size, decays) / (rank + width)

@@ -216,9 +216,7 @@ class DeltaProduct(LinearMixer):
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q [B, T, H, K]`, `k [B, n T, H, K]` and `v [B, n T, H, V]`."""
         q, k, v = qkv.split(self.splits, -1)
-        if self.conv is None and self.activation == "silu":
-            q, k = F.silu(q), F.silu(k)
-        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        q, k = self.activate(q).unflatten(-1, (self.num_heads, self.head_dim)), self.activate(k)
         return l2_normalize(q), l2_normalize(self._rows(k, self.head_dim)), self._rows(v, self.value_dim)
 
     def _rows(self, x: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halflife.layers.init import Linear
 from halflife.ops import log_linear_attention
+from halflife.ops.arguments import is_transformed
 from halflife.ops.gate_rank import masks
 from halflife.ops.log_linear.rows import levels
 from halflife.precision import Float32Module, compute_dtype
@@ -42,8 +43,11 @@ class LogLinear(nn.Module):
     Args:
         hidden_size, num_heads: those of the mixer.
         num_levels: L. The last level also holds the tokens of all higher ones. T tokens have log2 T + 1 levels. A head
-            stores L − 1 states, all of them from the start.
+            stores L − 1 states at most. On a CPU it stores those that can have content, which are as many as the
+            position has binary digits. Elsewhere, and in compiled code, a shape cannot depend on the position.
     """
+
+    all_levels = False  # whether all L − 1 states are stored, also on a CPU; `halflife.export` sets it
 
     def __init__(self, hidden_size: int, num_heads: int, *, num_levels: int = 16) -> None:
         super().__init__()
@@ -51,7 +55,7 @@ class LogLinear(nn.Module):
             raise ValueError(f"num_levels must be at least 2, the token itself and all others; got {num_levels}")
         self.proj = Linear(hidden_size, num_heads * num_levels, bias=False)
         self.scale = LevelScale(num_heads, num_levels)
-        self.num_heads = num_heads
+        self.num_heads, self.num_levels = num_heads, num_levels
 
     def weights(self, x: Tensor) -> Tensor:
         """The weights of the levels at each token of `x [B, T, D]`, `[B, T, H, L]`."""
@@ -72,9 +76,12 @@ class LogLinear(nn.Module):
         """Run the op on `q, k, v, g`, with the weights of the levels computed from `x [B, T, D]`.
 
         Returns:
-            `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`.
+            `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`).
         """
-        initial = (state["memory"], state["position"]) if "memory" in state else None
+        initial = None
+        if "memory" in state:
+            missing = self.num_levels - 1 - state["memory"].shape[2]
+            initial = F.pad(state["memory"], (0, 0, 0, 0, 0, missing)), state["position"]
         o, final = log_linear_attention(
             q,
             k,
@@ -87,4 +94,7 @@ class LogLinear(nn.Module):
             **options,
         )
         assert final is not None
-        return o, {"memory": final[0]}
+        memory, position = final
+        if x.is_cpu and not self.all_levels and not is_transformed() and len(position):
+            memory = memory[:, :, : max(1, int(position.max()).bit_length())]
+        return o, {"memory": memory}

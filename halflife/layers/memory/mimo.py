@@ -45,7 +45,7 @@ class MIMO(Float32Module):
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, skip: Tensor, g: Tensor, step: Tensor, end: Tensor,
-        state: State, cu_seqlens: Tensor | None, **options: Any,
+        state: State, cu_seqlens: Tensor | None, norm: nn.Module | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Compute the gated outputs of all heads.
 
@@ -56,6 +56,7 @@ class MIMO(Float32Module):
             skip: D, one a head.
             g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
             state, cu_seqlens: as in `Mixer.forward`.
+            norm: `RMSNorm(y) ⊙ silu(z)` over each head, in the place of `y ⊙ silu(z)`, or None.
             **options: passed to the op.
 
         Returns:
@@ -84,7 +85,13 @@ class MIMO(Float32Module):
         y = y.unflatten(1, (-1, rank)).transpose(2, 3) + later.to(v.dtype) @ v_before + now.to(v.dtype) @ values
         y = y + skip.to(v.dtype)[:, None, None] * values
         gates, outputs = (w.transpose(0, 1).to(v.dtype) for w in (self.gates, self.outputs))
-        y = (outputs * y * F.silu(gates * z.unsqueeze(3))).sum(3)
+        z = gates * z.unsqueeze(3)
+        if norm is None:
+            y = y * F.silu(z)
+        else:  # all heads of one of the R outputs in a row
+            rows = (part.transpose(2, 3).flatten(3) for part in (y, z))
+            y = norm(*rows).unflatten(-1, v.shape[2:]).transpose(2, 3)
+        y = (outputs * y).sum(3)
 
         pairs = (key.unflatten(1, (rank, -1)), value.unflatten(1, (rank, -1)))
         last = torch.einsum("nh,nrhk,nrhv->nhkv", last_gain, *(x.to(last_gain) for x in pairs))

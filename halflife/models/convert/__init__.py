@@ -1,12 +1,15 @@
-"""Conversion of models of transformers and fla to halflife, and of Mamba-2 back to transformers.
+"""Conversion of models of transformers and fla to halflife, and of those of transformers back.
 
 | `model_type` | library | direction | in halflife |
 |---|---|---|---|
 | mamba2 | transformers | import, export | mixer "mamba2", no MLP |
+| qwen3_5_text | transformers | import, export | mixer "gated_deltanet" and attention with gates, SwiGLU |
+| qwen3_5 | transformers | import of the text model | the same |
+| olmo_hybrid | transformers | import, export | mixer "gated_deltanet" and attention with norms after it, SwiGLU |
 | gla | fla | import | mixer "gla", SwiGLU |
 | gated_deltanet | fla | import | mixer "gated_deltanet", SwiGLU |
 | rwkv7 | fla | import | mixer "rwkv7" and its channel mix |
-| qwen3_next | transformers | import of one mixer | layer "gated_deltanet" |
+| qwen3_next, kimi_linear, falcon_h1, zamba2, … | transformers | import of one mixer | a layer, see `mixers` |
 
 Conversion is strict. It is an error if a setting would change the function, or if a tensor is missing, unknown or of
 another shape.
@@ -19,19 +22,28 @@ from pathlib import Path
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
-from halflife.models.convert import fla_linear, fla_rwkv7, mamba2, qwen3_next  # noqa: F401 (each registers itself)
+from halflife.models.convert import (  # noqa: F401 (each registers itself)
+    fla_linear,
+    fla_rwkv7,
+    hybrids,
+    mamba2,
+    qwen3_next,
+)
 from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
 from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
 from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
+from halflife.models.convert.hybrids import from_olmo_hybrid, from_qwen3_5, to_transformers_hybrid
 from halflife.models.convert.mamba2 import from_transformers_mamba2, to_transformers_mamba2
+from halflife.models.convert.mixers import MIXERS, mixers, take_mixer
 from halflife.models.convert.qwen3_next import qwen3_next_mixer
 from halflife.models.convert.source import SOURCES, assemble
 from halflife.models.tensor_file import has_checksum
 from halflife.registry import unknown
 
 __all__ = [
-    "SOURCES", "assemble", "convert", "from_fla_gated_deltanet", "from_fla_gla", "from_fla_rwkv7",
-    "from_transformers_mamba2", "load_layer", "qwen3_next_mixer", "to_transformers_mamba2",
+    "MIXERS", "SOURCES", "assemble", "convert", "from_fla_gated_deltanet", "from_fla_gla", "from_fla_rwkv7",
+    "from_olmo_hybrid", "from_qwen3_5", "from_transformers_mamba2", "load_layer", "qwen3_next_mixer",
+    "to_transformers_hybrid", "to_transformers_mamba2",
 ]  # fmt: skip
 
 FORMATS = ("halflife", "transformers")
@@ -49,8 +61,8 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         source: Hugging Face folder (`config.json` and safetensors, sharded or not), or halflife checkpoint. A tokenizer
             in it is copied.
         target: folder without a checkpoint.
-        to: "halflife", or "transformers" to export a halflife checkpoint of Mamba-2.
-        layer: index, from 0, of the one mixer of a Qwen3-Next to convert; `load_layer` reads the result.
+        to: "halflife", or "transformers" to export a halflife checkpoint.
+        layer: index, from 0, of the one mixer to convert of a model in `MIXERS`; `load_layer` reads the result.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -72,19 +84,22 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     if to == "transformers":
         if not ours or layer is not None:
             raise ValueError(f"only a whole halflife checkpoint can be written for transformers; {source} is not one")
-        return _with_tokenizer(source, write_model(target, *to_transformers_mamba2(checkpoint.load(source))))
+        model = checkpoint.load(source)
+        back = to_transformers_mamba2 if model.config.mixer == "mamba2" else to_transformers_hybrid
+        return _with_tokenizer(source, write_model(target, *back(model)))
     if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
     if ours and layer is None:
         return _with_tokenizer(source, checkpoint.save(checkpoint.load(source), target, config.get("tokenizer")))
+    if layer is not None:
+        return save_layer(target, *take_mixer(str(kind), config, Checkpoint(source), layer))
+    if kind in MIXERS and kind not in SOURCES:
+        found = ", ".join(map(str, mixers(Checkpoint(source))))
+        raise ValueError(
+            f"a whole {kind} has layers that halflife lacks; --layer N converts one mixer, with N one of {found}"
+        )
     converter = SOURCES[str(kind)]
-    tensors = Checkpoint(source)
-    if layer is None:
-        return _with_tokenizer(source, checkpoint.save(assemble(*converter(config, tensors)), target))
-    if kind != "qwen3_next":
-        raise ValueError(f"--layer takes one mixer of a qwen3_next; a {kind} is converted as a whole")
-    options, weights = qwen3_next_mixer(config, tensors, layer)
-    return save_layer(target, "gated_deltanet", options, weights)
+    return _with_tokenizer(source, checkpoint.save(assemble(*converter(config, Checkpoint(source))), target))
 
 
 def _with_tokenizer(source: Path, target: Path) -> Path:

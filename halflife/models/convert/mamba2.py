@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from halflife.decay.mamba2 import Mamba2Decay
+from halflife.layers.parts import GatedRMSNorm
 from halflife.models.config import ModelConfig
+from halflife.models.convert.mixers import step_limits
 from halflife.models.convert.source import SOURCES, Config, Converted, Tensors, Translation, divide, on_meta, settings
 from halflife.models.lm import Block, LanguageModel
 
@@ -22,9 +23,9 @@ DEFAULTS = {
 # Allowed values of settings. `norm_before_gate` is absent because transformers ignores it and Mamba-Codestral sets it.
 FIXED = {
     "use_bias": (False,), "use_conv_bias": (True,), "rms_norm": (True,), "hidden_act": ("silu", "swish"),
-    "time_step_limit": ((0.0, math.inf),),
 }  # fmt: skip
 
+UNLIMITED = {"__float__": "Infinity"}  # as transformers writes it
 MODEL = (("backbone.embeddings.weight", "embedding.weight"), ("backbone.norm_f.weight", "norm.weight"))
 BLOCK = (
     ("norm.weight", "mixer_norm.weight"),
@@ -63,6 +64,7 @@ def from_transformers_mamba2(config: Config, tensors: Tensors) -> Converted:
         "num_heads": s.num_heads, "head_dim": s.head_dim, "state_size": s.state_size, "num_groups": s.n_groups,
         "conv_size": s.conv_kernel, "norm_eps": s.layer_norm_epsilon,
     }  # fmt: skip
+    options |= {"decay_options": limits} if (limits := step_limits(config.get("time_step_limit"))) else {}
     model = ModelConfig(
         name="mamba2", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers,
         mixer="mamba2", mixer_options=options, mlp="none", tie_embeddings=s.tie_word_embeddings,
@@ -92,6 +94,8 @@ def to_transformers_mamba2(model: LanguageModel) -> tuple[dict[str, Any], dict[s
             raise ValueError(f"transformers' Mamba-2 has {name} {wanted!r}; this model has {value!r}")
     if type(mixer.decay) is not Mamba2Decay:
         raise ValueError(f"transformers' Mamba-2 has Mamba-2's own decay; this model has {mixer.decay}")
+    if type(mixer.norm) is not GatedRMSNorm:
+        raise ValueError(f"transformers' Mamba-2 has a norm after its gate; this model has {type(mixer.norm).__name__}")
     if mixer.norm.eps != config.norm_eps:
         raise ValueError(f"transformers' Mamba-2 has one eps; this model has {config.norm_eps} and {mixer.norm.eps}")
     state, new = model.state_dict(), {}
@@ -110,5 +114,6 @@ def _config(config: ModelConfig, mixer: Any, dtype: str) -> dict[str, Any]:
         "expand": divide(mixer.num_heads * mixer.head_dim, config.hidden_size, "transformers' expand"),
         "n_groups": mixer.num_groups, "conv_kernel": mixer.conv.size, "layer_norm_epsilon": config.norm_eps,
         "initializer_range": config.initializer_range, "tie_word_embeddings": config.tie_embeddings,
+        "time_step_limit": [mixer.decay.min_step, UNLIMITED if mixer.decay.max_step is None else mixer.decay.max_step],
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip

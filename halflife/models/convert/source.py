@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,13 @@ Converted = tuple[ModelConfig, dict[str, Tensor]]
 SOURCES: Registry[Callable[[Config, Tensors], Converted]] = Registry("model_type")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Settings of transformers that change no logits of a text.
+GENERIC = {
+    "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
+    "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "quantization_config", "num_labels",
+    "id2label", "label2id", "problem_type", "return_dict", "output_hidden_states", "output_attentions",
+    "chunk_size_feed_forward", "is_encoder_decoder", "auto_map",
+}  # fmt: skip
 SHOWN = 5  # problems of a checkpoint that one message lists
 
 
@@ -51,6 +58,16 @@ def settings(
         if not (_fits(read[name], default) or (may_be_null and read[name] is None)):
             raise ValueError(f"{name} = {read[name]!r} in config.json makes no sense")
     return SimpleNamespace(**read)
+
+
+def known_keys(config: Config, names: Iterable[str]) -> None:
+    """Check that a `config.json` has no other settings than these and those that change no logits.
+
+    Raises:
+        ValueError: it has; the message names them.
+    """
+    if unknown := sorted(set(config) - GENERIC - set(names)):
+        raise ValueError(f"config.json has unknown settings, which could change the model: {', '.join(unknown)}")
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -13,7 +13,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "time-scales": ("post", "post_norm", "post_optimal", "post_paper", "post_released", "vector", "scalar", "share"),
     "update": ("delta", "dplr", "dplr_released", "gate_rank", "gate_rank_paper", "cascade", "log_linear"),
     "positions": ("rope", "lrpe", "rope_released", "tpe", "tpe_paper", "tpe_released"),
-    "hybrids": ("ska", "ska_paper", "attention", "swa", "nope"),
+    "hybrids": ("ska", "ska_decay", "ska_post", "ska_paper", "attention", "swa", "nope"),
     "MLP": ("koopman_mlp",),
 }
 

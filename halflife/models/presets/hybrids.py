@@ -7,9 +7,12 @@ from halflife.models.presets.sizes import PresetSizes
 
 WINDOW = 2048  # tokens that sliding-window attention sees, as in Samba
 
+SKA_DECAY: Options = {"decay": "simple", "beta": True}
+
 # The mixer of each modifier and its options.
 KINDS: dict[str, tuple[str, Options]] = {
-    "ska": ("ska", {}), "ska_paper": ("ska", SKA_PAPER), "attention": ("attention", {}),
+    "ska": ("ska", {}), "ska_decay": ("ska", SKA_DECAY), "ska_post": ("ska", SKA_DECAY),
+    "ska_paper": ("ska", SKA_PAPER), "attention": ("attention", {}),
     "swa": ("attention", {"window": WINDOW}), "nope": ("attention", {"position": "none"}),
 }  # fmt: skip
 
@@ -37,6 +40,8 @@ def hybrid_layers(sizes: PresetSizes, name: str, layers: list[int] | None = None
     options: Options = {"num_heads": sizes.heads()}
     if mixer == "ska":
         options["rank"] = 48 if placement is None else placement.rank
+    if name == "ska_post":
+        options["post"] = {"train_length": sizes.train_length, "reference_length": 1}
     return {"mixer": mixer, "options": options | own, "layers": layers}
 
 
@@ -63,6 +68,18 @@ def _add(name: str, base: str, model: Options, sizes: PresetSizes, ratio: int | 
 def ska(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
     """Spectral Koopman attention in one layer of twelve, at least one, evenly spaced, never the first."""
     return _add("ska", base, model, sizes, ratio)
+
+
+@MODIFIERS.add("ska_decay")
+def ska_decay(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
+    """`ska` whose sums forget: a scalar Simple Decay and a strength β of every token."""
+    return _add("ska_decay", base, model, sizes, ratio)
+
+
+@MODIFIERS.add("ska_post")
+def ska_post(base: str, model: Options, sizes: PresetSizes, ratio: int | None = None) -> Options:
+    """`ska_decay` with PoST around its decay, as in PoST's paper (t_ref = 1)."""
+    return _add("ska_post", base, model, sizes, ratio)
 
 
 @MODIFIERS.add("ska_paper")

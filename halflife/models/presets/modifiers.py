@@ -15,7 +15,7 @@ Options = dict[str, Any]
 Modifier = Callable[[str, Options, PresetSizes], Options]
 
 # Modifiers that put another mixer into some layers. They take a ratio.
-HYBRIDS = ("ska", "ska_paper", "attention", "swa", "nope")
+HYBRIDS = ("ska", "ska_decay", "ska_post", "ska_paper", "attention", "swa", "nope")
 
 
 class Modifiers(Registry[Modifier]):

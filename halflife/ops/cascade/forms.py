@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from halflife.ops.backends import native
 from halflife.ops.backends.dispatch import implements
 from halflife.ops.call import pieces
-from halflife.ops.cascade.op import CascadeCall
+from halflife.ops.cascade.op import CascadeCall, changes, transitions
 from halflife.ops.chunked.blocks import scan, unit_lower_inverse
 from halflife.ops.chunked.layout import make_layout, take_block
+
+NATIVE_STATES = 8  # a token has 2N − 1 entries, of 16 in csrc/cascade.cpp
 
 
 @implements("cascade", "reference")
 def reference(call: CascadeCall) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
+    matrices = transitions(call.g, call.r)
     outputs, finals = [call.op.v[:, :0].to(call.initial)], []
     for rows, tokens in pieces(call.op.q.shape[1], call.op.cu_seqlens):
         states = call.initial[rows]
         for t in range(tokens.start, tokens.stop):
-            states = torch.einsum("bhnm,bhmkv->bhnkv", call.matrices[:, t], states)
+            states = torch.einsum("bhnm,bhmkv->bhnkv", matrices[:, t], states)
             q, k, v = (x[:, t].to(states.dtype) for x in (call.op.q, call.op.k, call.op.v))
             if call.op.beta is not None:
                 v = call.op.beta[:, t].to(v).unsqueeze(-1) * (v - torch.einsum("bhnkv,bhk->bhv", states, k))
@@ -31,7 +36,7 @@ def reference(call: CascadeCall) -> tuple[Tensor, Tensor]:
             states = states + written
             outputs.append(torch.einsum("bhnkv,bhk->bhv", states, q).unsqueeze(1))
         finals.append(states)
-    return torch.cat(outputs, 1), torch.cat([call.initial[:0], *finals])
+    return torch.cat(outputs, 1) * call.op.output_scale, torch.cat([call.initial[:0], *finals])
 
 
 class Weights(NamedTuple):
@@ -89,6 +94,23 @@ def chunked(call: CascadeCall) -> tuple[Tensor, Tensor]:
     return _chunks(call, call.op.chunk_size)
 
 
+def _native_limits(device: torch.device, call: CascadeCall | None) -> str | None:
+    if call is not None and call.num_states > NATIVE_STATES:
+        return f"native kernels take at most {NATIVE_STATES} states; got {call.num_states}"
+    if call is not None and call.initial.dtype != torch.float32:
+        return f"native kernels have states in float32, not in {str(call.initial.dtype).removeprefix('torch.')}"
+    return native.unsupported(device, None if call is None else call.op)
+
+
+@implements("cascade", "native", _native_limits)
+def compiled(call: CascadeCall) -> tuple[Tensor, Tensor]:
+    """The kernels of `linear_attention` and `delta_rule`, whose decay is that of csrc/cascade.cpp."""
+    states = call.num_states
+    whole = replace(call.op, g=changes(call.g, call.r), initial_state=call.initial.flatten(2, 3), op="cascade")
+    o, final = native.run(whole)
+    return o, final.unflatten(2, (states, -1))
+
+
 def _chunks(call: CascadeCall, size: int) -> tuple[Tensor, Tensor]:
     """Each chunk writes `u = X − Y S`, where S are the states before it, X and Y are found for all chunks at once."""
     op, states, dtype = call.op, call.num_states, call.initial.dtype
@@ -102,7 +124,7 @@ def _chunks(call: CascadeCall, size: int) -> tuple[Tensor, Tensor]:
 
     q, k, v = blocks(op.q, op.k, op.v)
     (packed,) = blocks(
-        (call.matrices - torch.eye(states).to(call.matrices)).flatten(-2)
+        (transitions(call.g, call.r) - torch.eye(states).to(call.g)).flatten(-2)
     )  # no change where there is no token
     found = weights(packed.unflatten(-1, (states, states)) + torch.eye(states).to(packed))
     read = _spread(q, found.reads)
@@ -123,7 +145,7 @@ def _chunks(call: CascadeCall, size: int) -> tuple[Tensor, Tensor]:
     entering, _ = scan(step, initial[:0], layout, every, chunks, initial, final)
     u = x if y is None else x - y @ entering
     o = (q @ k.transpose(-1, -2) * found.pairs) @ u + read @ entering
-    o = layout.restore(o.permute(0, 2, 3, 1, 4).flatten(1, 2))
+    o = layout.restore(o.permute(0, 2, 3, 1, 4).flatten(1, 2)) * op.output_scale
     return o, final.unflatten(2, (states, -1))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import check_decay, check_tensors, is_transformed
-from halflife.ops.backends.dispatch import choose
+from halflife.ops.backends.dispatch import choose, why
 from halflife.ops.call import OpCall
 from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
@@ -26,16 +26,24 @@ from halflife.shapes import Float, Int
 
 @dataclass(frozen=True)
 class CascadeCall:
-    """The arguments of a call: those of other ops, the matrices M `[B, T, H, N, N]`, and the first states."""
+    """The arguments of a call: those of other ops, and in the dtype of the states g, r and the first states."""
 
     op: OpCall
-    matrices: Tensor
+    g: Tensor
+    r: Tensor
     initial: Tensor
 
     @property
     def num_states(self) -> int:
         """N."""
-        return self.matrices.shape[-1]
+        return self.g.shape[-1]
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether autograd will ask for a gradient."""
+        return self.op.differentiated or (
+            torch.is_grad_enabled() and any(x.requires_grad for x in (self.g, self.r, self.initial))
+        )
 
 
 def cascade(
@@ -90,17 +98,28 @@ def cascade(
         raise ValueError(f"initial_state must be [sequences, H, N, K, V] = {shape}; got {tuple(initial_state.shape)}")
     dtype = compute_dtype(q)
     initial = q.new_zeros(shape, dtype=dtype) if initial_state is None else initial_state.to(dtype)
-    if backend == "auto" and (call.is_token or is_transformed() or not q.shape[1]):
+    whole = CascadeCall(call, g.to(dtype), r.to(dtype), initial)
+    by_token = call.is_token and (whole.differentiated or why("cascade", "native", call.device, whole) is not None)
+    if backend == "auto" and (by_token or is_transformed() or not q.shape[1]):
         backend = "reference"
-    implementation = choose("cascade", backend, call.device)
+    implementation = choose("cascade", backend, call.device, whole)
     with without_autocast(call.device):
-        matrices = transitions(g.to(dtype), r.to(dtype))
-        o, final = implementation(CascadeCall(call, matrices, initial))
-    return o.mul(call.output_scale).to(v.dtype), final if output_final_state else None
+        o, final = implementation(whole)
+    return o.to(v.dtype), final if output_final_state else None
 
 
 def transitions(g: Tensor, r: Tensor) -> Tensor:
     """The matrices M of log-decays `g […, N]` and shares `r […, N − 1]`: `[…, N, N]`."""
     decay = g.exp()
     kept = decay * torch.cat([1 - r, torch.ones_like(decay[..., :1])], -1)
-    return torch.diag_embed(kept) + torch.diag_embed(decay[..., 1:] * r * decay[..., :-1], offset=-1)
+    return torch.diag_embed(kept) + torch.diag_embed(_moved(g, r), offset=-1)
+
+
+def changes(g: Tensor, r: Tensor) -> Tensor:
+    """The diagonal of M − I and the entries below it, `[…, 2N − 1]`, without rounding M to 1 where decays are slow."""
+    lost = torch.cat([r, torch.zeros_like(g[..., :1])], -1)
+    return torch.cat([g.expm1() * (1 - lost) - lost, _moved(g, r)], -1)
+
+
+def _moved(g: Tensor, r: Tensor) -> Tensor:
+    return (g[..., 1:] + g[..., :-1]).exp() * r

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_chunk_size, check_number, check_tensors, is_transformed
+from halflife.ops.arguments import check_chunk_size, check_decay, check_number, check_tensors, is_transformed
 from halflife.ops.call import check_cu_seqlens
+from halflife.ops.conjugate_gradients import check_solver
+from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
 from halflife.registry import unknown
 
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
-NORMALIZATIONS = ("causal", "sequence", "paper", "trace")
+NORMALIZATIONS = ("causal", "sequence", "paper", "trace", "none")
+SOLVERS = ("exact", "cg")
 OPERATORS = ("whitened", "main_text")
 
 
@@ -26,7 +30,7 @@ class KoopmanCall:
     v: Tensor
     gamma: float | Tensor = 1.0
     mix: float | Tensor = 1.0
-    ridge: float = 1e-3
+    ridge: float | Tensor = 1e-3
     power: int = 2
     mode: str = "chunk"
     mask: Tensor | None = None
@@ -36,13 +40,20 @@ class KoopmanCall:
     initial_state: KoopmanState | None = None
     cu_seqlens: Tensor | None = None
     operator: str = "whitened"
+    g: Tensor | None = None
+    beta: Tensor | None = None
+    inclusive: bool = False
+    solver: str = "exact"
+    iterations: int = 30
+    tolerance: float = 1e-6
 
     @property
     def needs_plain_torch(self) -> bool:
         """Whether the call has a form that only the implementations in plain torch have."""
         return (
             self.operator != "whitened"
-            or self.normalization in ("paper", "trace")
+            or self.normalization in ("paper", "trace", "none")
+            or isinstance(self.ridge, Tensor)
             or (isinstance(self.mix, Tensor) and self.mix.ndim == 2)
         )
 
@@ -56,6 +67,21 @@ class KoopmanCall:
         """Sequences N: B, or the number of packed sequences."""
         return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
+    @property
+    def decays(self) -> int:
+        """The number of log-decays a head: 0 without g, 1, or R."""
+        return 0 if self.g is None else 1 if self.g.ndim == 3 else self.g.shape[-1]
+
+    def with_weights(self, dtype: torch.dtype) -> KoopmanCall:
+        """The call with keys and values times √β, without β, and with `g [B, T, H, 1 or R]` in `dtype`."""
+        k, v, g = self.k, self.v, self.g
+        if self.beta is not None:
+            root = strength_root(self.beta.to(dtype)).unsqueeze(-1)
+            k, v = k.to(dtype) * root, v.to(dtype) * root
+        if g is not None:
+            g = g.to(dtype) if g.ndim == 4 else g.to(dtype).unsqueeze(-1)
+        return replace(self, k=k, v=v, g=g, beta=None)
+
     def check(self) -> None:
         """Checks all arguments.
 
@@ -66,9 +92,9 @@ class KoopmanCall:
         if self.initial_state is not None and not isinstance(self.initial_state, dict):
             raise TypeError(f"initial_state must be the dict that an earlier call returned; got {self.initial_state!r}")
         sums = {name: x for name, x in (self.initial_state or {}).items() if name != "pending"}
-        settings = {"gamma": self.gamma, "mix": self.mix}
+        settings = {"gamma": self.gamma, "mix": self.mix, "ridge": self.ridge}
         tensors = {name: x for name, x in settings.items() if isinstance(x, Tensor)}
-        check_tensors(q=self.q, k=self.k, v=self.v, **sums, **tensors)
+        check_tensors(q=self.q, k=self.k, v=self.v, g=self.g, beta=self.beta, **sums, **tensors)
         for name in settings.keys() - tensors.keys():
             check_number(name, settings[name])
         if is_transformed():
@@ -95,20 +121,46 @@ class KoopmanCall:
                 f"mix of every power must be [K + 1, H] = {(self.power + 1, k.shape[2])}; got {tuple(self.mix.shape)}"
             )
         check_cu_seqlens(self.cu_seqlens, *k.shape[:2])
-        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
+        self._check_weights()
+        check_settings(
+            self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator, self.solver,
+            self.iterations, self.tolerance, self.inclusive,
+        )  # fmt: skip
+
+    def _check_weights(self) -> None:
+        """Checks the log-decays, the strengths and a ridge a channel."""
+        scalar, vector = self.k.shape[:3], self.k.shape
+        if self.g is not None and self.g.shape not in (scalar, vector):
+            raise ValueError(
+                f"g must be None, [B, T, H] = {tuple(scalar)} or [B, T, H, R] = {tuple(vector)}; "
+                f"got {tuple(self.g.shape)}"
+            )
+        check_decay("g", self.g, ("koopman_attention", "g"))
+        exporting = torch.compiler.is_exporting()  # a graph cannot branch on values
+        if self.beta is not None and (self.beta.shape != scalar or (not exporting and (self.beta < 0).any())):
+            raise ValueError(f"beta must be numbers ≥ 0, [B, T, H] = {tuple(scalar)}; got {tuple(self.beta.shape)}")
+        if isinstance(self.ridge, Tensor) and self.ridge.shape != vector[2:]:
+            raise ValueError(f"ridge must be a number or [H, R] = {tuple(vector[2:])}; got {tuple(self.ridge.shape)}")
 
 
 def check_settings(
-    ridge: float, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk",
-    operator: str = "whitened",
+    ridge: float | Tensor, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk",
+    operator: str = "whitened", solver: str = "exact", iterations: int = 30, tolerance: float = 1e-6,
+    inclusive: bool = False,
 ) -> None:  # fmt: skip
     """Raises a ValueError for a name or a number that `koopman_attention` does not take."""
     for kind, name, choices in (
         ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
-        ("operator", operator, OPERATORS),
+        ("operator", operator, OPERATORS), ("solver", solver, SOLVERS),
     ):  # fmt: skip
         if name not in choices:
             raise unknown(kind, name, list(choices))
     check_chunk_size(chunk_size)
-    if not (power >= 0 and ridge > 0):
+    check_solver(iterations, tolerance)
+    positive = bool((ridge > 0).all()) if isinstance(ridge, Tensor) else ridge > 0
+    if not (power >= 0 and positive):
         raise ValueError(f"need power ≥ 0 and ridge > 0; got {power}, {ridge}")
+    if operator == "main_text" and solver == "cg":
+        raise ValueError("operator 'main_text' needs the Cholesky factor, so its solver is 'exact'; got 'cg'")
+    if inclusive and (mode != "chunk" or (refresh != "token" and chunk_size != 1)):
+        raise ValueError("inclusive queries read their own token, so they need an operator a token: refresh='token'")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halflife.ops.koopman.call import KoopmanCall
+from halflife.ops.koopman.decays import weigh_tokens
 from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.solve import inverse_factor
 from halflife.ops.koopman.state import KoopmanMemory, Sums, previous_keys, sum_tokens
@@ -30,22 +31,29 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
         return timeline.index_put((row, slot), x)
 
     keys, values = place(call.k, memory.pending_keys), place(call.v, memory.pending_values)
-    parts = (x.split(size, 1) for x in (keys, values, previous_keys(keys, memory.last)))
+    decays = None if call.g is None else place(call.g, memory.pending_decays)
+    parts = (x.split(size, 1) for x in (keys, previous_keys(keys, memory.last), values))
+    each_decay = [None] * chunks if decays is None else decays.split(size, 1)
     entering = [memory.sums]
-    for chunk in zip(*parts, strict=True):
-        after = sum_tokens(*chunk).after(entering[-1])
+    for *chunk, g in zip(*parts, each_decay, strict=True):
+        tokens = weigh_tokens(*chunk, g, 1)
+        after = sum_tokens(tokens).after(entering[-1], tokens.decay)
         entering.append(after.normalized(call.normalization, memory.sums.norm))
-    sums = Sums(*(torch.cat(each) for each in zip(*entering[:-1], strict=True)))
+    seen = entering[1:] if call.inclusive else entering[:-1]
+    sums = Sums(*(torch.cat(each) for each in zip(*seen, strict=True)))
     if call.normalization == "sequence":
         largest = torch.maximum(memory.sums.norm, keys.square().sum(-1).amax(1))
         sums = sums._replace(norm=largest.repeat(chunks, 1))
     queries = torch.cat(place(call.q).split(size, 1)).transpose(1, 2)
     y = readout.read_by_inverse(inverse_factor(sums, readout.ridge).matrix, sums, queries).transpose(1, 2)
-    return torch.cat(y.split(rows), 1)[row, slot], _final(entering, keys, values, memory, length), 0
+    return torch.cat(y.split(rows), 1)[row, slot], _final(entering, (keys, values, decays), memory, length), 0
 
 
-def _final(entering: list[Sums], keys: Tensor, values: Tensor, memory: KoopmanMemory, length: int) -> KoopmanMemory:
-    """The memory after the timelines `keys` and `values`, from the sums before and after every chunk."""
+def _final(
+    entering: list[Sums], timelines: tuple[Tensor, Tensor, Tensor | None], memory: KoopmanMemory, length: int
+) -> KoopmanMemory:
+    """The memory after the timelines of keys, values and decays, from the sums before and after every chunk."""
+    keys = timelines[0]
     size = memory.pending_keys.shape[1] + 1
     total, row = memory.pending + length, torch.arange(len(keys), device=keys.device)
     full = total // size
@@ -55,5 +63,9 @@ def _final(entering: list[Sums], keys: Tensor, values: Tensor, memory: KoopmanMe
     slots, left = torch.arange(size - 1, device=keys.device), total - full * size
     used = slots < left.unsqueeze(1)
     at = torch.where(used, (full * size).unsqueeze(1) + slots, 0)
-    waiting = [torch.where(used[..., None, None], x[row.unsqueeze(1), at], 0.0) for x in (keys, values)]
-    return KoopmanMemory(sums, last, waiting[0], waiting[1], left)
+    waiting = [
+        None if x is None else torch.where(used[..., None, None], x[row.unsqueeze(1), at], 0.0) for x in timelines
+    ]
+    assert waiting[0] is not None
+    assert waiting[1] is not None
+    return KoopmanMemory(sums, last, waiting[0], waiting[1], left, pending_decays=waiting[2])

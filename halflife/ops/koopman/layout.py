@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from halflife.ops.koopman.decays import Weighted, running_norms
 from halflife.ops.koopman.state import KoopmanMemory, Sums
+from halflife.ops.slow_decay import split_decay
 
 
 class Segment(NamedTuple):
@@ -41,6 +43,8 @@ class KoopmanLayout:
         self.chunks = bounds[-1]
         self.segments = [Segment(*span, n // chunk_size) for span, n in zip(pairwise(bounds), total, strict=False)]
         firsts = range(0, self.rows * self.chunks, self.chunks) if aligned else bounds[:-1]
+        # The boundaries of the sequences on the timeline, or None if each is a row.
+        self.boundaries = None if aligned else torch.tensor(bounds, device=k.device) * chunk_size
         # For each sequence: the place of its first token, its number of tokens, and how many were pending or are new.
         self.first, self.total, self.pending, tokens = (
             torch.tensor(x, dtype=torch.long, device=k.device)
@@ -71,21 +75,24 @@ class KoopmanLayout:
         shifted = torch.cat([keys[:, :1], keys[:, :-1]], 1)
         return shifted.flatten(0, 1).index_copy(0, self.first, last).view(keys.shape)
 
-    def running_sums(self, keys: Tensor, previous: Tensor, values: Tensor, initial: Sums) -> tuple[Sums, Sums]:
+    def running_sums(self, tokens: Weighted, initial: Sums) -> tuple[Sums, Sums]:
         """The sums entering each chunk, `[n rows, …]`, and the sums after the last full chunk of each sequence."""
         grid = len(self.segments), self.rows
-        first = [x.unflatten(0, grid) for x in initial]
-        entering = _Scan.apply(keys, previous, values, *first[:3], self.segments)
-        norm = self._norms(keys.square().sum(-1).amax(-1), first[3])
+        first, decay = [x.unflatten(0, grid) for x in initial], tokens.decay
+        logs = (None, None) if decay is None else (decay.matrix, decay.values)
+        entering = _Scan.apply(*tokens[:3], *first[:3], *logs, self.segments)
+        norm = self.running_norms(tokens, initial)
         sums = *entering[:3], norm[0], *entering[3:], norm[1]
         return Sums(*(x.flatten(0, 1) for x in sums[:4])), Sums(*(x.flatten(0, 1) for x in sums[4:]))
 
-    def _norms(self, norms: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Running maxima of `norms [n, rows, H]`: those entering each chunk, and those after each last full chunk."""
-        upto = [
-            torch.cat([first[i, None], norms[start:stop]]).cummax(0).values
-            for i, (start, stop, _) in enumerate(self.segments)
-        ]
+    def running_norms(self, tokens: Weighted, initial: Sums) -> tuple[Tensor, Tensor]:
+        """Running maxima of the squared norms, those entering each chunk and those after each last full chunk."""
+        norms, first = tokens.norms.amax(-1), initial.norm.unflatten(0, (len(self.segments), self.rows))
+        upto = []
+        for i, (start, stop, _) in enumerate(self.segments):
+            g = None if tokens.decay is None else tokens.decay.norm[start:stop]
+            logs = None if g is None else torch.cat([torch.zeros_like(first[i, None]), g])
+            upto.append(running_norms(torch.cat([first[i, None], norms[start:stop]]), logs))
         leaving = [x[segment.full] for x, segment in zip(upto, self.segments, strict=True)]
         return (torch.cat([x[:-1] for x in upto]), torch.stack(leaving)) if upto else (norms, first)
 
@@ -104,8 +111,10 @@ class KoopmanLayout:
         spread = [first[i].expand(stop - start, -1, -1) for i, (start, stop, _) in enumerate(self.segments)]
         return torch.cat(spread).flatten(0, 1) if spread else initial.norm
 
-    def final(self, leaving: Sums, keys: Tensor, values: Tensor, memory: KoopmanMemory) -> KoopmanMemory:
-        """The memory after the last token of the timelines `keys` and `values`."""
+    def final(
+        self, leaving: Sums, keys: Tensor, values: Tensor, g: Tensor | None, memory: KoopmanMemory
+    ) -> KoopmanMemory:
+        """The memory after the last token of the timelines `keys`, `values` and `g`."""
         whole = self.total // self.size * self.size
         last = keys.flatten(0, 1).index_select(0, (self.first + whole - 1).clamp(min=0))
         last = torch.where((whole > 0)[:, None, None], last, memory.last)
@@ -113,8 +122,11 @@ class KoopmanLayout:
         left = self.total - whole
         used = slots < left[:, None]
         at = torch.where(used, (self.first + whole)[:, None] + slots, 0)
-        waiting = [torch.where(used[..., None, None], x.flatten(0, 1)[at], 0.0) for x in (keys, values)]
-        return KoopmanMemory(leaving, last, waiting[0], waiting[1], left)
+        waiting = [
+            None if x is None else torch.where(used[..., None, None], x.flatten(0, 1)[at], 0.0)
+            for x in (keys, values, g)
+        ]
+        return KoopmanMemory(leaving, last, waiting[0], waiting[1], left, pending_decays=waiting[2])  # type: ignore[arg-type]
 
 
 def _sequence_and_number(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,30 +138,42 @@ def _sequence_and_number(counts: Tensor) -> tuple[Tensor, Tensor]:
 class _Scan(torch.autograd.Function):
     """G, M and C entering each chunk and after the full chunks of each segment.
 
-    The inputs are chunks of keys, previous keys and values, and the sums before each segment. The products of all
+    The inputs are chunks of keys, previous keys and values, the sums before each segment, and the log-decays of each
+    chunk, of G and M `[n, rows, H, 1 or R, 1 or R]` and of C `[n, rows, H, 1, 1 or R]`, or None. The products of all
     chunks are computed in one batch. They are added up in place, one chunk after the other.
     """
 
     @staticmethod
-    def forward(ctx, keys, previous, values, gram, transition, read, segments):  # type: ignore[override]
-        ctx.save_for_backward(keys, previous, values)
+    def forward(ctx, keys, previous, values, gram, transition, read, matrix_log, values_log, segments):  # type: ignore[override]
+        pairs = (
+            (keys, keys, gram, matrix_log), (keys, previous, transition, matrix_log), (values, keys, read, values_log)
+        )  # fmt: skip
+        entering, leaving = zip(*(_forward(*pair, segments) for pair in pairs), strict=True)
+        saved = () if matrix_log is None else entering
+        ctx.save_for_backward(keys, previous, values, matrix_log, values_log, *saved)
         ctx.segments = segments
-        pairs = (keys, keys, gram), (keys, previous, transition), (values, keys, read)
-        entering, leaving = zip(*(_forward(a, b, first, segments) for a, b, first in pairs), strict=True)
         return *entering, *leaving
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[override]
-        keys, previous, values = ctx.saved_tensors
+        keys, previous, values, matrix_log, values_log, *entering = ctx.saved_tensors
+        logs = matrix_log, matrix_log, values_log
         (gram, dgram), (transition, dtransition), (read, dread) = (
-            _backward(grads[i], grads[i + 3], ctx.segments) for i in range(3)
+            _backward(grads[i], grads[i + 3], logs[i], ctx.segments) for i in range(3)
         )
         dkeys = keys @ gram + keys @ gram.mT + previous @ transition.mT + values @ read
-        return dkeys, keys @ transition, keys @ read.mT, dgram, dtransition, dread, None
+        dlogs = None, None
+        if entering:
+            terms = [d * x for d, x in zip((gram, transition, read), entering, strict=True)]
+            pairs = (terms[0] + terms[1], matrix_log), (terms[2], values_log)
+            dlogs = [term.sum_to_size(log.shape) * log.exp() for term, log in pairs]
+        return dkeys, keys @ transition, keys @ read.mT, dgram, dtransition, dread, *dlogs, None
 
 
-def _forward(left: Tensor, right: Tensor, first: Tensor, segments: list[Segment]) -> tuple[Tensor, Tensor]:
+def _forward(
+    left: Tensor, right: Tensor, first: Tensor, log_decay: Tensor | None, segments: list[Segment]
+) -> tuple[Tensor, Tensor]:
     """Running sums of `leftᵀ right` over chunks `[n, rows, H, S, …]`, and those after each segment's full chunks."""
     # Slot j + 1 first holds the product of chunk j; adding up turns it into the sum entering chunk j + 1.
     sums = left.new_empty(len(left) + 1, *left.shape[1:3], left.shape[-1], right.shape[-1])
@@ -158,12 +182,14 @@ def _forward(left: Tensor, right: Tensor, first: Tensor, segments: list[Segment]
     for i, (start, stop, full) in enumerate(segments):
         segment = sums[start : stop + 1]
         segment[0] = first[i]
-        _accumulate(segment)
+        _accumulate(segment, None if log_decay is None else log_decay[start:stop])
         leaving.append(segment[full].clone())  # the next segment overwrites the last slot
     return sums[:-1], torch.stack(leaving) if leaving else first
 
 
-def _backward(entering: Tensor, leaving: Tensor, segments: list[Segment]) -> tuple[Tensor, Tensor]:
+def _backward(
+    entering: Tensor, leaving: Tensor, log_decay: Tensor | None, segments: list[Segment]
+) -> tuple[Tensor, Tensor]:
     """The gradients of the product of each chunk and of the sums before each segment, from those of later sums."""
     products, first = torch.empty_like(entering), []
     for i, (start, stop, full) in enumerate(segments):
@@ -171,16 +197,27 @@ def _backward(entering: Tensor, leaving: Tensor, segments: list[Segment]) -> tup
         segment[:-1], segment[-1] = given[1:], 0
         if full:
             segment[full - 1] += leaving[i]
-        _accumulate(segment, backwards=True)
-        first.append(segment[0] + given[0] if full else segment[0] + given[0] + leaving[i])
+        logs = None if log_decay is None else log_decay[start:stop]
+        _accumulate(segment, logs if logs is None else logs[1:], backwards=True)
+        before = segment[0] if logs is None else logs[0].exp() * segment[0]
+        first.append(before + given[0] if full else before + given[0] + leaving[i])
     return products, torch.stack(first) if first else entering
 
 
-def _accumulate(x: Tensor, backwards: bool = False) -> None:
-    """Turn `x` into its running sums along axis 0, in place; they start with the last entry if `backwards`."""
-    if x.is_cuda:
+def _accumulate(x: Tensor, log_decay: Tensor | None, backwards: bool = False) -> None:
+    """Turn `x` into its running sums along axis 0, in place; they start with the last entry if `backwards`.
+
+    Between the entries i and i + 1 the sum decays by `log_decay[i]`.
+    """
+    if x.is_cuda and log_decay is None:
         x.copy_(x.flip(0).cumsum(0).flip(0) if backwards else x.cumsum(0))
         return
     parts = x.unbind(0)  # on a CPU, cumsum along the first axis takes ten times as long
-    for a, b in pairwise(parts[::-1] if backwards else parts):
-        b.add_(a)
+    pairs = list(pairwise(parts[::-1] if backwards else parts))
+    if log_decay is None:
+        for a, b in pairs:
+            b.add_(a)
+        return
+    kept, change = (part.unbind(0)[:: -1 if backwards else 1] for part in split_decay(log_decay))
+    for (a, b), whole, rest in zip(pairs, kept, change, strict=True):
+        b.addcmul_(rest, a).addcmul_(whole, a)

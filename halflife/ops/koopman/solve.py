@@ -49,11 +49,14 @@ def cholesky(gram: Tensor) -> Factor:
 
 
 def unit_of(norm: Tensor) -> Tensor:
-    """The unit m² `[n, H]`, in which all entries of G have order one; it is 1 before the first key."""
-    return torch.where(norm > 0, norm, 1.0)
+    """The unit m² `[n, H]`, in which all entries of G have order one.
+
+    It is 1 before the first key, and where all keys have decayed to less than the smallest normal number.
+    """
+    return torch.where(norm >= torch.finfo(norm.dtype).tiny, norm, 1.0)
 
 
-def inverse_factor(sums: Sums, ridge: float) -> Factor:
+def inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
     """Compute `L⁻ᵀ [N, H, R, R]` for the Cholesky factor L of `G / m² + ε I`.
 
     The unit m² cancels in the output, so its only gradient is that of the ridge ε m². Gradients through the divisions
@@ -62,22 +65,24 @@ def inverse_factor(sums: Sums, ridge: float) -> Factor:
     norm = unit_of(sums.norm)[..., None, None]
     unit = norm.detach()
     eye = torch.eye(sums.gram.shape[-1], dtype=sums.gram.dtype, device=sums.gram.device)
+    diagonal = ridge.unsqueeze(-1) if isinstance(ridge, Tensor) else ridge
     if torch.compiler.is_exporting():
-        return Factor(eliminate(sums.gram / unit + ridge * eye, ridge), 0)
-    factor, retries = cholesky(sums.gram / unit + ridge * (norm / unit) * eye)
+        return Factor(eliminate(sums.gram / unit + diagonal * eye, ridge), 0)
+    factor, retries = cholesky(sums.gram / unit + diagonal * (norm / unit) * eye)
     return Factor(torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT, retries)
 
 
-def eliminate(gram: Tensor, ridge: float) -> Tensor:
+def eliminate(gram: Tensor, ridge: float | Tensor) -> Tensor:
     """Compute L⁻ᵀ of `gram [..., R, R]` without branches and factorisations, which graphs cannot express.
 
     Gaussian elimination turns the rows `[L Lᵀ | I]` into `[Lᵀ | L⁻¹]`. In exact arithmetic no pivot is below the
     smallest eigenvalue, which is at least ε. Smaller ones are rounding errors and become ε.
     """
     size, rows = gram.shape[-1], []
+    least = ridge.amin() if isinstance(ridge, Tensor) else ridge
     left = torch.cat([gram, torch.eye(size, dtype=gram.dtype, device=gram.device).expand_as(gram)], -1)
     for done in range(size):  # the finished rows and columns are cut off
-        scale = left[..., :1, :1].clamp(min=ridge).rsqrt()
+        scale = left[..., :1, :1].clamp(min=least).rsqrt()
         row = scale * left[..., :1, 1:]
         rows.append(row[..., size - done - 1 :])
         left = left[..., 1:, 1:] - scale * left[..., 1:, :1] * row
@@ -87,13 +92,13 @@ def eliminate(gram: Tensor, ridge: float) -> Tensor:
 _INVERSES = WeakIdKeyDictionary()  # the G of some sums → (their m², the version of G, ε, L⁻ᵀ)
 
 
-def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
+def cached_inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
     """As `inverse_factor`, computed once for all tokens that read the same sums, except where gradients flow.
 
     The result is remembered as long as G exists. It is not part of the state, because it would enlarge the state by
     half.
     """
-    if sums.gram.requires_grad or sums.norm.requires_grad:
+    if sums.gram.requires_grad or sums.norm.requires_grad or isinstance(ridge, Tensor):
         return inverse_factor(sums, ridge)
     inference = torch.is_inference_mode_enabled()  # tensors made in this mode do not count their versions
     version = 0 if sums.gram.is_inference() else sums.gram._version
@@ -106,19 +111,27 @@ def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
 
 
 def add_token(
-    k: Tensor, v: Tensor, memory: KoopmanMemory, inverse: Tensor, ridge: float, normalization: str = "causal"
-) -> tuple[KoopmanMemory, int]:
+    k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory, inverse: Tensor, ridge: float | Tensor,
+    normalization: str = "causal",
+) -> tuple[KoopmanMemory, int]:  # fmt: skip
     """Add one token to the sums, and update the inverse factor with them.
 
-    A rank-one update gives the new inverse factor. Where m² grows, the unit changes, and the factor is computed from
-    the sums instead. Under "trace" m² grows with every key, and under "paper" never.
+    A rank-one update gives the new inverse factor. With one decay a head, G and m² decay alike, so that `G / m² + ε I`
+    is unchanged before the token enters. Where m² does something else, the factor is computed from the sums instead:
+    where the key sets a new m², under "trace", where every key does, with a decay under "paper" and "none", where m²
+    does not decay, and with a decay a channel.
 
     Returns:
         The new memory, and the retries of its factorisations.
     """
-    new = add_to_sums(k, v, memory)
+    new = add_to_sums(k, v, g, memory)
     new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))
-    grown = new.sums.norm > memory.sums.norm
+    if g is None:
+        grown = new.sums.norm > memory.sums.norm
+    elif g.shape[-1] > 1 or normalization in ("paper", "none"):
+        grown = torch.ones_like(memory.sums.norm, dtype=torch.bool)
+    else:
+        grown = new.sums.norm > g.squeeze(-1).exp() * memory.sums.norm
     if grown.all():
         factor = inverse_factor(new.sums, ridge)
         return new._replace(inverse=factor.matrix), factor.retries

@@ -5,13 +5,15 @@ Users, sessions and checkpoints see a state as a dict of tensors with one row a 
 | name | shape | meaning |
 |---|---|---|
 | `gram`, `transition`, `values` | `[N, H, R, R]`, `[N, H, R, R]`, `[N, H, P, R]` | the sums G, M and C |
-| `norm` | `[N, H]` | m²: the largest squared norm of a key, or tr G under `normalization="trace"` |
+| `norm` | `[N, H]` | m²: the largest squared norm of a key, tr G under `normalization="trace"`, or 1 under "none" |
 | `last` | `[N, H, R]` | the last key of the full chunks |
 | `pending_keys`, `pending_values` | `[N, S − 1, H, R]`, `[N, S − 1, H, P]` | tokens since the last full chunk of S |
 | `pending` | `[N]` | how many of these there are |
+| `pending_decays` | `[N, S − 1, H, 1 or R]` | log-decays of the pending tokens, in calls with g only |
 | `inverse` | `[N, H, R, R]` | L⁻ᵀ of the operator, after single tokens under `refresh="token"` only |
 
 The first five hold 2r² + Pr + r + 1 numbers a head. `inverse` follows from them; it saves the next token that work.
+Keys and values are stored times √β.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halflife.ops.koopman.decays import SumDecay, Weighted, token_decay, weigh_tokens
+from halflife.ops.slow_decay import split_decay
 from halflife.precision import compute_dtype
 
 KoopmanState = dict[str, Tensor]
@@ -41,20 +45,35 @@ class Sums(NamedTuple):
     values: Tensor
     norm: Tensor
 
-    def after(self, earlier: Sums) -> Sums:
-        """The sums over these tokens and earlier ones."""
+    def after(self, earlier: Sums, decay: SumDecay | None = None) -> Sums:
+        """The sums over these tokens and earlier ones, which decay by `decay`."""
+        if decay is None:
+            return Sums(
+                earlier.gram + self.gram,
+                earlier.transition + self.transition,
+                earlier.values + self.values,
+                torch.maximum(self.norm, earlier.norm),
+            )
         return Sums(
-            earlier.gram + self.gram,
-            earlier.transition + self.transition,
-            earlier.values + self.values,
-            torch.maximum(self.norm, earlier.norm),
+            decay_and_add(earlier.gram, decay.matrix, self.gram),
+            decay_and_add(earlier.transition, decay.matrix, self.transition),
+            decay_and_add(earlier.values, decay.values, self.values),
+            torch.maximum(self.norm, decay.norm.exp() * earlier.norm),
         )
 
     def normalized(self, normalization: str, frozen: Tensor) -> Sums:
         """These sums with the m² of a normalisation: `frozen` under "paper", tr G under "trace", else the largest."""
         if normalization == "trace":
             return self._replace(norm=self.gram.diagonal(dim1=-2, dim2=-1).sum(-1))
+        if normalization == "none":
+            return self._replace(norm=torch.ones_like(self.norm))
         return self._replace(norm=frozen) if normalization == "paper" else self
+
+
+def decay_and_add(x: Tensor, g: Tensor, update: Tensor) -> Tensor:
+    """Compute `e^g ⊙ x + update` without the drift of a slow decay (see `ops.slow_decay`)."""
+    kept, change = split_decay(g)
+    return torch.addcmul(torch.addcmul(update, change, x), kept, x)
 
 
 class KoopmanMemory(NamedTuple):
@@ -66,61 +85,73 @@ class KoopmanMemory(NamedTuple):
     pending_values: Tensor
     pending: Tensor
     inverse: Tensor | None = None
+    pending_decays: Tensor | None = None
 
     def to_state(self) -> KoopmanState:
         """The state as users see it."""
-        sums, *_, inverse = self
-        state = {**sums._asdict(), **{name: getattr(self, name) for name in self._fields[1:-1]}}
-        return state if inverse is None else {**state, "inverse": inverse}
+        entries = {**self.sums._asdict(), **{name: getattr(self, name) for name in self._fields[1:]}}
+        return {name: x for name, x in entries.items() if x is not None}
 
     @classmethod
     def from_state(cls, state: KoopmanState) -> KoopmanMemory:
         """The inverse of `to_state`."""
         return cls(
             Sums(*(state[name] for name in Sums._fields)),
-            *(state[name] for name in cls._fields[1:-1]),
-            inverse=state.get("inverse"),
+            **{name: state.get(name) for name in cls._fields[1:]},  # type: ignore[arg-type]
         )
 
     def full_chunks(self, sums: Sums, last: Tensor) -> KoopmanMemory:
         """This memory with other sums and another last key; the pending tokens stay."""
-        return KoopmanMemory(sums, last, *self[2:-1])
+        return self._replace(sums=sums, last=last, inverse=None)
 
     def without_pending(self) -> KoopmanMemory:
         """This memory without pending tokens."""
-        return KoopmanMemory(*self[:2], *(torch.zeros_like(x) for x in self[2:-1]))
+        waiting = {name: getattr(self, name) for name in self._fields if name.startswith("pending")}
+        empty = {name: None if x is None else torch.zeros_like(x) for name, x in waiting.items()}
+        return self._replace(inverse=None, **empty)
 
 
 COMMITTED = (*Sums._fields, "last")  # the entries of a state that describe its full chunks
 
 
-def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> KoopmanMemory:
-    """The memory before the first token."""
-    shapes, dtype = _shapes(k, v, sequences, chunk_size), compute_dtype(k)
+def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int = 0) -> KoopmanMemory:
+    """The memory before the first token; `decays` is the number of log-decays a head, 0 without decay."""
+    shapes, dtype = _shapes(k, v, sequences, chunk_size, decays), compute_dtype(k)
     return KoopmanMemory.from_state(
         {name: k.new_zeros(shape, dtype=torch.long if name == "pending" else dtype) for name, shape in shapes.items()}
     )
 
 
-def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> dict[str, tuple[int, ...]]:
+def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int) -> dict[str, tuple[int, ...]]:
     heads, rank, width = k.shape[2], k.shape[3], v.shape[3]
     shapes = {
         "gram": (heads, rank, rank), "transition": (heads, rank, rank), "values": (heads, width, rank),
         "last": (heads, rank), "norm": (heads,), "pending_keys": (chunk_size - 1, heads, rank),
         "pending_values": (chunk_size - 1, heads, width), "pending": (),
     }  # fmt: skip
+    if decays:
+        shapes["pending_decays"] = (chunk_size - 1, heads, decays)
     return {name: (sequences, *shape) for name, shape in shapes.items()}
 
 
-def initial_memory(state: KoopmanState | None, k: Tensor, v: Tensor, sequences: int, chunk_size: int) -> KoopmanMemory:
+def initial_memory(
+    state: KoopmanState | None, k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int = 0
+) -> KoopmanMemory:
     """A user's state as a memory in the compute dtype; None means a blank one.
 
+    A state without decays can be continued with decays. Its pending tokens then have the log-decay 0.
+
     Raises:
-        ValueError: the state is of another op, number of sequences, head size or chunk size.
+        ValueError: the state is of another op, number of sequences, head size or chunk size, or has decays that the
+            call has not.
     """
     if state is None:
-        return blank(k, v, sequences, chunk_size)
-    for name, shape in _shapes(k, v, sequences, chunk_size).items():
+        return blank(k, v, sequences, chunk_size, decays)
+    if not decays and "pending_decays" in state:
+        raise ValueError("initial_state comes from calls with decays, so this call needs g")
+    if decays and "pending_decays" not in state:
+        state = {**state, "pending_decays": blank(k, v, sequences, chunk_size, decays).to_state()["pending_decays"]}
+    for name, shape in _shapes(k, v, sequences, chunk_size, decays).items():
         if name not in state or state[name].shape != shape:
             got = tuple(state[name].shape) if name in state else "nothing"
             raise ValueError(f"initial_state[{name!r}] must be {shape}; got {got}")
@@ -137,15 +168,16 @@ def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "ca
     if state["pending_keys"].shape[1] == chunk_size - 1:
         return state
     memory = KoopmanMemory.from_state(state)
-    keys, values, counts = memory.pending_keys, memory.pending_values, memory.pending
+    keys, values, counts, g = memory.pending_keys, memory.pending_values, memory.pending, memory.pending_decays
     # Slots behind the pending tokens hold zeros, which change no sum.
-    sums = sum_tokens(keys, values, previous_keys(keys, memory.last)).after(memory.sums)
-    sums = sums.normalized(normalization, memory.sums.norm)
+    sums = sums_after(memory, keys, values, g, normalization)
     index = (counts - 1).clamp(min=0).view(-1, 1, 1, 1).expand(-1, 1, *keys.shape[2:])
     newest = keys.gather(1, index)[:, 0] if keys.shape[1] else memory.last
     last = torch.where((counts > 0)[:, None, None], newest, memory.last)
-    slots = [x.new_zeros(x.shape[0], chunk_size - 1, *x.shape[2:]) for x in (keys, values)]
-    return KoopmanMemory(sums, last, slots[0], slots[1], torch.zeros_like(counts)).to_state()
+    slots = [None if x is None else x.new_zeros(len(x), chunk_size - 1, *x.shape[2:]) for x in (keys, values, g)]
+    assert slots[0] is not None
+    assert slots[1] is not None
+    return KoopmanMemory(sums, last, slots[0], slots[1], torch.zeros_like(counts), pending_decays=slots[2]).to_state()
 
 
 def freeze_norm(memory: KoopmanMemory, k: Tensor, cu_seqlens: Tensor | None) -> KoopmanMemory:
@@ -163,15 +195,21 @@ def freeze_norm(memory: KoopmanMemory, k: Tensor, cu_seqlens: Tensor | None) -> 
 # ---------------------------------------------------------------------------------------------- many tokens
 
 
-def sum_tokens(k: Tensor, v: Tensor, previous: Tensor) -> Sums:
+def sum_tokens(tokens: Weighted) -> Sums:
     """Sum along axis 1 of keys and the keys before them `[n, S, H, R]`, and of values `[n, S, H, P]`."""
+    k, norms = tokens.keys, tokens.norms
     keys = k.permute(0, 2, 3, 1)
     rows = k.transpose(1, 2)
-    norm = k.square().sum(-1)
     return Sums(
-        keys @ rows, keys @ previous.transpose(1, 2), v.permute(0, 2, 3, 1) @ rows,
-        norm.amax(1) if k.shape[1] else norm.new_zeros(k.shape[0], k.shape[2]),
+        keys @ rows, keys @ tokens.previous.transpose(1, 2), tokens.values.permute(0, 2, 3, 1) @ rows,
+        norms.amax(1) if k.shape[1] else norms.new_zeros(k.shape[0], k.shape[2]),
     )  # fmt: skip
+
+
+def sums_after(memory: KoopmanMemory, k: Tensor, v: Tensor, g: Tensor | None, normalization: str) -> Sums:
+    """The sums of a memory and of the tokens `k [N, S, H, R]`, `v [N, S, H, P]`, `g [N, S, H, 1 or R]` after it."""
+    tokens = weigh_tokens(k, previous_keys(k, memory.last), v, g, 1)
+    return sum_tokens(tokens).after(memory.sums, tokens.decay).normalized(normalization, memory.sums.norm)
 
 
 def previous_keys(k: Tensor, last: Tensor) -> Tensor:
@@ -184,8 +222,8 @@ def mask_keys(k: Tensor, mask: Tensor | None) -> Tensor:
     return k if mask is None else torch.where(mask.bool()[..., None, None], k, 0.0)
 
 
-def with_pending(k: Tensor, v: Tensor, memory: KoopmanMemory) -> tuple[Tensor, Tensor]:
-    """Put the pending keys and values before `k [N, T, H, R]` and `v [N, T, H, P]`.
+def with_pending(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Put the pending tokens before `k [N, T, H, R]`, `v [N, T, H, P]` and `g [N, T, H, 1 or R]`.
 
     Raises:
         ValueError: the sequences have different numbers of pending tokens.
@@ -195,31 +233,37 @@ def with_pending(k: Tensor, v: Tensor, memory: KoopmanMemory) -> tuple[Tensor, T
     if (counts != pending).any():
         raise ValueError("this mode takes states whose sequences have equally many tokens since their last chunk")
     keys, values = memory.pending_keys[:, :pending], memory.pending_values[:, :pending]
-    return torch.cat([keys, k], 1), torch.cat([values, v], 1)
+    if memory.pending_decays is not None and g is not None:
+        g = torch.cat([memory.pending_decays[:, :pending], g], 1)
+    return torch.cat([keys, k], 1), torch.cat([values, v], 1), g
 
 
 # ------------------------------------------------------------------------------------------- a single token
 
 
-def add_pending(k: Tensor, v: Tensor, memory: KoopmanMemory) -> KoopmanMemory:
-    """Add one pending token, `k [N, H, R]` and `v [N, H, P]`. There must be room for it."""
+def add_pending(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -> KoopmanMemory:
+    """Add one pending token, `k [N, H, R]`, `v [N, H, P]` and `g [N, H, 1 or R]`. There must be room for it."""
     at = torch.arange(len(k), device=k.device), memory.pending
+    decays = memory.pending_decays
     return memory._replace(
         pending_keys=memory.pending_keys.index_put(at, k),
         pending_values=memory.pending_values.index_put(at, v),
         pending=memory.pending + 1,
+        pending_decays=decays if decays is None or g is None else decays.index_put(at, g),
     )
 
 
-def add_to_sums(k: Tensor, v: Tensor, memory: KoopmanMemory) -> KoopmanMemory:
-    """Add one token to the sums, `k [N, H, R]` and `v [N, H, P]`."""
-    sums, key, row = memory.sums, k.unsqueeze(-1), k.unsqueeze(-2)
-    return memory._replace(
-        sums=Sums(
+def add_to_sums(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -> KoopmanMemory:
+    """Add one token to the sums, `k [N, H, R]`, `v [N, H, P]` and `g [N, H, 1 or R]`."""
+    sums, key, row, norm = memory.sums, k.unsqueeze(-1), k.unsqueeze(-2), k.square().sum(-1)
+    if g is None:
+        added = Sums(
             torch.addcmul(sums.gram, key, row),
             torch.addcmul(sums.transition, key, memory.last.unsqueeze(-2)),
             torch.addcmul(sums.values, v.unsqueeze(-1), row),
-            torch.maximum(k.square().sum(-1), sums.norm),
-        ),
-        last=k,
-    )
+            torch.maximum(norm, sums.norm),
+        )
+    else:
+        last = (memory.last * (g / 2).exp()).unsqueeze(-2)
+        added = Sums(key * row, key * last, v.unsqueeze(-1) * row, norm).after(sums, token_decay(g))
+    return memory._replace(sums=added, last=k)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from halflife.evaluation.memory import LinearSize, format_bytes
+from halflife.evaluation.memory import StateSize, format_bytes
 from halflife.report.figures.grids import panel_grid
 from halflife.report.style import INK, escape_formula, legend, model_handles, model_styles, styled
 
@@ -31,8 +31,9 @@ def memory(result: dict[str, Any]) -> Figure:
         result: what `evaluation.memory.measure_memory` returns.
     """
     models = result["models"]
-    sizes = {model["model"]: LinearSize(model["constant"], model["per_token"]) for model in models}
-    cache = LinearSize(per_token=result["cache"]["per_token"])
+    fields = ("constant", "per_token", "per_digit", "most_digits")
+    sizes = {model["model"]: StateSize(*(model.get(name, 0) for name in fields)) for model in models}
+    cache = StateSize(per_token=result["cache"]["per_token"])
     first, last = result["lengths"][0], result["lengths"][-1]
     span = (first, last) if first < last else (first / 2, 2 * last)
     figure, (axes,) = panel_grid(1, max(3.6, 0.24 * (len(models) + 3)))
@@ -40,7 +41,7 @@ def memory(result: dict[str, Any]) -> Figure:
     axes.plot(x, cache.per_token * x, **CACHE)
     for model, (name, style) in zip(models, model_styles(list(sizes)).items(), strict=True):
         size, dots = sizes[name], {"color": style.color, "marker": style.marker, "linestyle": "none", "clip_on": False}
-        axes.plot(x, size.constant + size.per_token * x, color=style.color, linestyle=style.linestyle)
+        axes.plot(x, [size.at(int(n)) for n in x], color=style.color, linestyle=style.linestyle)
         axes.plot(result["lengths"], model["bytes"], **dots)
         crossing = model["smaller_from"]
         if crossing is not None and span[0] <= crossing <= span[1]:
@@ -92,12 +93,12 @@ def _set_scales(axes: Axes, lengths: list[int], span: tuple[float, float]) -> No
     axes.set_ylim(low / 2, high * 2)
 
 
-def _write_names(axes: Axes, result: dict[str, Any], sizes: dict[str, LinearSize], end: float) -> None:
+def _write_names(axes: Axes, result: dict[str, Any], sizes: dict[str, StateSize], end: float) -> None:
     """Write the name of each line at its right end, without overlaps. In `sizes`, the cache has the name ""."""
     crossings = {model["model"]: model["smaller_from"] for model in result["models"]}
     models = model_styles(list(crossings))
     low, high = np.log(axes.get_ylim())
-    ends = [float(np.log(size.constant + size.per_token * end) - low) / float(high - low) for size in sizes.values()]
+    ends = [float(np.log(size.at(int(end))) - low) / float(high - low) for size in sizes.values()]
     beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for name, at, moved in zip(sizes, ends, apart(ends, min(GAP, 0.95 / len(ends))), strict=True):
         if style := models.get(name):

@@ -28,7 +28,7 @@ def print_memory(result: dict[str, Any]) -> None:
     sizes = [(row["model"], *map(format_bytes, row["bytes"])) for row in models]
     growth = [
         (row["model"], f"{row['parameters']:,}", format_bytes(row["constant"]), format_bytes(row["per_token"]),
-         _count(row["smaller_from"]))
+         format_bytes(row["per_digit"]), _count(row["smaller_from"]))
         for row in models
     ]  # fmt: skip
     layers = [(row["model"], layer) for row in models for layer in row["ska"]]
@@ -38,8 +38,8 @@ def print_memory(result: dict[str, Any]) -> None:
             [*sizes, (CACHE, *map(format_bytes, cache["bytes"]))],
         ),
         _table(
-            "growth of the state", ("model", "parameters", "constant", "a token", "smaller from"),
-            [*growth, (CACHE, "", "", format_bytes(cache["per_token"]), "")],
+            "growth of the state", ("model", "parameters", "constant", "a token", "a doubling", "smaller from"),
+            [*growth, (CACHE, "", "", format_bytes(cache["per_token"]), "", "")],
         ),
         *([_ska_table(layers)] if layers else []),
     )  # fmt: skip
@@ -47,6 +47,8 @@ def print_memory(result: dict[str, Any]) -> None:
     print(
         f"smaller from: the shortest length at which the state is smaller than the KV cache\nof a llama with {llama}."
     )
+    if any(row["per_digit"] for row in models):
+        print("a doubling: what twice as many tokens add; log-linear attention has a state for every power of two.")
     if layers:
         print("theory, measured, all: the same for one layer of SKA, against a cache of its keys and values.")
         print(

@@ -36,7 +36,8 @@ def unsupported(device: torch.device, call: Any = None) -> str | None:
         for field in fields(call):
             value = getattr(call, field.name)
             if field.name not in _KNOWN and not (value is field.default or value == field.default):
-                return f"native kernels of koopman_attention do not cover {field.name}={value!r}"
+                shown = field.name if isinstance(value, Tensor) else f"{field.name}={value!r}"
+                return f"native kernels of koopman_attention do not cover {shown}"
     return build.why_not()
 
 
@@ -44,7 +45,7 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
     """Run all tokens in one call, as `chunked` and `prefix` of halflife/ops/koopman/op.py do."""
     build.load()
     prefix = call.mode != "chunk"
-    (*sums, norm), last, keys, values, pending, _ = memory
+    (*sums, norm), last, keys, values, pending, *_ = memory
     entering = [x.contiguous() for x in (*sums, norm, last, keys, values)]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     gamma, mix = readout.gamma.flatten(), readout.mix.flatten()
@@ -61,7 +62,7 @@ def step(
 ) -> tuple[Tensor, KoopmanMemory, int]:
     """Run one token without gradients by the inverse factor of the sums, as `_step` of halflife/ops/koopman/op.py."""
     build.load()
-    sums, last, keys, values, pending, _ = memory
+    sums, last, keys, values, pending, *_ = memory
     settings = [x.flatten().contiguous() for x in (readout.gamma, readout.mix)]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     dense = [x.contiguous() for x in sums]

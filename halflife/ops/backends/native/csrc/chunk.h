@@ -16,9 +16,9 @@
 
 namespace halflife {
 
-// Sizes of a chunk, multiples of 16.
+// Sizes of a chunk, multiples of 16, and the states of a head.
 struct Sizes {
-  int64_t chunk, keys, values;
+  int64_t chunk, keys, values, states;
   bool operator==(const Sizes&) const = default;
 };
 
@@ -45,7 +45,7 @@ Work& work_of_thread(Sizes sizes, int64_t wide);
 class Chunk {
  public:
   Chunk(Precision precision, DecayKind kind, Sizes n)
-      : p(precision), sizes(n), decay(make_decay(kind, precision, n.chunk, n.keys)), wide(decay->states() * n.keys),
+      : p(precision), sizes(n), decay(make_decay(kind, precision, n.chunk, n.keys, n.states)), wide(decay->states() * n.keys),
         q(n.chunk, n.keys), k(n.chunk, n.keys), v(n.chunk, n.values), entering(wide, n.values), update(wide, n.values) {}
   virtual ~Chunk() = default;
 

@@ -10,7 +10,7 @@
 
 namespace halflife {
 
-enum class DecayKind { none, scalar, vector, gate };
+enum class DecayKind { none, scalar, vector, gate, cascade };
 
 // The decay of one chunk of `chunk` tokens, for keys of `keys` channels (both multiples of 16).
 //
@@ -21,7 +21,7 @@ class Decay {
   virtual ~Decay() = default;
 
   // Log-decays of a chunk, one row a token; rows without a token are 0. Their columns: 1 (scalar), K (vector),
-  // 2 (gate: slow, fast).
+  // 2 (gate: slow, fast), 2N − 1 (cascade: entries of D, see cascade.cpp).
   Mat log_decays() const { return g_; }
   virtual void prepare() = 0;  // compute the weights from `log_decays()`
 
@@ -43,7 +43,8 @@ class Decay {
   virtual void begin_log_grad() = 0;
   virtual void add_query(const Mat& x, const Mat& dx) = 0;
   virtual void add_key(const Mat& y, const Mat& dy) = 0;
-  virtual void add_read(const Mat&, const Mat&) {}
+  // `factors` are those by which rows of d were multiplied after `weight_queries_grad`.
+  virtual void add_read(const Mat&, const Mat&, const float* factors = nullptr) {}
   virtual void add_write(const Mat& k, const Mat& dk) = 0;
   virtual void log_grad(const Mat& entering, const Mat& leaving, const Mat& out) = 0;
 
@@ -53,7 +54,8 @@ class Decay {
   Buffer g_;
 };
 
-std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys);
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys, int64_t states);
+std::unique_ptr<Decay> make_cascade(Precision precision, int64_t chunk, int64_t keys, int64_t states);
 
 // e^g = kept + change, where `kept` is 1 for a slow decay and else 0 (halflife/ops/slow_decay.py): the state becomes
 // kept · S + (change · S + update), which does not drift.

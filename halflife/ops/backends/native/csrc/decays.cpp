@@ -452,7 +452,7 @@ class GateDecay final : public Decay {
   }
   void add_query(const Mat&, const Mat&) override {}  // the log-scores hold both
   void add_key(const Mat&, const Mat&) override {}
-  void add_read(const Mat& x, const Mat& d) override { products(read_fast_, read_slow_, x, d); }
+  void add_read(const Mat& x, const Mat& d, const float*) override { products(read_fast_, read_slow_, x, d); }
   void add_write(const Mat& k, const Mat& d) override { products(write_fast_, write_slow_, k, d); }
 
   void log_grad(const Mat& entering, const Mat& leaving, const Mat& out) override {
@@ -532,7 +532,8 @@ class GateDecay final : public Decay {
 
 }  // namespace
 
-std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys) {
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys, int64_t states) {
+  if (kind == DecayKind::cascade) return make_cascade(precision, chunk, keys, states);
   if (kind == DecayKind::vector) return std::make_unique<VectorDecay>(precision, chunk, keys);
   if (kind == DecayKind::gate) return std::make_unique<GateDecay>(precision, chunk, keys);
   return std::make_unique<ScalarDecay>(kind, precision, chunk, keys);

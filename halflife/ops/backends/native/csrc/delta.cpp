@@ -13,7 +13,7 @@ class DeltaChunk final : public Chunk {
  public:
   DeltaChunk(Precision precision, DecayKind kind, Sizes n)
       : Chunk(precision, kind, n), overlap(n.chunk, n.chunk), inverse(n.chunk, n.chunk), written(n.chunk, n.values),
-        y(n.chunk, wide), keys(n.chunk, wide) {
+        y(n.chunk, wide), keys(n.chunk, wide), minus_beta(n.chunk) {
     beta.resize(n.chunk);
   }
 
@@ -33,8 +33,8 @@ class DeltaChunk final : public Chunk {
     scale_rows(w.o, v, beta.data());
     lower_times(kSolve, written, inverse, w.o, false);  // X, to which the walk adds Y S
     decay->weight_queries(w.weighted, k);
-    for (size_t i = 0; i < beta.size(); i++) w.dbeta[i] = -beta[i];
-    scale_rows(w.weighted, w.weighted, w.dbeta.data());
+    for (size_t i = 0; i < beta.size(); i++) minus_beta[i] = -beta[i];
+    scale_rows(w.weighted, w.weighted, minus_beta.data());
     lower_times(kSolve, y, inverse, w.weighted, false);
     decay->weight_keys(keys, k);
   }
@@ -97,7 +97,7 @@ class DeltaChunk final : public Chunk {
                    dot(w.dscores->row(i), overlap->row(i), overlap->cols);
     scale_rows(drow, drow, beta.data());
     scale_rows(w.dwide, w.dwide, beta.data());
-    decay->add_read(k, w.dwide);
+    decay->add_read(k, w.dwide, minus_beta.data());
     scale_rows(w.dscores, w.dscores, beta.data());
     decay->scores_grad(w.dscores, k, k, overlap, drow, w.dk);
     decay->add_query(k, drow);
@@ -115,6 +115,7 @@ class DeltaChunk final : public Chunk {
 
   Buffer overlap, inverse, written, y, keys;
   Buffer scores, dwritten;
+  std::vector<float> minus_beta;
 };
 
 }  // namespace

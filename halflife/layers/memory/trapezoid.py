@@ -1,0 +1,94 @@
+"""Mamba-3's trapezoidal rule, and the running angles of its rotation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.layers import packing
+from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.ops.chunked.layout import make_layout
+from halflife.position import turn
+from halflife.precision import wide
+
+State = dict[str, Tensor]
+
+
+def integrate(
+    x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
+    state: State, cu_seqlens: Tensor | None, *, gate: GateRank | None = None, **options: Any,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """Compute the trapezoidal rule as one linear attention.
+
+    Token t − 1 writes at the end of its step and at the beginning of the next one. Both writes are added together at
+    token t:
+
+        W_t = α_t W_{t−1} + α_t (λ_{t−1} Δ_{t−1} + (1 − λ_t) Δ_t) k_{t−1} v_{t−1}ᵀ,   S_t = W_t + λ_t Δ_t k_t v_tᵀ
+
+    They could be written at token t − 1 at the same cost and corrected there. Then the rounding errors of t − 1 would
+    depend on token t, and outputs would look ahead.
+
+    Under GateRank, token t − 1 therefore enters the fast state at token t, after a reset at t. It moves to the slow
+    state at the next reset. The write of the last token of a piece is stored apart in the state (`gain`).
+
+    Args:
+        x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
+        g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
+        state, cu_seqlens: as in `Mixer.forward`.
+        gate: the layer's GateRank, or None.
+        **options: passed to the op.
+    """
+    gain, two_states = end * step, gate is not None
+    # Without GateRank, the memory of a piece already holds the first write of its last token.
+    before, last_gain = packing.delay(gain, state.get("gain") if two_states else None, cu_seqlens)
+    k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
+    v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
+    weight = g.exp() * (before + (1 - end) * step)
+    written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
+    y, memory = apply_update(gate, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1, **options)
+    memory |= {"key": key, "value": value}
+    if two_states:
+        memory["gain"] = last_gain
+    else:
+        last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
+        memory["memory"] = memory["memory"] + last
+    current = gain * (q * k).sum(-1)
+    return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
+
+
+def turn_both(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by the same angles, in turns of 2π."""
+    angle = 2 * math.pi * turns
+    cos, sin = angle.cos(), angle.sin()
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
+
+    Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
+    by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
+    errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
+    """
+    sums, last = _running_sums(wide(turns), start, cu_seqlens)
+    return sums.to(turns.dtype), last
+
+
+def _running_sums(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    layout = make_layout(turns.shape[1], 64, cu_seqlens, turns.device)
+    inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
+    bounds = None if cu_seqlens is None else F.pad(-(-cu_seqlens.diff() // layout.chunk).cumsum(0), (1, 0))
+    totals = inside[:, :, -1]
+    if layout.num_chunks > len(layout.first):  # a sequence has several chunks
+        totals, _ = _running_sums(_drop_turns(totals), start, bounds)
+    entering, _ = packing.delay(totals, start, bounds)
+    angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
+    return angle, packing.delay(angle, start, cu_seqlens)[1]
+
+
+def _drop_turns(angle: Tensor) -> Tensor:
+    return angle - angle.round()

@@ -1,0 +1,196 @@
+"""Conversion of Qwen3.5 and OLMo Hybrid in both directions, and of single mixers, compared with transformers."""
+
+import json
+
+import pytest
+import torch
+from foreign_models import LAWS, OPTIONS, VOCAB, build
+from helpers import assert_close, assert_same
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from halflife import LanguageModel, preset
+from halflife.analysis.foreign.kernels import runnable_kernels
+from halflife.models import checkpoint
+from halflife.models.convert import convert, load_layer
+from halflife.models.convert.rules import join_convolutions
+
+LENGTH = 33
+# Relative to the largest entry: four times the worst difference over four seeds. Both sides compute in float32.
+TOLERANCE = 4 * 3.0e-6
+MIXER = 4 * 8.2e-7
+
+HYBRIDS = {
+    "qwen3_5_text": {},
+    "olmo_hybrid": {},
+}
+hybrids = pytest.mark.parametrize("kind", HYBRIDS)
+
+
+def saved(kind, folder, seed=0, **options):
+    """Save a tiny model of transformers. No weight of a norm is 1 or 0, because this would hide it."""
+    model = build(kind, seed, **options)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(0.3 * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    return model
+
+
+def logits(model, ids):
+    with torch.no_grad(), runnable_kernels(model):
+        return model(input_ids=ids).logits
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def tensors(folder):
+    """The tensors in a folder. transformers cuts convolutions anywhere when it saves, so they are joined."""
+    return join_convolutions(load_file(folder / "model.safetensors"))
+
+
+@hybrids
+def test_there_and_back(kind, tmp_path):
+    """Logits equal those of transformers, in one piece and by the token. The way back gives the same file."""
+    theirs = saved(kind, tmp_path / "in")
+    ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "ours")).eval()
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    expected = logits(theirs, ids)
+    with torch.no_grad():
+        assert_close(ours(ids)[0], expected, TOLERANCE)
+        _, state = ours(ids[:, :20])
+        assert_close(ours(ids[:, 20:], state)[0], expected[:, 20:], TOLERANCE)
+    back = convert(tmp_path / "ours", tmp_path / "back", to="transformers")
+    assert_same(tensors(back), tensors(tmp_path / "in"))
+    again = AutoModelForCausalLM.from_pretrained(back).eval()
+    assert type(again) is type(theirs)
+    assert_same(logits(again, ids), expected)
+    ignored = {"_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings"}
+    first, second = ({k: x for k, x in m.config.to_dict().items() if k not in ignored} for m in (theirs, again))
+    assert first == second
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3_5_text", {"tie_word_embeddings": True, "head_dim": 16, "linear_num_key_heads": 4}),
+        ("qwen3_5_text", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+        ("olmo_hybrid", {"rope_parameters": NO_ROPE, "linear_allow_neg_eigval": False, "linear_num_key_heads": 1}),
+    ],
+)
+def test_variants(kind, options, tmp_path):
+    theirs = saved(kind, tmp_path / "in", **options)
+    ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "ours")).eval()
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    with torch.no_grad():
+        assert_close(ours(ids)[0], logits(theirs, ids), TOLERANCE)
+    convert(tmp_path / "ours", tmp_path / "back", to="transformers")
+    assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "in"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert_same(logits(again, ids), logits(theirs, ids))
+
+
+@pytest.mark.slow
+def test_qwen3_5_in_bfloat16_and_with_images(tmp_path):
+    """The text model of a checkpoint that also holds a tower for images and a head for several tokens."""
+    theirs = saved("qwen3_5_text", tmp_path / "text").bfloat16()
+    weights = {name.replace("model.", "model.language_model."): x for name, x in theirs.state_dict().items()}
+    extra = {"model.visual.a": torch.ones(2), "mtp.b": torch.ones(2)}
+    (tmp_path / "in").mkdir()
+    save_file({**weights, **extra}, tmp_path / "in" / "model.safetensors")
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    convert(tmp_path / "in", tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "back", to="transformers")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert_same({name: x.bfloat16() for name, x in back.items()}, theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "sliding_attention"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "has 1 layers"),
+        ("qwen3_5_text", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters = .*yarn"),
+        ("olmo_hybrid", {"logit_softcapping": 3.0}, "unknown settings.*: logit_softcapping"),
+        ("olmo_hybrid", {"linear_num_key_heads": 3}, "linear_num_value_heads / linear_num_key_heads"),
+    ],
+)
+def test_what_cannot_be_represented_is_named(kind, changes, message, tmp_path):
+    from halflife.models.convert import SOURCES
+
+    config = {**OPTIONS[kind], **changes}
+    with pytest.raises(ValueError, match=message):
+        SOURCES[kind](config, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gla", {}, "mixer 'mamba2' only, and for hybrids of .*this one has gla"),
+        ("gated_deltanet", {}, "this one has gated_deltanet"),
+        ("gated_deltanet+attention:1", {}, "OLMo Hybrid has norms_after = True in blocks.1; this model has False"),
+        ("gated_deltanet+post+attention:1", {}, "Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
+        ("gated_deltanet+attention:1", {"norm": "rms_plus_one"}, r"Qwen3.5 has splits = .16, 16, 16, 16. in"),
+        ("gated_deltanet+attention:1", {"mlp": "koopman"}, "have mlp 'swiglu'; this model has 'koopman'"),
+    ],
+)
+def test_models_without_a_place_are_refused(name, options, message, tmp_path):
+    config = preset(name, hidden_size=16, num_layers=2, num_heads=2, train_length=8, **options)
+    checkpoint.save(LanguageModel(config), tmp_path / "ours")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "ours", tmp_path / "out", to="transformers")
+    assert not (tmp_path / "out").exists()
+
+
+def test_queries_that_training_made_different_are_kept(tmp_path):
+    """Heads that shared a query then have a query each."""
+    saved("qwen3_5_text", tmp_path / "in")
+    ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "ours"))
+    with torch.no_grad():
+        ours.blocks[0].mixer.qkv_proj.weight[0] += 1
+    checkpoint.save(ours, tmp_path / "trained")
+    convert(tmp_path / "trained", tmp_path / "back", to="transformers")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert again.config.linear_num_key_heads == 4
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    with torch.no_grad():
+        assert_close(logits(again, ids), ours(ids)[0], TOLERANCE)
+
+
+# ------------------------------------------------------------------------------------------------- single mixers
+
+MIXERS = [
+    ("qwen3_5_moe_text", {}), ("kimi_linear", {}), ("bamba", {"time_step_limit": (0.3, 0.6)}), ("granitemoehybrid", {}),
+    ("nemotron_h", {"time_step_min": 0.6}), ("zamba2", {"time_step_min": 0.6}), ("falcon_h1", {}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "options"), MIXERS)
+def test_a_mixer_equals_that_of_transformers(kind, options, tmp_path):
+    theirs = saved(kind, tmp_path / "in", **options)
+    with pytest.raises(ValueError, match=rf"a whole {kind} has layers.*--layer N converts one mixer, with N one of 0"):
+        convert(tmp_path / "in", tmp_path / "whole")
+    ours = load_layer(convert(tmp_path / "in", tmp_path / "out", layer=0)).eval()
+    decoder = theirs.get_decoder()
+    mixer = decoder.layers[0].get_submodule(LAWS[kind][0])
+    x = torch.randn(2, LENGTH, 32)
+    with torch.no_grad(), runnable_kernels(theirs):
+        expected = mixer(x)
+        assert_close(ours(x)[0], expected[0] if isinstance(expected, tuple) else expected, MIXER)
+    with pytest.raises(ValueError, match="layer 9 has no mixer with a decay; the layers with one are 0"):
+        convert(tmp_path / "in", tmp_path / "nine", layer=9)

@@ -1,0 +1,254 @@
+"""Decays and strengths in spectral Koopman attention, against the weighted least-squares problem of every query."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import assert_close, generator
+
+from halflife.ops import available_backends, ridge_attention
+from halflife.ops.koopman import KoopmanCall, attend, koopman_attention
+
+HEADS, RANK, WIDTH = 2, 4, 3
+EXACT = 1e-9  # float64, where the condition number is up to 1/ε
+SETTINGS = {"gamma": 1.2, "mix": 0.6, "ridge": 1e-2, "power": 2}
+
+
+def inputs(length, decay="scalar", scale=1.0, batch=2, grad=True, dtype=torch.float64):
+    draw = generator("koopman decay", length, decay)
+    q, k = torch.randn(2, batch, length, HEADS, RANK, generator=draw, dtype=torch.float64)
+    v = torch.randn(batch, length, HEADS, WIDTH, generator=draw, dtype=torch.float64)
+    shape = (batch, length, HEADS, RANK) if decay == "vector" else (batch, length, HEADS)
+    g = -scale * torch.rand(shape, generator=draw, dtype=torch.float64)
+    beta = 0.1 + torch.rand(batch, length, HEADS, generator=draw, dtype=torch.float64)
+    return [x.to(dtype).requires_grad_(grad) for x in (q, k, v, g, beta)]
+
+
+def regression(keys, values, g, beta, normalization, ridge):
+    """C, M and G̃ of one head after its last token, from the weight of every token in closed form."""
+    g = g if g.ndim == 2 else g[:, None].expand_as(keys)
+    slowest = g.amax(-1)
+    x, u, norms = [], [], []
+    for s in range(len(keys)):
+        x.append(beta[s].sqrt() * (g[s + 1 :].sum(0) / 2).exp() * keys[s])
+        u.append(beta[s].sqrt() * (slowest[s + 1 :].sum() / 2).exp() * values[s])
+        norms.append(beta[s] * slowest[s + 1 :].sum().exp() * keys[s].square().sum())
+    x, u = torch.stack(x), torch.stack(u)
+    gram = x.T @ x
+    unit = {"causal": torch.stack(norms).max(), "trace": gram.trace(), "none": torch.ones(()).double()}[normalization]
+    return u.T @ x, x[1:].T @ x[:-1], gram + ridge * unit * torch.eye(RANK).double()
+
+
+def oracle(q, k, v, g, beta, chunk_size, inclusive=False, normalization="causal", mask=None):
+    """Fit the operator of every token from its tokens, one after the other."""
+    k = k if mask is None else k * mask[..., None, None]
+    y = torch.zeros_like(v)
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            stop = (t + inclusive) // chunk_size * chunk_size
+            for h in range(HEADS if stop else 0):
+                read, pairs, gram = regression(
+                    k[b, :stop, h], v[b, :stop, h], g[b, :stop, h], beta[b, :stop, h], normalization, SETTINGS["ridge"]
+                )
+                x = first = torch.linalg.solve(gram, q[b, t, h])
+                for _ in range(SETTINGS["power"]):
+                    x = SETTINGS["gamma"] * torch.linalg.solve(gram, pairs @ x)
+                place = torch.zeros_like(v)
+                place[b, t, h] = 1
+                y = y + place * (read @ ((1 - SETTINGS["mix"]) * first + SETTINGS["mix"] * x))
+    return y
+
+
+def run(x, **options):
+    q, k, v, g, beta = x
+    return koopman_attention(q, k, v, g=g, beta=beta, output_final_state=True, **SETTINGS, **options)
+
+
+def grads(y, leaves):
+    weights = torch.randn(y.shape, generator=generator("weights"), dtype=torch.float64).to(y.dtype)
+    return torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
+
+
+CG = {"solver": "cg", "iterations": 12, "tolerance": 1e-14}
+
+
+def assert_like(x, expected, wanted, options, tolerance=EXACT):
+    for form in ({"backend": "chunked"}, {"backend": "reference"}, CG):
+        y, _ = run(x, **options, **form)
+        assert_close(y, expected, tolerance)
+        for got, want in zip(grads(y, x), wanted, strict=True):
+            assert_close(got, want, 100 * tolerance)
+
+
+@pytest.mark.parametrize(
+    ("decay", "options"),
+    [
+        ("scalar", {"chunk_size": 3}),
+        ("scalar", {"refresh": "token", "inclusive": True}),
+        ("vector", {"chunk_size": 2}),
+        *(
+            pytest.param(decay, {"normalization": norm, **more}, marks=pytest.mark.slow)
+            for decay in ("scalar", "vector")
+            for norm in ("causal", "trace", "none")
+            for more in ({"chunk_size": 4}, {"refresh": "token"}, {"refresh": "token", "inclusive": True})
+        ),
+    ],
+)
+def test_every_form_solves_the_weighted_regression(decay, options):
+    x = inputs(7, decay)
+    size = 1 if "refresh" in options else options["chunk_size"]
+    others = {name: value for name, value in options.items() if name in ("inclusive", "normalization")}
+    expected = oracle(*x, size, **others)
+    assert_like(x, expected, grads(expected, x), options)
+
+
+@pytest.mark.parametrize("mode", ["prefix", "masked"])
+@pytest.mark.parametrize("decay", ["scalar", pytest.param("vector", marks=pytest.mark.slow)])
+def test_whole_sequences_decay_to_their_last_token(mode, decay):
+    """All queries read the operator that an inclusive query of the last token reads."""
+    x = inputs(5, decay)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]]).double()
+    q, *others = x
+    last = oracle(q[:, -1:].expand_as(q), *others, 1, inclusive=True, mask=mask)[:, -1:]
+    wanted = grads(last, x)
+    for form in ({}, CG):
+        y, _ = koopman_attention(
+            q[:, -1:], *others[:2], g=others[2], beta=others[3], mode=mode, mask=mask, **SETTINGS, **form
+        )
+        assert_close(y, last, EXACT)
+        for got, want in zip(grads(y, x), wanted, strict=True):
+            assert_close(got, want, 100 * EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_no_decay_and_strength_one_change_no_bit(dtype):
+    q, k, v, g, beta = inputs(11, dtype=dtype, grad=False)
+    for options in ({"chunk_size": 3}, {"refresh": "token"}, {"mode": "prefix"}):
+        plain, state = koopman_attention(q, k, v, output_final_state=True, backend="chunked", **options)
+        y, new = koopman_attention(
+            q, k, v, g=0 * g, beta=torch.ones_like(beta), output_final_state=True, backend="chunked", **options
+        )
+        assert torch.equal(y, plain)
+        assert all(torch.equal(new[name], state[name]) for name in state)
+
+
+@pytest.mark.skipif("native" not in available_backends("koopman_attention"), reason="no compiled kernels")
+def test_native_kernels_take_strengths_and_refuse_decays():
+    q, k, v, g, beta = inputs(9, grad=False, dtype=torch.float32)
+    y, _ = koopman_attention(q, k, v, beta=beta, chunk_size=3, ridge=1.0, backend="native")
+    assert_close(y, koopman_attention(q, k, v, beta=beta, chunk_size=3, ridge=1.0, backend="chunked")[0], 1e-5)
+    with pytest.raises(ValueError, match="do not cover g"):
+        koopman_attention(q, k, v, g=g, backend="native")
+    assert torch.equal(koopman_attention(q, k, v, g=g)[0], koopman_attention(q, k, v, g=g, backend="chunked")[0])
+
+
+def test_power_zero_is_ridge_attention():
+    """MesaNet's read: its own token, an absolute ridge a channel, and gradients of all inputs."""
+    x = inputs(9)
+    q, k, v, g, beta = x
+    ridge = (0.2 + torch.rand(HEADS, RANK, generator=generator("ridge")).double()).requires_grad_()
+    expected, sums = ridge_attention(q, k, v, g, beta, ridge, output_final_state=True, backend="reference")
+    wanted = grads(expected, [*x, ridge])
+    for form in ({}, CG, {"backend": "reference"}):
+        y, state = koopman_attention(
+            q, k, v, g=g, beta=beta, ridge=ridge, power=0, mix=0.0, normalization="none", refresh="token",
+            inclusive=True, output_final_state=True, **form,
+        )  # fmt: skip
+        assert_close(y, expected, EXACT)
+        assert_close(state["gram"], sums[0], EXACT)
+        assert_close(state["values"].mT, sums[1], EXACT)
+        for got, want in zip(grads(y, [*x, ridge]), wanted, strict=True):
+            assert_close(got, want, 100 * EXACT)
+
+
+@pytest.mark.parametrize(
+    ("decay", "form"),
+    [
+        ("scalar", {"backend": "chunked"}),
+        *(
+            pytest.param(decay, form, marks=pytest.mark.slow)
+            for decay in ("scalar", "vector")
+            for form in ({"backend": "reference"}, CG)
+        ),
+        pytest.param("vector", {"backend": "chunked"}, marks=pytest.mark.slow),
+    ],
+)
+def test_extreme_decays_have_finite_gradients(decay, form):
+    """A log-decay of −1000 or −∞ at every channel begins a new sequence, with the token that has it."""
+    x = inputs(9, decay)
+    q, k, v, g, beta = x
+    for value in (-1000.0, -torch.inf):
+        cut = g.detach().clone()
+        cut[:, 4] = value
+        cut.requires_grad_()
+        y, _ = run([q, k, v, cut, beta], refresh="token", **form)
+        alone, _ = run([part[:, 4:] for part in (q, k, v, cut, beta)], refresh="token", **form)
+        assert_close(y[:, 5:], alone[:, 1:], EXACT)
+        assert all(grad.isfinite().all() for grad in grads(y, [q, k, v, cut, beta]))
+
+
+def test_tokens_of_strength_zero_count_for_nothing():
+    q, k, v, g, beta = inputs(9)
+    silent = torch.ones(2, 9, 1).double()
+    silent[:, 3] = 0
+    y, _ = run([q, k, v, g, beta * silent], chunk_size=2)
+    other, _ = run([q, k * (1 + 7 * (1 - silent))[..., None], v, g, beta * silent], chunk_size=2)
+    assert torch.equal(y, other)
+    assert all(grad.isfinite().all() for grad in grads(y, [q, k, v, g, beta]))
+
+
+@pytest.mark.parametrize(
+    ("decay", "options"),
+    [
+        ("scalar", {"chunk_size": 3}),
+        ("scalar", {"refresh": "token"}),
+        *(
+            pytest.param(decay, {**size, **norm, **form}, marks=pytest.mark.slow)
+            for decay in ("scalar", "vector")
+            for size in ({"chunk_size": 4}, {"refresh": "token"}, {"refresh": "token", "inclusive": True})
+            for norm in ({}, {"normalization": "trace"}, {"normalization": "none"})
+            for form in ({}, CG)
+        ),
+    ],
+)
+def test_streams_and_packed_sequences_equal_whole_ones(decay, options):
+    """Pieces of any length, token by token at the end, and sequences of a packed row, an empty one among them."""
+    x = inputs(13, decay, grad=False)
+    whole, end = run(x, **options)
+    state, parts = None, []
+    for start, stop in ((0, 5), (5, 5), (5, 9), *((t, t + 1) for t in range(9, 13))):
+        y, state = run([part[:, start:stop] for part in x], initial_state=state, **options)
+        parts.append(y)
+    assert_close(torch.cat(parts, 1), whole, EXACT)
+    assert state is not None
+    for name in end.keys() - {"inverse"}:
+        assert_close(state[name], end[name], EXACT)
+    cu_seqlens = torch.tensor([0, 13, 13, 26])
+    packed, ends = run([part.flatten(0, 1).unsqueeze(0) for part in x], cu_seqlens=cu_seqlens, **options)
+    assert_close(packed.view_as(whole), whole, EXACT)
+    for name in end.keys() - {"inverse"}:
+        assert_close(ends[name][[0, 2]], end[name], EXACT)
+
+
+def test_bad_weights_are_refused_by_name():
+    q, k, v, g, beta = inputs(4, grad=False)
+    _, state = koopman_attention(q, k, v, g=g, chunk_size=3, output_final_state=True)
+    for message, options in (
+        ("must not be positive", {"g": -g}), ("g must be None", {"g": g[..., :1]}), ("beta must be", {"beta": -beta}),
+        ("needs g", {"initial_state": state, "chunk_size": 3}), ("refresh='token'", {"inclusive": True}),
+        ("unknown solver", {"solver": "lu"}), ("iterations", {"solver": "cg", "iterations": 0}),
+        ("Cholesky", {"solver": "cg", "operator": "main_text"}), ("ridge must", {"ridge": torch.ones(3)}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            koopman_attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize("refresh", ["chunk", pytest.param("token", marks=pytest.mark.slow)])
+def test_the_residual_of_conjugate_gradients_is_reported(refresh):
+    q, k, v, g, beta = inputs(20, grad=False)
+    call = KoopmanCall(q, k, v, g=g, beta=beta, refresh=refresh, chunk_size=5, solver="cg", tolerance=0.0)
+    residual, large = (attend(replace(call, iterations=steps)).residual for steps in (9, 2))
+    assert residual is not None
+    assert large is not None
+    assert residual < 1e-8 < large
+    assert attend(KoopmanCall(q, k, v, g=g, beta=beta)).residual is None
