@@ -7,7 +7,8 @@ import torch
 from helpers import assert_close, generator
 
 from halflife.ops import available_backends, ridge_attention
-from halflife.ops.koopman import KoopmanCall, attend, koopman_attention
+from halflife.ops.koopman import KoopmanCall, attend, convert_state, koopman_attention
+from halflife.theory import koopman
 
 HEADS, RANK, WIDTH = 2, 4, 3
 EXACT = 1e-9  # float64, where the condition number is up to 1/ε
@@ -230,6 +231,65 @@ def test_streams_and_packed_sequences_equal_whole_ones(decay, options):
         assert_close(ends[name][[0, 2]], end[name], EXACT)
 
 
+@pytest.mark.parametrize(
+    ("decay", "options"),
+    [
+        ("scalar", {"refresh": "token"}),
+        *(
+            pytest.param(decay, options, marks=pytest.mark.slow)
+            for decay in ("scalar", "vector")
+            for options in (
+                {"chunk_size": 3}, {"refresh": "token", "inclusive": True, "normalization": "none"},
+                {"refresh": "token", "normalization": "trace"}, {"refresh": "token", **CG}, {"chunk_size": 2, **CG},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_single_tokens_have_the_gradients_of_the_whole(decay, options):
+    x = inputs(8, decay)
+    wanted = grads(run(x, **options)[0], x)
+    state, parts = None, []
+    for t in range(8):
+        y, state = run([part[:, t : t + 1] for part in x], initial_state=state, **options)
+        parts.append(y)
+    for got, want in zip(grads(torch.cat(parts, 1), x), wanted, strict=True):
+        assert_close(got, want, 100 * EXACT)
+
+
+@pytest.mark.parametrize("decay", ["scalar", pytest.param("vector", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("normalization", ["causal", pytest.param("trace", marks=pytest.mark.slow)])
+def test_pending_tokens_enter_with_their_decays(decay, normalization):
+    """A state by chunk goes on by token, as the same tokens do that were read by token from the start."""
+    x = inputs(8, decay, grad=False)
+    first, second = ([part[:, tokens] for part in x] for tokens in (slice(5), slice(5, 8)))
+    options = {"normalization": normalization}
+    _, state = run(first, chunk_size=3, **options)
+    y, end = run(second, initial_state=convert_state(state, 1, normalization), refresh="token", **options)
+    whole, expected = run(x, refresh="token", **options)
+    assert_close(y, whole[:, 5:], EXACT)
+    for name in ("gram", "transition", "values", "norm"):
+        assert_close(end[name], expected[name], EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+@pytest.mark.parametrize("normalization", ["sequence", "paper"])
+@pytest.mark.parametrize("size", [{"chunk_size": 3}, {"refresh": "token"}])
+def test_norms_of_whole_sequences_do_not_decay(decay, normalization, size):
+    """Packed, with an empty sequence, by chunk and by the token loop: outputs, states and gradients."""
+    x = [part.detach()[:1].requires_grad_() for part in inputs(14, decay)]
+    bounds, results = torch.tensor([0, 5, 5, 14]), []
+    for form in ({"backend": "chunked"}, {"backend": "reference"}):
+        y, state = run(x, cu_seqlens=bounds, normalization=normalization, **size, **form)
+        assert state is not None
+        results.append((y, *(state[name] for name in ("gram", "values", "norm")), *grads(y, x)))
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, 100 * EXACT)
+    longest = torch.stack([(x[4][0, 5:, h] * x[1][0, 5:, h].square().sum(-1)).max() for h in range(HEADS)])
+    if normalization == "paper":
+        assert_close(results[0][3][2], longest, EXACT)
+
+
 def test_bad_weights_are_refused_by_name():
     q, k, v, g, beta = inputs(4, grad=False)
     _, state = koopman_attention(q, k, v, g=g, chunk_size=3, output_final_state=True)
@@ -252,3 +312,36 @@ def test_the_residual_of_conjugate_gradients_is_reported(refresh):
     assert large is not None
     assert residual < 1e-8 < large
     assert attend(KoopmanCall(q, k, v, g=g, beta=beta)).residual is None
+
+
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_decayed_operators_have_norm_one_and_bounded_readouts(decay):
+    """σ_max(A_w) ≤ 1, and `‖C G̃⁻¹‖ ≤ ‖U‖ / (2 √ε m)`, the bound of a ridge regression of U, for fast decays too."""
+    ridge = 1e-4
+    for scale in (0.01, 1.0, 30.0):
+        _, k, v, g, beta = inputs(12, decay, scale, grad=False)
+        eye = torch.eye(RANK).double().view(1, RANK, 1, RANK).expand(2, -1, HEADS, -1)
+        readout, state = koopman_attention(
+            eye, k, v, g=g, beta=beta, ridge=ridge, power=0, mode="prefix", output_final_state=True
+        )
+        assert state is not None
+        assert (koopman.sigma_max(koopman.Operator.of_state(state, ridge)) <= 1 + 1e-9).all()
+        energy = (beta.unsqueeze(-1) * v.square()).sum((1, 3))  # no decayed value has more
+        bound = energy.sqrt() / (2 * (ridge * state["norm"]).sqrt())
+        assert (torch.linalg.matrix_norm(readout.permute(0, 2, 3, 1), 2) <= bound).all()
+
+
+def test_columns_of_c_that_decay_alone_would_be_read_with_one_over_the_ridge():
+    """One pair whose key `(1, 1)/√2` has faded to the weights 1 and 1/4, read at the query that it does not match."""
+    ridge, z = 1e-3, torch.tensor([1.0, 1.0]).double() / 2**0.5
+    weights = torch.tensor([1.0, 0.25]).double()
+    x = weights.sqrt() * z
+    gram = torch.outer(x, x) + ridge * torch.eye(2).double()
+    across = torch.tensor([-0.5, 1.0]).double()
+    columns = (weights * z) @ torch.linalg.solve(gram, across)
+    k, g = z.view(1, 1, 1, 2).repeat(1, 2, 1, 1), torch.zeros(1, 2, 1, 2).double()
+    k[:, 1], g[:, 1] = 0, weights.log()
+    v = torch.ones(1, 2, 1, 1).double()
+    y, _ = koopman_attention(across.view(1, 1, 1, 2), k, v, g=g, ridge=ridge, power=0, mode="prefix")
+    assert columns < -0.1 / ridge
+    assert abs(y.item()) < 1e-9

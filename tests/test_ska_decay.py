@@ -8,7 +8,7 @@ import halflife
 from halflife import layers
 from halflife.analysis.forecast import require_linear_memory
 from halflife.analysis.operators import measure_operators
-from halflife.analysis.spectrum import timescales
+from halflife.analysis.spectrum import granularity, timescales
 from halflife.experiments.overrides import apply_overrides
 from halflife.ops import koopman_attention
 from halflife.training.config import TrainConfig
@@ -101,8 +101,25 @@ def test_modifiers_and_overrides_choose_the_decay():
     config = TrainConfig(model=model, steps=1, batch_size=1, learning_rate=1e-3)
     changed = apply_overrides(config, {"ska.decay": "simple", "ska.beta": True, "ska.decay_options": {"p": 0.9}})
     assert changed.model.hybrid["options"]["decay_options"] == {"p": 0.9}
+    assert granularity(model_of("simple+ska_decay")) == "heads and key channels"
     with pytest.raises(ValueError, match=r"layer 1 \(ska\)"):
         require_linear_memory(decayed)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba2+ska_decay", "mamba2+post+ska_post"])
+@pytest.mark.parametrize("refresh", ["chunk", "token"])
+def test_a_session_ends_where_the_whole_text_does(name, refresh):
+    model, ids = model_of(name).double(), torch.randint(31, (1, 30), generator=generator("session"))
+    mixer = model.blocks[1].mixer
+    mixer.options["refresh"] = mixer.decode_refresh = refresh
+    mixer.out_proj.weight.normal_()
+    logits, _ = model(ids)
+    session = halflife.Session(model, encode=list, decode=str).feed(ids[0, :9].tolist())
+    for token in ids[0, 9:].tolist():
+        session.feed([token])
+    assert_close(session.next_logits, logits[0, -1], EXACT)
 
 
 @pytest.mark.slow

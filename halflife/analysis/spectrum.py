@@ -23,9 +23,10 @@ def layer_decays(model: Readable) -> list[tuple[int, Decay | MixerDecay]]:
 
 
 def granularity(model: Readable) -> str:
-    """Say what a channel of this model's decay is: "heads", "key channels", or "none" without a decay."""
+    """Say what a channel of this model's decays is: "heads", "key channels", both, or "none" without a decay."""
     names = {decay.granularity for _, decay in layer_decays(model)}
-    return {"scalar": "heads", "vector": "key channels"}[names.pop()] if names else "none"
+    called = [name for granularity, name in (("scalar", "heads"), ("vector", "key channels")) if granularity in names]
+    return " and ".join(called) or "none"
 
 
 @dataclass(frozen=True)

@@ -136,11 +136,15 @@ class KoopmanCall:
                 f"got {tuple(self.g.shape)}"
             )
         check_decay("g", self.g, ("koopman_attention", "g"))
-        exporting = torch.compiler.is_exporting()  # a graph cannot branch on values
-        if self.beta is not None and (self.beta.shape != scalar or (not exporting and (self.beta < 0).any())):
+        if self.beta is not None and (self.beta.shape != scalar or _has_negative(self.beta)):
             raise ValueError(f"beta must be numbers ≥ 0, [B, T, H] = {tuple(scalar)}; got {tuple(self.beta.shape)}")
         if isinstance(self.ridge, Tensor) and self.ridge.shape != vector[2:]:
             raise ValueError(f"ridge must be a number or [H, R] = {tuple(vector[2:])}; got {tuple(self.ridge.shape)}")
+
+
+def _has_negative(x: Tensor) -> bool:
+    """Whether a number is negative, on a CPU. An accelerator would wait for the answer, and a graph cannot branch."""
+    return x.device.type == "cpu" and not torch.compiler.is_exporting() and bool((x < 0).any())
 
 
 def check_settings(

@@ -35,8 +35,8 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
     parts = (x.split(size, 1) for x in (keys, previous_keys(keys, memory.last), values))
     each_decay = [None] * chunks if decays is None else decays.split(size, 1)
     entering = [memory.sums]
-    for *chunk, g in zip(*parts, each_decay, strict=True):
-        tokens = weigh_tokens(*chunk, g, 1)
+    for k, before, v, g in zip(*parts, each_decay, strict=True):
+        tokens = weigh_tokens(k, before, v, g, 1)
         after = sum_tokens(tokens).after(entering[-1], tokens.decay)
         entering.append(after.normalized(call.normalization, memory.sums.norm))
     seen = entering[1:] if call.inclusive else entering[:-1]

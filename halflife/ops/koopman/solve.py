@@ -119,7 +119,8 @@ def add_token(
     A rank-one update gives the new inverse factor. With one decay a head, G and m² decay alike, so that `G / m² + ε I`
     is unchanged before the token enters. Where m² does something else, the factor is computed from the sums instead:
     where the key sets a new m², under "trace", where every key does, with a decay under "paper" and "none", where m²
-    does not decay, and with a decay a channel.
+    does not decay, with a decay a channel, and where g has a gradient, since the unit m² is a constant (see
+    `inverse_factor`) although it decays.
 
     Returns:
         The new memory, and the retries of its factorisations.
@@ -128,7 +129,7 @@ def add_token(
     new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))
     if g is None:
         grown = new.sums.norm > memory.sums.norm
-    elif g.shape[-1] > 1 or normalization in ("paper", "none"):
+    elif g.shape[-1] > 1 or normalization in ("paper", "none") or g.requires_grad:
         grown = torch.ones_like(memory.sums.norm, dtype=torch.bool)
     else:
         grown = new.sums.norm > g.squeeze(-1).exp() * memory.sums.norm

@@ -6,7 +6,7 @@ the decays g; so are the products with M and C. The memory is that of `linear_at
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,52 +32,81 @@ def has_token_form(call: KoopmanCall) -> bool:
 
 def by_tokens(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """`chunked` of `koopman.op`, for calls that `has_token_form` accepts."""
-    layout, first, solver = KoopmanLayout(call.k, memory, 1, call.cu_seqlens), memory.sums, readout.solver
+    layout, solver = KoopmanLayout(call.k, memory, 1, call.cu_seqlens), readout.solver
     assert solver is not None
-    k, v, q = (layout.place(x) for x in (call.k, call.v, call.q))
+    k, v = layout.place(call.k), layout.place(call.v)
     g = k.new_zeros(*k.shape[:3], 1) if call.g is None else layout.place(call.g)
     previous = layout.previous(k, memory.last)
     rows = [k, previous * (g / 2).exp(), v, g]
     if not call.inclusive:  # a query reads the sums before its token, which are those after the token before it
         rows = [layout.previous(x, x.new_zeros(len(memory.last), *x.shape[2:])) for x in rows]
-    keys, paired, values, decays = rows
-    read = partial(
-        linear_attention, g=decays.squeeze(-1), scale=1, cu_seqlens=layout.boundaries, chunk_size=READ_CHUNK,
-        output_final_state=True,
-    )  # fmt: skip
-
-    norm, last_norm = _norms(call, layout, k, g, first)
-    if call.normalization == "trace":
-        ones = torch.ones_like(keys[..., :1])
-        squares = keys.square().sum(-1, keepdim=True)
-        norm = read(ones, ones, squares, initial_state=first.norm[..., None, None])[0]
-    unit = unit_of(norm)
+    sums = _TokenSums(*rows, first=memory.sums, boundaries=layout.boundaries)
+    norm, last_norm = _norms(call, layout, k, g, memory.sums)
+    unit = unit_of(sums.trace() if call.normalization == "trace" else norm)
     fixed = unit.detach()  # a constant, see `inverse_factor`
     ridge = readout.ridge * (unit / fixed)
 
     def solve(b: Tensor) -> Tensor:
-        return solver(lambda x: read(x, keys, keys, initial_state=first.gram)[0] / fixed + ridge * x, b)
-
-    def advance(x: Tensor) -> Tensor:
-        return read(x, paired, keys, initial_state=first.transition.mT)[0]
+        return solver(lambda x: sums.gram(x)[0] / fixed + ridge * x, b)
 
     gamma, weights = readout.gamma.squeeze(-1), readout.weights.squeeze(-1)
-    x = weighted_sum(weights, powers(solve, advance, fixed, q, gamma, readout.power))
-    y, value_sum = read(x, keys, values, initial_state=first.values.mT)
-    gram, transition = (
-        read(x, a, keys, initial_state=state)[1] for a, state in ((keys, first.gram), (paired, first.transition.mT))
-    )
-    assert gram is not None
-    assert transition is not None
-    assert value_sum is not None
-    leaving = Sums(gram, transition.mT, value_sum.mT, last_norm)
+    xs = powers(solve, lambda x: sums.transition(x)[0], fixed, layout.place(call.q), gamma, readout.power)
+    x = weighted_sum(weights, xs)
+    y, value_sum = sums.values(x)
+    leaving = Sums(sums.gram(x)[1], sums.transition(x)[1], value_sum, last_norm)
     if not call.inclusive:
         at = layout.first + (layout.total - 1).clamp(min=0)
-        newest, before, value, decay = (x.flatten(0, 1)[at] for x in (k, previous, v, g))
+        newest, before, value, decay = (part.flatten(0, 1)[at] for part in (k, previous, v, g))
         leaving = add_to_sums(newest, value, decay, memory._replace(sums=leaving, last=before)).sums
-    leaving = leaving._replace(norm=last_norm).normalized(call.normalization, first.norm)
+    leaving = leaving._replace(norm=last_norm).normalized(call.normalization, memory.sums.norm)
     y = y.flatten(0, 1).index_select(0, layout.slots).unflatten(0, layout.shape)
     return y, layout.final(leaving, k, v, None if call.g is None else g, memory), 0
+
+
+@dataclass(frozen=True)
+class _TokenSums:
+    """The sums after every token of a timeline, as states of `linear_attention`.
+
+    `gram`, `transition` and `values` return the products of G, M and C of each token with its row of
+    `x [rows, T, H, R]`, and the sum after the last token.
+
+    Attributes:
+        keys, paired, written, g: the keys, the keys before them with the decay between them, the values, and the
+            log-decays `[rows, T, H, 1]`.
+        first: the sums before the first token.
+        boundaries: those of the sequences on the timeline, or None if each is a row.
+    """
+
+    keys: Tensor
+    paired: Tensor
+    written: Tensor
+    g: Tensor
+    first: Sums
+    boundaries: Tensor | None
+
+    def gram(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._read(x, self.keys, self.keys, self.first.gram)
+
+    def transition(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._read(x, self.paired, self.keys, self.first.transition)
+
+    def values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._read(x, self.keys, self.written, self.first.values)
+
+    def trace(self) -> Tensor:
+        """The trace of G after every token, `[rows, T, H, 1]`."""
+        squares = self.keys.square().sum(-1, keepdim=True)
+        ones = torch.ones_like(squares)
+        return self._read(ones, ones, squares, self.first.norm[..., None, None])[0]
+
+    def _read(self, x: Tensor, keys: Tensor, values: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Products with `Σ values keysᵀ`."""
+        y, last = linear_attention(
+            x, keys, values, self.g.squeeze(-1), scale=1, initial_state=first.mT, output_final_state=True,
+            cu_seqlens=self.boundaries, chunk_size=READ_CHUNK,
+        )  # fmt: skip
+        assert last is not None
+        return y, last.mT
 
 
 def _norms(call: KoopmanCall, layout: KoopmanLayout, k: Tensor, g: Tensor, first: Sums) -> tuple[Tensor, Tensor]:
