@@ -153,6 +153,29 @@ def test_koopman_attention_as_a_graph_is_its_definition(normalization, operator,
         torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-12)
 
 
+@crossed(
+    strength=1,
+    normalization=NORMALIZATIONS,
+    granularity=["scalar", "vector"],
+    chunk=[(4, "chunk", False), (4, "token", False), (4, "token", True)],
+)
+def test_koopman_attention_with_decays_as_a_graph_is_its_definition(normalization, granularity, chunk, monkeypatch):
+    settings = dict(zip(("chunk_size", "refresh", "inclusive"), chunk, strict=True))
+    settings |= {"normalization": normalization, "mix": 0.7, "output_final_state": True}
+    states = [None, None]
+    for q, k, v in koopman_inputs(3, 1, 6, 2, 9):
+        settings |= {
+            "beta": v[..., 0].sigmoid(),
+            "g": -k.abs() / 3 if granularity == "vector" else -k[..., 0].abs() / 3,
+        }
+        expected, states[0] = koopman_attention(q, k, v, initial_state=states[0], backend="reference", **settings)
+        with monkeypatch.context() as exporting:
+            exporting.setattr(torch.compiler, "is_exporting", lambda: True)
+            found, states[1] = koopman_attention(q, k, v, initial_state=states[1], **settings)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-11)
+
+
 def test_elimination_in_float32_is_as_exact_as_the_factorisation_of_the_model(monkeypatch):
     """Measured: 2.7e-6 and 2.2e-6 of the largest output for random keys, 4.8e-4 and 3.1e-4 for keys alike."""
     for noise in (1.0, 0.1):

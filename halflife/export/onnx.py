@@ -100,7 +100,7 @@ def write_graph(
     try:
         program = _convert(model, tokens, state, max_length, loop)
     except _NoOperation:
-        if tokens == 1 or loop:
+        if loop:
             raise
         loop, program = True, _convert(model, tokens, state, max_length, loop=True)
     program.save(str(path))
