@@ -239,7 +239,9 @@ def test_experiments_resolve_at_every_scale(name):
                 assert sizes[f"{base}:double"] == pytest.approx(sizes[f"{base}+gate_rank"], rel=0.15)
 
 
-@pytest.mark.parametrize(("name", "message"), [("mamba2:nonsense", "reset10"), ("mamba2:reset10", "no slow state")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("mamba2:nonsense", "reset10"), ("mamba2:reset10", r"lacks \+gate_rank")]
+)
 def test_variants_are_checked(name, message):
     experiment = EXPERIMENTS["gate-rank-s5"]()
     with pytest.raises(ValueError, match=message):

@@ -16,6 +16,7 @@ KINDS = ("state", "parameters")
 TOLERANCE = 0.05  # relative difference from the target
 STEPS = (1, 2, 4, 8, 16, 32)  # a size may have to be a multiple, for example of the number of heads
 LARGEST = 1 << 14
+CACHES = ("attention", "fox")  # mixers whose state is a cache
 
 
 def split_control(name: str) -> tuple[str, str, str] | None:
@@ -69,6 +70,8 @@ _NOUNS = {"state": "numbers of state", "parameters": "parameters"}
 def _resized(base: ModelConfig, kind: str, size: int) -> ModelConfig:
     if kind == "parameters":
         return dataclasses.replace(base, **{"hidden_size" if base.mlp == "none" else "intermediate_size": size})
+    if base.mixer in CACHES:
+        raise ValueError("the cache of softmax attention has no rows")
     rows = "state_size" if base.mixer.startswith("mamba") else "head_dim"
     return dataclasses.replace(base, mixer_options={**base.mixer_options, rows: size})
 

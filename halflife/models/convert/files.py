@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,15 @@ LAYER_FORMAT = 1
 def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write a Hugging Face folder, `config.json` and `model.safetensors`, and return it."""
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    write_json(folder / CONFIG_JSON, config)
+    write_json(folder / CONFIG_JSON, {name: _encoded(value) for name, value in config.items()})
     return folder
+
+
+def _encoded(value: Any) -> Any:
+    """JSON has no infinity; transformers writes `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_encoded(each) for each in value]
+    return {"__float__": "Infinity"} if value == math.inf else value
 
 
 def save_layer(folder: str | Path, name: str, options: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:

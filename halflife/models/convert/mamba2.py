@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,6 @@ FIXED = {
     "use_bias": (False,), "use_conv_bias": (True,), "rms_norm": (True,), "hidden_act": ("silu", "swish"),
 }  # fmt: skip
 
-UNLIMITED = {"__float__": "Infinity"}  # as transformers writes it
 MODEL = (("backbone.embeddings.weight", "embedding.weight"), ("backbone.norm_f.weight", "norm.weight"))
 BLOCK = (
     ("norm.weight", "mixer_norm.weight"),
@@ -114,6 +114,6 @@ def _config(config: ModelConfig, mixer: Any, dtype: str) -> dict[str, Any]:
         "expand": divide(mixer.num_heads * mixer.head_dim, config.hidden_size, "transformers' expand"),
         "n_groups": mixer.num_groups, "conv_kernel": mixer.conv.size, "layer_norm_epsilon": config.norm_eps,
         "initializer_range": config.initializer_range, "tie_word_embeddings": config.tie_embeddings,
-        "time_step_limit": [mixer.decay.min_step, UNLIMITED if mixer.decay.max_step is None else mixer.decay.max_step],
+        "time_step_limit": [mixer.decay.min_step, math.inf if mixer.decay.max_step is None else mixer.decay.max_step],
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
