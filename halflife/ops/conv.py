@@ -119,10 +119,21 @@ def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None)
         tail = extended[:, x.shape[1] :]
     else:
         extended, tail = _extend(x, before, cu_seqlens)
-    y = _ShiftedProducts.apply(extended, taps)
+    y = _shifted_products(extended, taps)
     if cu_seqlens is not None:
         y = y.index_select(1, _token_rows(x.shape[1], history, cu_seqlens))
     return y, tail.transpose(1, 2)
+
+
+def _shifted_products(x: Tensor, taps: Tensor) -> Tensor:
+    """`_ShiftedProducts`; as plain products in graphs, because torch 2.11 traces its backward pass wrongly."""
+    if not torch.compiler.is_compiling():
+        return _ShiftedProducts.apply(x, taps)
+    length = x.shape[1] - len(taps) + 1
+    y = x[:, :length] * taps[0]
+    for i in range(1, len(taps)):
+        y = torch.addcmul(y, x[:, i : i + length], taps[i])
+    return y
 
 
 class _ShiftedProducts(torch.autograd.Function):
