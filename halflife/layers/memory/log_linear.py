@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers import packing
 from halflife.layers.init import Linear
 from halflife.ops import log_linear_attention
 from halflife.ops.arguments import is_transformed
@@ -78,23 +79,30 @@ class LogLinear(nn.Module):
         Returns:
             `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`).
         """
-        initial = None
-        if "memory" in state:
-            missing = self.num_levels - 1 - state["memory"].shape[2]
-            initial = F.pad(state["memory"], (0, 0, 0, 0, 0, missing)), state["position"]
+        count, initial = self._num_states(x, state, cu_seqlens), None
+        if (memory := state.get("memory")) is not None:
+            if memory.shape[2] < count:
+                memory = F.pad(memory, (0, 0, 0, 0, 0, count - memory.shape[2]))
+            initial = memory, state["position"]
         o, final = log_linear_attention(
             q,
             k,
             v,
             g,
-            self.weights(x),
+            self.weights(x)[..., : count + 1],
             initial_state=initial,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             **options,
         )
         assert final is not None
-        memory, position = final
-        if x.is_cpu and not self.all_levels and not is_transformed() and len(position):
-            memory = memory[:, :, : max(1, int(position.max()).bit_length())]
-        return o, {"memory": memory}
+        return o, {"memory": final[0]}
+
+    def _num_states(self, x: Tensor, state: State, cu_seqlens: Tensor | None) -> int:
+        """The states that have content after `x`, or all L − 1 (see `num_levels`); not fewer than `state` holds."""
+        if self.all_levels or not x.is_cpu or is_transformed():
+            return self.num_levels - 1
+        ends = packing.lengths(x, cu_seqlens) + state.get("position", 0)
+        digits = int(ends.max()).bit_length() if len(ends) else 0
+        held = state["memory"].shape[2] if "memory" in state else 1
+        return max(held, min(self.num_levels - 1, digits))
