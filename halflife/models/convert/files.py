@@ -28,7 +28,7 @@ def write_model(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tens
 
 
 def _encoded(value: Any) -> Any:
-    """JSON has no infinity; transformers writes `{"__float__": "Infinity"}`."""
+    """The inverse of `source.plain`. JSON has no infinity; transformers writes `{"__float__": "Infinity"}`."""
     if isinstance(value, list):
         return [_encoded(each) for each in value]
     return {"__float__": "Infinity"} if value == math.inf else value

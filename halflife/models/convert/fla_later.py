@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halflife.models.config import ModelConfig
-from halflife.models.convert.fla_linear import convert, model_rules, qkv_rows
+from halflife.models.convert.fla_linear import DEFAULTS, convert, model_config, model_rules, qkv_rows
 from halflife.models.convert.rules import Rule, convert_from, copy
 from halflife.models.convert.source import (
     SOURCES,
@@ -24,9 +24,8 @@ from halflife.models.convert.source import (
 )
 
 KDA = {
-    "vocab_size": 32000, "hidden_size": 2048, "hidden_ratio": 4.0, "intermediate_size": None, "num_hidden_layers": 24,
-    "norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "conv_size": 4, "expand_v": 1.0,
-    "head_dim": 128, "num_heads": 16, "num_v_heads": None, "allow_neg_eigval": False,
+    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 16, "num_v_heads": None, "head_dim": 128, "expand_v": 1.0,
+    "allow_neg_eigval": False,
 }  # fmt: skip
 KDA_FIXED = {
     "attn": (None,), "hidden_act": ("swish", "silu"), "use_short_conv": (True,), "safe_gate": (False,),
@@ -62,16 +61,10 @@ def kda(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
     """Return the settings of fla's KDA, and our configuration."""
     known_keys(config, {*KDA, *KDA_FIXED, *SPEED})
     s = settings(config, KDA, KDA_FIXED, ("hidden_ratio",))
-    width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
-    options = {
+    return s, model_config("kda", s, {
         "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
-        "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, "norm_eps": s.norm_eps,
-    }  # fmt: skip
-    return s, ModelConfig(
-        name="kda", vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer="kda",
-        mixer_options=options, intermediate_size=width, tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps,
-        initializer_range=s.initializer_range,
-    )  # fmt: skip
+        "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval,
+    })  # fmt: skip
 
 
 def kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:

@@ -56,7 +56,7 @@ def gla(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
     """Return the settings of fla's GLA, and our configuration."""
     s = settings(config, GLA, GLA_FIXED, NULLABLE)
     key, value = (divide(int(s.hidden_size * x), s.num_heads, "a head's size") for x in (s.expand_k, s.expand_v))
-    return s, _model("gla", s, {
+    return s, model_config("gla", s, {
         "num_heads": s.num_heads, "head_dim": key, "value_dim": value,
         "conv_size": s.conv_size if s.use_short_conv else 0, "gate": "swish" if s.use_output_gate else "none",
         **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
@@ -95,7 +95,7 @@ def from_fla_gated_deltanet(config: Config, tensors: Tensors) -> Converted:
 def gated_deltanet(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
     """Return the settings of fla's Gated DeltaNet, and our configuration."""
     s = settings(config, GATED_DELTANET, GATED_DELTANET_FIXED, NULLABLE)
-    return s, _model("gated_deltanet", s, {
+    return s, model_config("gated_deltanet", s, {
         "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
         "conv_size": s.conv_size, "gate": "swish" if s.use_gate else "none", "allow_neg_eigval": s.allow_neg_eigval,
     })  # fmt: skip
@@ -114,7 +114,8 @@ def gated_deltanet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rul
     yield from model_rules(model, mixer)
 
 
-def _model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
+def model_config(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
+    """Return our configuration of a model of fla with SwiGLU, from its settings and the options of its mixer."""
     width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
     return ModelConfig(
         name=mixer, vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer=mixer,

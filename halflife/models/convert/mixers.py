@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from halflife import layers
-from halflife.models.convert.qwen3_next import qwen3_next_mixer
+from halflife.models.convert import qwen3_next
 from halflife.models.convert.rules import Rule, convert_from, copy, heads, join_convolutions
-from halflife.models.convert.source import Config, Tensors, Translation, divide, settings
+from halflife.models.convert.source import Config, Tensors, Translation, divide, plain, settings
 from halflife.registry import Registry
 
 # A layer's name and options, and its state dict.
@@ -29,11 +29,8 @@ Mixer = tuple[str, dict[str, Any], dict[str, Tensor]]
 
 MIXERS: Registry[Callable[[Config, Tensors, int], Mixer]] = Registry("model with mixers")
 
-GATED_DELTANET = {
-    "hidden_size": 4096, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-SILU = {"hidden_act": ("silu", "swish")}
+GATED_DELTANET = {**qwen3_next.DEFAULTS, "hidden_size": 4096}
+SILU = qwen3_next.FIXED
 # The names of Mamba-2's sizes in Bamba; other libraries' models have other names.
 BAMBA = {
     "hidden_size": "hidden_size", "num_heads": "mamba_n_heads", "head_dim": "mamba_d_head",
@@ -82,7 +79,7 @@ def _build(tensors: Tensors, layer: int, name: str, options: dict[str, Any]) -> 
 
 @MIXERS.add("qwen3_next")
 def _qwen3_next(config: Config, tensors: Tensors, layer: int) -> Mixer:
-    return ("gated_deltanet", *qwen3_next_mixer(config, tensors, layer))
+    return ("gated_deltanet", *qwen3_next.qwen3_next_mixer(config, tensors, layer))
 
 
 @MIXERS.add("qwen3_5_text")
@@ -243,6 +240,6 @@ def _mamba2(
 
 def step_limits(limits: Any) -> dict[str, float]:
     """Return the options of our decay for the limits `(least, largest)` of Mamba-2's step size; None is no limit."""
-    low, high = (float(x["__float__"]) if isinstance(x, dict) else x for x in limits or (0.0, None))
+    low, high = (plain(x) for x in limits or (0.0, None))
     found = {"min_step": float(low or 0.0)} if low else {}
     return found | ({"max_step": float(high)} if high is not None and high != math.inf else {})

@@ -48,7 +48,7 @@ def settings(
             message names the setting.
     """
     for name, choices in {**fixed, "quantization_config": (None,)}.items():
-        value = _plain(config.get(name, choices[0]))
+        value = plain(config.get(name, choices[0]))
         if value not in choices:
             allowed = " or ".join(map(str, choices))
             raise ValueError(f"{name} = {value} in config.json cannot be represented; only {allowed} can")
@@ -76,10 +76,10 @@ def _fits(value: Any, default: Any) -> bool:
     return isinstance(value, (int, float) if isinstance(default, float) else int) and value > 0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Turn lists into tuples, and transformers' `{"__float__": "Infinity"}` into a float."""
     if isinstance(value, list):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
 
 
