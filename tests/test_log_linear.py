@@ -29,8 +29,9 @@ def arguments(length, num_levels, batch=2, dtype=torch.float64, seed=0):
 
 def test_levels_are_those_of_a_fenwick_tree():
     """From position 13 = 1101₂, the tokens before it are 12; 8 to 11; 0 to 7."""
-    found = levels(torch.tensor(13), torch.arange(14)).tolist()
+    found = levels(torch.tensor(13), torch.arange(14), 9).tolist()
     assert found == [4] * 8 + [3] * 4 + [1, 0]
+    assert levels(torch.tensor(13), torch.arange(14), 3).tolist() == [3] * 12 + [1, 0]
 
 
 @pytest.mark.parametrize("backend", ["reference", *CHUNKED])

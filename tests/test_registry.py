@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from halflife import LanguageModel, param_groups, preset
 from halflife.decay import DECAYS
 from halflife.layers import LAYERS
+from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import PRESETS, checkpoint
 from halflife.precision import Float32Module
 
@@ -293,6 +294,9 @@ def compare_compiled(name):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, ids = trained(name).float(), tokens(2, 8)
+    for module in model.modules():
+        if isinstance(module, LogLinear):
+            module.all_levels = True  # as in compiled code, where no shape depends on the position
 
     def run(forward):
         model.zero_grad()

@@ -24,15 +24,8 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
     return (x.square() + y.square()).sqrt()
 
 
-def _frexp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.frexp` of whole numbers from 0 to 2⁵², as levels of log-linear attention are computed."""
-    powers = 2.0 ** torch.arange(53, dtype=x.dtype, device=x.device)
-    exponent = (x.unsqueeze(-1) >= powers).sum(-1)
-    return x / 2.0**exponent, exponent.int()
-
-
-# Operations that ONNX does not have, in operations that it has.
-DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: _hypot, torch.ops.aten.frexp.Tensor: _frexp}
+# An operation that ONNX does not have, in operations that it has.
+DECOMPOSITIONS: dict[Any, Any] = {torch.ops.aten.hypot.default: _hypot}
 
 
 @dataclass(frozen=True)

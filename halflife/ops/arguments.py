@@ -71,7 +71,7 @@ def check_decay(name: str, g: Tensor | None, key: tuple[Any, ...]) -> None:
     Raises:
         ValueError: a log-decay is positive. NaN is not an error here.
     """
-    if g is None or g.numel() == 0 or _is_traced(g):
+    if g is None or g.numel() == 0 or is_traced(g):
         return
     if g.device.type != "cpu" and not torch.is_anomaly_enabled():
         if (key := (*key, g.shape[2:], g.device)) in _SEEN:
@@ -92,7 +92,7 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
-def _is_traced(x: Tensor) -> bool:
+def is_traced(x: Tensor) -> bool:
     """Whether Python cannot read the values of `x`: under torch.compile or torch.func, of fake or meta tensors."""
     return (
         torch.compiler.is_compiling()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halflife.layers import packing
 from halflife.layers.init import Linear
 from halflife.ops import log_linear_attention
-from halflife.ops.arguments import is_transformed
+from halflife.ops.arguments import is_traced
 from halflife.ops.gate_rank import masks
 from halflife.ops.log_linear.rows import levels
 from halflife.precision import Float32Module, compute_dtype
@@ -66,7 +66,7 @@ class LogLinear(nn.Module):
         """The weights Γ and the decays Λ of all pairs `[B, H, T, T]` in float64, of a sequence from its start."""
         steps = torch.arange(x.shape[1], device=x.device)
         weights = self.weights(x).double().transpose(1, 2)
-        level = levels(steps.unsqueeze(-1), steps).clamp(max=weights.shape[-1] - 1)
+        level = levels(steps.unsqueeze(-1), steps, weights.shape[-1] - 1)
         chosen = weights.gather(-1, level.expand(*weights.shape[:3], -1)).tril()
         return chosen, torch.mul(*masks(torch.zeros_like(g).double(), g.double()))
 
@@ -100,7 +100,7 @@ class LogLinear(nn.Module):
 
     def _num_states(self, x: Tensor, state: State, cu_seqlens: Tensor | None) -> int:
         """The states that have content after `x`, or all L − 1 (see `num_levels`); not fewer than `state` holds."""
-        if self.all_levels or not x.is_cpu or is_transformed():
+        if self.all_levels or not x.is_cpu or is_traced(x):
             return self.num_levels - 1
         ends = packing.lengths(x, cu_seqlens) + state.get("position", 0)
         digits = int(ends.max()).bit_length() if len(ends) else 0

@@ -32,7 +32,7 @@ def cumulative(g: Tensor) -> Tensor:
 
 def products(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, steps: Tensor, total: Tensor) -> Tensor:
     """`(Q Kᵀ ⊙ e^{G_i − G_j} ⊙ w_i^(level)) V` inside chunks: `q, k, v, weights [N, H, …, C, …]`, `steps [N, …, C]`."""
-    level = levels(steps.unsqueeze(-1), steps.unsqueeze(-2)).clamp(max=weights.shape[-1] - 1).unsqueeze(1)
+    level = levels(steps.unsqueeze(-1), steps.unsqueeze(-2), weights.shape[-1] - 1).unsqueeze(1)
     lower = (steps.unsqueeze(-1) >= steps.unsqueeze(-2)).unsqueeze(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).to(q.dtype).exp()
     scores = q @ k.transpose(-1, -2) * decay
@@ -41,7 +41,7 @@ def products(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, steps: Tensor, to
 
 def written_states(k: Tensor, v: Tensor, total: Tensor, steps: Tensor, end: Tensor, last: int) -> Tensor:
     """The states `[N, H, L − 1, K, V]` at the positions `end [N]` of tokens `[N, H, C, …]` at `steps [N, C]`."""
-    level = levels(steps, end.unsqueeze(-1)).clamp(max=last)
+    level = levels(steps, end.unsqueeze(-1), last)
     kept = (total[..., -1:] - total).to(k.dtype).exp().unsqueeze(-1) * k
     chosen = F.one_hot(level, last + 1)[..., 1:] * (steps < end.unsqueeze(-1)).unsqueeze(-1)
     return torch.einsum("ncl,nhck,nhcv->nhlkv", chosen.to(k.dtype), kept, v)

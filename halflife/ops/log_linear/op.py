@@ -125,7 +125,7 @@ def _token(
     read = torch.einsum("nhl,nhk,nhlkv->nhv", weights[..., 1:], q, decayed)
     o = read + weights[..., :1] * (q * k).sum(-1, keepdim=True) * v
     level = torch.arange(1, states.shape[2] + 1, device=states.device)
-    carry = levels(position, position + 1).clamp(max=states.shape[2]).unsqueeze(-1)  # where the merged states go
+    carry = levels(position, position + 1, states.shape[2]).unsqueeze(-1)  # where the merged states go
     below, here = (x.view(len(x), 1, -1, 1, 1) for x in (level < carry, level == carry))
     merged = written.unsqueeze(2) + torch.where(below, decayed, 0).sum(2, keepdim=True)
     return o, torch.where(below, 0, decayed) + torch.where(here, merged, 0)

@@ -10,9 +10,10 @@ from torch import Tensor
 from halflife.ops.call import OpCall
 
 
-def levels(i: Tensor, j: Tensor) -> Tensor:
-    """The number of bits of `i xor j`, for whole numbers from 0 to 2⁵²."""
-    return torch.frexp((i ^ j).double()).exponent.long()
+def levels(i: Tensor, j: Tensor, last: int) -> Tensor:
+    """The number of bits of `i xor j`, at most `last`, for whole numbers from 0."""
+    differences = i ^ j
+    return torch.bucketize(differences, 2 ** torch.arange(last, device=differences.device), right=True)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,6 @@ class Rows:
         first = (self.position.unsqueeze(-1) >> level) << level  # the first token of each state
         first[:, -1] = 0  # the last one holds the rest
         first = first.view(len(first), *[1] * (t.ndim - 1), -1)
-        found = levels(t.unsqueeze(-1), first).clamp(max=self.last)
+        found = levels(t.unsqueeze(-1), first, self.last)
         found[..., -1] = self.last
         return found
