@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -463,3 +464,35 @@ def test_drawing_leaves_matplotlib_alone(run_dir):
     before = dict(matplotlib.rcParams)
     save_figures(results.read(run_dir))
     assert dict(matplotlib.rcParams) == before
+
+
+def test_timescales_are_a_table(tmp_path):
+    """Runs at the selected rates, each layer and channel at the first position, T and the longest test."""
+    folder = make_run(tmp_path / "run")
+    write_report(folder)
+    rows = list(csv.DictReader((folder / "timescales.csv").read_text().splitlines()))
+    keys = [(r["model"], r["seed"], r["layer"], r["position"], r["channel"]) for r in rows]
+    models, positions = ("mamba2", "mamba2+post"), ("1", str(LENGTH), "512")  # a llama has no decay
+    assert keys == list(itertools.product(models, "01", "01", positions, "01234567"))
+    chosen = rows[keys.index(("mamba2+post", "1", "1", "512", "3"))]
+    expected = scales(1, 1)["timescales"]["512"][3]
+    assert float(chosen["initial"]) == pytest.approx(expected, rel=1e-5)
+    assert float(chosen["trained"]) == pytest.approx(1.6 * expected, rel=1e-5)
+
+
+def test_timescales_of_many_channels_are_a_choice(tmp_path):
+    path = tmp_path / "run" / "mamba2" / "lr0.01-seed0" / "spectrum.json"
+    folder = make_run(tmp_path / "run", models=("mamba2",), seeds=(0,), layers=1)
+    one = {"timescales": {"1": [float(n) for n in range(1, 301)]}}
+    write_json(path, {"channels": "channels", "layers": [{"layer": 0, "init": one, "trained": one}]})
+    write_report(folder)
+    rows = list(csv.DictReader((folder / "timescales.csv").read_text().splitlines()))
+    assert len(rows) == 64
+    assert [float(rows[n]["trained"]) for n in (0, -1)] == [1, 300]
+    assert all(float(row["trained"]) == int(row["channel"]) + 1 for row in rows)
+
+
+def test_no_timescales_before_a_model_has_finished(tmp_path):
+    folder = make_run(tmp_path / "run", finished=False)
+    write_report(folder)
+    assert not (folder / "timescales.csv").exists()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
 
 MISSING = "–"
+T = TypeVar("T")
 
 
 def percent(fraction: float, digits: int = 1) -> str:
@@ -25,3 +30,9 @@ def short_count(number: float) -> str:
 def rounded(number: float, digits: int = 6) -> float | None:
     """The number with that many significant digits, or None if it is not finite, for which JSON has no literal."""
     return float(f"{number:.{digits}g}") if math.isfinite(number) else None
+
+
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """Return at most `most` of the items, evenly spaced, with the first and the last one."""
+    chosen = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    return [items[i] for i in chosen]

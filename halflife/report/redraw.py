@@ -22,6 +22,7 @@ from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
+from halflife.report.tables.timescales import write_timescales
 from halflife.runs.folder import (
     FIGURES,
     RESULTS_CSV,
@@ -41,7 +42,7 @@ SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write the figures and `report.html` of a run, and the card of a trained language model; return the page's path.
+    """Write the figures and `report.html` of a run, and a comparison's time-scales or a language model's card.
 
     Args:
         run_dir: the folder of a comparison or of a run of `halflife train`, finished or not.
@@ -53,6 +54,8 @@ def write_report(run_dir: str | Path) -> Path:
     save_figures(run)
     if isinstance(run, LanguageRun):
         write_card(run)
+    else:
+        write_timescales(run)
     return write_page(run)
 
 

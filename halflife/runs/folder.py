@@ -7,8 +7,8 @@
 | task run     | `run.json` (every setting), `metrics.jsonl`             | a model, `result.json`, `spectrum.json`     |
 | language run | `run.json`, `versions.json`, `metrics.jsonl`            | a model, `result.json`, `samples.txt`,      |
 |              |                                                         | `report.html`, `figures/`                   |
-| comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `summary.md`, `report.html`, |
-|              | (`cell_folder`)                                         | `figures/`                                  |
+| comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
+|              | (`cell_folder`)                                         | `summary.md`, `report.html`, `figures/`     |
 | grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, and `results.json`   |
 
 A run in progress also has `checkpoints/`, whose folders count when they contain `complete.json`. `files.py` names the
@@ -53,14 +53,15 @@ from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, r
 
 __all__ = [
     "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON",
-    "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "VERSIONS_JSON", "Comparison",
-    "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "check_content", "flatten", "folder_kind", "mean",
-    "read", "read_any", "read_grid", "read_language", "read_metrics", "read_result",
+    "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "TIMESCALES_CSV", "VERSIONS_JSON",
+    "Comparison", "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "check_content", "flatten",
+    "folder_kind", "mean", "read", "read_any", "read_grid", "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
 RESULTS_JSON = "results.json"  # of a grid, see `read_grid`
+TIMESCALES_CSV = "timescales.csv"  # of the runs at the selected learning rates
 SUMMARY_MD = "summary.md"
 SAMPLES_TXT = "samples.txt"
 REPORT_HTML = "report.html"

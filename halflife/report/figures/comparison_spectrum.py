@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, evenly, layer_grid, note_missing
+from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, layer_grid, note_missing
+from halflife.report.numbers import evenly
 from halflife.report.style import INK, REFERENCE_LINE, legend, model_styles, styled
 from halflife.runs.folder import Comparison
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from halflife.report.numbers import evenly
 from halflife.report.style import WIDTH, escape_formula, note
 
 SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales outside are drawn at these limits
 MAX_LAYERS = 6  # of one model
 CROWDED = 48  # channels of a panel; with more, markers are smaller and vertical lines are left out
-
-T = TypeVar("T")
-
-
-def evenly(items: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` of the items, evenly spaced, with the first and the last one."""
-    chosen = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
-    return [items[i] for i in chosen]
 
 
 def panel_grid(

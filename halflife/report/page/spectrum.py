@@ -12,11 +12,11 @@ import torch
 from halflife.analysis.spectrum import granularity, layer_decays, timescales
 from halflife.decay import PoST
 from halflife.models import LanguageModel, checkpoint
-from halflife.report.figures.grids import FASTEST, SLOWEST, evenly
-from halflife.report.numbers import rounded
+from halflife.report.figures.grids import FASTEST, SLOWEST
+from halflife.report.numbers import evenly, rounded
+from halflife.report.tables.timescales import MAX_CHANNELS
 from halflife.runs.folder import Training
 
-MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
 LAST_POSITION = 16  # training lengths
 # What filled and hollow circles are, and the sentence about them.
 TRAINED = {

@@ -27,17 +27,19 @@ def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
         dtypes = {x.dtype for x in (call.q, call.k, call.v, call.a, call.b) if x is not None}
         if len(dtypes) > 1 or call.q.dtype not in _DTYPES:
             return f"native kernels take all matrices in float32 or all in bfloat16; got {_names(dtypes)}"
-    return _refusal()
+    return refusal()
 
 
 # torch.compile calls these two while it traces and takes their results as constants.
 @constant_while_tracing
-def _refusal() -> str | None:
+def refusal() -> str | None:
+    """`build.why_not`."""
     return build.why_not()
 
 
 @constant_while_tracing
-def _load() -> None:
+def load() -> None:
+    """`build.load`."""
     build.load()
 
 
@@ -47,7 +49,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 def run(call: OpCall) -> tuple[Tensor, Tensor]:
     """Run an op on a state: outputs `[B, T, H, V]` and final states `[N, H, num_states · K, V]`."""
-    _load()
+    load()
     if call.chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1; got {call.chunk_size}")
     initial = call.first_state().contiguous()
@@ -70,9 +72,9 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def formulas() -> dict[Any, Any]:
     """The operations of each custom op, for torch's `FlopCounterMode`; empty where the kernels are not built."""
-    if _refusal() is not None:
+    if refusal() is not None:
         return {}
-    _load()
+    load()
     from halflife.ops.backends.native import fakes
 
     return {torch.ops.halflife.state_op: fakes.operations, torch.ops.halflife.linear: fakes.operations_of_linear}

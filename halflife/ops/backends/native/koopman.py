@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.native import build
+from halflife.ops.backends.native import load, refusal
 
 if TYPE_CHECKING:
     from halflife.ops.koopman.call import KoopmanCall
@@ -38,12 +38,12 @@ def unsupported(device: torch.device, call: Any = None) -> str | None:
             if field.name not in _KNOWN and not (value is field.default or value == field.default):
                 shown = field.name if isinstance(value, Tensor) else f"{field.name}={value!r}"
                 return f"native kernels of koopman_attention do not cover {shown}"
-    return build.why_not()
+    return refusal()
 
 
 def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """Run all tokens in one call, as `chunked` and `prefix` of halflife/ops/koopman/op.py do."""
-    build.load()
+    load()
     prefix = call.mode != "chunk"
     (*sums, norm), last, keys, values, pending, *_ = memory
     entering = [x.contiguous() for x in (*sums, norm, last, keys, values)]
@@ -61,7 +61,7 @@ def step(
     call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: KoopmanReadout
 ) -> tuple[Tensor, KoopmanMemory, int]:
     """Run one token without gradients by the inverse factor of the sums, as `_step` of halflife/ops/koopman/op.py."""
-    build.load()
+    load()
     sums, last, keys, values, pending, *_ = memory
     settings = [x.flatten().contiguous() for x in (readout.gamma, readout.mix)]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))

@@ -13,7 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from halflife.decay.minimax import MEASURABLE
-from halflife.report.figures.grids import evenly, panel_grid
+from halflife.report.figures.grids import panel_grid
+from halflife.report.numbers import evenly
 from halflife.report.style import (
     HEAT_COLOURS,
     INK,

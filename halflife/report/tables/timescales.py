@@ -1,0 +1,44 @@
+"""The table `timescales.csv` of a comparison: decay time-scales before and after training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from halflife.files import write_csv
+from halflife.report.numbers import evenly
+from halflife.runs.folder import TIMESCALES_CSV, Comparison
+
+COLUMNS = ("model", "learning_rate", "seed", "layer", "position", "channel", "initial", "trained")
+MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
+
+
+def write_timescales(run: Comparison) -> None:
+    """Write the time-scales in tokens at the selected learning rates, if a model with a decay has finished.
+
+    A row is a channel of a layer of one run at one position: the first one, T, and the longest tested length. Channels
+    are numbered from 0 in the model's order. Of more than `MAX_CHANNELS`, as many are written, evenly spaced.
+    """
+    rows = [
+        (training.model, training.learning_rate, training.seed, *row)
+        for model in run.models
+        for training in run.trainings_of(model)
+        for layer in training.spectrum.get("layers", ())
+        for row in _rows_of(layer, run.train_length)
+    ]
+    if rows:
+        write_csv(run.path / TIMESCALES_CSV, COLUMNS, rows)
+
+
+def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[Any, ...]]:
+    """The columns from `layer` on. `layer` is one of `spectrum.json`."""
+    initial, trained = (
+        {int(at): np.ravel(x) for at, x in layer[when]["timescales"].items()} for when in ("init", "trained")
+    )
+    nearest = min(initial, key=lambda position: abs(position - (train_length or math.inf)))
+    for position in sorted({min(initial), nearest, max(initial)}):
+        for channel in evenly(range(len(initial[position])), MAX_CHANNELS):
+            yield layer["layer"], position, channel, *(f"{x[position][channel]:.6g}" for x in (initial, trained))
