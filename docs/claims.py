@@ -13,6 +13,7 @@ name:
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
     accuracy(file, model, test, length, pairs), loss(variant)    one number a seed, at the selected learning rate
+    timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x
     percent(x)                 the mean in percent and its interval
     learned(file, model)       whether a model has learned its training task
@@ -155,6 +156,20 @@ class Files:
         self._note(1)
         return self._seeds([runs[seed]["test"] for seed in sorted(runs)])
 
+    def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
+        """The decay time-scales in tokens, a row a layer of a run."""
+        self.used[name] = None
+        own = [row for row in _csv(name) if row["model"] == model and int(row["position"]) == position]
+        self._note(len({row["learning_rate"] for row in own}))
+        rows: dict[tuple[str, str], list[float]] = {}
+        for row in own:
+            if row["selected"] == "True":
+                rows.setdefault((row["seed"], row["layer"]), []).append(float(row[when]))
+        if not rows:
+            raise ValueError(f"{name} has no row of {model} at position {position}")
+        self._seeds([float(seed) for seed in {seed for seed, _ in rows}])
+        return np.array([rows[key] for key in sorted(rows)])
+
     def learned(self, name: str, model: str) -> bool:
         tests = {row["test"] for row in _csv(name)}
         test = "in_distribution" if "in_distribution" in tests else sorted(tests)[0]
@@ -194,7 +209,7 @@ class Files:
             **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
             "accuracy": self.accuracy, "loss": self.loss, "learned": self.learned, "mark": self.mark,
-            "measured": self.measured,
+            "measured": self.measured, "timescales": self.timescales,
             "percent": in_percent,
             "list_of": lambda node: [node[name] for name in node],
             "low": lambda x: bootstrap(x).low, "high": lambda x: bootstrap(x).high,

@@ -467,13 +467,14 @@ def test_drawing_leaves_matplotlib_alone(run_dir):
 
 
 def test_timescales_are_a_table(tmp_path):
-    """Runs at the selected rates, each layer and channel at the first position, T and the longest test."""
+    """Each run, layer and channel at the first position, T and the longest test."""
     folder = make_run(tmp_path / "run")
     write_report(folder)
     rows = list(csv.DictReader((folder / "timescales.csv").read_text().splitlines()))
     keys = [(r["model"], r["seed"], r["layer"], r["position"], r["channel"]) for r in rows]
     models, positions = ("mamba2", "mamba2+post"), ("1", str(LENGTH), "512")  # a llama has no decay
     assert keys == list(itertools.product(models, "01", "01", positions, "01234567"))
+    assert {row["selected"] for row in rows} == {"True"}
     chosen = rows[keys.index(("mamba2+post", "1", "1", "512", "3"))]
     expected = scales(1, 1)["timescales"]["512"][3]
     assert float(chosen["initial"]) == pytest.approx(expected, rel=1e-5)

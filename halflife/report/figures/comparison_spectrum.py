@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, layer_grid, note_missing
-from halflife.report.numbers import evenly
 from halflife.report.style import INK, REFERENCE_LINE, legend, model_styles, styled
 from halflife.runs.folder import Comparison
 
@@ -82,7 +81,8 @@ def _set_log_axis(axes: Axes, low: float, high: float) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     decades = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     if len(decades) > 1:
-        axes.yaxis.set_major_locator(FixedLocator([10.0**at for at in evenly(decades, MAX_DECADES)]))
+        step = math.ceil(len(decades) / MAX_DECADES)
+        axes.yaxis.set_major_locator(FixedLocator([10.0**at for at in decades if at % step == 0]))
     place = axes.get_subplotspec()
     if place is not None and not place.is_first_col():
         axes.tick_params(labelleft=False)

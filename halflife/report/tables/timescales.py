@@ -12,20 +12,21 @@ from halflife.files import write_csv
 from halflife.report.numbers import evenly
 from halflife.runs.folder import TIMESCALES_CSV, Comparison
 
-COLUMNS = ("model", "learning_rate", "seed", "layer", "position", "channel", "initial", "trained")
+COLUMNS = ("model", "learning_rate", "seed", "selected", "layer", "position", "channel", "initial", "trained")
 MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
 
 
 def write_timescales(run: Comparison) -> None:
-    """Write the time-scales in tokens at the selected learning rates, if a model with a decay has finished.
+    """Write the time-scales in tokens, if a model with a decay has finished.
 
     A row is a channel of a layer of one run at one position: the first one, T, and the longest tested length. Channels
     are numbered from 0 in the model's order. Of more than `MAX_CHANNELS`, as many are written, evenly spaced.
+    `selected` marks the runs at each model's selected learning rate, as in `results.csv`.
     """
+    selected = {training.path for model in run.models for training in run.trainings_of(model)}
     rows = [
-        (training.model, training.learning_rate, training.seed, *row)
-        for model in run.models
-        for training in run.trainings_of(model)
+        (training.model, training.learning_rate, training.seed, training.path in selected, *row)
+        for training in run.trainings
         for layer in training.spectrum.get("layers", ())
         for row in _rows_of(layer, run.train_length)
     ]
