@@ -212,7 +212,8 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
         }
         assert validation[rates.pop()] == max(validation.values())
     assert {p.name for p in folder.iterdir()} == {
-        "config.json", "versions.json", "results.csv", "summary.md", "report.html", "figures", "mamba2", "llama",
+        "config.json", "versions.json", "results.csv", "timescales.csv", "summary.md", "report.html", "figures",
+        "mamba2", "llama",
     }  # fmt: skip
     table = summarise(rows)
     assert [row["seed"] for row in table] == [0, 1, 0, 1, "mean"] * 2

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from halflife.ops.arguments import is_traced
+
 Product = Callable[[Tensor], Tensor]  # applies the matrices to vectors `[…, K]`
 TINY = 1e-30  # keeps 0 / 0 away where a right-hand side or a residual is 0
 
@@ -21,14 +23,14 @@ def conjugate_gradients(product: Product, b: Tensor, *, iterations: int, toleran
     """Solve `A x = b` for symmetric positive matrices, one for each vector `[…, K]`; `product` applies all of them.
 
     A vector whose residual is at most `tolerance · ‖b‖` is not changed any more. The loop ends when this holds for all,
-    but not in exported graphs, which cannot branch on values.
+    but not in graphs, which cannot branch on values.
     """
     x, residual = torch.zeros_like(b), b
     direction, square = residual, b.square().sum(-1, keepdim=True)
     enough = (tolerance**2 * square).clamp(min=TINY)
     for _ in range(iterations):
         open_ = square > enough
-        if not torch.compiler.is_exporting() and not open_.any():
+        if not is_traced(b) and not open_.any():
             break
         applied = product(direction)
         step = torch.where(open_, square / (direction * applied).sum(-1, keepdim=True).clamp(min=TINY), 0)

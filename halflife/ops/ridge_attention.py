@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_tensors
+from halflife.ops.arguments import check_tensors, is_traced
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.conjugate_gradients import Solution, check_solver, conjugate_gradients
@@ -90,7 +90,7 @@ def ridge_attention(
     call.check()
     if g.ndim != 3:
         raise ValueError(f"ridge attention needs one log-decay a head, g [B, T, H]; got {tuple(g.shape)}")
-    if ridge.shape != q.shape[2:] or not (torch.compiler.is_exporting() or (ridge > 0).all()):
+    if ridge.shape != q.shape[2:] or not (is_traced(ridge) or (ridge > 0).all()):
         raise ValueError(f"ridge must be positive numbers [H, K] = {tuple(q.shape[2:])}; got {tuple(ridge.shape)}")
     check_solver(iterations, tolerance)
     dtype = compute_dtype(q)

@@ -66,9 +66,10 @@ def inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
     unit = norm.detach()
     eye = torch.eye(sums.gram.shape[-1], dtype=sums.gram.dtype, device=sums.gram.device)
     diagonal = ridge.unsqueeze(-1) if isinstance(ridge, Tensor) else ridge
-    if torch.compiler.is_exporting():
-        return Factor(eliminate(sums.gram / unit + diagonal * eye, ridge), 0)
-    factor, retries = cholesky(sums.gram / unit + diagonal * (norm / unit) * eye)
+    scaled = sums.gram / unit + diagonal * (norm / unit) * eye
+    if torch.compiler.is_exporting():  # torch 2.11 says so of compiled code as well, which has gradients
+        return Factor(eliminate(scaled, ridge), 0)
+    factor, retries = cholesky(scaled)
     return Factor(torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT, retries)
 
 
