@@ -47,6 +47,9 @@ def write_report(run_dir: str | Path) -> Path:
     Args:
         run_dir: the folder of a comparison or of a run of `halflife train`, finished or not.
 
+    Returns:
+        The path of the page.
+
     Raises:
         FileNotFoundError, ValueError: as `runs.folder.read_any`.
     """

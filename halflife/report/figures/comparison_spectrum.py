@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, layer_grid, note_missing
 from halflife.report.style import INK, REFERENCE_LINE, legend, model_styles, styled
+from halflife.report.tables.timescales import nearest_to
 from halflife.runs.folder import Comparison
 
 MAX_DECADES = 6  # ticks of a y-axis
@@ -113,8 +114,8 @@ def _draw_layer(axes: Axes, layer: dict[str, Any], train_length: int | None, col
 def _at_ends(saved: dict[str, Any], train_length: int | None) -> Ends:
     """Time-scales at the first saved position, and at the one nearest to the training length."""
     scales = {float(position): values for position, values in saved["timescales"].items()}
-    end = min(scales, key=lambda position: abs(position - (train_length or math.inf)))
-    first, last = (np.ravel(np.array(scales[at], dtype=float)) for at in (min(scales), end))
+    ends = min(scales), nearest_to(train_length, scales)
+    first, last = (np.ravel(np.array(scales[at], dtype=float)) for at in ends)
     return first.clip(FASTEST, SLOWEST), last.clip(FASTEST, SLOWEST)
 
 

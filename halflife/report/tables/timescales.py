@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from halflife.report.numbers import evenly
 from halflife.runs.folder import TIMESCALES_CSV, Comparison
 
 COLUMNS = ("model", "learning_rate", "seed", "selected", "layer", "position", "channel", "initial", "trained")
+Position = TypeVar("Position", int, float)
 MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
 
 
@@ -39,7 +40,11 @@ def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[
     initial, trained = (
         {int(at): np.ravel(x) for at, x in layer[when]["timescales"].items()} for when in ("init", "trained")
     )
-    nearest = min(initial, key=lambda position: abs(position - (train_length or math.inf)))
-    for position in sorted({min(initial), nearest, max(initial)}):
+    for position in sorted({min(initial), nearest_to(train_length, initial), max(initial)}):
         for channel in evenly(range(len(initial[position])), MAX_CHANNELS):
             yield layer["layer"], position, channel, *(f"{x[position][channel]:.6g}" for x in (initial, trained))
+
+
+def nearest_to(train_length: int | None, positions: Iterable[Position]) -> Position:
+    """The position that is nearest to the training length; the first one if that is not known."""
+    return min(positions, key=lambda position: abs(position - (train_length or math.inf)))

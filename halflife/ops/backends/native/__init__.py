@@ -33,13 +33,13 @@ def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
 # torch.compile calls these two while it traces and takes their results as constants.
 @constant_while_tracing
 def refusal() -> str | None:
-    """`build.why_not`."""
+    """Return the reason why the kernels cannot run in this process, or None if they can."""
     return build.why_not()
 
 
 @constant_while_tracing
 def load() -> None:
-    """`build.load`."""
+    """Load the kernels of this machine into torch."""
     build.load()
 
 
