@@ -1,12 +1,13 @@
 """Settings for all tests: shape annotations are checked, torch has one thread, and random numbers are seeded."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from jaxtyping import install_import_hook
+from typecheck import install
 
 # Without a GPU, our Triton kernels run in Triton's interpreter. It must be chosen before triton is imported.
 if not torch.cuda.is_available():
@@ -22,10 +23,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["HALFLIFE_KEY"] = str(Path(tempfile.gettempdir(), f"halflife-tests-{os.getuid()}", "key"))
 
 # Every annotation of halflife is checked at run time, in tests only. The hook must precede the first import.
-install_import_hook("halflife", "typecheck.check")
+install("halflife")
 
 # The tensors are small, so more threads gain nothing. On a busy machine threads wait for each other (10x slower).
 torch.set_num_threads(1)
+
+# Collecting the tests makes a million objects that stay to the end. Python would look through them for garbage again
+# and again, which takes 5 s in each worker.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

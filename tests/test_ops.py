@@ -24,7 +24,7 @@ from helpers import (
 from jaxtyping import TypeCheckError
 from pairwise import crossed, slow_beyond
 
-from halflife import ops
+from halflife import ops, preset
 from halflife.ops.backends import dispatch as backends
 
 # The worst error measured over this file's cases, relative to the largest entry of a tensor. Four times that is
@@ -215,9 +215,11 @@ def test_beta_must_fit():
 
 
 def test_annotations_are_checked_under_pytest():
-    """This fails if the shapes in signatures are not checked."""
+    """This fails if the shapes in signatures, or the other types, are not checked."""
     with pytest.raises(TypeCheckError):
         ops.linear_attention(torch.zeros(1, 5, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 5, 2, 3))
+    with pytest.raises(TypeError, match="violates type hint"):
+        preset(3)
 
 
 @pytest.mark.parametrize("op", [*OPS, "gate_rank", "koopman_attention", "causal_conv1d"])

@@ -17,9 +17,9 @@ import pytest
 
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum_pages
-from halflife.report.figures.data import Axis, FigureData, HeatMap
+from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
 from halflife.report.figures.language import length, loss
-from halflife.report.figures.matplotlib_renderer import draw, draw_pages
+from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.page import render
 from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
@@ -325,6 +325,13 @@ def test_figures_of_many_models_are_divided(tmp_path):
     pages = draw_pages(FigureData("heat", "", "", "", [heat] * 60, columns=2))
     assert [len(figure.axes) for figure in pages] == [26, 26, 8]
     assert all(figure.get_figheight() < 20 for figure in (*figures, *pages))
+
+
+def test_a_long_line_of_missing_values_is_drawn(tmp_path):
+    """The resets of gates that stay closed are 0 at every step, which a logarithmic axis cannot show."""
+    line = Series("a", "a", model_styles(["a"])["a"], list(range(100)), [math.nan] * 100)
+    panel = Panel("resets", Axis("step"), Axis("", log=True), [line])
+    assert all(file.stat().st_size for file in save(draw(FigureData("gates", "", "", "", [panel])), tmp_path, "gates"))
 
 
 def test_the_script_of_the_plots_is_the_one_that_is_recorded():

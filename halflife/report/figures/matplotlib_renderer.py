@@ -95,9 +95,12 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
 
 
 def _marker_places(series: Series, shift: float) -> tuple[float, float] | None:
-    """Where a long line has markers, as a share of the panel's diagonal; lines are shifted against each other."""
+    """Where a long line has markers, as a share of the panel's diagonal; lines are shifted against each other.
+
+    None where no more than `MAX_MARKERS` points are seen: matplotlib refuses places on a line of NaN alone.
+    """
     spacing = 0.15
-    return (spacing * shift, spacing) if len(series.x) > MAX_MARKERS else None
+    return (spacing * shift, spacing) if sum(map(math.isfinite, series.y)) > MAX_MARKERS else None
 
 
 def _draw_reference(axes: Axes, label: str, x: float | None, y: float | None) -> None:
