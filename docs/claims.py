@@ -140,7 +140,6 @@ class Files:
         """The accuracy of every seed, a mean over the rows that are left, at the selected learning rate."""
         self.used[name] = None
         own = [row for row in _csv(name) if row["model"] == model]
-        self._note(len({row["learning_rate"] for row in own}))
         seeds: dict[str, list[float]] = {}
         for row in own:
             wanted = row["test"] == test and length in (None, int(row["length"]))
@@ -148,26 +147,26 @@ class Files:
                 seeds.setdefault(row["seed"], []).append(float(row["accuracy"] or "nan"))
         if not seeds:
             raise ValueError(f"{name} has no row of {model}, {test}, length {length}, pairs {pairs}")
-        return self._seeds([float(np.mean(seeds[seed])) for seed in sorted(seeds)])
+        self._note(seeds=len(seeds), rates=len({row["learning_rate"] for row in own}))
+        return np.array([float(np.mean(seeds[seed])) for seed in sorted(seeds)])
 
     def loss(self, variant: str) -> np.ndarray:
         """The test loss of every seed of a variant of decay_design.json, whose runs have one learning rate."""
         runs = self.json("decay_design.json")["results"][variant]
-        self._note(1)
-        return self._seeds([runs[seed]["test"] for seed in sorted(runs)])
+        self._note(seeds=len(runs), rates=1)
+        return np.array([runs[seed]["test"] for seed in sorted(runs)])
 
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
         """The decay time-scales in tokens, a row a layer of a run."""
         self.used[name] = None
         own = [row for row in _csv(name) if row["model"] == model and int(row["position"]) == position]
-        self._note(len({row["learning_rate"] for row in own}))
         rows: dict[tuple[str, str], list[float]] = {}
         for row in own:
             if row["selected"] == "True":
                 rows.setdefault((row["seed"], row["layer"]), []).append(float(row[when]))
         if not rows:
             raise ValueError(f"{name} has no row of {model} at position {position}")
-        self._seeds([float(seed) for seed in {seed for seed, _ in rows}])
+        self._note(seeds=len({seed for seed, _ in rows}), rates=len({row["learning_rate"] for row in own}))
         return np.array([rows[key] for key in sorted(rows)])
 
     def learned(self, name: str, model: str) -> bool:
@@ -182,12 +181,9 @@ class Files:
     def mark(self, name: str, model: str) -> str:
         return "" if self.learned(name, model) else " (not learned)"
 
-    def _note(self, rates: int) -> None:
+    def _note(self, seeds: int, rates: int) -> None:
+        self.seeds = seeds if self.seeds is None else min(seeds, self.seeds)
         self.rates = rates if self.rates is None else min(rates, self.rates)
-
-    def _seeds(self, values: list[float]) -> np.ndarray:
-        self.seeds = len(values) if self.seeds is None else min(len(values), self.seeds)
-        return np.array(values)
 
     def lacks(self) -> str:
         """What a verdict on trained models needs and the files do not have."""
