@@ -1,5 +1,6 @@
 """The experiments for open claims: their models resolve, and three steps of them run from training to the tables."""
 
+import csv
 import json
 import math
 from types import SimpleNamespace
@@ -210,4 +211,9 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
         assert (folder / "figures" / "overview.png").exists()
         assert json.loads((folder / "overview.json").read_text())["speeds"]["decoding"][models[0]] > 0
     if name.endswith("text"):
-        assert "| perplexity at | 16 | 32 |" in summary
+        assert "| perplexity of the last T of | 16 | 32 |" in summary
+        lengths = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))
+        assert {(row["model"], row["length"]) for row in lengths} >= {
+            (model, n) for model in models for n in ("16", "32")
+        }
+        assert (folder / "figures" / "length.png").exists()

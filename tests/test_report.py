@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from halflife.report.figures.comparison import comparison_figures
+from halflife.report.figures.comparison import length as length_by_model
 from halflife.report.figures.comparison_spectrum import spectrum_pages
 from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
 from halflife.report.figures.language import length, loss
@@ -26,6 +27,7 @@ from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import save_figures, write_report
 from halflife.report.style import model_styles
 from halflife.report.tables.comparison import print_comparison
+from halflife.report.tables.lengths import length_table, write_lengths
 from halflife.runs import folder as results
 
 MODELS = ("mamba2", "mamba2+post", "llama")
@@ -332,6 +334,28 @@ def test_a_long_line_of_missing_values_is_drawn(tmp_path):
     line = Series("a", "a", model_styles(["a"])["a"], list(range(100)), [math.nan] * 100)
     panel = Panel("resets", Axis("step"), Axis("", log=True), [line])
     assert all(file.stat().st_size for file in save(draw(FigureData("gates", "", "", "", [panel])), tmp_path, "gates"))
+
+
+def test_perplexity_by_length(tmp_path):
+    """The file has every run, and the table and the figure the runs at the selected learning rate."""
+    trainings = [
+        results.Training(tmp_path / f"{rate}-{seed}", "a", rate, seed, [], {}, lengths=[
+            {"length": n, "perplexity": 4.0, "last_perplexity": 4.0 + rate * seed} for n in (16, 32)
+        ])
+        for rate, seed in ((0.1, 0), (1.0, 0), (1.0, 1), (1.0, 2))
+    ]  # fmt: skip
+    scores = [results.Score("a", 1.0, seed, True, 1, 1, 1.0, "text", 16) for seed in range(3)]
+    run = results.Comparison(tmp_path, {"models": ["a"], "seeds": [0, 1, 2]}, {}, scores, trainings)
+    write_lengths(run)
+    rows = list(csv.DictReader((tmp_path / "lengths.csv").read_text().splitlines()))
+    assert [(row["learning_rate"], row["seed"], row["selected"], row["length"]) for row in rows[::2]] == [
+        ("0.1", "0", "False", "16"), ("1.0", "0", "True", "16"), ("1.0", "1", "True", "16"), ("1.0", "2", "True", "16"),
+    ]  # fmt: skip
+    assert rows[-1]["last_perplexity"] == "6.0"
+    assert "| a | 5.000 [4.000, 6.000] | 5.000 [4.000, 6.000] |" in length_table(run)
+    whole, last = length_by_model(run).panels
+    assert {series.y[0] for series in whole.series} == {4.0}
+    assert [series.y[0] for series in last.series] == [4.0, 5.0, 6.0, 5.0]
 
 
 def test_the_script_of_the_plots_is_the_one_that_is_recorded():

@@ -22,6 +22,7 @@ from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
+from halflife.report.tables.lengths import write_lengths
 from halflife.report.tables.timescales import write_timescales
 from halflife.runs.folder import (
     FIGURES,
@@ -59,6 +60,7 @@ def write_report(run_dir: str | Path) -> Path:
         write_card(run)
     else:
         write_timescales(run)
+        write_lengths(run)
     return write_page(run)
 
 

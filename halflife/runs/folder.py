@@ -9,7 +9,8 @@
 |              |                                                         | `report.html`, `figures/`                   |
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
 |              | (`cell_folder`)                                         | `summary.md`, `report.html`, `figures/`     |
-| grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, and `results.json`   |
+| grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv` and    |
+|              |                                                         | `results.json`                              |
 
 A run in progress also has `checkpoints/`, whose folders count when they contain `complete.json`. `files.py` names the
 files that lower parts of the package write (`run.json`, `metrics.jsonl`, …); this module re-uses these names and adds
@@ -52,12 +53,13 @@ from halflife.runs.records import (
 from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
 
 __all__ = [
-    "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON",
-    "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "TIMESCALES_CSV", "VERSIONS_JSON",
-    "Comparison", "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "check_content", "flatten",
-    "folder_kind", "mean", "read", "read_any", "read_grid", "read_language", "read_metrics", "read_result",
+    "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "LENGTHS_CSV", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV",
+    "RESULTS_JSON", "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "TIMESCALES_CSV",
+    "VERSIONS_JSON", "Comparison", "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "check_content",
+    "flatten", "folder_kind", "mean", "read", "read_any", "read_grid", "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
+LENGTHS_CSV = "lengths.csv"  # perplexity on text by its length, a length a row
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
 RESULTS_JSON = "results.json"  # of a grid, see `read_grid`
@@ -222,6 +224,7 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
             for score in scores
         )
         spectrum = path / SPECTRUM_JSON
+        result = read_result(path) if (path / RESULT_JSON).exists() else {}
         trainings.append(
             Training(
                 path=path,
@@ -233,7 +236,8 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
                 spectrum=without_null(check_content(spectrum, _present(read_json, spectrum), SPECTRUM), math.inf)
                 if tasks and (finished or spectrum.exists())
                 else {},
-                positions=read_result(path).get("positions", []) if tasks and (path / RESULT_JSON).exists() else [],
+                positions=result.get("positions", []) if tasks else [],
+                lengths=result.get("lengths", []),
             )
         )
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))

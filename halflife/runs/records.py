@@ -45,6 +45,7 @@ class Training:
         metrics: the lines of `metrics.jsonl`.
         spectrum: the content of `spectrum.json`; `{}` before the end of training.
         positions: accuracy and loss by position, for tests that score every position (see `runs.task_run.TaskRun`).
+        lengths: perplexity by the length of the text, for runs on text (see `runs.language_run`).
     """
 
     path: Path
@@ -54,6 +55,7 @@ class Training:
     metrics: list[dict[str, Any]]
     spectrum: dict[str, Any]
     positions: list[dict[str, Any]] = field(default_factory=list)
+    lengths: list[dict[str, Any]] = field(default_factory=list)
 
     def gates(self) -> list[tuple[int, dict[str, dict[str, float]]]]:
         """Pairs of a step and the gate statistics of every layer since the step before (`layers.gate_statistics`)."""

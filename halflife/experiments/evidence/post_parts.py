@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from statistics import fmean
 from typing import Any, ClassVar
 
 from halflife.experiments.base import EXPERIMENTS
-from halflife.experiments.language_models.base import LARGE, SMOKE, LanguageExperiment, LanguageSettings, Rows
+from halflife.experiments.language_models.base import LARGE, SMOKE, LanguageExperiment, LanguageSettings
 from halflife.experiments.mqar import PAPER as MQAR_LARGE
 from halflife.experiments.mqar import SMALL as MQAR_SMALL
 from halflife.experiments.mqar import SMOKE as MQAR_SMOKE
 from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
-from halflife.files import RESULT_JSON, read_json
 from halflife.models import ModelConfig
 from halflife.registry import unknown
-from halflife.report.markdown import markdown
-from halflife.runs.folder import read
 
 T = "T"  # stands for the training length
 # Part → options of PoST and of the mixer; `base:part` names a model. All but the first differ from the algorithm, which
@@ -169,23 +164,3 @@ class PostTakenApartText(LanguageExperiment):
     def model(self, name: str, settings: LanguageSettings) -> ModelConfig:
         preset, part = split(name)
         return with_part(super().model(preset, settings), name, part, settings.train_length)
-
-    def summary(self, folder: Path, rows: Rows) -> str:
-        return f"{super().summary(folder, rows)}\n{by_length(folder)}\n"
-
-
-def by_length(folder: Path) -> str:
-    """A table of perplexities at 1 to 16 T, and in brackets of the last T tokens, as means over seeds."""
-    run = read(folder)
-    table: list[tuple[str, dict[int, str]]] = []
-    lengths: set[int] = set()
-    for model in run.models:
-        found: dict[int, list[tuple[float, float]]] = {}
-        for training in run.trainings_of(model):
-            for one in read_json(training.path / RESULT_JSON).get("lengths", []):
-                found.setdefault(one["length"], []).append((one["perplexity"], one["last_perplexity"]))
-        lengths |= set(found)
-        means = {length: [fmean(column) for column in zip(*values, strict=True)] for length, values in found.items()}
-        table.append((model, {length: f"{whole:.3f} ({last:.3f})" for length, (whole, last) in means.items()}))
-    heading = ["perplexity at", *(f"{length:,}" for length in sorted(lengths))]
-    return markdown(heading, [[model, *(cells.get(n, "–") for n in sorted(lengths))] for model, cells in table])

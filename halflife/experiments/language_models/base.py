@@ -17,7 +17,9 @@ from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
 from halflife.report.markdown import markdown
+from halflife.report.tables.lengths import length_table
 from halflife.runs.folder import RESULTS_JSON
+from halflife.runs.folder import read as read_comparison
 from halflife.runs.language_run import LanguageConfig
 from halflife.runs.sweep import Cell
 from halflife.training.schedules import schedule
@@ -179,6 +181,8 @@ class LanguageExperiment(Experiment):
             ])  # fmt: skip
         heading = ["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"]
         text = f"{describe(settings)}\n\n{markdown(heading, table)}\n"
+        if by_length := length_table(read_comparison(folder)):
+            text += f"\n{by_length}\n"
         if self.zero_shot:
             text += f"\nThe paper's zero-shot tasks: `halflife eval FOLDER --tasks {self.zero_shot}` for each run.\n"
         return text

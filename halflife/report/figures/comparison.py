@@ -163,6 +163,33 @@ def positions(run: Comparison) -> FigureData:
     )
 
 
+# ----------------------------------------------------------------------------------------------- length
+
+
+def length(run: Comparison) -> FigureData:
+    """Perplexity (log) against the length of the text (tokens, log)."""
+    sizes = sorted({at["length"] for one in run.trainings for at in one.lengths})
+    x = Axis("length of the text (tokens)", log=True, ticks=length_ticks(sizes), phrase="{} tokens")
+    panels = []
+    for key, title in (("perplexity", "all tokens"), ("last_perplexity", "the last T tokens")):
+        series: list[Series] = []
+        for model, style in model_styles(run.models).items():
+            curves: dict[int, Curve] = {
+                one.seed: ([at["length"] for at in one.lengths], [at[key] for at in one.lengths])
+                for one in run.trainings_of(model)
+            }
+            series += seed_series(model, style, curves)
+        panels.append(Panel(title, x, Axis("perplexity", log=True), series, training_length(run.train_length)))
+    return FigureData(
+        "length",
+        "Perplexity by length",
+        f"Line charts of perplexity against the length of the text for {', '.join(run.models)}.",
+        f"{SEEDS}On the test text. Left: over all tokens of texts of each length. Right: over their last T tokens, of "
+        "which a model that uses distant context has the lowest. The vertical line marks the training length T.",
+        panels,
+    )
+
+
 # ---------------------------------------------------------------------------------------- gates, training
 
 GATES = {

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
-from halflife.report.figures.comparison import training
+from halflife.report.figures.comparison import length, training
 from halflife.report.figures.data import Axis, FigureData, Panel, Series
 from halflife.report.figures.grids import FASTEST, SLOWEST, panel_grid
 from halflife.report.style import (
@@ -97,6 +97,8 @@ def grid_figures(run: Comparison) -> list[FigureData]:
     data = read_grid(run.path)
     printed = not data["paper"] or any(loss is not None for loss in data["paper"].values())
     beside = [against_paper(data, unit(run))] if printed else []
+    if any(one.lengths for one in run.trainings):
+        beside.append(length(run))
     return [*beside, training(run, *validation, "cross-entropy on the validation text")]
 
 
