@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from halflife import LanguageModel
+from halflife.analysis.spectrum import timescales
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
@@ -113,8 +114,15 @@ def test_a_run_learns_writes_and_is_not_run_twice(settings, tmp_path):
     assert [line["step"] for line in lines if "validation_loss" in line][-1] == 6
     assert {p.name for p in tmp_path.iterdir()} == {
         "config.json", "model.safetensors", "run.json", "metrics.jsonl", "result.json", "tokenizer.json",
-        "tokenizer_config.json",
+        "tokenizer_config.json", "spectrum.json",
     }  # fmt: skip
+    model = checkpoint.load(tmp_path)
+    ((saved,), (trained,)) = json.loads((tmp_path / "spectrum.json").read_text())["layers"], timescales(model, [1, 256])
+    assert list(saved["init"]["timescales"]) == ["1", "16", "32", "64", "128", "256"]
+    assert {at: saved["trained"]["timescales"][at] for at in trained.timescales} == trained.timescales
+    torch.manual_seed(0)
+    (initial,) = timescales(LanguageModel(model.config), [1])
+    assert saved["init"]["timescales"]["1"] == initial.timescales["1"] != trained.timescales["1"]
     assert run(settings, tmp_path) == result
     with pytest.raises(ValueError, match="another configuration"):
         run(settings, tmp_path, seed=1)

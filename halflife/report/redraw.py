@@ -72,12 +72,14 @@ def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS
     Raises:
         ValueError: a format is unknown.
     """
+    figures: dict[str, list[Figure]] = {}
     if isinstance(run, LanguageRun):
-        data, figures = language_figures(run), dict[str, list[Figure]]()
-    elif folder_kind(run.path) is FolderKind.GRID:
-        data, figures = grid_figures(run), {}
+        data = language_figures(run)
     else:
-        data, figures = comparison_figures(run), {"spectrum": spectrum_pages(run)}
+        on_text = folder_kind(run.path) is FolderKind.GRID
+        data = grid_figures(run) if on_text else comparison_figures(run)
+        if not on_text or any(one.spectrum for one in run.trainings):  # earlier versions saved none of models on text
+            figures["spectrum"] = spectrum_pages(run)
     figures |= {one.name: draw_pages(one) for one in data}
     return [
         file

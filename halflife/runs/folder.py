@@ -6,7 +6,7 @@
 |              |                                                         | files of the tokenizer                      |
 | task run     | `run.json` (every setting), `metrics.jsonl`             | a model, `result.json`, `spectrum.json`     |
 | language run | `run.json`, `versions.json`, `metrics.jsonl`            | a model, `result.json`, `samples.txt`,      |
-|              |                                                         | `report.html`, `figures/`                   |
+|              |                                                         | `spectrum.json`, `report.html`, `figures/`  |
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
 |              | (`cell_folder`)                                         | `summary.md`, `report.html`, `figures/`     |
 | grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv` and    |
@@ -211,7 +211,7 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
 
     Args:
         scores: the table. A training in it has ended, and all of its files must be there.
-        tasks: whether the trainings are task runs; language runs have neither spectra nor tests by position.
+        tasks: whether the trainings are task runs, which all have spectra and may have tests by position.
     """
     trainings = []
     for path in (sweep / _model_folder(model)).glob("lr*-seed*"):
@@ -234,7 +234,7 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
                 metrics=_read_metrics(path / METRICS_JSONL, finished),
                 # A channel that never decays has the time-scale infinity, which JSON cannot hold.
                 spectrum=without_null(check_content(spectrum, _present(read_json, spectrum), SPECTRUM), math.inf)
-                if tasks and (finished or spectrum.exists())
+                if spectrum.exists() or (tasks and finished)
                 else {},
                 positions=result.get("positions", []) if tasks else [],
                 lengths=result.get("lengths", []),

@@ -154,6 +154,10 @@ class CorpusRun(ModelRun):
     def length(self) -> int:
         return self.config.context
 
+    @property
+    def positions(self) -> list[int]:
+        return [] if self.config.start is not None else [1, *(m * self.config.context for m in MULTIPLES)]
+
     def data(self, execution: ExecutionConfig) -> MicroBatches:
         count = execution.num_micro_batches(self.config.batch_size)
         return MicroBatches(self.corpus.split("train"), self.config, count)

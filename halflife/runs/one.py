@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from halflife.analysis.spectrum import LayerTimescales, granularity, timescales
 from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
 from halflife.models import LanguageModel, checkpoint
-from halflife.runs.folder import read_result
+from halflife.runs.folder import SPECTRUM_JSON, read_result
 from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
 from halflife.training.config import ExecutionConfig, TrainConfig, rank
 from halflife.training.fit import check_run_folder, claim_run_folder, fit
@@ -61,6 +62,11 @@ class ModelRun(ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens of a sequence, for the size of the state."""
+
+    @property
+    @abstractmethod
+    def positions(self) -> list[int]:
+        """The positions of the time-scales in `spectrum.json`, ascending from 1; none if the model starts trained."""
 
     @abstractmethod
     def data(self, execution: ExecutionConfig) -> Dataset[dict[str, Tensor]]:
@@ -125,6 +131,7 @@ def run_one(
     while metrics is None:
         torch.manual_seed(config.seed)
         model = run.new_model(CheckpointStore(folder / CHECKPOINTS).newest is not None)
+        initial = timescales(model, run.positions)
         claim_run_folder(config, folder)
         claimed()
         try:
@@ -138,6 +145,8 @@ def run_one(
         model = _gather_shards(model, config)
     if rank() != 0:
         return {}
+    if run.positions:
+        _write_spectrum(folder, model.eval(), initial, run.positions)
     run.save(model, folder)
     model.to(training_device()).eval()
     result = {
@@ -151,6 +160,13 @@ def run_one(
     write_json(folder / RESULT_JSON, result)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return result
+
+
+def _write_spectrum(folder: Path, model: LanguageModel, initial: list[LayerTimescales], positions: list[int]) -> None:
+    """Write the decay time-scales before and after training."""
+    pairs = zip(initial, timescales(model, positions), strict=True)
+    layers = [{"layer": before.layer, "init": before.to_dict(), "trained": after.to_dict()} for before, after in pairs]
+    write_json(folder / SPECTRUM_JSON, {"channels": granularity(model), "layers": layers})
 
 
 def training_device() -> torch.device:

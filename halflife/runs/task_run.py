@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
 from torch import nn
 
-from halflife.analysis.spectrum import granularity, timescales
 from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy, by_position
-from halflife.files import write_json
-from halflife.models import LanguageModel, checkpoint
-from halflife.runs.folder import SPECTRUM_JSON
+from halflife.models import LanguageModel
 from halflife.runs.one import CellConfig, ModelRun
 from halflife.tasks import build as build_task
 from halflife.training.config import ExecutionConfig
@@ -102,7 +98,7 @@ class TaskRun(ModelRun):
 
     Its result adds "tests" (`[{"test", "length", "num_pairs", "accuracy", "chance", "shortcut_accuracy"}]`) and
     "positions" (`[{"test", "length", "accuracy", "loss"}]`, lists by position, for tasks that score every position).
-    After a divergence the accuracies are NaN. `spectrum.json` holds the decay time-scales before and after training.
+    After a divergence the accuracies are NaN.
     """
 
     config: RunConfig
@@ -110,6 +106,10 @@ class TaskRun(ModelRun):
     @property
     def length(self) -> int:
         return max(build_task(**task).length for task in self.config.validation)
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted({1, *(build_task(**test.task).length for test in self.config.tests)})
 
     def data(self, execution: ExecutionConfig) -> TaskStream:
         config = self.config
@@ -129,18 +129,8 @@ class TaskRun(ModelRun):
 
         return validate
 
-    def before_training(self, model: LanguageModel) -> None:
-        self._initial_timescales = timescales(model, self._timescale_positions())
-
     def throughput(self, seconds: float) -> dict[str, float]:
         return {"tokens_per_second": self.config.batch_size * self.length / seconds}
-
-    def save(self, model: LanguageModel, folder: Path) -> None:
-        trained = timescales(model.eval(), self._timescale_positions())
-        pairs = zip(self._initial_timescales, trained, strict=True)
-        layers = [{"layer": a.layer, "init": a.to_dict(), "trained": b.to_dict()} for a, b in pairs]
-        write_json(folder / SPECTRUM_JSON, {"channels": granularity(model), "layers": layers})
-        checkpoint.save(model, folder)
 
     def evaluate(self, model: LanguageModel, diverged: bool) -> dict[str, Any]:
         tests = self.config.tests
@@ -148,10 +138,6 @@ class TaskRun(ModelRun):
             "tests": [self._score(model, test, diverged) for test in tests],
             "positions": [] if diverged else [self._by_position(model, t) for t in tests if build_task(**t.task).dense],
         }
-
-    def _timescale_positions(self) -> list[int]:
-        """The positions at which time-scales are computed: 1 and the lengths of the tests."""
-        return sorted({1, *(build_task(**test.task).length for test in self.config.tests)})
 
     def _score(self, model: LanguageModel, test: TestSpec, diverged: bool) -> dict[str, Any]:
         task = build_task(**test.task)
