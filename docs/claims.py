@@ -13,9 +13,10 @@ name:
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
     accuracy(file, model, test, length, pairs), loss(variant)    one number a seed, at the selected learning rate
+    perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x
-    percent(x)                 the mean in percent and its interval
+    percent(x), plain(x)       the mean and its interval, in percent or as it is
     learned(file, model)       whether a model has learned its training task
     mark(file, model)          " (not learned)", or nothing
     measured(file, model)      whether a file has a model, such as a control
@@ -40,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from halflife.report.intervals import SEEDS, bootstrap, has_learned, in_percent
+from halflife.report.intervals import SEEDS, bootstrap, has_learned, in_percent, with_interval
 
 DOCS = Path(__file__).parent
 RESULTS, PAGE, COSTS = DOCS / "results", DOCS / "claims.md", DOCS / "results" / "claims_costs.json"
@@ -150,6 +151,16 @@ class Files:
         self._note(seeds=len(seeds), rates=len({row["learning_rate"] for row in own}))
         return np.array([float(np.mean(seeds[seed])) for seed in sorted(seeds)])
 
+    def perplexity(self, name: str, model: str, length: int) -> np.ndarray:
+        """The perplexity of the last T tokens of texts of a length, of every seed, at the selected learning rate."""
+        self.used[name] = None
+        own = [row for row in _csv(name) if row["model"] == model and int(row["length"]) == length]
+        seeds = {row["seed"]: float(row["last_perplexity"]) for row in own if row["selected"] == "True"}
+        if not seeds:
+            raise ValueError(f"{name} has no row of {model} at length {length}")
+        self._note(seeds=len(seeds), rates=len({row["learning_rate"] for row in own}))
+        return np.array([seeds[seed] for seed in sorted(seeds)])
+
     def loss(self, variant: str) -> np.ndarray:
         """The test loss of every seed of a variant of decay_design.json, whose runs have one learning rate."""
         runs = self.json("decay_design.json")["results"][variant]
@@ -205,7 +216,8 @@ class Files:
             **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
             "accuracy": self.accuracy, "loss": self.loss, "learned": self.learned, "mark": self.mark,
-            "measured": self.measured, "timescales": self.timescales,
+            "measured": self.measured, "timescales": self.timescales, "perplexity": self.perplexity,
+            "plain": lambda x: with_interval(x, 2),
             "percent": in_percent,
             "list_of": lambda node: [node[name] for name in node],
             "low": lambda x: bootstrap(x).low, "high": lambda x: bootstrap(x).high,
