@@ -32,7 +32,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -139,27 +139,20 @@ class Files:
         self, name: str, model: str, test: str, length: int | None = None, pairs: int | None = None
     ) -> np.ndarray:
         """The accuracy of every seed, a mean over the rows that are left, at the selected learning rate."""
-        self.used[name] = None
-        own = [row for row in _csv(name) if row["model"] == model]
+
+        def wanted(row: Mapping[str, str]) -> bool:
+            at_length = row["test"] == test and length in (None, int(row["length"]))
+            return at_length and (pairs is None or pairs == float(row["num_pairs"] or "nan"))
+
         seeds: dict[str, list[float]] = {}
-        for row in own:
-            wanted = row["test"] == test and length in (None, int(row["length"]))
-            if row["selected"] == "True" and wanted and (pairs is None or pairs == float(row["num_pairs"] or "nan")):
-                seeds.setdefault(row["seed"], []).append(float(row["accuracy"] or "nan"))
-        if not seeds:
-            raise ValueError(f"{name} has no row of {model}, {test}, length {length}, pairs {pairs}")
-        self._note(seeds=len(seeds), rates=len({row["learning_rate"] for row in own}))
+        for row in self._selected(name, model, wanted, f"{test}, length {length}, pairs {pairs}"):
+            seeds.setdefault(row["seed"], []).append(float(row["accuracy"] or "nan"))
         return np.array([float(np.mean(seeds[seed])) for seed in sorted(seeds)])
 
     def perplexity(self, name: str, model: str, length: int) -> np.ndarray:
         """The perplexity of the last T tokens of texts of a length, of every seed, at the selected learning rate."""
-        self.used[name] = None
-        own = [row for row in _csv(name) if row["model"] == model and int(row["length"]) == length]
-        seeds = {row["seed"]: float(row["last_perplexity"]) for row in own if row["selected"] == "True"}
-        if not seeds:
-            raise ValueError(f"{name} has no row of {model} at length {length}")
-        self._note(seeds=len(seeds), rates=len({row["learning_rate"] for row in own}))
-        return np.array([seeds[seed] for seed in sorted(seeds)])
+        rows = self._selected(name, model, lambda row: int(row["length"]) == length, f"length {length}")
+        return np.array([float(row["last_perplexity"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
     def loss(self, variant: str) -> np.ndarray:
         """The test loss of every seed of a variant of decay_design.json, whose runs have one learning rate."""
@@ -169,15 +162,9 @@ class Files:
 
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
         """The decay time-scales in tokens, a row a layer of a run."""
-        self.used[name] = None
-        own = [row for row in _csv(name) if row["model"] == model and int(row["position"]) == position]
         rows: dict[tuple[str, str], list[float]] = {}
-        for row in own:
-            if row["selected"] == "True":
-                rows.setdefault((row["seed"], row["layer"]), []).append(float(row[when]))
-        if not rows:
-            raise ValueError(f"{name} has no row of {model} at position {position}")
-        self._note(seeds=len({seed for seed, _ in rows}), rates=len({row["learning_rate"] for row in own}))
+        for row in self._selected(name, model, lambda row: int(row["position"]) == position, f"position {position}"):
+            rows.setdefault((row["seed"], row["layer"]), []).append(float(row[when]))
         return np.array([rows[key] for key in sorted(rows)])
 
     def learned(self, name: str, model: str) -> bool:
@@ -191,6 +178,18 @@ class Files:
 
     def mark(self, name: str, model: str) -> str:
         return "" if self.learned(name, model) else " (not learned)"
+
+    def _selected(
+        self, name: str, model: str, wanted: Callable[[Mapping[str, str]], bool], what: str
+    ) -> list[dict[str, str]]:
+        """The rows of a model at its selected learning rate that are wanted."""
+        self.used[name] = None
+        own = [row for row in _csv(name) if row["model"] == model]
+        found = [row for row in own if row["selected"] == "True" and wanted(row)]
+        if not found:
+            raise ValueError(f"{name} has no row of {model}, {what}")
+        self._note(seeds=len({row["seed"] for row in found}), rates=len({row["learning_rate"] for row in own}))
+        return found
 
     def _note(self, seeds: int, rates: int) -> None:
         self.seeds = seeds if self.seeds is None else min(seeds, self.seeds)

@@ -34,6 +34,8 @@ LANGUAGE_RUN = {
 }  # fmt: skip
 VERSIONS = {str: (str, type(None))}
 
+CELL = ("model", "learning_rate", "seed", "selected")  # `selected`: at the model's selected rate, as in `results.csv`
+
 
 @dataclass(frozen=True)
 class Training:
@@ -124,6 +126,11 @@ class Comparison:
         return exact or [
             run for run in runs if not rates or any(math.isclose(run.learning_rate, r, rel_tol=1e-4) for r in rates)
         ]
+
+    def cells(self) -> list[tuple[Training, tuple[str, float, int, bool]]]:
+        """Each training, with its values in the columns `CELL` of tables that have rows of every run."""
+        selected = {one.path for model in self.models for one in self.trainings_of(model)}
+        return [(one, (one.model, one.learning_rate, one.seed, one.path in selected)) for one in self.trainings]
 
     def times(self, length: int) -> str:
         """A length in units of the training length T: "T", "2T", …; "" if it is not a multiple of T."""

@@ -184,8 +184,8 @@ def length(run: Comparison) -> FigureData:
         "length",
         "Perplexity by length",
         f"Line charts of perplexity against the length of the text for {', '.join(run.models)}.",
-        f"{SEEDS}On the test text. Left: over all tokens of texts of each length. Right: over their last T tokens, of "
-        "which a model that uses distant context has the lowest. The vertical line marks the training length T.",
+        f"{SEEDS}On the test text. Left: over all tokens of texts of each length. Right: over their last T "
+        "tokens alone, where distant context can help most. The vertical line marks the training length T.",
         panels,
     )
 

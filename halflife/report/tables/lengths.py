@@ -6,24 +6,19 @@ from halflife.files import write_csv
 from halflife.report.intervals import with_interval
 from halflife.report.markdown import markdown
 from halflife.runs.folder import LENGTHS_CSV, Comparison
+from halflife.runs.records import CELL
 
-COLUMNS = ("model", "learning_rate", "seed", "selected", "length", "perplexity", "last_perplexity")
+COLUMNS = ("length", "perplexity", "last_perplexity")
 
 
 def write_lengths(run: Comparison) -> None:
     """Write the perplexities on the test text, if a model on text has finished.
 
-    A row is a length of one run, in tokens, with the perplexity of all of its tokens and of its last T ones. `selected`
-    marks the runs at each model's selected learning rate, as in `results.csv`.
+    A row is a length of one run, in tokens, with the perplexity of all of its tokens and of its last T ones.
     """
-    selected = {training.path for model in run.models for training in run.trainings_of(model)}
-    rows = [
-        (one.model, one.learning_rate, one.seed, one.path in selected, *(at[key] for key in COLUMNS[4:]))
-        for one in run.trainings
-        for at in one.lengths
-    ]
+    rows = [(*cell, *(at[key] for key in COLUMNS)) for one, cell in run.cells() for at in one.lengths]
     if rows:
-        write_csv(run.path / LENGTHS_CSV, COLUMNS, rows)
+        write_csv(run.path / LENGTHS_CSV, (*CELL, *COLUMNS), rows)
 
 
 def length_table(run: Comparison) -> str:

@@ -11,8 +11,9 @@ import numpy as np
 from halflife.files import write_csv
 from halflife.report.numbers import evenly
 from halflife.runs.folder import TIMESCALES_CSV, Comparison
+from halflife.runs.records import CELL
 
-COLUMNS = ("model", "learning_rate", "seed", "selected", "layer", "position", "channel", "initial", "trained")
+COLUMNS = ("layer", "position", "channel", "initial", "trained")
 Position = TypeVar("Position", int, float)
 MAX_CHANNELS = 64  # of one layer; vector decays have hundreds
 
@@ -22,17 +23,15 @@ def write_timescales(run: Comparison) -> None:
 
     A row is a channel of a layer of one run at one position: the first one, T, and the longest tested length. Channels
     are numbered from 0 in the model's order. Of more than `MAX_CHANNELS`, as many are written, evenly spaced.
-    `selected` marks the runs at each model's selected learning rate, as in `results.csv`.
     """
-    selected = {training.path for model in run.models for training in run.trainings_of(model)}
     rows = [
-        (training.model, training.learning_rate, training.seed, training.path in selected, *row)
-        for training in run.trainings
+        (*cell, *row)
+        for training, cell in run.cells()
         for layer in training.spectrum.get("layers", ())
         for row in _rows_of(layer, run.train_length)
     ]
     if rows:
-        write_csv(run.path / TIMESCALES_CSV, COLUMNS, rows)
+        write_csv(run.path / TIMESCALES_CSV, (*CELL, *COLUMNS), rows)
 
 
 def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[Any, ...]]:
