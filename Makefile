@@ -33,6 +33,9 @@ chromium:
 # Two workers with one thread each; a file's tests share its fixtures, so a file stays with one worker.
 PYTEST := pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start a hundred Python processes. Each would compile the package anew where the environment forbids bytecode.
+test slow faults test-oldest test-newest coverage: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/installed-dev chromium native
 	$(BIN)/python -m $(PYTEST)
 
