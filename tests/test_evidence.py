@@ -135,25 +135,30 @@ def test_before_training_one_power_recalls_and_two_recall_what_is_held():
 def test_columns_of_the_overview():
     """The pairs of training and of the largest test, at the shortest length that has them and at the longest."""
     rows = [
-        {"model": "a", "seed": seed, "selected": True, "test": test, "length": length, "num_pairs": pairs,
-         "accuracy": (pairs or 1) / 100 + seed / 1000 + length / 1e6}
-        for seed in (0, 1) for test in ("mqar", "niah:hard", "s5:s3") for length in (64, 128, 1024)
+        {"model": model, "seed": seed, "selected": True, "test": test, "length": length, "num_pairs": pairs,
+         "accuracy": (pairs or 1) / 100 + seed / 1000 + length / 1e6 + 0.83 * (model == "a")}
+        for seed in (0, 1) for model in ("a", "b")
+        for test in ("mqar", "niah:hard", "s5:s3") for length in (64, 128, 1024)
         for pairs in ((None,) if test == "s5:s3" else (1, 16, 32)) if not (pairs == 32 and length == 64)
     ]  # fmt: skip
     found = overview_page.recall(rows, 64, 16)
     assert found["persistence"]["lengths"] == [64, 1024]
-    assert found["persistence"]["values"]["a"][1] == pytest.approx([0.161024, 0.162024])
+    assert found["persistence"]["values"]["a"][1] == pytest.approx([0.991024, 0.992024])
     assert found["capacity"]["lengths"] == [128, 1024]
-    assert found["capacity"]["values"]["a"][0] == pytest.approx([0.320128, 0.321128])
-    assert found["decoys"]["values"]["a"][0][0] == pytest.approx((0.01 + 0.16) / 2 + 64e-6)
+    assert found["capacity"]["values"]["a"][0] == pytest.approx([1.150128, 1.151128])
+    assert found["decoys"]["values"]["a"][0][0] == pytest.approx(0.83 + (0.01 + 0.16) / 2 + 64e-6)
+    assert [found[name]["learned"] for name in found] == [["a"], ["a"], ["a"], []]  # 0.84 is not learned
     data = {
-        "models": ["a"], "train_length": 64, "columns": found, "device": "cpu",
-        "speeds": {"training": {"a": 1e4}, "decoding": {"a": 500.0}},
+        "models": ["a", "b"], "train_length": 64, "columns": found, "device": "cpu",
+        "parameters": {"a": 9000, "b": 900},
+        "speeds": {"training": {"a": 1e4, "b": 2}, "decoding": {"a": 500.0, "b": 1}},
     }  # fmt: skip
     page = overview_page.page(data)
-    assert "| a | 16.1 → 16.2 | 32.1 → 32.2 |" in page
-    assert "| – | 10,000 | 500 |" in page
+    assert "| a | 9,000 | 99.1 → 99.2 | 115.1 → 115.2 |" in page
+    assert "| not learned | – | 10,000 | 500 |" in page
+    assert "| b | 900 |" + " not learned |" * 4 in page
     assert "Best capacity at 1,024 tokens: a." in page
+    assert "Best tracking" not in page
 
 
 def test_bits_of_text(tmp_path, monkeypatch):

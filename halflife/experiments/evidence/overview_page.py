@@ -27,13 +27,18 @@ RECALL = {
     "tracking": ("s5:s3", "all"),
 }  # fmt: skip
 SINGLE = {"training": "tokens/s", "decoding": "tokens/s"}  # columns with one number for each model
+LEARNED = 0.9  # the accuracy at T, of what was trained, from which on a model counts as one that has learned
 
 
 def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any]]:
-    """Column → "lengths", the shortest from T on and the longest, and "values", model → accuracies by seed at both."""
+    """Column → "lengths", the shortest from T on and the longest, and "values", model → accuracies by seed at both.
+
+    "learned" are the models that have learned the task of the column at T, with as many pairs as in training.
+    """
     found = {}
     for column, (test, kind) in RECALL.items():
         own = [row for row in rows if row["test"] == test and row["selected"] and row["length"] >= train_length]
+        learned = _learned(own, pairs)
         counts = [row["num_pairs"] for row in own if row["num_pairs"] is not None]
         if kind != "all" and counts:
             chosen = max(counts) if kind == "most" else max((n for n in counts if n <= pairs), default=min(counts))
@@ -41,8 +46,17 @@ def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any
         if own:
             lengths = [min(row["length"] for row in own), max(row["length"] for row in own)]
             values = {model: [_by_seed(own, model, length) for length in lengths] for model in models(rows)}
-            found[column] = {"lengths": lengths, "values": values}
+            found[column] = {"lengths": lengths, "values": values, "learned": learned}
     return found
+
+
+def _learned(rows: Rows, pairs: int) -> list[str]:
+    shortest = min((row["length"] for row in rows), default=0)
+    trained = [row for row in rows if row["length"] == shortest and (row["num_pairs"] or 0) <= pairs]
+    accuracies: dict[str, list[float]] = {}
+    for row in trained:
+        accuracies.setdefault(row["model"], []).append(row["accuracy"])
+    return [model for model, values in accuracies.items() if fmean(values) >= LEARNED]
 
 
 def _by_seed(rows: Rows, model: str, length: int) -> list[float]:
@@ -117,6 +131,7 @@ def collect(
         known = speeds(configs, train_length, longest)
     return {
         "models": list(configs), "train_length": train_length, "columns": columns, "speeds": known,
+        "parameters": {row["model"]: row["parameters"] for row in rows},
         "device": old.get("device") if known == old.get("speeds") else device_name("cpu"),
     }  # fmt: skip
 
@@ -134,23 +149,26 @@ def write_overview(folder: Path, data: Mapping[str, Any]) -> None:
 def page(data: Mapping[str, Any]) -> str:
     """The page in Markdown: one row a model, and the best model of each column."""
     columns, fast = data["columns"], data["speeds"]
+    lengths = {name: " → ".join(f"{n:,}" for n in column["lengths"]) for name, column in columns.items()}
     heading = [
-        "model", *(f"{name} {' → '.join(f'{n:,}' for n in column['lengths'])}" for name, column in columns.items()),
+        "model", "parameters", *(f"{name} {between}" for name, between in lengths.items()),
         *(f"{name}, {unit}" for name, unit in SINGLE.items()),
     ]  # fmt: skip
     if "text" not in columns:
-        heading.insert(1 + len(RECALL), "text")
+        heading.insert(2 + len(RECALL), "text")
     table = []
     for model in data["models"]:
-        cells = [_cell(name, column["values"].get(model, [])) for name, column in columns.items()]
+        cells = [_cell(name, column, model) for name, column in columns.items()]
         if "text" not in columns:
             cells.insert(len(RECALL), "–")
-        table.append([model, *cells, *(f"{fast[name][model]:,.0f}" for name in SINGLE)])
+        numbers = [f"{fast[name][model]:,.0f}" for name in SINGLE]
+        table.append([model, f"{data['parameters'][model]:,}", *cells, *numbers])
     return "\n".join([
         "# Overview", "",
         "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
-        "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. Text "
-        "is in bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds."
+        "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. A "
+        f"model has not learned a task if it is below {LEARNED:.0%} at T, with what it was trained on. Text is in bits "
+        "a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds."
         f" Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
         f"on {data['device']}.", "",
         "![Recall, text, speed and state of all models](figures/overview.png)", "", markdown(heading, table), "",
@@ -158,10 +176,13 @@ def page(data: Mapping[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def _cell(name: str, ends: Sequence[Sequence[float]]) -> str:
+def _cell(name: str, column: Mapping[str, Any], model: str) -> str:
     """Both ends of a column: "99.8 → 41.0", with intervals from three seeds on."""
+    ends = column["values"].get(model, [])
     if not all(ends) or not ends:
         return "–"
+    if model not in column.get("learned", [model]):
+        return "not learned"
     if name == "state":
         return " → ".join(dict.fromkeys(format_bytes(end[0]) for end in ends))
     scale, digits = (1, 3) if name == "text" else (100, 1)
@@ -172,7 +193,8 @@ def _best(data: Mapping[str, Any]) -> list[str]:
     """One line a column: the model with the best mean at the longest length, or several models that are equal."""
     lines = []
     for name, column in data["columns"].items():
-        means = {model: fmean(ends[1]) for model, ends in column["values"].items() if all(ends)}
+        learned = column.get("learned", column["values"])
+        means = {model: fmean(ends[1]) for model, ends in column["values"].items() if all(ends) and model in learned}
         means = {model: mean for model, mean in means.items() if not math.isnan(mean)}
         if means:
             best = (min if name in ("text", "state") else max)(means.values())

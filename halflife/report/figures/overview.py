@@ -28,17 +28,21 @@ PERCENT = ("persistence", "capacity", "decoys", "tracking")
 def overview(data: Mapping[str, Any]) -> Figure:
     """A dot for each model and quantity: hollow at the shorter length, filled at the longer one, with a line between.
 
+    A model that has not learned the task of a panel has no dots there, and a task that no model has learned no panel.
+
     Args:
         data: what `experiments.evidence.overview_page.collect` returns.
     """
     names, columns = data["models"], dict(data["columns"])
     columns |= {name: {"values": {m: [[x], [x]] for m, x in own.items()}} for name, own in data["speeds"].items()}
-    shown = [name for name in PANELS if name in columns]
+    drawn = {name: {m: column["values"][m] for m in column.get("learned", names) if m in column["values"]}
+             for name, column in columns.items()}  # fmt: skip
+    shown = [name for name in PANELS if drawn.get(name)]
     figure, panels = panel_grid(
         len(shown), max(1.6, 0.17 * len(names) + 0.6), columns=4, width=1.45 * WIDTH, sharey=True
     )
     for axes, name in zip(panels, shown, strict=True):
-        _draw(axes, names, columns[name]["values"], 100 if name in PERCENT else 1)
+        _draw(axes, names, drawn[name], 100 if name in PERCENT else 1)
         title, log = PANELS[name]
         lengths = columns[name].get("lengths", [])
         axes.set_title(title, loc="left")
