@@ -21,9 +21,10 @@ from halflife.evaluation.recall import accuracy
 from halflife.experiments import EXPERIMENTS, SCALES
 from halflife.experiments import compare as comparison
 from halflife.experiments.mqar import mqar_model
+from halflife.experiments.saved import compare_options
 from halflife.files import write_json
 from halflife.models import PRESETS, LanguageModel, checkpoint
-from halflife.report.tables.comparison import summarise
+from halflife.report.tables.comparison import rates_at_ends, summarise
 from halflife.report.tables.estimate import describe_trial
 from halflife.runs.sweep import Cell
 from halflife.tasks import IGNORED
@@ -219,6 +220,46 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
     assert [row["seed"] for row in table] == [0, 1, 0, 1, "mean"] * 2
     with pytest.raises(FileExistsError, match="--resume"):
         comparison.create_comparison(["mamba2"], settings=SMALL, output=folder)
+
+
+def test_a_comparison_is_extended(tmp_path):
+    """What was run stays as it was, and the configuration of the larger comparison can be given to another."""
+    folder = comparison.create_comparison(
+        ["llama"], learning_rates=[1e-3], settings=SMALL | {"steps": 2}, output=tmp_path / "a", command="first"
+    )
+    before = comparison.run_comparison(folder, show=False)
+    comparison.extend_comparison(folder, ["llama", "retnet"], learning_rates=[1e-2, 1e-3], command="second")
+    rows = comparison.run_comparison(folder, show=False)
+    assert {(row["model"], row["learning_rate"], row["seed"]) for row in rows} == {
+        (model, rate, 0) for model in ("llama", "retnet") for rate in (1e-3, 1e-2)
+    }
+    assert [row | {"selected": True} for row in rows if row | {"selected": True} in before] == before
+    comparison.extend_comparison(folder, seeds=2)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["learning_rates"] == {"llama": [1e-3, 1e-2], "retnet": [1e-2, 1e-3]}
+    assert (config["models"], config["seeds"], config["command"]) == (["llama", "retnet"], [0, 1], "first; second")
+    assert compare_options(config)["lr"] == [1e-3, 1e-2]
+    for wrong, message in (
+        ({"models": ["llama"], "learning_rates": [1e-2]}, "not tried"),
+        ({"models": ["retnet"]}, "in the comparison already"),
+        ({"seeds": 1}, "can only be added"),
+        ({"models": ["lama"]}, "Did you mean"),
+        ({"learning_rates": [-1.0]}, "learning"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            comparison.extend_comparison(folder, **wrong)
+    assert json.loads((folder / "config.json").read_text()) == config
+
+
+def test_a_best_rate_at_the_end_of_its_grid_is_said():
+    def rows(*rates, best):
+        return [{"model": "a", "learning_rate": rate, "selected": rate == best} for rate in rates]
+
+    assert rates_at_ends(rows(1e-3, 1e-2, 1e-1, best=1e-3)) == {"a": (1e-3, "lowest", 1e-4)}
+    assert rates_at_ends(rows(1e-2, 3e-3, best=1e-2)) == {"a": (1e-2, "highest", 0.03)}
+    assert not rates_at_ends(rows(1e-3, 1e-2, 1e-1, best=1e-2))
+    assert not rates_at_ends(rows(1e-3, best=1e-3))
+    assert not rates_at_ends(rows(1e-3, 1e-2, best=None))
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ PLACE = (
     "on", "slurm", "cpus_per_run", "gpus_per_run", "worker_timeout", "micro_batch_size", "gradient_checkpointing",
     "track",
 )  # fmt: skip
+EXTENSION = ("models", "lr", "seeds")  # what may be added to a comparison with --resume
 # Names for --set that are options of the command.
 OPTIONS = {
     "training.learning_rate": "lr", "training.steps": "steps", "training.batch_size": "batch_size",
@@ -54,6 +55,7 @@ class Compare:
       halflife compare --experiment post-lm --scale paper --dry-run
       halflife compare --config runs/20260101-120000-mqar-smoke/config.json --seeds 3
       halflife compare --resume runs/20260101-120000-mqar-smoke
+      halflife compare gla --resume runs/20260101-120000-mqar-smoke --lr 1e-3
     """
 
     models: Positional[tuple[str, ...]] = ()
@@ -80,7 +82,8 @@ class Compare:
     lr: tuple[float, ...] = ()
     """Learning rates to try. The table marks the best on in-distribution validation. Default: those of the scale."""
     resume: Path | None = None
-    """Continue the comparison in this folder, which has all settings but where the runs are done."""
+    """Continue the comparison in this folder, which has all settings but where the runs are done. Models, --lr and
+    --seeds extend it: --lr adds learning rates to the models that are named, or to all; --seeds is the new number."""
     trust_data: bool = False
     """With --resume, accept a config.json that somebody else wrote, or that was changed: the texts, the tokenizer and
     the modules that it names are read, wherever they lie. It counts as yours from then on."""
@@ -165,7 +168,7 @@ class Compare:
 
     def run(self) -> None:
         from halflife.experiments import compare
-        from halflife.report.tables.comparison import print_comparison
+        from halflife.report.tables.comparison import print_comparison, rates_at_ends
         from halflife.report.tables.estimate import describe_trial
         from halflife.report.tracking import track_options
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
@@ -178,10 +181,11 @@ class Compare:
         )  # fmt: skip
         runner = self._runner()
         if self.resume is not None:
-            reject_other_options(self, "resume", "trust_data", "only_seeds", "quiet", *PLACE)
+            reject_other_options(self, "resume", "trust_data", "only_seeds", "quiet", *EXTENSION, *PLACE)
         confirm_origin(self, CONFIG_JSON)
         if self.resume is not None:
             folder = self.resume
+            self._extend(folder)
         elif self.dry_run:
             return self._estimate()
         else:
@@ -204,6 +208,9 @@ class Compare:
             say((folder / SUMMARY_MD).read_text(encoding="utf-8"))
         elif rows:
             print_comparison(rows)
+        for model, (rate, end, further) in rates_at_ends(rows).items():
+            command = shlex.join(["halflife", "compare", model, "--resume", str(folder), "--lr", f"{further:g}"])
+            say(f"{model} is best at the {end} learning rate that it tried, {rate:g}; try one beyond it: {command}")
         if rows:
             say(f"report: {folder / REPORT_HTML}")
         self._report_failures(rows, failed)
@@ -235,6 +242,16 @@ class Compare:
 
         command = shlex.join(["halflife", *sys.argv[1:]])
         return compare.create_comparison(**self._choices(), output=self.output, name=self.name, command=command)
+
+    def _extend(self, folder: Path) -> None:
+        """Add the models, learning rates and seeds that are given with --resume to the comparison."""
+        from halflife.experiments import compare
+
+        given = [name for name in EXTENSION if getattr(self, name) != getattr(Compare(), name)]
+        if given:
+            command = shlex.join(["halflife", *sys.argv[1:]])
+            seeds = self.seeds if "seeds" in given else None
+            compare.extend_comparison(folder, self.models, learning_rates=self.lr, seeds=seeds, command=command)
 
     def _estimate(self) -> None:
         """Print the settings, and what the runs need."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from halflife import extensions
 from halflife.data.paths import absolute_paths, relative_paths
-from halflife.data.trust import check_origin
+from halflife.data.trust import check_origin, sign
 from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.experiments.overrides import check_parts
-from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object, write_json
 from halflife.models.controls import split_control
 from halflife.registry import unknown
 from halflife.runs.folder import check_content
@@ -95,22 +95,33 @@ def plan_comparison(
     if overrides:
         changes["overrides"] = dict(overrides)
     resolved = chosen.settings_at(scale, changes)
-    models = [each for given in models or chosen.models_at(scale) for each in chosen.groups.get(given, (given,))]
+    models = _expanded(chosen, models or chosen.models_at(scale))
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
-    if not 1 <= seeds <= 10_000:
-        raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
+    _check_count(seeds)
     if tune_seeds is not None and not 1 <= tune_seeds <= seeds:
         raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
-    rates = {
-        model: list(learning_rates or chosen.learning_rates((split_control(model) or (model,))[0], scale))
-        for model in models
-    }
+    rates = {model: list(learning_rates or default_rates(chosen, model, scale)) for model in models}
     plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
     check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
         chosen.configure(resolved, cell)
     return plan
+
+
+def default_rates(experiment: Experiment, model: str, scale: str) -> tuple[float, ...]:
+    """The learning rates of an experiment for a model; a control has those of its base."""
+    return experiment.learning_rates((split_control(model) or (model,))[0], scale)
+
+
+def _expanded(experiment: Experiment, models: Sequence[str]) -> list[str]:
+    """The models, with those of a group in the place of its name."""
+    return [each for given in models for each in experiment.groups.get(given, (given,))]
+
+
+def _check_count(seeds: int) -> None:
+    if not 1 <= seeds <= 10_000:
+        raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
 
 
 def create_comparison(
@@ -143,6 +154,46 @@ def create_comparison(
     folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     config["settings"] = _with_text(dataclasses.asdict(settings), folder, relative_paths)
     return create_sweep(folder, config)
+
+
+def extend_comparison(
+    folder: Path, models: Sequence[str] = (), *, learning_rates: Sequence[float] = (), seeds: int | None = None,
+    command: str = "",
+) -> None:  # fmt: skip
+    """Add models, learning rates or seeds to the comparison in `folder`. `run_comparison` then runs what is new.
+
+    Args:
+        models: those that get the learning rates. One that is not in the comparison joins it. None named: all.
+        learning_rates: to try beside those of a model; none for a new model means those of the experiment.
+        seeds: the number of seeds from now on, counted from 0; None for as many as before.
+        command: the command line that the report shows behind the first one.
+
+    Raises:
+        FileNotFoundError: the folder holds no comparison.
+        ValueError: as `plan_comparison`, or nothing is added to a model that is named, or seeds would be taken away.
+    """
+    experiment, settings = load_experiment(folder)
+    config = read_json(folder / CONFIG_JSON)
+    rates, count = config["learning_rates"], len(config["seeds"])
+    _check_count(seeds := count if seeds is None else seeds)
+    if seeds < count:
+        raise ValueError(f"the comparison in {folder} has {count} seeds; seeds can only be added, got {seeds}")
+    for model in dict.fromkeys(_expanded(experiment, models) or rates):
+        tried = rates.get(model, [])
+        given = learning_rates or (() if tried else default_rates(experiment, model, config["scale"]))
+        added = [rate for rate in dict.fromkeys(given) if rate not in tried]
+        if models and not added:
+            raise ValueError(
+                f"{model} is in the comparison already: add a learning rate that it has not tried, or continue with "
+                "--resume alone"
+            )
+        for rate in added:
+            experiment.configure(settings, Cell(model, rate, 0))
+        rates[model] = [*tried, *added]
+    config |= {"models": list(rates), "learning_rates": rates, "seeds": list(range(seeds))}
+    if command:
+        config["command"] = f"{config.get('command', '')}; {command}"
+    write_json(folder / CONFIG_JSON, sign(config))
 
 
 def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from halflife.experiments.base import EXPERIMENTS
+from halflife.experiments.compare import default_rates
 from halflife.experiments.decay_design import row_or_preset
 from halflife.experiments.overrides import model_overrides
 from halflife.models import ModelConfig
@@ -94,7 +96,8 @@ def _schedule(run: Mapping[str, Any]) -> Options | None:
 
 def compare_options(comparison: Mapping[str, Any]) -> Options:
     """Return the options of `halflife compare` that give the comparison whose `config.json` holds `comparison`."""
-    settings, rates = comparison["settings"], list(comparison["learning_rates"].values())
+    settings, tried = comparison["settings"], comparison["learning_rates"]
+    rates = list(tried.values())
     experiment = comparison["experiment"]
     chosen: Options = {"experiment": experiment}
     if experiment in TASKS:
@@ -108,5 +111,10 @@ def compare_options(comparison: Mapping[str, Any]) -> Options:
         **{name: settings[name] for name in SETTINGS if name in settings},
         "set": recipe | settings.get("overrides", {}),
     }  # fmt: skip
-    # Rates that differ between models are those of the experiment, which are the default.
-    return {**options, "lr": rates[0]} if all(rate == rates[0] for rate in rates) else options
+    if all(rate == rates[0] for rate in rates):
+        return {**options, "lr": rates[0]}
+    kind = EXPERIMENTS[experiment]()
+    if all([*default_rates(kind, model, comparison["scale"])] == own for model, own in tried.items()):
+        return options
+    # The grid of some models was extended. One option holds the rates of all models, so each tries them all.
+    return {**options, "lr": sorted({rate for own in rates for rate in own})}

@@ -113,6 +113,26 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
+def rates_at_ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, str, float]]:
+    """The models whose best learning rate is the lowest or the highest of several that were tried.
+
+    Args:
+        rows: those of `results.csv`.
+
+    Returns:
+        model → (its best rate, "lowest" or "highest", the rate that would continue the grid).
+    """
+    found = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        best = {row["learning_rate"] for row in own if row["selected"]}
+        tried = sorted({row["learning_rate"] for row in own})
+        for end, (rate, inner) in {"lowest": tried[:2], "highest": tried[:-3:-1]}.items() if tried[1:] else ():
+            if rate in best:
+                found[model] = (rate, end, float(f"{rate * rate / inner:.1g}"))
+    return found
+
+
 def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[float, float]]:
     """Return (test, length) → (accuracy by chance, accuracy of the best answer that ignores the key).
 
