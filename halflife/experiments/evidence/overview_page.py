@@ -38,7 +38,7 @@ def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any
     found = {}
     for column, (test, kind) in RECALL.items():
         own = [row for row in rows if row["test"] == test and row["selected"] and row["length"] >= train_length]
-        learned = _learned(own, pairs)
+        learned = _learned(own, pairs, kind)
         counts = [row["num_pairs"] for row in own if row["num_pairs"] is not None]
         if kind != "all" and counts:
             chosen = max(counts) if kind == "most" else max((n for n in counts if n <= pairs), default=min(counts))
@@ -50,9 +50,13 @@ def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any
     return found
 
 
-def _learned(rows: Rows, pairs: int) -> list[str]:
+def _learned(rows: Rows, pairs: int, kind: str) -> list[str]:
+    """The models that recall what they were trained on at T: the most pairs of the training, or the mean of all."""
     shortest = min((row["length"] for row in rows), default=0)
     trained = [row for row in rows if row["length"] == shortest and (row["num_pairs"] or 0) <= pairs]
+    if kind != "all":
+        most = max((row["num_pairs"] or 0 for row in trained), default=0)
+        trained = [row for row in trained if (row["num_pairs"] or 0) == most]
     accuracies: dict[str, list[float]] = {}
     for row in trained:
         accuracies.setdefault(row["model"], []).append(row["accuracy"])
