@@ -247,10 +247,9 @@ class Compare:
         """Add the models, learning rates and seeds that are given with --resume to the comparison."""
         from halflife.experiments import compare
 
-        given = [name for name in EXTENSION if getattr(self, name) != getattr(Compare(), name)]
-        if given:
+        seeds = None if self.seeds == Compare.seeds else self.seeds
+        if self.models or self.lr or seeds:
             command = shlex.join(["halflife", *sys.argv[1:]])
-            seeds = self.seeds if "seeds" in given else None
             compare.extend_comparison(folder, self.models, learning_rates=self.lr, seeds=seeds, command=command)
 
     def _estimate(self) -> None:

@@ -15,7 +15,7 @@ from halflife.evaluation.memory import format_bytes, layer_states, model_state_s
 from halflife.evaluation.throughput import Decoder, device_name, interleaved, train_step
 from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, write_json, write_text
 from halflife.models import LanguageModel, ModelConfig
-from halflife.report.intervals import with_interval
+from halflife.report.intervals import LEARNED, has_learned, with_interval
 from halflife.report.markdown import Rows, markdown, models
 from halflife.runs.folder import FIGURES, read
 
@@ -27,7 +27,6 @@ RECALL = {
     "tracking": ("s5:s3", "all"),
 }  # fmt: skip
 SINGLE = {"training": "tokens/s", "decoding": "tokens/s"}  # columns with one number for each model
-LEARNED = 0.9  # the accuracy at T, of what was trained, from which on a model counts as one that has learned
 
 
 def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any]]:
@@ -57,10 +56,7 @@ def _learned(rows: Rows, pairs: int, kind: str) -> list[str]:
     if kind != "all":
         most = max((row["num_pairs"] or 0 for row in trained), default=0)
         trained = [row for row in trained if (row["num_pairs"] or 0) == most]
-    accuracies: dict[str, list[float]] = {}
-    for row in trained:
-        accuracies.setdefault(row["model"], []).append(row["accuracy"])
-    return [model for model, values in accuracies.items() if fmean(values) >= LEARNED]
+    return [model for model in models(trained) if has_learned(_by_seed(trained, model, shortest))]
 
 
 def _by_seed(rows: Rows, model: str, length: int) -> list[float]:
@@ -171,8 +167,8 @@ def page(data: Mapping[str, Any]) -> str:
         "# Overview", "",
         "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
         "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. A "
-        f"model has not learned a task if it is below {LEARNED:.0%} at T, with what it was trained on. Text is in bits "
-        "a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds."
+        f"model has not learned a task if it is below {100 * LEARNED:.0f} % at T, with what it was trained on. Text is in "
+        "bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds."
         f" Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
         f"on {data['device']}.", "",
         "![Recall, text, speed and state of all models](figures/overview.png)", "", markdown(heading, table), "",
@@ -185,7 +181,7 @@ def _cell(name: str, column: Mapping[str, Any], model: str) -> str:
     ends = column["values"].get(model, [])
     if not all(ends) or not ends:
         return "–"
-    if model not in column.get("learned", [model]):
+    if model not in column.get("learned", column["values"]):
         return "not learned"
     if name == "state":
         return " → ".join(dict.fromkeys(format_bytes(end[0]) for end in ends))

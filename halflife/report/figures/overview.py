@@ -35,8 +35,10 @@ def overview(data: Mapping[str, Any]) -> Figure:
     """
     names, columns = data["models"], dict(data["columns"])
     columns |= {name: {"values": {m: [[x], [x]] for m, x in own.items()}} for name, own in data["speeds"].items()}
-    drawn = {name: {m: column["values"][m] for m in column.get("learned", names) if m in column["values"]}
-             for name, column in columns.items()}  # fmt: skip
+    drawn = {
+        name: {model: column["values"][model] for model in column.get("learned", column["values"])}
+        for name, column in columns.items()
+    }
     shown = [name for name in PANELS if drawn.get(name)]
     figure, panels = panel_grid(
         len(shown), max(1.6, 0.17 * len(names) + 0.6), columns=4, width=1.45 * WIDTH, sharey=True
