@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from halflife.experiments import compare
-from halflife.experiments.evidence.decay_regression import FEWEST, FILE, regress, regressions
+from halflife.experiments.evidence.decay_regression import FEWEST, regress, regressions
+from halflife.report.figures.decays import loss_by_decay
+from halflife.runs.folder import DECAY_REGRESSION_JSON
 
 
 def test_a_parabola_has_its_minimum():
@@ -55,6 +57,17 @@ def test_seeds_are_averaged():
     assert found["init"]["median"]["explained"] <= 1e-9  # equal medians predict nothing
 
 
+def test_a_variant_is_a_dot():
+    runs = [
+        {"model": name, "loss": loss, "init": {"median": 0.5}, "trained": {"median": median}}
+        for name, loss, median in (("vector/gla", 2.0, 0.8), ("vector/gla", 3.0, 0.6), ("llama/x", 1.0, 0.1))
+    ]
+    before, after = loss_by_decay(runs).panels
+    dots = {one.name: (*one.x, *one.y) for one in before.series}
+    assert dots == {"vector/gla": (0.5, 2.5), "llama/x": (0.5, 1.0)}
+    assert [one.x[0] for one in after.series] == pytest.approx([0.7, 0.1])
+
+
 @pytest.mark.slow
 def test_the_report_of_the_grid(tmp_path, monkeypatch):
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
@@ -71,13 +84,14 @@ def test_the_report_of_the_grid(tmp_path, monkeypatch):
         models, experiment="decay-design", settings=settings, output=tmp_path / "run", learning_rates=[1e-2]
     )
     compare.run_comparison(folder, show=False)
-    saved = json.loads((folder / FILE).read_text())
+    saved = json.loads((folder / DECAY_REGRESSION_JSON).read_text())
+    assert (folder / "figures" / "decay_regression.png").exists()
     medians = {one["model"]: one["init"]["median"] for one in saved["runs"]}
     assert set(medians) == set(models) - {"dplr/none"}  # which has no decay
     assert len(medians) >= FEWEST
     assert medians["simple/0.8"] == pytest.approx(0.8, abs=0.1)
     assert medians["simple/0.99"] == pytest.approx(0.99, abs=0.01)
     assert "| median of λ after training | 9 |" in (folder / "summary.md").read_text()
-    (folder / FILE).write_text(json.dumps(saved).replace(str(medians["simple/0.8"]), "0.25"))
+    (folder / DECAY_REGRESSION_JSON).write_text(json.dumps(saved).replace(str(medians["simple/0.8"]), "0.25"))
     compare.run_comparison(folder, show=False)
-    assert "0.25" in (folder / FILE).read_text()  # measured once
+    assert "0.25" in (folder / DECAY_REGRESSION_JSON).read_text()  # measured once

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 ANNOTATIONS_AND_BACKENDS = {"jaxtyping", "triton"}  # without them halflife uses stand-ins, and other backends
 BARE = """
 import sys, torch, halflife
-assert halflife.ops.selfcheck("cpu").ok
+assert halflife.ops.selfcheck("cpu", length=20).ok
 config = halflife.preset("mamba2+post+gate_rank", hidden_size=16, num_layers=1, vocab_size=256, train_length=8)
 model = halflife.LanguageModel(config)
 logits, state = model(torch.arange(9)[None])

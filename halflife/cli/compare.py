@@ -19,12 +19,6 @@ from halflife.files import CONFIG_JSON
 if TYPE_CHECKING:
     from halflife.runs.sweep import Runner
 
-# Options of the experiment: a setting that is given replaces that of the scale.
-SETTINGS = (
-    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",
-)  # fmt: skip
-RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 PLACE = (
     "on", "slurm", "cpus_per_run", "gpus_per_run", "worker_timeout", "micro_batch_size", "gradient_checkpointing",
     "track",
@@ -270,6 +264,7 @@ class Compare:
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""
         from halflife.experiments import ExperimentSettings
+        from halflife.experiments.saved import RECIPE, SETTINGS
         from halflife.experiments.values import convert
 
         self._check_task()

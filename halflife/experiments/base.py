@@ -157,8 +157,9 @@ class Experiment:
         """Write the figures, `report.html` and `summary.md` of a comparison."""
         from halflife.report.redraw import write_report
 
+        summary = self.summary(folder, rows)  # first, because it may write data that a figure shows
         write_report(folder)
-        if summary := self.summary(folder, rows):
+        if summary:
             write_text(folder / SUMMARY_MD, summary)
 
     def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:

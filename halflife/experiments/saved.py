@@ -19,7 +19,7 @@ SAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed
 # Fields of a run on text that `--set training.…` alone sets.
 SET_ONLY = ("betas", "epsilon", "validation_tokens", "test_tokens")
 BYTES = {"bytes": 256, "bytes+eos": 257}
-# Options of `halflife compare` that a comparison saves among its settings.
+# Options of `halflife compare` that replace a setting of the scale, and that a comparison saves among its settings.
 SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
     "test_examples", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths", "test_pairs",

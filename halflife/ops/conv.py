@@ -127,12 +127,14 @@ def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None)
 
 def _shifted_products(x: Tensor, taps: Tensor) -> Tensor:
     """`_ShiftedProducts`; as plain products in graphs, because torch 2.11 traces its backward pass wrongly."""
-    if not torch.compiler.is_compiling():
-        return _ShiftedProducts.apply(x, taps)
+    return _sum_of_shifts(x, taps) if torch.compiler.is_compiling() else _ShiftedProducts.apply(x, taps)
+
+
+def _sum_of_shifts(x: Tensor, taps: Tensor) -> Tensor:
     length = x.shape[1] - len(taps) + 1
     y = x[:, :length] * taps[0]
     for i in range(1, len(taps)):
-        y = torch.addcmul(y, x[:, i : i + length], taps[i])
+        y.addcmul_(x[:, i : i + length], taps[i])
     return y
 
 
@@ -146,11 +148,7 @@ class _ShiftedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, taps):
         ctx.save_for_backward(x, taps)
-        length = x.shape[1] - len(taps) + 1
-        y = x[:, :length] * taps[0]
-        for i in range(1, len(taps)):
-            y.addcmul_(x[:, i : i + length], taps[i])
-        return y
+        return _sum_of_shifts(x, taps)
 
     @staticmethod
     def backward(ctx, dy):

@@ -10,7 +10,8 @@
 | comparison   | `config.json`, `versions.json`, a task run per cell     | `results.csv`, `timescales.csv`,            |
 |              | (`cell_folder`)                                         | `summary.md`, `report.html`, `figures/`     |
 | grid         | `config.json`, `versions.json`, a language run per cell | files of a comparison, `lengths.csv` and    |
-|              |                                                         | `results.json`                              |
+|              |                                                         | `results.json`; for 8 rows of the Decay     |
+|              |                                                         | paper's grid, `decay_regression.json`       |
 
 A run in progress also has `checkpoints/`, whose folders count when they contain `complete.json`. `files.py` names the
 files that lower parts of the package write (`run.json`, `metrics.jsonl`, …); this module re-uses these names and adds
@@ -53,13 +54,15 @@ from halflife.runs.records import (
 from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
 
 __all__ = [
-    "CONFIG_JSON", "FIGURES", "IN_DISTRIBUTION", "LENGTHS_CSV", "METRICS_JSONL", "REPORT_HTML", "RESULTS_CSV",
-    "RESULTS_JSON", "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON", "SUMMARY_MD", "TIMESCALES_CSV",
-    "VERSIONS_JSON", "Comparison", "FolderKind", "LanguageRun", "Score", "Training", "cell_folder", "check_content",
-    "flatten", "folder_kind", "mean", "read", "read_any", "read_grid", "read_language", "read_metrics", "read_result",
+    "CONFIG_JSON", "DECAY_REGRESSION_JSON", "FIGURES", "IN_DISTRIBUTION", "LENGTHS_CSV", "METRICS_JSONL",
+    "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON", "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON",
+    "SUMMARY_MD", "TIMESCALES_CSV", "VERSIONS_JSON", "Comparison", "FolderKind", "LanguageRun", "Score", "Training",
+    "cell_folder", "check_content", "flatten", "folder_kind", "mean", "read", "read_any", "read_grid",
+    "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 
 LENGTHS_CSV = "lengths.csv"  # perplexity on text by its length, a length a row
+DECAY_REGRESSION_JSON = "decay_regression.json"  # distributions of λ, and the loss that they predict
 SPECTRUM_JSON = "spectrum.json"  # decay time-scales of every layer before and after training
 RESULTS_CSV = "results.csv"  # one `Score` a row
 RESULTS_JSON = "results.json"  # of a grid, see `read_grid`

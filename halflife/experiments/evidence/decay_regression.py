@@ -17,10 +17,10 @@ from halflife.data.corpus import Corpus
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.report.markdown import Rows, markdown
+from halflife.runs.folder import DECAY_REGRESSION_JSON
 from halflife.runs.sweep import Cell
 from halflife.training.config import TrainConfig
 
-FILE = "decay_regression.json"
 FEWEST = 8  # rows; fewer have no regression
 RESAMPLES = 2000
 SEQUENCES = 4  # of the test text, in each of which decays are measured
@@ -47,7 +47,8 @@ def measure(folder: Path, rows: Rows, configure: Callable[[Cell], TrainConfig], 
         One dict a run: "model", "seed", "learning_rate", "loss", and "init" and "trained", each with "median", the
         median λ, and "spread", the distance of its quartiles, as means over layers.
     """
-    known = {_key(one): one for one in (read_json(folder / FILE)["runs"] if (folder / FILE).exists() else [])}
+    file = folder / DECAY_REGRESSION_JSON
+    known = {_key(one): one for one in (read_json(file)["runs"] if file.exists() else [])}
     runs = []
     for row in (row for row in rows if row["selected"] and row["loss"] == row["loss"]):
         if (one := known.get(_key(row))) is None:
@@ -146,7 +147,7 @@ def report(folder: Path, rows: Rows, configure: Callable[[Cell], TrainConfig], c
     if len({one["model"] for one in runs}) < FEWEST:
         return ""
     found = regressions(runs)
-    write_json(folder / FILE, {"runs": runs, "regressions": found})
+    write_json(folder / DECAY_REGRESSION_JSON, {"runs": runs, "regressions": found})
     heading = ["predictors of the loss", "rows", "coefficients", "error, nats", "error of the mean", "explained"]
     table = [list(_row(f"{name} of λ {WHEN[when]}", one)) for when in WHEN for name, one in found[when].items()]
     return "\n".join([

@@ -167,9 +167,9 @@ def page(data: Mapping[str, Any]) -> str:
         "# Overview", "",
         "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
         "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. A "
-        f"model has not learned a task if it is below {100 * LEARNED:.0f} % at T, with what it was trained on. Text is in "
-        "bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds."
-        f" Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
+        f"model has not learned a task if it is below {100 * LEARNED:.0f} % at T, with what it was trained on. Text is "
+        "in bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds. "
+        f"Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
         f"on {data['device']}.", "",
         "![Recall, text, speed and state of all models](figures/overview.png)", "", markdown(heading, table), "",
         *_best(data), "",

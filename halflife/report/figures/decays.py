@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
+from halflife.files import read_json
 from halflife.report.figures.comparison import length, training
 from halflife.report.figures.data import Axis, FigureData, Panel, Series
 from halflife.report.figures.grids import FASTEST, SLOWEST, panel_grid
@@ -26,7 +27,7 @@ from halflife.report.style import (
     note,
     styled,
 )
-from halflife.runs.folder import Comparison, mean, read_grid
+from halflife.runs.folder import DECAY_REGRESSION_JSON, Comparison, mean, read_grid
 
 MAX_WITH_BARS = 4  # models; the bars of more models would cover each other
 BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
@@ -97,6 +98,8 @@ def grid_figures(run: Comparison) -> list[FigureData]:
     data = read_grid(run.path)
     printed = not data["paper"] or any(loss is not None for loss in data["paper"].values())
     beside = [against_paper(data, unit(run))] if printed else []
+    if (run.path / DECAY_REGRESSION_JSON).exists():
+        beside.append(loss_by_decay(read_json(run.path / DECAY_REGRESSION_JSON)["runs"], unit(run)))
     if any(one.lengths for one in run.trainings):
         beside.append(length(run))
     return [*beside, training(run, *validation, "cross-entropy on the validation text")]
@@ -133,4 +136,32 @@ def against_paper(data: dict[str, Any], unit: str = "byte") -> FigureData:
         "Each dot is a variant, the mean over seeds. A thin vertical line goes from its lowest to its highest seed. "
         "Variants without a loss in the paper are left out.",
         [Panel("loss", x, y, series)],
+    )
+
+
+def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> FigureData:
+    """Loss against the median decay λ before and after training: a dot for each variant, a mean over its seeds.
+
+    Args:
+        runs: "runs" of `decay_regression.json`: "model", "loss", and "init" and "trained" with "median".
+        unit: what a token is here.
+    """
+    models = {one["model"]: [other for other in runs if other["model"] == one["model"]] for one in runs}
+    styles = model_styles(list(dict.fromkeys(name.split("/")[0] for name in models)))
+    y, panels = Axis(f"test loss (nats a {unit})", phrase="loss {}"), []
+    for when, title in (("init", "before training"), ("trained", "after training")):
+        series = []
+        for name, own in models.items():
+            group, _, variant = name.partition("/")
+            median, loss = mean([one[when]["median"] for one in own]), mean([one["loss"] for one in own])
+            style = styles[group]._replace(linestyle="-")
+            series.append(Series(name, group, style, [median], [loss], label=variant or group))
+        panels.append(Panel(title, Axis("median decay λ", phrase="λ {}"), y, series))
+    return FigureData(
+        "decay_regression",
+        "Loss by decay",
+        f"Dot charts of the test loss against the median decay before and after training for {', '.join(models)}.",
+        "Each dot is a variant, a mean over seeds. Its place is the median of λ over channels and tokens of the test "
+        "text, a mean over layers.",
+        panels,
     )

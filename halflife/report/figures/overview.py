@@ -8,20 +8,20 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from halflife.evaluation.memory import format_bytes
 from halflife.report.figures.grids import panel_grid
-from halflife.report.numbers import short_count
 from halflife.report.style import INK, WIDTH, escape_formula, styled
 
-# Column → title and whether the axis is logarithmic.
+# Column → title.
 PANELS = {
-    "persistence": ("persistence, %", False), "capacity": ("capacity, %", False), "decoys": ("decoys, %", False),
-    "tracking": ("tracking, %", False), "text": ("text, bits a byte", False), "state": ("state, bytes", True),
-    "training": ("training, tokens/s", True), "decoding": ("decoding, tokens/s", True),
+    "persistence": "persistence, %", "capacity": "capacity, %", "decoys": "decoys, %", "tracking": "tracking, %",
+    "text": "text, bits a byte", "state": "state, bytes", "training": "training, tokens/s",
+    "decoding": "decoding, tokens/s",
 }  # fmt: skip
 PERCENT = ("persistence", "capacity", "decoys", "tracking")
+SPEEDS = ("training", "decoding")
 
 
 @styled
@@ -45,16 +45,18 @@ def overview(data: Mapping[str, Any]) -> Figure:
     )
     for axes, name in zip(panels, shown, strict=True):
         _draw(axes, names, drawn[name], 100 if name in PERCENT else 1)
-        title, log = PANELS[name]
         lengths = columns[name].get("lengths", [])
-        axes.set_title(title, loc="left")
+        axes.set_title(PANELS[name], loc="left")
         axes.set_xlabel(" → ".join(f"{n:,}" for n in lengths) + " tokens" if lengths else "")
-        if log:
+        if name == "state":
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
             axes.xaxis.set_minor_locator(NullLocator())
-            written = format_bytes if name == "state" else short_count
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _, written=written: written(x)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_bytes(x)))
+        if name in SPEEDS:
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if name in PERCENT:
             axes.set_xlim(-3, 103)
     panels[0].set_yticks(range(len(names)), [escape_formula(name) for name in names])
