@@ -9,14 +9,18 @@ condition under `given` is false, or if a comparison of trained models lacks see
 (CONTRIBUTING.md, "Claims"). The numbers of the page are formatted expressions over the same files. Expressions may
 name:
 
-    theory, grid               theory.json and decay_design.json
+    theory                     theory.json
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
-    accuracy(file, model, test, length, pairs), loss(variant)    one number a seed, at the selected learning rate
+    accuracy(file, model, test, length, pairs)    one number a seed, at the selected learning rate
+    loss(variant)              test losses of the decay grid, [budgets, seeds], at the selected learning rates
+    parameters(variant)        of the decay grid
+    best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
-    low(x), high(x)            the ends of the bootstrap interval of the mean of x
+    low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
     percent(x), plain(x)       the mean and its interval, in percent or as it is
+    signed(x)                  the mean and its interval at each budget of the decay grid, with the sign
     learned(file, model)       whether a model has learned its training task
     mark(file, model)          " (not learned)", or nothing
     measured(file, model)      whether a file has a model, such as a control
@@ -45,7 +49,8 @@ from halflife.report.intervals import SEEDS, bootstrap, has_learned, in_percent,
 
 DOCS = Path(__file__).parent
 RESULTS, PAGE, COSTS = DOCS / "results", DOCS / "claims.md", DOCS / "results" / "claims_costs.json"
-SOURCES = {"theory": "theory.json", "grid": "decay_design.json"}
+# The decay grid at two budgets: losses, and regressions of them on the decays.
+GRID = {"decay_design.csv": "decay_regression.json", "decay_design_double.csv": "decay_regression_double.json"}
 VERDICTS = ("holds", "holds in part", "fails", "open")
 RATES = 3  # learning rates that a comparison of trained models has at least
 H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of its peak
@@ -155,10 +160,28 @@ class Files:
         return np.array([float(row["last_perplexity"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
     def loss(self, variant: str) -> np.ndarray:
-        """The test loss of every seed of a variant of decay_design.json, whose runs have one learning rate."""
-        runs = self.json("decay_design.json")["results"][variant]
-        self._note(seeds=len(runs), rates=1)
-        return np.array([runs[seed]["test"] for seed in sorted(runs)])
+        """The test losses of every seed of a row of the decay grid, at each budget `[budgets, seeds]`."""
+        found = [self._selected(name, variant, lambda row: row["test"] == "text", "text") for name in GRID]
+        return np.array([[float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])] for rows in found])
+
+    def parameters(self, variant: str) -> int:
+        """The parameters of a row of the decay grid."""
+        name = next(iter(GRID))
+        return int(self._selected(name, variant, lambda row: True, "")[0]["parameters"])
+
+    def best_median(self) -> np.ndarray:
+        """The minimum of a parabola through the losses over the medians of λ after training, and its interval.
+
+        The interval is NaN if some resampled parabolas have no minimum.
+        """
+        found = []
+        for name, regressions in GRID.items():
+            data = self.json(regressions)
+            for model in {run.model for run in data.runs}:
+                self._selected(name, model, lambda row: True, "")
+            parabola = data.regressions.trained["median and its square"]
+            found.append([parabola["best"], parabola["best low"], parabola["best high"]])
+        return np.array(found, dtype=float)
 
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
         """The decay time-scales in tokens, a row a layer of a run."""
@@ -214,20 +237,26 @@ class Files:
         return {
             **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
-            "accuracy": self.accuracy, "loss": self.loss, "learned": self.learned, "mark": self.mark,
-            "measured": self.measured, "timescales": self.timescales, "perplexity": self.perplexity,
-            "plain": lambda x: with_interval(x, 2),
+            "accuracy": self.accuracy, "loss": self.loss, "parameters": self.parameters,
+            "best_median": self.best_median, "learned": self.learned, "mark": self.mark, "measured": self.measured, "timescales": self.timescales, "perplexity": self.perplexity,
+            "plain": lambda x: with_interval(x, 2), "signed": _signed,
             "percent": in_percent,
             "list_of": lambda node: [node[name] for name in node],
-            "low": lambda x: bootstrap(x).low, "high": lambda x: bootstrap(x).high,
+            "low": lambda x: min(bootstrap(row).low for row in np.atleast_2d(x)),
+            "high": lambda x: max(bootstrap(row).high for row in np.atleast_2d(x)),
             "steps": lambda x: np.asarray(x)[..., 1:] / np.asarray(x)[..., :-1],
         }  # fmt: skip
+
+
+def _signed(x: np.ndarray) -> str:
+    """The mean and its interval at each budget of the decay grid, "+0.030 [+0.021, +0.039], with twice the steps …"."""
+    return ", with twice the steps ".join("{:+.3f} [{:+.3f}, {:+.3f}]".format(*bootstrap(row)) for row in np.atleast_2d(x))
 
 
 def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:
     """Evaluate an expression. A file is read if the expression names it."""
     used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-    sources = {name: files.json(SOURCES[name]) for name in used & set(SOURCES)}
+    sources = {"theory": files.json("theory.json")} if "theory" in used else {}
     # A generator in an expression looks its names up in the globals, which must be a plain dict.
     return eval(expression, {"__builtins__": {}, **known, **sources})
 

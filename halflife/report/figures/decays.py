@@ -148,6 +148,7 @@ def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> Figu
     """
     models = {one["model"]: [other for other in runs if other["model"] == one["model"]] for one in runs}
     styles = model_styles(list(dict.fromkeys(name.split("/")[0] for name in models)))
+    x = Axis("median decay λ", ticks={i / 5: f"{i / 5:g}" for i in range(6)}, phrase="λ {}")
     y, panels = Axis(f"test loss (nats a {unit})", phrase="loss {}"), []
     for when, title in (("init", "before training"), ("trained", "after training")):
         series = []
@@ -156,7 +157,7 @@ def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> Figu
             median, loss = mean([one[when]["median"] for one in own]), mean([one["loss"] for one in own])
             style = styles[group]._replace(linestyle="-")
             series.append(Series(name, group, style, [median], [loss], label=variant or group))
-        panels.append(Panel(title, Axis("median decay λ", phrase="λ {}"), y, series))
+        panels.append(Panel(title, x, y, series))
     return FigureData(
         "decay_regression",
         "Loss by decay",
@@ -164,4 +165,5 @@ def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> Figu
         "Each dot is a variant, a mean over seeds. Its place is the median of λ over channels and tokens of the test "
         "text, a mean over layers.",
         panels,
+        columns=1,
     )
