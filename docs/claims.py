@@ -230,6 +230,9 @@ class Files:
     def names(self) -> dict[str, Any]:
         """The names in expressions."""
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
+        read = (
+            "accuracy", "best_median", "learned", "loss", "mark", "measured", "parameters", "perplexity", "timescales",
+        )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:
             return np.array([row[column] for row in self.json("theory.json").errors.slopes if row.spectrum == spectrum])
@@ -237,8 +240,7 @@ class Files:
         return {
             **{name: getattr(np, name) for name in numpy}, "array": np.array, "len": len, "zip": zip,
             "value": lambda name: self.json("theory.json").statements[name].value, "slopes": slopes,
-            "accuracy": self.accuracy, "loss": self.loss, "parameters": self.parameters,
-            "best_median": self.best_median, "learned": self.learned, "mark": self.mark, "measured": self.measured, "timescales": self.timescales, "perplexity": self.perplexity,
+            **{name: getattr(self, name) for name in read},
             "plain": lambda x: with_interval(x, 2), "signed": _signed,
             "percent": in_percent,
             "list_of": lambda node: [node[name] for name in node],
@@ -250,7 +252,8 @@ class Files:
 
 def _signed(x: np.ndarray) -> str:
     """The mean and its interval at each budget of the decay grid, "+0.030 [+0.021, +0.039], with twice the steps …"."""
-    return ", with twice the steps ".join("{:+.3f} [{:+.3f}, {:+.3f}]".format(*bootstrap(row)) for row in np.atleast_2d(x))
+    budgets = ("{:+.3f} [{:+.3f}, {:+.3f}]".format(*bootstrap(row)) for row in np.atleast_2d(x))
+    return ", with twice the steps ".join(budgets)
 
 
 def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:
