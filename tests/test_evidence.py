@@ -162,15 +162,16 @@ def test_columns_of_the_overview():
 
 
 def test_bits_of_text(tmp_path, monkeypatch):
-    """Tokens of two bytes: a perplexity of 16 is four bits a token, and two bits a byte."""
-    result = {"bits_per_byte": 1.5, "tests": [{"loss": 3 * math.log(2)}],
-              "lengths": [{"length": n, "perplexity": p} for n, p in ((32, 16), (64, 4), (512, 8))]}  # fmt: skip
+    """Tokens of two bytes: a loss of three bits a token is 1.5 bits a byte, and a perplexity of 16 two."""
+    lengths = [{"length": n, "perplexity": p} for n, p in ((32, 8), (64, 4), (512, 16))]
+    result = {"bits_per_byte": 1.5, "tests": [{"length": 32, "loss": 3 * math.log(2)}], "lengths": lengths}
     (tmp_path / "result.json").write_text(json.dumps(result))
-    run = SimpleNamespace(models=["a"], trainings_of=lambda model: [SimpleNamespace(path=tmp_path)])
+    runs = {"a": [SimpleNamespace(path=tmp_path, lengths=lengths)], "b": [SimpleNamespace(path=None, lengths=[])]}
+    run = SimpleNamespace(models=["a", "b"], trainings_of=runs.__getitem__)
     monkeypatch.setattr(overview_page, "read", lambda folder: run)
     found = overview_page.text_bits(tmp_path)
     assert found["lengths"] == [32, 512]
-    assert found["values"]["a"] == [[pytest.approx(2)], [pytest.approx(1.5)]]
+    assert found["values"] == {"a": [[pytest.approx(1.5)], [pytest.approx(2)]]}
 
 
 def test_states_of_the_overview_are_of_one_size():

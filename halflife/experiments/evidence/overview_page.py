@@ -68,23 +68,19 @@ def _by_seed(rows: Rows, model: str, length: int) -> list[float]:
 
 
 def text_bits(folder: Path) -> dict[str, Any]:
-    """The column of a comparison on text: bits a byte of its models at T and at the longest tested length."""
+    """The column of a comparison on text: bits a byte of its models in rows of T, and in the longest rows read."""
     run, values, lengths = read(folder), dict[str, list[list[float]]](), [0, 0]
     for model in run.models:
-        results = [read_json(one.path / RESULT_JSON) for one in run.trainings_of(model)]
-        tested = [one for one in results if one.get("lengths")]
+        tested = [read_json(one.path / RESULT_JSON) for one in run.trainings_of(model) if one.lengths]
         if tested:
-            ends = [[one["lengths"][i] for one in tested] for i in (0, -1)]
-            lengths = [end[0]["length"] for end in ends]
-            values[model] = [
-                [math.log2(at["perplexity"]) * _tokens_a_byte(one) for at, one in zip(end, tested, strict=True)]
-                for end in ends
-            ]
+            values[model] = [[one["bits_per_byte"] for one in tested], [_bits_in_longest(one) for one in tested]]
+            lengths = [tested[0]["tests"][0]["length"], tested[0]["lengths"][-1]["length"]]
     return {"lengths": lengths, "values": values}
 
 
-def _tokens_a_byte(result: Mapping[str, Any]) -> float:
-    return result["bits_per_byte"] * math.log(2) / result["tests"][0]["loss"]
+def _bits_in_longest(result: Mapping[str, Any]) -> float:
+    nats = math.log(result["lengths"][-1]["perplexity"])
+    return result["bits_per_byte"] * nats / result["tests"][0]["loss"]  # the quotient converts nats a token
 
 
 def speeds(configs: Mapping[str, ModelConfig], length: int, context: int) -> dict[str, dict[str, float]]:
