@@ -1,5 +1,6 @@
 """The regression of the losses of the Decay paper's grid on the distributions of λ."""
 
+import itertools
 import json
 import math
 
@@ -9,6 +10,8 @@ import pytest
 from halflife.experiments import compare
 from halflife.experiments.evidence.decay_regression import FEWEST, regress, regressions
 from halflife.report.figures.decays import loss_by_decay
+from halflife.report.figures.matplotlib_renderer import draw, save
+from halflife.report.labels import PLACES
 from halflife.runs.folder import DECAY_REGRESSION_JSON
 
 
@@ -66,6 +69,23 @@ def test_a_variant_is_a_dot():
     dots = {one.name: (*one.x, *one.y) for one in before.series}
     assert dots == {"vector/gla": (0.5, 2.5), "llama/x": (0.5, 1.0)}
     assert [one.x[0] for one in after.series] == pytest.approx([0.7, 0.1])
+
+
+def test_labels_do_not_cover_each_other(tmp_path):
+    """Points close together, one of them far away: the labels of the crowd move, and none covers another."""
+    places = [(0.5, 2.0), (0.5, 2.0), (0.505, 2.0), (0.51, 2.01), (0.515, 2.0), (0.52, 2.02), (0.8, 2.5), (1, 3)]
+    runs = [
+        {"model": f"vector/row-{i}", "loss": y, "init": {"median": x}, "trained": {"median": x}}
+        for i, (x, y) in enumerate(places)
+    ]
+    figure = draw(loss_by_decay(runs))
+    save(figure, tmp_path, "labels", ("png",))
+    for axes in figure.axes:
+        labels = {text.get_text(): text for text in axes.texts if text.get_visible()}
+        boxes = [text.get_window_extent() for text in labels.values()]
+        assert len(places) > len(labels) >= 4  # labels of the crowd without a place are left out
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+        assert labels["row-6"].get_position() == PLACES[0][:2]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from halflife.tasks import build
 # Variant → options of the mixers; `preset:variant` names a model, and `preset:neg-closed` has two variants.
 VARIANTS: dict[str, dict[str, Any]] = {
     "neg": {"allow_neg_eigval": True},
+    "n4": {"num_householder": 4},  # DeltaProduct: an element of S5 takes up to four reflections
     "reset50": {"gate_rank": {"reset_rate": 0.5}},
     "reset10": {"gate_rank": {"reset_rate": 0.1}},
     "reset2": {"gate_rank": {"reset_rate": 0.02}},
@@ -124,7 +125,8 @@ class GateRankS5(Experiment):
     """Words in S5 (GateRank, §4.4 and Figure 4): training at T = 16, tests up to 16 T, by position.
 
     `preset:neg` has β in (0, 2), `preset:d4` four layers, and `preset:curriculum` trains on words of T/8, T/4, T/2 and
-    T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. The group `learnable` has them.
+    T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. `deltaproduct:n4` has four
+    reflections a token. The group `learnable` has them.
 
     At the scale "paper", the settings are:
 
@@ -153,9 +155,13 @@ class GateRankS5(Experiment):
     models: ClassVar = (*PAIRS, "gated_deltanet:neg", "gated_deltanet+gate_rank:neg")
     groups: ClassVar = {
         "learnable": tuple(
-            f"{base}:neg{depth}{curriculum}"
-            for base in ("gated_deltanet", "gated_deltanet+gate_rank")
-            for depth in ("", "-d2", "-d4")
+            f"{base}{depth}{curriculum}"
+            for base, depths in (
+                ("gated_deltanet:neg", ("", "-d2", "-d4")),
+                ("gated_deltanet+gate_rank:neg", ("", "-d2", "-d4")),
+                ("deltaproduct:n4", ("",)),
+            )
+            for depth in depths
             for curriculum in ("", f"-{CURRICULUM}")
         )
     }

@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from halflife.files import atomic_path
 from halflife.report.figures.data import NO_DATA, Axis, FigureData, HeatMap, Panel, Series, log_tick_digits
 from halflife.report.figures.grids import panel_grid
+from halflife.report.labels import label_point, separate_labels
 from halflife.report.style import (
     HEAT_COLOURS,
     INK,
@@ -89,7 +90,7 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
         style = {**series.style._asdict(), **WEIGHTS[series.weight]}
         axes.plot(series.x, series.y, **style, markevery=_marker_places(series, i / len(panel.series)))
         for point in zip(series.x, series.y, strict=True) if series.label else ():
-            axes.annotate(escape_formula(series.label), point, (5, 3), textcoords="offset points", fontsize=7)
+            label_point(axes, escape_formula(series.label), point)
     _set_axis(axes, "x", panel.x, [value for series in panel.series for value in series.x])
     _set_axis(axes, "y", panel.y, [value for series in panel.series for value in series.y])
 
@@ -168,6 +169,7 @@ def _arrange(figure: Figure) -> None:
         figure.dpi = DPI
         engine.execute(figure)
         figure.set_layout_engine(None)
+    separate_labels(figure)
 
 
 @styled
