@@ -38,10 +38,10 @@ def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any
     for column, (test, kind) in RECALL.items():
         own = [row for row in rows if row["test"] == test and row["selected"] and row["length"] >= train_length]
         learned = _learned(own, pairs, kind)
-        counts = [row["num_pairs"] for row in own if row["num_pairs"] is not None]
+        counts = [_pairs(row) for row in own]
         if kind != "all" and counts:
             chosen = max(counts) if kind == "most" else max((n for n in counts if n <= pairs), default=min(counts))
-            own = [row for row in own if row["num_pairs"] == chosen]
+            own = [row for row in own if _pairs(row) == chosen]
         if own:
             lengths = [min(row["length"] for row in own), max(row["length"] for row in own)]
             values = {model: [_by_seed(own, model, length) for length in lengths] for model in models(rows)}
@@ -52,11 +52,16 @@ def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any
 def _learned(rows: Rows, pairs: int, kind: str) -> list[str]:
     """The models that recall what they were trained on at T: the most pairs of the training, or the mean of all."""
     shortest = min((row["length"] for row in rows), default=0)
-    trained = [row for row in rows if row["length"] == shortest and (row["num_pairs"] or 0) <= pairs]
+    trained = [row for row in rows if row["length"] == shortest and _pairs(row) <= pairs]
     if kind != "all":
-        most = max((row["num_pairs"] or 0 for row in trained), default=0)
-        trained = [row for row in trained if (row["num_pairs"] or 0) == most]
+        most = max(map(_pairs, trained), default=0)
+        trained = [row for row in trained if _pairs(row) == most]
     return [model for model in models(trained) if has_learned(_by_seed(trained, model, shortest))]
+
+
+def _pairs(row: Mapping[str, Any]) -> float:
+    """The pairs of a test; 0 of a test without pairs, whose row has NaN."""
+    return 0 if math.isnan(row["num_pairs"]) else row["num_pairs"]
 
 
 def _by_seed(rows: Rows, model: str, length: int) -> list[float]:
