@@ -61,7 +61,7 @@ class Overview(RecallExperiment):
         if scale == "large":
             return (1e-3, 10**-2.5, 1e-2)
         # At `small` the best rate of Mamba-2 and Llama is 3e-3, that of Gated DeltaNet 1e-2 (seed 0).
-        return (3e-3, 1e-2, 3e-2) if "deltanet" in model else (1e-3, 3e-3, 1e-2)
+        return (3e-3, 1e-2, 3e-2) if "delta" in model else (1e-3, 3e-3, 1e-2)
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         """The models of the MQAR experiments: states of d²/h numbers a layer, and no MLP."""
