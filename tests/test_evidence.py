@@ -167,8 +167,10 @@ def test_bits_of_text(tmp_path, monkeypatch):
     lengths = [{"length": n, "perplexity": p} for n, p in ((32, 8), (64, 4), (512, 16))]
     result = {"bits_per_byte": 1.5, "tests": [{"length": 32, "loss": 3 * math.log(2)}], "lengths": lengths}
     (tmp_path / "result.json").write_text(json.dumps(result))
-    runs = {"a": [SimpleNamespace(path=tmp_path, lengths=lengths)], "b": [SimpleNamespace(path=None, lengths=[])]}
-    run = SimpleNamespace(models=["a", "b"], trainings_of=runs.__getitem__)
+    one = SimpleNamespace(path=tmp_path, lengths=lengths)
+    runs = {"a": [one], "b": [SimpleNamespace(path=None, lengths=[])], "tried at two rates": [one, one]}
+    seeds = {"a": [0], "b": [0], "tried at two rates": []}
+    run = SimpleNamespace(models=list(runs), trainings_of=runs.__getitem__, seeds=seeds.__getitem__)
     monkeypatch.setattr(overview_page, "read", lambda folder: run)
     found = overview_page.text_bits(tmp_path)
     assert found["lengths"] == [32, 512]

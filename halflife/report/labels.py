@@ -18,7 +18,7 @@ PLACES = (
 
 
 def label_point(axes: Axes, text: str, point: tuple[float, float]) -> None:
-    """Write a label beside a point. `separate_labels` may move it."""
+    """Write a label beside a point, which is in data coordinates. `separate_labels` may move the label."""
     axes.annotate(text, point, PLACES[0][:2], textcoords="offset points", fontsize=7, gid=label_point.__name__)
 
 

@@ -75,7 +75,7 @@ def _by_seed(rows: Rows, model: str, length: int) -> list[float]:
 def text_bits(folder: Path) -> dict[str, Any]:
     """The column of a comparison on text: bits a byte of its models in rows of T, and in the longest rows read."""
     run, values, lengths = read(folder), dict[str, list[list[float]]](), [0, 0]
-    for model in run.models:
+    for model in filter(run.seeds, run.models):  # before a rate is selected, all rates would count as seeds
         tested = [read_json(one.path / RESULT_JSON) for one in run.trainings_of(model) if one.lengths]
         if tested:
             values[model] = [[one["bits_per_byte"] for one in tested], [_bits_in_longest(one) for one in tested]]
