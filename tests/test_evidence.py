@@ -12,6 +12,7 @@ from halflife import LanguageModel
 from halflife.experiments import EXPERIMENTS, compare
 from halflife.experiments.evidence import koopman_powers, overview_page, post_parts
 from halflife.models import ModelConfig
+from halflife.report.figures.operators import power_map
 from halflife.runs.sweep import Cell
 
 NAMES = ("post-taken-apart", "post-taken-apart-text", "overview", "koopman-powers")
@@ -103,6 +104,14 @@ def test_cells_of_the_map_are_what_they_are_called():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             powers(name)
+
+
+def test_the_map_is_drawn_with_empty_cells():
+    panels = {"before": {"K1": {"h1": 1.0, "h4": 0.34}}, "after": {"attention": {"h4": 0.25}, "K1": {"h1": 0.5}}}
+    before, after = power_map(panels).axes
+    texts = lambda axes: [text.get_text() for text in axes.texts]  # noqa: E731
+    assert (texts(before), texts(after)) == (["100", "34"], ["25", "50"])
+    assert [label.get_text() for label in after.get_yticklabels()] == ["attention", "K1"]
 
 
 def test_reassigned_keys_at_every_length():
@@ -219,6 +228,9 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
         assert all(f"| {model} | " in page for model in models)
         assert (folder / "figures" / "overview.png").exists()
         assert json.loads((folder / "overview.json").read_text())["speeds"]["decoding"][models[0]] > 0
+    if name == "koopman-powers":
+        assert (folder / "figures" / "powers.png").exists()
+        assert summary.count("| h2 | l3-masked |") == 2  # both tables
     if name.endswith("text"):
         assert "| perplexity of the last T of | 16 | 32 |" in summary
         lengths = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from halflife.models import ModelConfig
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
 from halflife.report.markdown import Rows, in_distribution, markdown, models, percent
+from halflife.runs.folder import FIGURES
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
@@ -199,24 +201,33 @@ class KoopmanPowers(MQARExperiment):
         return dataclasses.replace(plain, name=name, mixer="ska", mixer_options=options)
 
     def summary(self, folder: Path, rows: Rows) -> str:
+        from halflife.report.figures.matplotlib_renderer import save
+        from halflife.report.figures.operators import power_map
+
         cells = list(dict.fromkeys(name.partition(":")[2] or "h1" for name in models(rows)))
-        found = {name: untrained(MapCell.parse(name)) for name in cells}
-        write_json(folder / "untrained.json", found)
         kinds = list(dict.fromkeys(name.partition(":")[0] for name in models(rows)))
-        trained = [[kind, *(percent(_in_distribution(rows, kind, cell)) for cell in cells)] for kind in kinds]
-        before = [
-            [name, *(f"{100 * found[cell][name]:.1f}" for cell in cells)] for name in found[cells[0]]
-        ] if cells else []  # fmt: skip
+        found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
+        write_json(folder / "untrained.json", found)
+        before = {read: {cell: found[cell][read] for cell in cells} for read in READS}
+        trained = {kind: {cell: own for cell in cells if (own := _in_distribution(rows, kind, cell))} for kind in kinds}
+        after = {
+            kind: {cell: fmean(r["accuracy"] for r in own) for cell, own in row.items()}
+            for kind, row in trained.items()
+        }
+        if cells:
+            save(power_map({"before training, %": before, "after training, %": after}), folder / FIGURES, "powers")
+        scores = [[kind, *(percent(row.get(cell, [])) for cell in cells)] for kind, row in trained.items()]
+        reads = [[read, *(f"{100 * x:.1f}" for x in row.values())] for read, row in before.items()]
         return "\n\n".join([
-            "### After training, accuracy in distribution, percent", markdown(["model", *cells], trained),
-            "### Before training, share of answers recalled, percent", markdown(["read", *cells], before),
+            "### After training, accuracy in distribution, percent", markdown(["model", *cells], scores),
+            "### Before training, share of answers recalled, percent", markdown(["read", *cells], reads),
             "### All tests, percent", in_distribution(rows),
         ])  # fmt: skip
 
 
-def _in_distribution(rows: Rows, model: str, cell: str) -> Rows:
-    names = (f"{model}:{cell}", *([model] if cell == "h1" else []))
-    return [row for row in rows if row["model"] in names and row["test"] == "in_distribution"]
+def _in_distribution(rows: Rows, kind: str, cell: str) -> Rows:
+    names = (f"{kind}:{cell}", *([kind] if cell == "h1" else []))
+    return [r for r in rows if r["model"] in names and r["test"] == "in_distribution" and r["selected"]]
 
 
 # Read before training → the arguments of `untrained_recall`. With one power alone, γ is only a factor of the output.

@@ -1,7 +1,8 @@
-"""The figure of the operators of spectral Koopman attention (SKA) after a text."""
+"""Figures of spectral Koopman attention (SKA): its operators after a text, and what each power of them recalls."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle
 
 from halflife.report.figures.grids import layer_grid
-from halflife.report.style import INK, REFERENCE_LINE, legend, model_handles, model_styles, styled
+from halflife.report.figures.matplotlib_renderer import draw_heat_map
+from halflife.report.style import INK, REFERENCE_LINE, WIDTH, legend, model_handles, model_styles, styled
 
 LIMIT = 1.12  # of both axes; the unit circle has radius 1
 
@@ -51,3 +53,21 @@ def _disc(axes: Axes, layer: dict[str, Any]) -> None:
     axes.set(xlim=(-LIMIT, LIMIT), ylim=(-LIMIT, LIMIT), aspect="equal", xlabel="Re λ", ylabel="Im λ")
     axes.set_xticks([-1, 0, 1])
     axes.set_yticks([-1, 0, 1])
+
+
+@styled
+def power_map(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
+    """One panel above the other with the share of answers that is recalled, in percent.
+
+    Args:
+        panels: title → row → column → fraction, with the same columns everywhere. A cell that a row lacks stays empty.
+    """
+    columns = list(dict.fromkeys(column for rows in panels.values() for row in rows.values() for column in row))
+    heights = [len(rows) for rows in panels.values()]
+    figure = Figure(figsize=(WIDTH, 0.22 * sum(heights) + 0.5 * len(heights)), layout="constrained")
+    all_axes = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
+        cells = [[row.get(column, np.nan) for column in columns] for row in rows.values()]
+        draw_heat_map(axes, np.array(cells, dtype=float), list(rows), columns)
+        axes.set_title(title, loc="left")
+    return figure
