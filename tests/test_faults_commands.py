@@ -16,6 +16,7 @@ from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.data.documents import find
 from halflife.experiments import compare as comparison
+from halflife.files import write_text
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs import sweep
 from halflife.runs.folder import read
@@ -107,6 +108,18 @@ def test_a_model_that_diverges_is_not_selected(tmp_path, monkeypatch, capsys):
 def test_the_rate_with_the_fewest_divergences_is_selected(values, expected):
     results = {Cell("m", lr, seed): {"validation": x} for lr, own in values.items() for seed, x in enumerate(own)}
     jobs = {cell: Job(tiny(), Path(cell.folder), cell.title) for cell in results}
+    assert _select_rate("m", jobs, results) == expected
+
+
+@pytest.mark.parametrize(("soonest", "expected"), [(0.2, 0.2), (None, 0.1)])  # without logs, the first rate
+def test_of_rates_with_the_same_validation_the_one_that_learned_soonest_is_selected(soonest, expected, tmp_path):
+    cells = [Cell("m", rate, 0) for rate in (0.1, 0.2, 0.3)]
+    jobs = {cell: Job(tiny(), tmp_path / cell.folder, cell.title) for cell in cells}
+    results = {cell: {"validation": 0.9 if cell.learning_rate == 0.3 else 1.0} for cell in cells}
+    for cell in cells if soonest else ():
+        values = (1.0 if cell.learning_rate >= soonest else 0.5, results[cell]["validation"])
+        lines = [json.dumps({"step": step, "validation_accuracy": x}) for step, x in enumerate(values)]
+        write_text(jobs[cell].folder / "metrics.jsonl", "\n".join(lines) + "\n")
     assert _select_rate("m", jobs, results) == expected
 
 

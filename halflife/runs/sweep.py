@@ -19,12 +19,14 @@ import torch
 from halflife import __version__, extensions
 from halflife.data.trust import sign
 from halflife.files import (
+    METRICS_JSONL,
     RESULT_JSON,
     RUN_JSON,
     check_new_folder,
     folder_lock,
     read_json,
     read_json_object,
+    read_metrics,
     remove_orphans,
     write_json,
 )
@@ -273,17 +275,29 @@ def _select_rates(jobs: Mapping[Cell, Job], results: Results) -> dict[str, float
 def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Results) -> float | None:
     """The learning rate with the fewest diverged runs, and among these the best mean validation of the others.
 
-    None if every run of the model diverged.
+    Of rates that end at the same validation, such as 100 %, it is the one that learned soonest: the mean of all its
+    validations is best. None if every run of the model diverged.
     """
-    sign = 1 if next(iter(jobs.values())).config.measure == "accuracy" else -1
+    measure = next(iter(jobs.values())).config.measure
+    sign = 1 if measure == "accuracy" else -1
     values: dict[float, list[float]] = {}
     for cell, result in results.items():
         if cell.model == model:
             values.setdefault(cell.learning_rate, []).append(result["validation"])
     diverged = {rate: sum(map(math.isnan, found)) for rate, found in values.items()}
     whole = {rate: [x for x in found if not math.isnan(x)] for rate, found in values.items()}
-    candidates = [rate for rate in values if whole[rate]]
-    return max(candidates, key=lambda rate: (-diverged[rate], sign * fmean(whole[rate])), default=None)
+    scores = {rate: (-diverged[rate], sign * fmean(whole[rate])) for rate in values if whole[rate]}
+    if len(best := [rate for rate in scores if scores[rate] == max(scores.values())]) < 2:
+        return next(iter(best), None)
+    tied = [cell for cell in results if cell.model == model and not math.isnan(results[cell]["validation"])]
+    folders = {rate: [jobs[cell].folder for cell in tied if cell.learning_rate == rate] for rate in best}
+    return max(best, key=lambda rate: sign * _mean_of_training(folders[rate], f"validation_{measure}"))
+
+
+def _mean_of_training(folders: Sequence[Path], key: str) -> float:
+    """The mean of all validations in the logs of the runs; 0 if these have been deleted."""
+    lines = [line for folder in folders for line in read_metrics(folder / METRICS_JSONL)]
+    return fmean([line[key] for line in lines if line.get(key) is not None] or [0.0])
 
 
 def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
