@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from halflife.experiments import EXPERIMENTS, compare
 from halflife.experiments.evidence import koopman_powers, overview_page, post_parts
 from halflife.models import ModelConfig
 from halflife.report.figures.operators import power_map
+from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
 
 NAMES = ("post-taken-apart", "post-taken-apart-text", "overview", "koopman-powers")
@@ -104,6 +106,15 @@ def test_cells_of_the_map_are_what_they_are_called():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             powers(name)
+
+
+def test_the_steps_until_a_model_has_learned():
+    logs = [[(100, 0.5), (200, 0.95), (300, 0.8)], [(100, 0.1)], []]
+    runs = [
+        Training(Path(), "K1", 1e-2, seed, [{"step": n, "validation_accuracy": x} for n, x in log], {})
+        for seed, log in enumerate(logs)
+    ]
+    assert koopman_powers.steps_until_learned(runs) == [200, None, None]
 
 
 def test_the_map_is_drawn_with_empty_cells():
@@ -230,7 +241,8 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
         assert json.loads((folder / "overview.json").read_text())["speeds"]["decoding"][models[0]] > 0
     if name == "koopman-powers":
         assert (folder / "figures" / "powers.png").exists()
-        assert summary.count("| h2 | l3-masked |") == 2  # both tables
+        assert summary.count("| h2 | l3-masked |") == 3  # all tables of the map
+        assert json.loads((folder / "powers.json").read_text())["steps"] == {model: [None] for model in models}
     if name.endswith("text"):
         assert "| perplexity of the last T of | 16 | 32 |" in summary
         lengths = list(csv.DictReader((folder / "lengths.csv").read_text().splitlines()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -19,8 +20,10 @@ from halflife.files import write_json
 from halflife.models import ModelConfig
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
+from halflife.report.intervals import LEARNED
 from halflife.report.markdown import Rows, in_distribution, markdown, models, percent
-from halflife.runs.folder import FIGURES
+from halflife.runs.folder import FIGURES, read
+from halflife.runs.records import Comparison, Training
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
@@ -142,8 +145,8 @@ class KoopmanPowers(MQARExperiment):
     The last of `pairs` is K, and T follows from the cell: 6K steps at h1, times h, and times (L + 1)/2. `train_length`
     and `batch_size` are those of h1, and every batch has about as many tokens. A chunk of SKA has `ska_chunk` tokens,
     each for its h steps. `capacity` has 2K pairs, where there are enough values, and `persist` the fillers of 4 T. The
-    report adds what SKA recalls before training, with keys, values and queries that are one random unit vector for
-    each token id.
+    report adds the steps that a model needed, and what SKA recalls before training, with keys, values and queries that
+    are one random unit vector for each token id.
     """
 
     is_paper: ClassVar = True
@@ -207,8 +210,9 @@ class KoopmanPowers(MQARExperiment):
         cells = list(dict.fromkeys(name.partition(":")[2] or "h1" for name in models(rows)))
         kinds = list(dict.fromkeys(name.partition(":")[0] for name in models(rows)))
         found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
-        write_json(folder / "untrained.json", found)
-        before = {read: {cell: found[cell][read] for cell in cells} for read in READS}
+        steps = {model: steps_until_learned(run) for model, run in _selected(read(folder), models(rows)).items()}
+        write_json(folder / "powers.json", {"untrained": found, "steps": steps})
+        before = {name: {cell: found[cell][name] for cell in cells} for name in READS}
         trained = {kind: {cell: own for cell in cells if (own := _in_distribution(rows, kind, cell))} for kind in kinds}
         after = {
             kind: {cell: fmean(r["accuracy"] for r in own) for cell, own in row.items()}
@@ -217,17 +221,40 @@ class KoopmanPowers(MQARExperiment):
         if cells:
             save(power_map({"before training, %": before, "after training, %": after}), folder / FIGURES, "powers")
         scores = [[kind, *(percent(row.get(cell, [])) for cell in cells)] for kind, row in trained.items()]
-        reads = [[read, *(f"{100 * x:.1f}" for x in row.values())] for read, row in before.items()]
+        reads = [[name, *(f"{100 * x:.1f}" for x in row.values())] for name, row in before.items()]
+        learned = [[kind, *(_steps(steps, kind, cell) for cell in cells)] for kind in kinds]
         return "\n\n".join([
             "### After training, accuracy in distribution, percent", markdown(["model", *cells], scores),
+            f"### Steps until a validation reached {LEARNED:.0%}, by seed", markdown(["model", *cells], learned),
             "### Before training, share of answers recalled, percent", markdown(["read", *cells], reads),
             "### All tests, percent", in_distribution(rows),
         ])  # fmt: skip
 
 
+def _selected(run: Comparison, names: Sequence[str]) -> dict[str, list[Training]]:
+    """Model → its runs at the selected learning rate, by seed."""
+    return {name: sorted(run.trainings_of(name), key=lambda one: one.seed) for name in names}
+
+
+def steps_until_learned(runs: Sequence[Training]) -> list[int | None]:
+    """For each run the step of the first validation that reached `LEARNED`; None if none did."""
+    curves = (one.curve("validation_accuracy") for one in runs)
+    return [next((step for step, x in zip(*curve, strict=True) if x >= LEARNED), None) for curve in curves]
+
+
+def _names(kind: str, cell: str) -> tuple[str, ...]:
+    """The names of a model in a cell; without a cell it is in h1."""
+    return (f"{kind}:{cell}", *([kind] if cell == "h1" else []))
+
+
+def _steps(steps: Mapping[str, Sequence[int | None]], kind: str, cell: str) -> str:
+    own = next((steps[name] for name in _names(kind, cell) if name in steps), [])
+    return ", ".join("never" if step is None else f"{step:,}" for step in own) or "–"
+
+
 def _in_distribution(rows: Rows, kind: str, cell: str) -> Rows:
-    names = (f"{kind}:{cell}", *([kind] if cell == "h1" else []))
-    return [r for r in rows if r["model"] in names and r["test"] == "in_distribution" and r["selected"]]
+    own = [row for row in rows if row["model"] in _names(kind, cell) and row["selected"]]
+    return [row for row in own if row["test"] == "in_distribution"]
 
 
 # Read before training → the arguments of `untrained_recall`. With one power alone, γ is only a factor of the output.
