@@ -287,6 +287,17 @@ def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_d
     assert re.search(r" 128 +256 +512 +128 +256 +512 *\n", out)
 
 
+def test_the_printed_table_has_models_with_tests_of_their_own(tmp_path, capsys):
+    """As in `koopman-powers`, where the length follows from the model's cell of the map."""
+    rows = [vars(score) for score in results.read(make_run(tmp_path / "x", seeds=(1, 2, 3))).scores]
+    other = [row | {"model": "other", "length": 3 * row["length"]} for row in rows if row["model"] == rows[0]["model"]]
+    print_comparison([row for row in rows + other if row["test"] == "in_distribution"])
+    out = capsys.readouterr().out
+    assert re.search(r" in +in *\n", out)
+    assert re.search(r" 64 +192 *\n", out)
+    assert re.search(r"^ other +mean +– +[\d.]+ *\n +low +– +[\d.]+", out, re.MULTILINE)
+
+
 def test_the_printed_table_has_intervals_from_three_seeds_on(tmp_path, capsys):
     for seeds in ((1, 2, 3), (1, 2)):
         rows = [vars(score) for score in results.read(make_run(tmp_path / str(len(seeds)), seeds=seeds)).scores]

@@ -28,14 +28,14 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells
         keys, summary = _over_lengths(keys), [{**row, "accuracy": _over_lengths(row["accuracy"])} for row in summary]
     runs = _table("runs", ("model", "lr", "seed", "parameters", "state", "tokens/s"))
-    tests = _table("accuracy, %", ("model", "seed", *(_heading(test, length) for test, length in keys)))
+    tests = _table("accuracy, %", ("model", "seed", *_headings(keys)))
     for row in summary:
         mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
         rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
         sizes = (f"{row['parameters']:,}", f"{row['state_size']:,}", f"{row['tokens_per_second']:,.0f}")
         runs.add_row(row["model"], rate, seed, *sizes, style=style)
         label = row["model"] if row["selected"] else f"{row['model']} {rate}"
-        tests.add_row(label, seed, *(_percent(row["accuracy"][key]) for key in keys), style=style)
+        tests.add_row(label, seed, *(_percent(row["accuracy"].get(key)) for key in keys), style=style)
         if style:
             for end, values in _intervals(summary, row["model"], keys).items():
                 tests.add_row("", end, *(_percent(value) for value in values), style="dim")
@@ -49,19 +49,22 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     if any(test == "capacity" for test, _ in keys):
         also = "".join(f", also {test[:3]} {length}" for test, length in sorted(repeated))
         print(f"in: in distribution{also}. Under cap and per: the length T.")
-        print("cap: `capacity`, K = T/4 pairs. per: `persist`, the training K.")
+        print("cap: `capacity`, K grows with T. per: `persist`, the training K.")
     elif any(length is None for _, length in keys):
         print("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
 
 
-def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[Any]) -> dict[str, list[float]]:
-    """The ends "low" and "high" of the 95 % interval of a model's mean on each test; empty for fewer than 3 seeds."""
+def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[Any]) -> dict[str, list[float | None]]:
+    """The ends "low" and "high" of the 95 % interval of a model's mean on each test; empty for fewer than 3 seeds.
+
+    They are None at a test that the model does not have.
+    """
     seeds = [row for row in summary if row["model"] == model and row["selected"] and not isinstance(row["seed"], str)]
     runs = [row["accuracy"] for row in seeds if not any(map(math.isnan, row["accuracy"].values()))]
     if len(runs) < SEEDS:
         return {}
-    found = [bootstrap([run[key] for run in runs]) for key in keys]
-    return {"low": [one.low for one in found], "high": [one.high for one in found]}
+    found = [bootstrap([run[key] for run in runs]) if key in runs[0] else None for key in keys]
+    return {"low": [one.low if one else None for one in found], "high": [one.high if one else None for one in found]}
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
@@ -82,10 +85,15 @@ def _over_lengths(cells: Mapping[tuple[str, int], Any]) -> dict[tuple[str, None]
     }
 
 
+def _headings(keys: Iterable[tuple[str, int | None]]) -> list[str]:
+    """The headings of tests. The one in distribution has its length where models were trained at several."""
+    trained = [key for key in keys if key[0] == "in_distribution"]
+    return ["in" if trained == [key] else _heading(*key) for key in keys]
+
+
 def _heading(test: str, length: int | None) -> str:
-    if test == "in_distribution":
-        return "in"
-    return test if length is None else f"{test[:3]}\n{length}"
+    short = "in" if test == "in_distribution" else test
+    return short if length is None else f"{short[:3]}\n{length}"
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -147,5 +155,7 @@ def levels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], tuple[flo
     }
 
 
-def _percent(accuracy: float) -> str:
+def _percent(accuracy: float | None) -> str:
+    if accuracy is None:
+        return "–"  # the model does not have this test
     return "diverged" if math.isnan(accuracy) else f"{100 * accuracy:.1f}"
