@@ -191,9 +191,10 @@ class Files:
         return np.array([rows[key] for key in sorted(rows)])
 
     def learned(self, name: str, model: str) -> bool:
-        tests = {row["test"] for row in _csv(name)}
+        own = [row for row in _csv(name) if row["model"] == model]
+        tests = {row["test"] for row in own}
         test = "in_distribution" if "in_distribution" in tests else sorted(tests)[0]
-        shortest = min(int(row["length"]) for row in _csv(name) if row["test"] == test)
+        shortest = min(int(row["length"]) for row in own if row["test"] == test)
         return has_learned(self.accuracy(name, model, test, shortest))
 
     def measured(self, name: str, model: str) -> bool:

@@ -49,6 +49,7 @@ MODELS = ("K0", "K1", "K2", "learned", RIDGE, *BASELINES)
 CELL = re.compile(r"(?P<axis>[hl])(?P<size>[1-9])(?:-(?P<fillers>none|masked))?")
 AXES = {"h": "hold", "l": "value_size"}
 SLOTS = 2  # slots of a query, with fillers
+UNTRAINED = (*(f"h{n}" for n in range(1, 10)), *(f"l{n}" for n in range(2, 10)))  # the map before training; l1 is h1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,16 +210,16 @@ class KoopmanPowers(MQARExperiment):
 
         cells = list(dict.fromkeys(name.partition(":")[2] or "h1" for name in models(rows)))
         kinds = list(dict.fromkeys(name.partition(":")[0] for name in models(rows)))
-        found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
+        found = {cell: untrained(MapCell.parse(cell)) for cell in dict.fromkeys([*UNTRAINED, *cells])}
         steps = {model: steps_until_learned(run) for model, run in _selected(read(folder), models(rows)).items()}
         write_json(folder / "powers.json", {"untrained": found, "steps": steps})
-        before = {name: {cell: found[cell][name] for cell in cells} for name in READS}
+        before = {name: {cell: found[cell][name] for cell in found} for name in READS}
         trained = {kind: {cell: own for cell in cells if (own := _in_distribution(rows, kind, cell))} for kind in kinds}
         after = {
             kind: {cell: fmean(r["accuracy"] for r in own) for cell, own in row.items()}
             for kind, row in trained.items()
         }
-        if cells:
+        if models(rows):
             save(power_map({"before training, %": before, "after training, %": after}), folder / FIGURES, "powers")
         scores = [[kind, *(percent(row.get(cell, [])) for cell in cells)] for kind, row in trained.items()]
         reads = [[name, *(f"{100 * x:.1f}" for x in row.values())] for name, row in before.items()]
@@ -226,7 +227,7 @@ class KoopmanPowers(MQARExperiment):
         return "\n\n".join([
             "### After training, accuracy in distribution, percent", markdown(["model", *cells], scores),
             f"### Steps until a validation reached {LEARNED:.0%}, by seed", markdown(["model", *cells], learned),
-            "### Before training, share of answers recalled, percent", markdown(["read", *cells], reads),
+            "### Before training, share of answers recalled, percent", markdown(["read", *found], reads),
             "### All tests, percent", in_distribution(rows),
         ])  # fmt: skip
 
@@ -259,9 +260,7 @@ def _in_distribution(rows: Rows, kind: str, cell: str) -> Rows:
 
 # Read before training → the arguments of `untrained_recall`. With one power alone, γ is only a factor of the output.
 READS: dict[str, dict[str, Any]] = {
-    "K0": {"power": 0},
-    "K1": {"power": 1},
-    "K2": {"power": 2},
+    **{f"K{power}": {"power": power} for power in (0, 1, 2, 4, 8)},
     **{
         f"K{power}, μ ½, γ {gamma:g}": {"power": power, "mix": 0.5, "gamma": gamma}
         for power in (1, 2)
