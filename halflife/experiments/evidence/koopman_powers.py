@@ -30,12 +30,11 @@ from halflife.tasks import IGNORED
 from halflife.tasks.mqar import MQAR
 
 HIGHEST = 3  # the highest power of a learned sum
-# Model → options of the SKA layer. K0, K1 and K2 read one power (μ = 1), "learned" a sum over the powers from 0 to 3,
+POWERS = (0, 1, 2, 4, 8)
+# Model → options of the SKA layer. K0, K1, … read one power (μ = 1), "learned" a sum over the powers from 0 to 3,
 # and "mixed" the learned mixture (1 − μ) x + μ x_K of the preset, with a learned or a fixed γ.
 KOOPMAN: dict[str, dict[str, Any]] = {
-    "K0": {"power": 0, "mix": "ridge"},
-    "K1": {"power": 1, "mix": "koopman"},
-    "K2": {"power": 2, "mix": "koopman"},
+    **{f"K{power}": {"power": power, "mix": "koopman" if power else "ridge"} for power in POWERS},
     "learned": {"power": HIGHEST, "mix": "powers"},
     **{
         f"K{power}-mixed{'' if gamma is None else f'-g{gamma:g}'}": {"power": power, "mix": "learned", "gamma": gamma}
@@ -135,7 +134,7 @@ class KoopmanPowers(MQARExperiment):
 
     | model | what it is |
     |---|---|
-    | K0, K1, K2 | a layer of Mamba-2, then SKA with one power |
+    | K0, K1, K2, K4, K8 | a layer of Mamba-2, then SKA with one power; a group has the first three |
     | learned | the same with a learned sum of the powers 0 to 3, which starts at K = 1 |
     | K1-mixed, K2-mixed | the same with the learned mixture of ridge regression and one power; γ is learned |
     | K1-mixed-g1, K1-mixed-g1.5, … | the same with γ = 1 or 1.5; the group `h4-mixed` has all of these |
@@ -260,7 +259,7 @@ def _in_distribution(rows: Rows, kind: str, cell: str) -> Rows:
 
 # Read before training → the arguments of `untrained_recall`. With one power alone, γ is only a factor of the output.
 READS: dict[str, dict[str, Any]] = {
-    **{f"K{power}": {"power": power} for power in (0, 1, 2, 4, 8)},
+    **{f"K{power}": {"power": power} for power in POWERS},
     **{
         f"K{power}, μ ½, γ {gamma:g}": {"power": power, "mix": 0.5, "gamma": gamma}
         for power in (1, 2)
