@@ -55,6 +55,13 @@ VERDICTS = ("holds", "holds in part", "fails", "open")
 RATES = 3  # learning rates that a comparison of trained models has at least
 H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of its peak
 
+COSTLY = """\
+The cost is the number of operations at 40 % of the peak of an H200 (bfloat16); small models reach less. Zero-shot
+scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards."""
+EXPRESSIONS = """\
+A rule is an expression over the files; `docs/claims.py` says what its names are. `value` reads a number of
+`halflife theory`, topic `statements`."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -302,19 +309,30 @@ def page() -> str:
     head, commands, papers = load()
     readings = {paper: [read(claim) for claim in claims] for paper, claims in papers.items()}
     runs = list(dict.fromkeys(claim.settle for claims in papers.values() for claim in claims if claim.settle))
-    lines = [head.rstrip(), "", *_counts(readings)]
-    number = 0
+    lines, rules, number = [head.rstrip(), "", *_counts(readings)], list[str](), 0
     for paper, claims in papers.items():
         lines += ["", f"## {paper}", "", "| | statement | where | verdict | evidence |", "|---:|---|---|---|---|"]
         for claim, reading in zip(claims, readings[paper], strict=True):
             number += 1
-            cells = (str(number), claim.says, claim.where, f"**{reading.verdict}**", _evidence(claim, reading, runs))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "## Runs that would settle the open claims", "", "| | command | one H200 |", "|---|---|---:|"]
+            lines.append(
+                _row(str(number), claim.says, claim.where, f"**{reading.verdict}**", _evidence(claim, reading, runs))
+            )
+            if claim.rules:
+                rules.append(_row(str(number), "; ".join(f"`{rule}`" for rule in claim.rules), _names(claim)))
+    lines += [
+        "",
+        "## Runs that would settle the open claims",
+        "",
+        COSTLY,
+        "",
+        "| | command | one H200 |",
+        "|---|---|---:|",
+    ]
     hours = json.loads(COSTS.read_text(encoding="utf-8"))
     lines += [f"| R{n} | `{run}` | {_hours(hours[run]) if run in hours else '–'} |" for n, run in enumerate(runs, 1)]
     lines += ["", "## Files and commands", "", "| file | command |", "|---|---|"]
     lines += [f"| [{file}](results/{file}) | `{command}` |" for file, command in commands.items()]
+    lines += ["", "## Rules", "", EXPRESSIONS, "", "| | true if the statement holds | with |", "|---:|---|---|", *rules]
     return "\n".join(lines) + "\n"
 
 
@@ -327,12 +345,17 @@ def _counts(readings: Mapping[str, list[Reading]]) -> Iterator[str]:
         yield f"| {paper} | " + " | ".join(str(found.count(v)) for v in VERDICTS) + f" | {len(found)} |"
 
 
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _names(claim: Claim) -> str:
+    return ", ".join(f"`{name} = {expression}`" for name, expression in claim.names.items())
+
+
 def _evidence(claim: Claim, reading: Reading, runs: list[str]) -> str:
-    """The cell of a claim: number, note, rules, files, and why it is open."""
+    """The cell of a claim: number, note, files, and why it is open."""
     parts = [part for part in (reading.number, claim.note) if part]
-    if claim.rules:
-        local = ", ".join(f"`{name} = {expression}`" for name, expression in claim.names.items())
-        parts.append("Rule: " + "; ".join(f"`{rule}`" for rule in claim.rules) + (f", with {local}." if local else "."))
     if reading.files:
         parts.append("From " + ", ".join(f"[{file}](results/{file})" for file in reading.files) + ".")
     if reading.verdict == "open":

@@ -76,6 +76,23 @@ def test_commands_parse():
     assert set(json.loads(claims.COSTS.read_text())) == {run for run in runs if run.startswith("halflife compare")}
 
 
+def test_no_open_claim_waits_for_a_run_that_was_made():
+    """A comparison and its scale, with less than the models of a file's command, would settle nothing more."""
+
+    def run(command):
+        arguments = read_command(shlex.split(command)[1:])
+        return (
+            (arguments.experiment, arguments.scale, arguments.steps)
+            if command.startswith("halflife compare")
+            else command
+        )
+
+    for claim in EVERY:
+        reading = claims.read(claim)
+        if reading.verdict == "open":
+            assert run(claim.settle) not in {run(COMMANDS[name]) for name in reading.files}, claim.says
+
+
 # ------------------------------------------------------------------------------------------------- rules
 
 
