@@ -1,7 +1,8 @@
-"""Draw the pictures of the concept pages with `python docs/pictures.py`, which takes half a minute on one core."""
+"""Draw the pictures of the concept pages, and one of results, with `python docs/pictures.py` in half a minute."""
 
 from __future__ import annotations
 
+import csv
 import math
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from matplotlib.figure import Figure
 
 from halflife import decay
 from halflife.ops import gate_rank, koopman_attention, linear_attention
+from halflife.report.intervals import bootstrap
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 from halflife.theory import approximation
 from halflife.theory.koopman import crossover, state_size
 from halflife.theory.spectra import coherence
 
-IMAGES = Path(__file__).parent / "images"
+DOCS = Path(__file__).parent
+IMAGES, RESULTS = DOCS / "images", DOCS / "results"
 LENGTH = 512  # T of training, in the pictures
 
 
@@ -180,12 +183,56 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
     return (guess == asked).float().mean().item()
 
 
+# Parts of PoST by what is stretched with the position; all others stretch the decay alone.
+UNSTRETCHED = ("ordered", "geometric", "static")
+
+
+@styled
+def post_parts_text() -> Figure:
+    """Draw the perplexity of each part of PoST over that of Mamba-2, by seed, for the last T bytes of T and of 16 T."""
+    files = [RESULTS / f"post_parts_text{end}.csv" for end in ("", "_more")]
+    quotients = {n: over_base(files[0], "mamba2", n) | over_base(files[1], "mamba2", n) for n in (512, 8192)}
+    order = sorted(quotients[8192], key=lambda part: math.fsum(quotients[8192][part]))
+    figure = Figure(figsize=(WIDTH, 5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    looks = model_styles(("no stretching", "decay and gain stretched", "decay alone stretched"))
+    for axes, (length, found) in zip(panels, quotients.items(), strict=True):
+        for row, part in enumerate(order):
+            kind = 0 if part in UNSTRETCHED else 1 if part.startswith("gain") else 2
+            label, look = list(looks.items())[kind]
+            ends = bootstrap(found[part])
+            axes.plot([ends.low, ends.high], [row, row], color=look.color)
+            axes.plot(found[part], [row] * len(found[part]), look.marker, color=look.color, markersize=5, label=label)
+        axes.axvline(1, **REFERENCE_LINE)
+        axes.set(xscale="log", title=f"{length:,} bytes" + (", T" if length == 512 else ", 16 T"))
+    panels[0].set(yticks=range(len(order)), yticklabels=order, xticks=(1, 1.1, 1.2), xticklabels=("1", "1.1", "1.2"))
+    panels[1].set(xticks=(1, 2, 3, 5), xticklabels=("1", "2", "3", "5"))
+    for axes in panels:
+        axes.minorticks_off()
+        axes.set_xlabel("perplexity over that of Mamba-2")
+    named = dict(zip(*reversed(panels[1].get_legend_handles_labels()), strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def over_base(path: Path, base: str, length: int) -> dict[str, list[float]]:
+    """Part → its perplexity at a length over that of the base with the same seed, at the selected learning rates."""
+    found: dict[str, dict[str, float]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["selected"] == "True" and row["length"] == str(length):
+                found.setdefault(row["model"], {})[row["seed"]] = float(row["last_perplexity"])
+    plain = found.pop(base)
+    return {name.partition(":")[2]: [own[seed] / plain[seed] for seed in plain] for name, own in found.items()}
+
+
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
-    for draw in (decays, spectra, stretching, gate_rank_reset, koopman):
-        figure = draw()
-        figure.savefig(IMAGES / f"{draw.__name__}.png", dpi=150)
-        print(IMAGES / f"{draw.__name__}.png")
+    pages = dict.fromkeys((decays, spectra, stretching, gate_rank_reset, koopman), IMAGES) | {post_parts_text: RESULTS}
+    for draw, folder in pages.items():
+        path = folder / f"{draw.__name__}.png"
+        draw().savefig(path, dpi=150)
+        print(path)
 
 
 if __name__ == "__main__":
