@@ -314,20 +314,12 @@ def page() -> str:
         lines += ["", f"## {paper}", "", "| | statement | where | verdict | evidence |", "|---:|---|---|---|---|"]
         for claim, reading in zip(claims, readings[paper], strict=True):
             number += 1
-            lines.append(
-                _row(str(number), claim.says, claim.where, f"**{reading.verdict}**", _evidence(claim, reading, runs))
-            )
+            evidence = _evidence(claim, reading, runs)
+            lines.append(_row(str(number), claim.says, claim.where, f"**{reading.verdict}**", evidence))
             if claim.rules:
                 rules.append(_row(str(number), "; ".join(f"`{rule}`" for rule in claim.rules), _names(claim)))
-    lines += [
-        "",
-        "## Runs that would settle the open claims",
-        "",
-        COSTLY,
-        "",
-        "| | command | one H200 |",
-        "|---|---|---:|",
-    ]
+    lines += ["", "## Runs that would settle the open claims", "", COSTLY, ""]
+    lines += ["| | command | one H200 |", "|---|---|---:|"]
     hours = json.loads(COSTS.read_text(encoding="utf-8"))
     lines += [f"| R{n} | `{run}` | {_hours(hours[run]) if run in hours else '–'} |" for n, run in enumerate(runs, 1)]
     lines += ["", "## Files and commands", "", "| file | command |", "|---|---|"]

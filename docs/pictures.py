@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
+import claims  # beside this file
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
+from halflife.experiments.evidence.post_parts import PARTS
 from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.intervals import bootstrap
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
@@ -183,47 +185,46 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
     return (guess == asked).float().mean().item()
 
 
-# Parts of PoST by what is stretched with the position; all others stretch the decay alone.
-UNSTRETCHED = ("ordered", "geometric", "static")
+FILES = ("post_parts_text.csv", "post_parts_text_more.csv")
 
 
 @styled
 def post_parts_text() -> Figure:
     """Draw the perplexity of each part of PoST over that of Mamba-2, by seed, for the last T bytes of T and of 16 T."""
-    files = [RESULTS / f"post_parts_text{end}.csv" for end in ("", "_more")]
-    quotients = {n: over_base(files[0], "mamba2", n) | over_base(files[1], "mamba2", n) for n in (512, 8192)}
-    order = sorted(quotients[8192], key=lambda part: math.fsum(quotients[8192][part]))
+    order = sorted(PARTS, key=lambda part: over_base(part, 16 * LENGTH).mean())
     figure = Figure(figsize=(WIDTH, 5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     looks = model_styles(("no stretching", "decay and gain stretched", "decay alone stretched"))
-    for axes, (length, found) in zip(panels, quotients.items(), strict=True):
+    for axes, length, title in zip(panels, (LENGTH, 16 * LENGTH), ("T", "16 T"), strict=True):
         for row, part in enumerate(order):
-            kind = 0 if part in UNSTRETCHED else 1 if part.startswith("gain") else 2
-            label, look = list(looks.items())[kind]
-            ends = bootstrap(found[part])
-            axes.plot([ends.low, ends.high], [row, row], color=look.color)
-            axes.plot(found[part], [row] * len(found[part]), look.marker, color=look.color, markersize=5, label=label)
+            seeds, kind = over_base(part, length).tolist(), stretched(part)
+            ends = bootstrap(seeds)
+            axes.plot([ends.low, ends.high], [row, row], color=looks[kind].color)
+            axes.plot(seeds, [row] * len(seeds), looks[kind].marker, color=looks[kind].color, markersize=5, label=kind)
         axes.axvline(1, **REFERENCE_LINE)
-        axes.set(xscale="log", title=f"{length:,} bytes" + (", T" if length == 512 else ", 16 T"))
+        axes.set(xscale="log", title=f"{length:,} bytes, {title}", xlabel="perplexity over that of Mamba-2")
     panels[0].set(yticks=range(len(order)), yticklabels=order, xticks=(1, 1.1, 1.2), xticklabels=("1", "1.1", "1.2"))
     panels[1].set(xticks=(1, 2, 3, 5), xticklabels=("1", "2", "3", "5"))
     for axes in panels:
         axes.minorticks_off()
-        axes.set_xlabel("perplexity over that of Mamba-2")
     named = dict(zip(*reversed(panels[1].get_legend_handles_labels()), strict=True))
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
     return figure
 
 
-def over_base(path: Path, base: str, length: int) -> dict[str, list[float]]:
-    """Part → its perplexity at a length over that of the base with the same seed, at the selected learning rates."""
-    found: dict[str, dict[str, float]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["selected"] == "True" and row["length"] == str(length):
-                found.setdefault(row["model"], {})[row["seed"]] = float(row["last_perplexity"])
-    plain = found.pop(base)
-    return {name.partition(":")[2]: [own[seed] / plain[seed] for seed in plain] for name, own in found.items()}
+def over_base(part: str, length: int) -> np.ndarray:
+    """Return the perplexity of a part over that of the Mamba-2 trained with it, for every seed."""
+    files, model = claims.Files(), f"mamba2:{part}"
+    name = next(name for name in FILES if files.measured(name, model))
+    return files.perplexity(name, model, length) / files.perplexity(name, "mamba2", length)
+
+
+def stretched(part: str) -> str:
+    """Return what a part of PoST stretches with the position."""
+    options = PARTS[part]
+    if "base" in options or not options.get("post", {}).get("stretch", True):
+        return "no stretching"
+    return "decay and gain stretched" if "stretch_gain" in options.get("mixer", {}) else "decay alone stretched"
 
 
 def main() -> None:

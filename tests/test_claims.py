@@ -77,15 +77,11 @@ def test_commands_parse():
 
 
 def test_no_open_claim_waits_for_a_run_that_was_made():
-    """A comparison and its scale, with less than the models of a file's command, would settle nothing more."""
+    """The same experiment, scale and steps would settle nothing more, whichever of its models are trained."""
 
     def run(command):
-        arguments = read_command(shlex.split(command)[1:])
-        return (
-            (arguments.experiment, arguments.scale, arguments.steps)
-            if command.startswith("halflife compare")
-            else command
-        )
+        asked = read_command(shlex.split(command)[1:])
+        return (asked.experiment, asked.scale, asked.steps) if command.startswith("halflife compare") else command
 
     for claim in EVERY:
         reading = claims.read(claim)
