@@ -37,26 +37,29 @@ def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any
     found = {}
     for column, (test, kind) in RECALL.items():
         own = [row for row in rows if row["test"] == test and row["selected"] and row["length"] >= train_length]
-        learned = _learned(own, pairs, kind)
-        counts = [_pairs(row) for row in own]
-        if kind != "all" and counts:
-            chosen = max(counts) if kind == "most" else max((n for n in counts if n <= pairs), default=min(counts))
-            own = [row for row in own if _pairs(row) == chosen]
         if own:
-            lengths = [min(row["length"] for row in own), max(row["length"] for row in own)]
-            values = {model: [_by_seed(own, model, length) for length in lengths] for model in models(rows)}
-            found[column] = {"lengths": lengths, "values": values, "learned": learned}
+            trained = own if kind == "all" else _with_most_pairs(own, pairs)
+            shown = _with_most_pairs(own) if kind == "most" else trained
+            (shortest, _), lengths = _ends(trained), _ends(shown)
+            found[column] = {
+                "lengths": lengths,
+                "values": {model: [_by_seed(shown, model, length) for length in lengths] for model in models(rows)},
+                "learned": [model for model in models(trained) if has_learned(_by_seed(trained, model, shortest))],
+            }
     return found
 
 
-def _learned(rows: Rows, pairs: int, kind: str) -> list[str]:
-    """The models that recall what they were trained on at T: the most pairs of the training, or the mean of all."""
-    shortest = min((row["length"] for row in rows), default=0)
-    trained = [row for row in rows if row["length"] == shortest and _pairs(row) <= pairs]
-    if kind != "all":
-        most = max(map(_pairs, trained), default=0)
-        trained = [row for row in trained if _pairs(row) == most]
-    return [model for model in models(trained) if has_learned(_by_seed(trained, model, shortest))]
+def _with_most_pairs(rows: Rows, limit: float = math.inf) -> list[Mapping[str, Any]]:
+    """The tests with the most pairs up to a limit; if all have more, those with the fewest."""
+    counts = {_pairs(row) for row in rows}
+    chosen = max((n for n in counts if n <= limit), default=min(counts))
+    return [row for row in rows if _pairs(row) == chosen]
+
+
+def _ends(rows: Rows) -> list[int]:
+    """The shortest and the longest length."""
+    lengths = [row["length"] for row in rows]
+    return [min(lengths), max(lengths)]
 
 
 def _pairs(row: Mapping[str, Any]) -> float:
