@@ -1,6 +1,7 @@
 """The experiments for open claims: their models resolve, and three steps of them run from training to the tables."""
 
 import csv
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_parts_that_do_not_exist():
         options("theorme")
     with pytest.raises(ValueError, match="rwkv7 has no 'frozen': choose from rwkv7:post"):
         options("frozen", "rwkv7")
+
+
+@pytest.mark.parametrize("base", post_parts.BASES)
+def test_every_part_of_a_group_can_be_built(base):
+    """The end points of a part can be out of reach for a decay, which its layer says when it is built."""
+    experiment = EXPERIMENTS["post-taken-apart"]()
+    settings = experiment.settings_at("smoke", {})
+    for name in post_parts.models(base):
+        LanguageModel(dataclasses.replace(experiment.model(name, settings), num_layers=1))
 
 
 def powers(name):

@@ -36,10 +36,11 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "gain-moving": {"post": {"endpoints": "moving"}, "mixer": {"stretch_gain": True}},
 }
 BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
-# Parts that an architecture does not have: RWKV-7's base parameters are no log-rates, only the decay of Mamba-2 and
-# Gated DeltaNet has Δ and free rates, and under t_ref = T a stretched β of a delta rule grows beyond 2.
+# Parts that an architecture does not have: RWKV-7's base parameters are no log-rates, and the slow end of "moving" is
+# faster than its fastest rate; only the decay of Mamba-2 and Gated DeltaNet has Δ and free rates; and under t_ref = T a
+# stretched β of a delta rule grows beyond 2.
 WITHOUT = {
-    "rwkv7": ("ordered", "geometric", "frozen", "gain-theorem"),
+    "rwkv7": ("ordered", "geometric", "frozen", "moving", "gain-theorem", "gain-moving"),
     "gated_deltanet": ("gain-theorem",),
     "gla": ("geometric", "frozen"),
     "retnet": ("geometric", "frozen"),
@@ -99,7 +100,7 @@ class PostTakenApart(MQARExperiment):
     | mamba2:slow0.1, mamba2:slow0.01 | the slow end at 0.1/T and 0.01/T |
     | mamba2:theorem-slow0.01 | t_ref = T with the slow end at 0.01/T |
     | mamba2:optimal | the end points that approximate t^(−1/2) best |
-    | mamba2:moving | the best ones at T for gates that move with the position |
+    | mamba2:moving | the best ones at T for gates that move with the position (RWKV-7 has no rates as fast) |
     | mamba2:held | positions beyond T count as T |
     | mamba2:gain | the input Δ x stretched as the decay is |
     | mamba2:gain-theorem, mamba2:gain-held | the same with t_ref = T, and with held positions |
