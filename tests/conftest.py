@@ -33,6 +33,14 @@ torch.set_num_threads(1)
 gc.disable()
 
 
+# A file stays with one worker. These take longest and come last by name, so one worker would end alone with them.
+LONGEST = ("test_triton.py", "test_training.py", "test_theory.py", "test_registry.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
