@@ -1,6 +1,5 @@
 """The documentation builds without a warning, all its links lead somewhere, and it needs no network."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from test_docs import names_of_the_api
 from test_house import FLOORS
 
 from halflife import ops
@@ -95,15 +95,7 @@ def test_the_api_has_every_op(pages):
 def test_the_api_has_every_name_that_it_lists(pages):
     """mkdocstrings leaves out a member that does not exist, without a warning."""
     anchors = {anchor for page in pages.values() for anchor in page.anchors}
-    listed = re.compile(r"^::: (\S+)\n    options:\n      members: \[(.*)\]", re.M)
-    documents = (file.read_text() for file in (ROOT / "docs" / "api").glob("*.md"))
-    names = [
-        f"{module}.{name}"
-        for text in documents
-        for module, members in listed.findall(text)
-        for name in re.findall(r"\w+", members)
-    ]
-    missing = set(names) - anchors
+    missing = {f"{module}.{name}" for module, name in names_of_the_api()} - anchors
     assert not missing
 
 
