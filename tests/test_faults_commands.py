@@ -362,6 +362,7 @@ def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, c
         (["compare", "mamba2", "--seeds", "2", "--only-seeds", "1", "7"], "there is no seed 7 to run"),
         (["compare", "mamba2", "--task", "niah", "--lengths", "99999999999"], "at most 16,777,216 tokens"),
         (["compare", "mamba2", "--test-examples", "99999999999"], "between 1 and 10,000,000"),
+        (["compare", "mamba2", "--task", "niah", "--test-tokens", "0"], "test_tokens must be at least 1; got 0"),
     ],
 )
 def test_what_would_never_end_is_refused(arguments, message, refused, tmp_path, monkeypatch):

@@ -145,6 +145,13 @@ def test_a_task_of_text_needs_no_tier(tmp_path):
     assert {(row["test"], row["length"]) for row in rows} == {("in_distribution", 400), ("toolcalling", 400)}
 
 
+def test_a_test_has_as_many_examples_as_its_tokens_allow():
+    settings = ECHO.settings_at("paper", {"test_tasks": ("niah",), "test_tokens": 1 << 15})
+    config = ECHO.build_cell(settings, Cell("mamba2", 1e-3, 0))
+    examples = {test.task["length"]: test.examples for test in config.tests if test.name == "niah"}
+    assert examples == {64: 512, 128: 256, 256: 128, 512: 64, 1024: 32, 2048: 16, 4096: 16}
+
+
 def test_the_first_seeds_choose_the_rates_of_the_others(tmp_path):
     """Seed 0 tries both rates, and seed 1 runs at the better one; the results are those of the whole grid."""
     sizes = {**TINY, "steps": 3, "test_examples": 2}

@@ -120,6 +120,9 @@ class Compare:
     """Numbers of pairs to test with (mixtures)."""
     test_examples: int | None = None
     """Examples of a test."""
+    test_tokens: int | None = None
+    """Tokens of a test. One on mixtures has fewer examples than --test-examples where they would exceed this, and at
+    least 16."""
     group: str | None = None
     """The group of gate-rank-s5: s5, s3, a5, z60, or z2 (parity)."""
     words: str | None = None

@@ -40,6 +40,10 @@ class RecallSettings(TaskSettings):
     test_tokens: int = 1 << 15
     ska_chunk: int = 4
 
+    def __post_init__(self) -> None:
+        if self.test_tokens < 1:
+            raise ValueError(f"test_tokens must be at least 1; got {self.test_tokens}")
+
 
 SMOKE = RecallSettings(
     hidden_size=64, num_layers=2, num_heads=4, train_length=32, pairs=(1, 2), tasks=("sysprompt",), steps=300,
