@@ -124,7 +124,7 @@ def _json(name: str) -> Node:
 
 
 @cache
-def _csv(name: str) -> list[dict[str, str]]:
+def results(name: str) -> list[dict[str, str]]:
     with (RESULTS / name).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -198,14 +198,14 @@ class Files:
         return np.array([rows[key] for key in sorted(rows)])
 
     def learned(self, name: str, model: str) -> bool:
-        own = [row for row in _csv(name) if row["model"] == model]
+        own = [row for row in results(name) if row["model"] == model]
         tests = {row["test"] for row in own}
         test = "in_distribution" if "in_distribution" in tests else sorted(tests)[0]
         shortest = min(int(row["length"]) for row in own if row["test"] == test)
         return has_learned(self.accuracy(name, model, test, shortest))
 
     def measured(self, name: str, model: str) -> bool:
-        return any(row["model"] == model for row in _csv(name))
+        return any(row["model"] == model for row in results(name))
 
     def mark(self, name: str, model: str) -> str:
         return "" if self.learned(name, model) else " (not learned)"
@@ -215,7 +215,7 @@ class Files:
     ) -> list[dict[str, str]]:
         """The rows of a model at its selected learning rate that are wanted."""
         self.used[name] = None
-        own = [row for row in _csv(name) if row["model"] == model]
+        own = [row for row in results(name) if row["model"] == model]
         found = [row for row in own if row["selected"] == "True" and wanted(row)]
         if not found:
             raise ValueError(f"{name} has no row of {model}, {what}")

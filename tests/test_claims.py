@@ -105,11 +105,11 @@ def written(folder, seeds=3, rates=3, base=0.95):
 
 def verdict(folder, monkeypatch, *rules, given=(), fair=True):
     monkeypatch.setattr(claims, "RESULTS", folder)
-    claims._csv.cache_clear()
+    claims.results.cache_clear()
     a, b = (f'accuracy("trained.csv", "{name}", "capacity")' for name in ("new", "base"))
     claim = claims.Claim("here", "it is so", rules=rules, given=given, names={"a": a, "b": b}, fair=fair)
     reading = claims.read(claim)
-    claims._csv.cache_clear()
+    claims.results.cache_clear()
     return reading.verdict, reading.reason
 
 

@@ -1,0 +1,140 @@
+"""Write the tables of the pages in docs/results from the files beside them.
+
+    python docs/tables.py
+
+A comment above a table says in YAML what it holds:
+
+    <!-- table
+    file: post_parts_gla.csv
+    also: [rate]
+    columns: {"T = 32, 8 pairs": capacity 32 8, "128, 32": capacity 128 32}
+    -->
+
+    | model | …
+
+| key      | value                                                                                              |
+|----------|----------------------------------------------------------------------------------------------------|
+| file     | a file of results, or several, one below the other                                                 |
+| models   | the rows; by default all models of the file                                                        |
+| also     | columns after the model: parameters, state, rate                                                   |
+| words    | heading → model → text, for columns that no run gives                                              |
+| rows     | heading of a row → its cells, for rows that no run gives, such as those of a paper                 |
+| columns  | heading → "TEST [LENGTH [PAIRS]]", an accuracy, or "perplexity LENGTH"                             |
+| minus    | a model: the table has differences to it, by seed; of perplexities, in percent                     |
+| pairs    | heading of a row → [model, model that is subtracted], in the place of `models`                     |
+
+A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
+percent. A difference is bold if its interval has no 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+from claims import RESULTS, Files, results
+
+from halflife.report.intervals import bootstrap, with_interval
+from halflife.report.markdown import markdown
+
+TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)((?:\|[^\n]*\n)*)", re.DOTALL)
+KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs"}
+ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
+PERPLEXITY = "perplexity"
+
+
+def fill(page: str) -> str:
+    """The page with every marked table written anew."""
+    return TABLE.sub(lambda found: f"{found[1]}{table(yaml.safe_load(found[2]))}\n", page)
+
+
+def table(wanted: Mapping[str, Any]) -> str:
+    """One table, as the comment before it asks for.
+
+    Raises:
+        ValueError: an unknown key, or a file that has none of the results of a row.
+    """
+    if unknown := set(wanted) - KEYS:
+        raise ValueError(f"a table has no {', '.join(sorted(unknown))}; it may have {', '.join(sorted(KEYS))}")
+    words, also = wanted.get("words", {}), wanted.get("also", [])
+    columns = wanted["columns"]
+    lines = [[name, *map(str, cells)] for name, cells in wanted.get("rows", {}).items()]
+    for file in np.atleast_1d(wanted["file"]):
+        for name, model, base in _rows(file, wanted):
+            sizes = [_size(file, model, each) for each in also]
+            cells = [_cell(file, model, base, column) for column in columns.values()]
+            if all(cell == "–" for cell in cells):
+                raise ValueError(f"{file} has no results of {model} in {', '.join(columns.values())}")
+            lines.append([name, *(texts.get(model, "") for texts in words.values()), *sizes, *cells])
+    text = markdown(["model", *words, *also, *columns], lines)
+    if words:  # text is aligned to the left
+        text = text.replace("|---" + "|---:" * len(words), "|---" + "|---" * len(words), 1)
+    return text
+
+
+def _rows(file: str, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
+    """The heading of each row, its model, and the model that is subtracted."""
+    if "pairs" in wanted:
+        yield from ((name, *pair) for name, pair in wanted["pairs"].items())
+        return
+    base = wanted.get("minus")
+    for model in wanted.get("models") or dict.fromkeys(row["model"] for row in results(file)):
+        if model != base:
+            yield f"`{model}`", model, base
+
+
+def _size(file: str, model: str, name: str) -> str:
+    row = next(row for row in results(file) if row["model"] == model and row["selected"] == "True")
+    value = float(row[ALSO[name]])
+    return f"{value:g}" if name == "rate" else f"{value:,.0f}"
+
+
+def _cell(file: str, model: str, base: str | None, column: str) -> str:
+    try:
+        values = _values(file, model, column)
+        if base is None:
+            return _mean(values) if column.startswith(PERPLEXITY) else _mean(100 * values, 1)
+        others = _values(file, base, column)
+    except ValueError:
+        return "–"  # this model has no such test
+    return _difference(100 * (values / others - 1 if column.startswith(PERPLEXITY) else values - others))
+
+
+def _values(file: str, model: str, column: str) -> np.ndarray:
+    """One number a seed."""
+    test, *sizes = column.split()
+    if test == PERPLEXITY:
+        return Files().perplexity(file, model, *map(int, sizes))
+    return Files().accuracy(file, model, test, *map(int, sizes))
+
+
+def _mean(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
+    every = ", ".join(f"{value:.{digits}f}" for value in values)
+    return f"{with_interval(values, digits)} ({every})"
+
+
+def _difference(values: np.ndarray) -> str:
+    _, low, high = bootstrap(values)
+    text = _signs(with_interval([0.0 if abs(value) < 1e-9 else value for value in values], 1))
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def _signs(text: str) -> str:
+    """Minus signs for hyphens, and none at 0.0."""
+    return re.sub(r"-(?=\d)", "−", re.sub(r"-(?=0\.0\b)", "", text))
+
+
+def main() -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(RESULTS.glob("*.md"))}
+    changed = {page: new for page, old in pages.items() if (new := fill(old)) != old}
+    for page, text in changed.items():
+        page.write_text(text, encoding="utf-8")
+    tables = sum(len(TABLE.findall(text)) for text in pages.values())
+    print(f"{tables} tables, {len(changed)} pages changed")
+
+
+if __name__ == "__main__":
+    main()
