@@ -145,6 +145,14 @@ def test_a_task_of_text_needs_no_tier(tmp_path):
     assert {(row["test"], row["length"]) for row in rows} == {("in_distribution", 400), ("toolcalling", 400)}
 
 
+def test_the_first_half_has_short_sequences_where_they_are_asked_for():
+    settings = ECHO.settings_at("paper", {"warm_length": 24, "warm_pairs": (1, 4)})
+    warm, rest = ECHO.build_cell(settings, Cell("mamba2", 1e-3, 0)).stages
+    assert {(task["length"], task["num_pairs"]) for task in warm} == {(24, 1), (24, 4)}
+    assert {(task["length"], task["num_pairs"]) for task in rest} == {(64, pairs) for pairs in range(1, 9)}
+    assert len(ECHO.build_cell(ECHO.scales["paper"], Cell("mamba2", 1e-3, 0)).stages) == 1
+
+
 def test_a_test_has_as_many_examples_as_its_tokens_allow():
     settings = ECHO.settings_at("paper", {"test_tasks": ("niah",), "test_tokens": 1 << 15})
     config = ECHO.build_cell(settings, Cell("mamba2", 1e-3, 0))

@@ -112,6 +112,10 @@ class Compare:
     """Training length T."""
     pairs: tuple[int, ...] | None = None
     """Numbers of pairs to train on: one a stage of the curriculum (mqar), or all at once (mixtures)."""
+    warm_length: int | None = None
+    """Length of the sequences in the first half of the steps; 0 for the training length (mixtures)."""
+    warm_pairs: tuple[int, ...] | None = None
+    """Numbers of pairs in the first half of the steps (mixtures)."""
     test_tasks: tuple[str, ...] | None = None
     """Tasks to test on (mixtures)."""
     lengths: tuple[int, ...] | None = None

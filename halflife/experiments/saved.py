@@ -22,8 +22,8 @@ BYTES = {"bytes": 256, "bytes+eos": 257}
 # Options of `halflife compare` that replace a setting of the scale, and that a comparison saves among its settings.
 SETTINGS = (
     "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "test_examples", "test_tokens", "save_every", "group", "words", "text", "tokenizer", "test_tasks", "lengths",
-    "test_pairs",
+    "warm_length", "warm_pairs", "test_examples", "test_tokens", "save_every", "group", "words", "text", "tokenizer",
+    "test_tasks", "lengths", "test_pairs",
 )  # fmt: skip
 # Settings of a comparison that `--set training.…` sets.
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")

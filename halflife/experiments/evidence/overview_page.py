@@ -151,22 +151,7 @@ def write_overview(folder: Path, data: Mapping[str, Any]) -> None:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page in Markdown: one row a model, and the best model of each column."""
-    columns, fast = data["columns"], data["speeds"]
-    lengths = {name: " → ".join(f"{n:,}" for n in column["lengths"]) for name, column in columns.items()}
-    heading = [
-        "model", "parameters", *(f"{name} {between}" for name, between in lengths.items()),
-        *(f"{name}, {unit}" for name, unit in SINGLE.items()),
-    ]  # fmt: skip
-    if "text" not in columns:
-        heading.insert(2 + len(RECALL), "text")
-    table = []
-    for model in data["models"]:
-        cells = [_cell(name, column, model) for name, column in columns.items()]
-        if "text" not in columns:
-            cells.insert(len(RECALL), "–")
-        numbers = [f"{fast[name][model]:,.0f}" for name in SINGLE]
-        table.append([model, f"{data['parameters'][model]:,}", *cells, *numbers])
+    """The page in Markdown: the table, and the best model of each column."""
     return "\n".join([
         "# Overview", "",
         "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
@@ -175,9 +160,28 @@ def page(data: Mapping[str, Any]) -> str:
         "in bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds. "
         f"Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
         f"on {data['device']}.", "",
-        "![Recall, text, speed and state of all models](figures/overview.png)", "", markdown(heading, table), "",
-        *_best(data), "",
+        "![Recall, text, speed and state of all models](figures/overview.png)", "", table(data), "", *_best(data), "",
     ])  # fmt: skip
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """The table of what `collect` returned, in Markdown: one row a model."""
+    columns, fast = data["columns"], data["speeds"]
+    lengths = {name: " → ".join(f"{n:,}" for n in column["lengths"]) for name, column in columns.items()}
+    heading = [
+        "model", "parameters", *(f"{name} {between}" for name, between in lengths.items()),
+        *(f"{name}, {unit}" for name, unit in SINGLE.items()),
+    ]  # fmt: skip
+    if "text" not in columns:
+        heading.insert(2 + len(RECALL), "text")
+    lines = []
+    for model in data["models"]:
+        cells = [_cell(name, column, model) for name, column in columns.items()]
+        if "text" not in columns:
+            cells.insert(len(RECALL), "–")
+        numbers = [f"{fast[name][model]:,.0f}" for name in SINGLE]
+        lines.append([model, f"{data['parameters'][model]:,}", *cells, *numbers])
+    return markdown(heading, lines)
 
 
 def _cell(name: str, column: Mapping[str, Any], model: str) -> str:
