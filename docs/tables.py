@@ -22,6 +22,7 @@ A comment above a table says in YAML what it holds:
 | columns  | heading → "TEST [LENGTH [PAIRS]]", an accuracy, or "perplexity LENGTH"                             |
 | minus    | a model: the table has differences to it, by seed; of perplexities, in percent                     |
 | pairs    | heading of a row → [model, model that is subtracted], in the place of `models`                     |
+| overview | the `overview.json` of the experiment of this name, alone                                          |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
 percent. A difference is bold if its interval has no 0.
@@ -29,6 +30,7 @@ percent. A difference is bold if its interval has no 0.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,11 +39,12 @@ import numpy as np
 import yaml
 from claims import RESULTS, Files, results
 
+from halflife.experiments.evidence import overview_page
 from halflife.report.intervals import bootstrap, with_interval
 from halflife.report.markdown import markdown
 
 TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)((?:\|[^\n]*\n)*)", re.DOTALL)
-KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs"}
+KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs", "overview"}
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
 PERPLEXITY = "perplexity"
 
@@ -59,6 +62,8 @@ def table(wanted: Mapping[str, Any]) -> str:
     """
     if unknown := set(wanted) - KEYS:
         raise ValueError(f"a table has no {', '.join(sorted(unknown))}; it may have {', '.join(sorted(KEYS))}")
+    if "overview" in wanted:
+        return overview_page.table(json.loads((RESULTS / wanted["overview"]).read_text(encoding="utf-8")))
     words, also = wanted.get("words", {}), wanted.get("also", [])
     columns = wanted["columns"]
     lines = [[name, *map(str, cells)] for name, cells in wanted.get("rows", {}).items()]
@@ -112,8 +117,8 @@ def _values(file: str, model: str, column: str) -> np.ndarray:
 
 
 def _mean(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
-    every = ", ".join(f"{value:.{digits}f}" for value in values)
-    return f"{with_interval(values, digits)} ({every})"
+    every = f" ({', '.join(f'{value:.{digits}f}' for value in values)})" if len(values) > 1 else ""
+    return with_interval(values, digits) + every
 
 
 def _difference(values: np.ndarray) -> str:
