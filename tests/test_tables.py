@@ -1,10 +1,15 @@
 """The tables of docs/results are those that docs/tables.py writes from the files of results."""
 
 import csv
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from halflife.experiments.evidence import overview_page
+from halflife.runs.scores import read_scores
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -60,3 +65,14 @@ def test_signs_of_differences():
 def test_a_wrong_table_is_refused(wanted, message):
     with pytest.raises(ValueError, match=message):
         tables.table({**GLA, **wanted})
+
+
+def test_the_overview_has_the_results_of_its_file():
+    """`overview.json` says of recall what the file of results says."""
+    folder = DOCS / "results"
+    data = json.loads((folder / "overview.json").read_text(encoding="utf-8"))
+    path = folder / "overview.csv"
+    rows = [dataclasses.asdict(score) for score in read_scores(path, path.read_text(encoding="utf-8"))]
+    found = overview_page.recall(rows, data["train_length"], 16)
+    assert found == {name: data["columns"][name] for name in found}
+    assert {row["model"] for row in rows} == set(data["models"])
