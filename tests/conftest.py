@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,10 @@ os.environ["HALFLIFE_KEY"] = str(Path(tempfile.gettempdir(), f"halflife-tests-{o
 
 # Every annotation of halflife is checked at run time, in tests only. The hook must precede the first import.
 install("halflife")
+
+# A shell starts what ends in `&` with Ctrl-C ignored, and halflife leaves an ignored signal so.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tensors are small, so more threads gain nothing. On a busy machine threads wait for each other (10x slower).
 torch.set_num_threads(1)
