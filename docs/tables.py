@@ -12,17 +12,26 @@ A comment above a table says in YAML what it holds:
 
     | model | …
 
-| key      | value                                                                                              |
-|----------|----------------------------------------------------------------------------------------------------|
-| file     | a file of results, or several, one below the other                                                 |
-| models   | the rows; by default all models of the file                                                        |
-| also     | columns after the model: parameters, state, rate                                                   |
-| words    | heading → model → text, for columns that no run gives                                              |
-| rows     | heading of a row → its cells, for rows that no run gives, such as those of a paper                 |
-| columns  | heading → "TEST [LENGTH [PAIRS]]", an accuracy, or "perplexity LENGTH"                             |
-| minus    | a model: the table has differences to it, by seed; of perplexities, in percent                     |
-| pairs    | heading of a row → [model, model that is subtracted], in the place of `models`                     |
-| overview | the `overview.json` of the experiment of this name, alone                                          |
+| key         | value                                                                                           |
+|-------------|-------------------------------------------------------------------------------------------------|
+| file        | a file of results, or several, one below the other                                              |
+| models      | the rows; by default all models of the file                                                     |
+| also        | columns after the model: parameters, state, rate                                                |
+| words       | heading → model → text, for columns that no run gives                                           |
+| rows        | heading of a row → its cells, for rows that no run gives, such as those of a paper              |
+| columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, or "perplexity LENGTH"                          |
+| minus       | a model: the table has differences to it, by seed; of perplexities, in percent                  |
+| pairs       | heading of a row → [model, model that is subtracted], in the place of `models`                  |
+
+Other tables have one key:
+
+| key         | value                                                                                           |
+|-------------|-------------------------------------------------------------------------------------------------|
+| overview    | the `overview.json` of the experiment of this name                                              |
+| forecast    | a `forecast.json`                                                                               |
+| losses      | steps → a file of results of the decay grid; losses of its rows                                 |
+| findings    | the same files; differences of losses that the paper's findings compare                         |
+| regressions | steps → a `decay_regression.json`                                                               |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
 percent. A difference is bold if its interval has no 0.
@@ -30,21 +39,30 @@ percent. A difference is bold if its interval has no 0.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import decay_tables
 import numpy as np
 import yaml
 from claims import RESULTS, Files, results
 
 from halflife.experiments.evidence import overview_page
+from halflife.files import read_json
 from halflife.report.intervals import bootstrap, with_interval
 from halflife.report.markdown import markdown
+from halflife.report.tables import forecast
 
 TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)((?:\|[^\n]*\n)*)", re.DOTALL)
-KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs", "overview"}
+KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs"}
+WHOLE: dict[str, Callable[[Any], str]] = {
+    "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
+    "forecast": lambda file: forecast.table(forecast.read_forecasts(RESULTS / file)["models"]),
+    "losses": decay_tables.losses,
+    "findings": decay_tables.findings,
+    "regressions": decay_tables.regressions,
+}
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
 PERPLEXITY = "perplexity"
 
@@ -60,10 +78,17 @@ def table(wanted: Mapping[str, Any]) -> str:
     Raises:
         ValueError: an unknown key, or a file that has none of the results of a row.
     """
+    for key, write in WHOLE.items():
+        if set(wanted) == {key}:
+            return _signs(write(wanted[key]))
     if unknown := set(wanted) - KEYS:
-        raise ValueError(f"a table has no {', '.join(sorted(unknown))}; it may have {', '.join(sorted(KEYS))}")
-    if "overview" in wanted:
-        return overview_page.table(json.loads((RESULTS / wanted["overview"]).read_text(encoding="utf-8")))
+        names = ", ".join(sorted({*KEYS, *WHOLE}))
+        raise ValueError(f"a table has no {', '.join(sorted(unknown))}; it may have {names}")
+    return _signs(_accuracies(wanted))
+
+
+def _accuracies(wanted: Mapping[str, Any]) -> str:
+    """A row for each model, or for each pair of models, and a column for each test."""
     words, also = wanted.get("words", {}), wanted.get("also", [])
     columns = wanted["columns"]
     lines = [[name, *map(str, cells)] for name, cells in wanted.get("rows", {}).items()]
@@ -123,13 +148,13 @@ def _mean(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
 
 def _difference(values: np.ndarray) -> str:
     _, low, high = bootstrap(values)
-    text = _signs(with_interval([0.0 if abs(value) < 1e-9 else value for value in values], 1))
+    text = re.sub(r"-(?=0\.0\b)", "", with_interval([0.0 if abs(value) < 1e-9 else value for value in values], 1))
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
 def _signs(text: str) -> str:
-    """Minus signs for hyphens, and none at 0.0."""
-    return re.sub(r"-(?=\d)", "−", re.sub(r"-(?=0\.0\b)", "", text))
+    """Minus signs for the hyphens of numbers."""
+    return re.sub(r"(?<![\w/])-(?=\d)", "−", text)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from halflife.training.config import TrainConfig
 FEWEST = 8  # rows; fewer have no regression
 RESAMPLES = 2000
 SEQUENCES = 4  # of the test text, in each of which decays are measured
+HEADING = ("predictors of the loss", "rows", "coefficients", "error, nats", "error of the mean", "explained")
 WHEN = {"init": "before training", "trained": "after training"}
 # Name → the predictors that a regression has beside a constant, computed from the median m and the spread s of λ.
 PREDICTORS: dict[str, Callable[[float, float], list[float]]] = {
@@ -148,14 +149,17 @@ def report(folder: Path, rows: Rows, configure: Callable[[Cell], TrainConfig], c
         return ""
     found = regressions(runs)
     write_json(folder / DECAY_REGRESSION_JSON, {"runs": runs, "regressions": found})
-    heading = ["predictors of the loss", "rows", "coefficients", "error, nats", "error of the mean", "explained"]
-    table = [list(_row(f"{name} of λ {WHEN[when]}", one)) for when in WHEN for name, one in found[when].items()]
     return "\n".join([
         "## Does the distribution of λ predict the loss?", "",
         "Median λ, and the distance of its quartiles (spread), on the test text, as means over layers. The error is "
         "that on a row which the regression has not seen. Coefficients have 95 % intervals by bootstrap over rows.",
-        "", markdown(heading, table), "",
+        "", markdown(HEADING, regression_rows(found)), "",
     ])  # fmt: skip
+
+
+def regression_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The cells of a table of `regressions`, under `HEADING`."""
+    return [list(_row(f"{name} of λ {WHEN[when]}", one)) for when in WHEN for name, one in found[when].items()]
 
 
 def _row(name: str, one: Mapping[str, Any]) -> Iterator[str]:

@@ -57,14 +57,19 @@ def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Return a table of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below."""
-    lines = [f"| {' | '.join(HEADINGS)} |", "|---|---|---|" + "---:|" * (len(HEADINGS) - 3)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["models"]]
+    lines = [table(result["models"])]
     for name, errors in forecast_errors(result["models"]).items():
         lines.append(
             f"\n{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
             f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
         )
     return "\n".join([*lines, "", LEGEND]) + "\n"
+
+
+def table(models: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each model, in Markdown."""
+    lines = [f"| {' | '.join(HEADINGS)} |", "|---|---|---|" + "---:|" * (len(HEADINGS) - 3)]
+    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in models)])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,77 @@
+"""Tables of the decay grid at several budgets, for docs/tables.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from claims import RESULTS, results
+
+from halflife.experiments.decay_design import VARIANTS
+from halflife.experiments.decay_findings import FINDINGS
+from halflife.experiments.evidence.decay_regression import HEADING, regression_rows
+from halflife.files import read_json
+from halflife.report.intervals import bootstrap, with_interval
+from halflife.report.markdown import markdown
+
+Budgets = Mapping[int, str]  # steps → file of results
+
+
+def losses(files: Budgets) -> str:
+    """Rows in the order of their mean loss at the first budget; mean, 95 % interval and every seed."""
+    first, *_ = grids = [_grid(file) for file in files.values()]
+    lines = []
+    for name in sorted(first, key=lambda name: np.mean(_losses(first[name]))):
+        every = [_losses(grid[name]) for grid in grids]
+        cells = (f"{with_interval(x, 3)} ({', '.join(f'{value:.3f}' for value in x)})" for x in every)
+        rates = ", ".join(f"{float(grid[name][0]['learning_rate']):g}" for grid in grids)
+        lines.append([name, f"{int(first[name][0]['parameters']):,}", rates, *cells, _paper(name)])
+    return markdown(["row", "parameters", "rates", *(f"loss, {steps} steps" for steps in files), "paper"], lines)
+
+
+def findings(files: Budgets) -> str:
+    """The loss of the second row of each pair minus that of the first, by seed; bold if the interval has no 0."""
+    grids = [_grid(file) for file in files.values()]
+    lines = []
+    for finding in FINDINGS:
+        for first, second in finding.pairs:
+            cells = [_difference(_losses(grid[second]) - _losses(grid[first])) for grid in grids]
+            paper = [VARIANTS[name].paper for name in (second, first)]
+            printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
+            lines.append([finding.statement, f"{first}, {second}", *cells, printed])
+    text = markdown(["finding", "first, second", *(f"{steps} steps" for steps in files), "paper"], lines)
+    return text.replace("|---|---:", "|---|---", 1)
+
+
+def regressions(files: Budgets) -> str:
+    """The regressions of the loss on λ, from `decay_regression.json` of each budget."""
+    lines = [
+        [str(steps), *row]
+        for steps, file in files.items()
+        for row in regression_rows(read_json(RESULTS / file)["regressions"])
+    ]
+    text = markdown(["steps", *HEADING], lines)
+    return text.replace("|---|---:", "|---:|---", 1)
+
+
+def _grid(file: str) -> dict[str, list[dict[str, str]]]:
+    """Row of the grid → its runs at the selected rate."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in results(file):
+        if row["selected"] == "True":
+            found.setdefault(row["model"], []).append(row)
+    return found
+
+
+def _losses(runs: list[dict[str, str]]) -> np.ndarray:
+    return np.array([float(run["loss"]) for run in runs])
+
+
+def _paper(name: str) -> str:
+    return "–" if (loss := VARIANTS[name].paper) is None else f"{loss:.3f}"
+
+
+def _difference(values: np.ndarray) -> str:
+    mean, low, high = bootstrap(values)
+    text = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"**{text}**" if low > 0 or high < 0 else text
