@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from halflife.evaluation.memory import format_bytes
 from halflife.report.figures.grids import panel_grid
@@ -28,7 +28,8 @@ SPEEDS = ("training", "decoding")
 def overview(data: Mapping[str, Any]) -> Figure:
     """A dot for each model and quantity: hollow at the shorter length, filled at the longer one, with a line between.
 
-    A model that has not learned the task of a panel has no dots there, and a task that no model has learned no panel.
+    Dots are means, and the seeds at the longer length are small and pale. A model that has not learned the task of a
+    panel has no dots there, and a task that no model has learned no panel.
 
     Args:
         data: what `experiments.evidence.overview_page.collect` returns.
@@ -56,7 +57,7 @@ def overview(data: Mapping[str, Any]) -> Figure:
         if name in SPEEDS:
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 15k
         if name in PERCENT:
             axes.set_xlim(-3, 103)
     panels[0].set_yticks(range(len(names)), [escape_formula(name) for name in names])
@@ -71,3 +72,4 @@ def _draw(axes: Axes, names: Sequence[str], values: Mapping[str, Sequence[Sequen
             axes.plot([near, far], [y, y], color=INK, linewidth=1, alpha=0.5)
             axes.plot(near, y, "o", color=INK, fillstyle="none", markersize=4)
             axes.plot(far, y, "o", color=INK, markersize=4)
+            axes.plot([scale * value for value in ends[1]], [y] * len(ends[1]), ".", color=INK, alpha=0.4, markersize=3)
