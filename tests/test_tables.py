@@ -1,20 +1,18 @@
 """The tables of docs/results are those that docs/tables.py writes from the files of results."""
 
 import csv
-import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
-from halflife.experiments.evidence import overview_page
-from halflife.runs.scores import read_scores
-
 DOCS = Path(__file__).parent.parent / "docs"
 
 sys.path.insert(0, str(DOCS))
-import tables  # noqa: E402 (a script of the documents, not of the package)
+import overview  # noqa: E402 (scripts of the documents, not of the package)
+import tables  # noqa: E402
 
 PAGES = sorted((DOCS / "results").glob("*.md"))
 GLA = {"file": "post_parts_gla.csv", "columns": {"128, 32": "capacity 128 32"}}
@@ -67,12 +65,31 @@ def test_a_wrong_table_is_refused(wanted, message):
         tables.table({**GLA, **wanted})
 
 
-def test_the_overview_has_the_results_of_its_file():
-    """`overview.json` says of recall what the file of results says."""
-    folder = DOCS / "results"
-    data = json.loads((folder / "overview.json").read_text(encoding="utf-8"))
-    path = folder / "overview.csv"
-    rows = [dataclasses.asdict(score) for score in read_scores(path, path.read_text(encoding="utf-8"))]
-    found = overview_page.recall(rows, data["train_length"], 16)
-    assert found == {name: data["columns"][name] for name in found}
-    assert {row["model"] for row in rows} == set(data["models"])
+def test_the_overview_is_that_of_its_files():
+    """`overview.json` says what the files of results say, beside the speeds."""
+    data = json.loads((DOCS / "results" / "overview.json").read_text(encoding="utf-8"))
+    found = overview.joined()
+    assert found["models"] == data["models"]
+    assert overview.overview_page.table(found) == overview.overview_page.table(data)
+
+
+def test_the_overview_s_text_is_that_of_its_files():
+    """One model's, computed here."""
+    column = overview.text()
+    rows = [row for row in overview.read(overview.TEXT) if (row["model"], row["selected"]) == ("gla", "True")]
+    bits = [float(row["loss"]) / math.log(2) for row in rows if row["test"] == "text"]
+    assert len(bits) == 3
+    assert column["values"]["gla"][0] == bits
+    assert column["lengths"] == [512, 8192]
+
+
+def test_comparisons_are_added_once_and_in_the_order_of_the_presets(tmp_path):
+    file = tmp_path / "x.csv"
+    file.write_text("model,seed\ngla,0\nmamba2@state(gla),1\nmamba2+post,0\nmamba2+post,1\n", encoding="utf-8")
+    new = [{"model": model, "seed": "7"} for model in ("retnet", "mamba2", "gla")]
+    overview.add(file, new)
+    rows = [(row["model"], row["seed"]) for row in overview.read(file)]
+    assert rows == [
+        ("mamba2", "7"), ("mamba2+post", "0"), ("mamba2+post", "1"), ("mamba2@state(gla)", "1"), ("gla", "0"),
+        ("retnet", "7"),
+    ]  # fmt: skip

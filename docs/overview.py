@@ -1,0 +1,112 @@
+"""Join comparisons into the files of docs/results/overview.md.
+
+    python docs/overview.py                  overview.json and the picture again
+    python docs/overview.py FOLDER …         first add the models of finished comparisons, on recall or on text
+
+Models stand in the order of `halflife list`, each before its hybrids and controls. Speeds are measured again if there
+are new models, so the machine should be idle.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halflife.evaluation.throughput import device_name
+from halflife.experiments.evidence import overview_page
+from halflife.experiments.evidence.overview import Overview
+from halflife.files import CONFIG_JSON, read_json, write_csv, write_json
+from halflife.models import PRESETS
+from halflife.report.figures.matplotlib_renderer import save
+from halflife.report.figures.overview import overview
+from halflife.report.markdown import models
+from halflife.runs.scores import read_scores
+from halflife.runs.sweep import Cell
+
+RESULTS = Path(__file__).parent / "results"
+RECALL, TEXT, LENGTHS = (RESULTS / name for name in ("overview.csv", "overview_text.csv", "overview_text_lengths.csv"))
+DATA = RESULTS / overview_page.DATA
+
+Table = list[dict[str, str]]
+
+
+def place(model: str) -> tuple[int, str]:
+    """A key that sorts models."""
+    return list(PRESETS).index(model.split("@")[0].split("+")[0]), model
+
+
+def read(path: Path) -> Table:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def add(path: Path, new: Table) -> None:
+    """Add the rows of models that a file of results has not."""
+    known = {row["model"] for row in read(path)}
+    rows = [*read(path), *(row for row in new if row["model"] not in known)]
+    rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
+    write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
+
+
+def add_folder(folder: Path) -> None:
+    """Add a comparison to the files of recall, or to those of text."""
+    if read_json(folder / CONFIG_JSON)["experiment"] == "overview":
+        add(RECALL, read(folder / "results.csv"))
+    else:
+        add(TEXT, read(folder / "results.csv"))
+        add(LENGTHS, read(folder / "lengths.csv"))
+
+
+def text() -> dict[str, Any]:
+    """The column of text: bits a byte at T and in the longest rows, of models of bytes."""
+    losses = [row for row in read(TEXT) if row["test"] == "text" and row["selected"] == "True"]
+    tested = [row for row in read(LENGTHS) if row["selected"] == "True"]
+    longest = max(int(row["length"]) for row in tested)
+    tested = [row for row in tested if int(row["length"]) == longest]
+    values = {
+        model: [
+            [float(row["loss"]) / math.log(2) for row in losses if row["model"] == model],
+            [math.log2(float(row["perplexity"])) for row in tested if row["model"] == model],
+        ]
+        for model in models(losses)
+    }
+    return {"lengths": [int(losses[0]["length"]), longest], "values": values}
+
+
+def joined() -> dict[str, Any]:
+    """What `overview_page.collect` returns, from the files. Old speeds are kept if they are of the same models."""
+    rows = [dataclasses.asdict(score) for score in read_scores(RECALL, RECALL.read_text(encoding="utf-8"))]
+    experiment = Overview()
+    settings = experiment.settings_at("small", {})
+    configs = {name: experiment.configure(settings, Cell(name, 1e-3, 0)).model for name in models(rows)}
+    columns = overview_page.recall(rows, settings.train_length, max(settings.pairs))
+    longest = max(column["lengths"][1] for column in columns.values())
+    columns["text"] = text()
+    columns["state"] = overview_page.state_bytes(configs, (settings.train_length, longest))
+    old = read_json(DATA)
+    if set(old["models"]) != set(configs):
+        torch.set_num_threads(1)
+        old |= {"speeds": overview_page.speeds(configs, settings.train_length, longest), "device": device_name("cpu")}
+    return {
+        "models": list(configs), "train_length": settings.train_length, "columns": columns, "speeds": old["speeds"],
+        "parameters": {row["model"]: int(row["parameters"]) for row in rows}, "device": old["device"],
+    }  # fmt: skip
+
+
+def main(folders: Sequence[str]) -> None:
+    for folder in folders:
+        add_folder(Path(folder))
+    data = joined()
+    write_json(DATA, data)
+    save(overview(data), RESULTS, "overview", ("png",))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
