@@ -2,9 +2,10 @@
 
     python docs/overview.py                  overview.json and the picture again
     python docs/overview.py FOLDER …         first add the models of finished comparisons, on recall or on text
+    python docs/overview.py --speeds         measure speeds again, on an idle machine
 
-Models stand in the order of `halflife list`, each before its hybrids and controls. Speeds are measured again if there
-are new models, so the machine should be idle.
+Models stand in the order of the experiment, each before its hybrids and controls. If there are new models, speeds are
+measured again anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from halflife.evaluation.throughput import device_name
 from halflife.experiments.evidence import overview_page
 from halflife.experiments.evidence.overview import Overview
 from halflife.files import CONFIG_JSON, read_json, write_csv, write_json
-from halflife.models import PRESETS
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.overview import overview
 from halflife.report.markdown import models
@@ -32,14 +32,14 @@ from halflife.runs.sweep import Cell
 
 RESULTS = Path(__file__).parent / "results"
 RECALL, TEXT, LENGTHS = (RESULTS / name for name in ("overview.csv", "overview_text.csv", "overview_text_lengths.csv"))
-DATA = RESULTS / overview_page.DATA
+DATA, SPEEDS = RESULTS / overview_page.DATA, "--speeds"
 
 Table = list[dict[str, str]]
 
 
 def place(model: str) -> tuple[int, str]:
     """A key that sorts models."""
-    return list(PRESETS).index(model.split("@")[0].split("+")[0]), model
+    return Overview.models.index(model.split("@")[0].split("+")[0]), model
 
 
 def read(path: Path) -> Table:
@@ -80,8 +80,8 @@ def text() -> dict[str, Any]:
     return {"lengths": [int(losses[0]["length"]), longest], "values": values}
 
 
-def joined() -> dict[str, Any]:
-    """What `overview_page.collect` returns, from the files. Old speeds are kept if they are of the same models."""
+def joined(again: bool = False) -> dict[str, Any]:
+    """What `overview_page.collect` returns, from the files. Speeds of the same models are kept, but for `again`."""
     rows = [dataclasses.asdict(score) for score in read_scores(RECALL, RECALL.read_text(encoding="utf-8"))]
     experiment = Overview()
     settings = experiment.settings_at("small", {})
@@ -91,7 +91,7 @@ def joined() -> dict[str, Any]:
     columns["text"] = text()
     columns["state"] = overview_page.state_bytes(configs, (settings.train_length, longest))
     old = read_json(DATA)
-    if set(old["models"]) != set(configs):
+    if again or set(old["models"]) != set(configs):
         torch.set_num_threads(1)
         old |= {"speeds": overview_page.speeds(configs, settings.train_length, longest), "device": device_name("cpu")}
     return {
@@ -100,10 +100,11 @@ def joined() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(folders: Sequence[str]) -> None:
-    for folder in folders:
-        add_folder(Path(folder))
-    data = joined()
+def main(arguments: Sequence[str]) -> None:
+    for folder in arguments:
+        if folder != SPEEDS:
+            add_folder(Path(folder))
+    data = joined(SPEEDS in arguments)
     write_json(DATA, data)
     save(overview(data), RESULTS, "overview", ("png",))
 
