@@ -17,8 +17,8 @@ from halflife.runs.sweep import Cell
 
 MODELS = (
     "mamba2", "mamba3", "rwkv7", "gated_deltanet", "deltaproduct", "deltanet", "gla", "retnet", "hgrn2", "lightnet",
-    "tnl", "simple", "llama", "mamba2+post", "mamba2+gate_rank", "gated_deltanet+gate_rank", "mamba2+attention",
-    "mamba2+ska", "gated_deltanet+attention", "gated_deltanet+ska",
+    "tnl", "tnl_released", "simple", "llama", "mamba2+post", "mamba2+gate_rank", "gated_deltanet+gate_rank",
+    "mamba2+attention", "mamba2+ska", "gated_deltanet+attention", "gated_deltanet+ska",
 )  # fmt: skip
 SMALL = RecallSettings(
     hidden_size=128, num_layers=2, num_heads=4, train_length=64, pairs=(1, 4, 8, 16), warm_length=32, warm_pairs=(1, 4),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "state space": ("mamba2", "mamba3", "mamba3_mimo", "mamba3_echo", "longhorn", "longhorn_paper"),
-    "linear attention": ("gla", "retnet", "hgrn2", "lightnet", "tnl", "tnl_l", "simple"),
+    "linear attention": ("gla", "retnet", "hgrn2", "lightnet", "tnl", "tnl_released", "tnl_l", "simple"),
     "delta rule": ("deltanet", "gated_deltanet", "kda", "gdn2", "comba", "deltaproduct", "mesa", "rwkv7"),
     "softmax attention": ("llama", "fox"),
     "Koopman attention": ("echo", "echo_paper"),

@@ -99,6 +99,12 @@ def tnl(sizes: PresetSizes) -> Options:
     return _design_space(sizes, "tnl", granularity="scalar")
 
 
+@PRESETS.add("tnl_released")
+def tnl_released(sizes: PresetSizes) -> Options:
+    """TransNormerLLM's fixed decays as released: half-lives of 1.4 to 177 tokens in the first layer."""
+    return _design_space(sizes, "tnl_released", granularity="scalar")
+
+
 @PRESETS.add("tnl_l")
 def tnl_l(sizes: PresetSizes) -> Options:
     """TransNormerLLM's decays in the design-space block, made learnable."""
