@@ -32,6 +32,7 @@ Other tables have one key:
 | losses      | steps → a file of results of the decay grid; losses of its rows                                 |
 | findings    | the same files; differences of losses that the paper's findings compare                         |
 | regressions | steps → a `decay_regression.json`                                                               |
+| timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
 percent. A difference is bold if its interval has no 0.
@@ -62,6 +63,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "losses": decay_tables.losses,
     "findings": decay_tables.findings,
     "regressions": decay_tables.regressions,
+    "timescales": lambda files: _timescales(files),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
 PERPLEXITY = "perplexity"
@@ -103,6 +105,29 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
     if words:  # text is aligned to the left
         text = text.replace("|---" + "|---:" * len(words), "|---" + "|---" * len(words), 1)
     return text
+
+
+def _timescales(files: Mapping[int, str]) -> str:
+    """Geometric means over seeds and layers of the fastest and slowest time-scale, and the range of their ratio."""
+    lines = []
+    for position, file in files.items():
+        for model in dict.fromkeys(row["model"] for row in results(file)):
+            cells: list[str] = []
+            for when in ("initial", "trained"):
+                scales = Files().timescales(file, model, when, position)
+                fastest, slowest = scales.min(1), scales.max(1)
+                ratios = slowest / fastest
+                ends = [np.exp(np.log(values).mean()) for values in (fastest, slowest, ratios)]
+                cells += [
+                    f"{_three(ends[0])}, {_three(ends[1])}",
+                    f"{_three(ends[2])} [{_three(ratios.min())}, {_three(ratios.max())}]",
+                ]
+            lines.append([f"`{model}`", *cells])
+    return markdown(["model", "before: fastest, slowest", "ratio", "trained: fastest, slowest", "ratio"], lines)
+
+
+def _three(value: float) -> str:
+    return f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
 
 
 def _rows(file: str, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
