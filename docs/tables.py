@@ -28,7 +28,8 @@ Other tables have one key:
 | key         | value                                                                                           |
 |-------------|-------------------------------------------------------------------------------------------------|
 | overview    | the `overview.json` of the experiment of this name                                              |
-| forecast    | a `forecast.json`                                                                               |
+| forecast    | a `forecast.json`; models that were asked for pairs                                             |
+| text forecast | the same; models that read a text                                                             |
 | losses      | steps → a file of results of the decay grid; losses of its rows                                 |
 | findings    | the same files; differences of losses that the paper's findings compare                         |
 | regressions | steps → a `decay_regression.json`                                                               |
@@ -60,6 +61,7 @@ KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs"}
 WHOLE: dict[str, Callable[[Any], str]] = {
     "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
     "forecast": lambda file: forecast.table(forecast.read_forecasts(RESULTS / file)["models"]),
+    "text forecast": lambda file: forecast.text_table(forecast.read_forecasts(RESULTS / file)["texts"]),
     "losses": decay_tables.losses,
     "findings": decay_tables.findings,
     "regressions": decay_tables.regressions,

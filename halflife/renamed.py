@@ -15,8 +15,9 @@ MODULES = {
     "analysis.approximation_survey": "theory.approximation_survey", "analysis.correlations": "theory.correlations",
     "analysis.decay_figures": "report.figures.decays", "analysis.decay_survey": "analysis.survey",
     "analysis.decay_values": "analysis.decays", "analysis.figures": "report.figures.comparison",
-    "analysis.forecast_figures": "report.figures.forecast", "analysis.gate_figures": "report.figures.comparison",
-    "analysis.koopman": "theory.koopman", "analysis.koopman_bounds": "theory.koopman_bounds",
+    "analysis.forecast_figures": "report.figures.forecast", "analysis.forecast_survey": "analysis.forecast.survey",
+    "analysis.gate_figures": "report.figures.comparison", "analysis.koopman": "theory.koopman",
+    "analysis.koopman_bounds": "theory.koopman_bounds",
     "analysis.koopman_figures": "report.figures.operators", "analysis.koopman_report": "report.tables.operators",
     "analysis.koopman_survey": "analysis.operators", "analysis.language_figures": "report.figures.language",
     "analysis.mask": "analysis.masks", "analysis.mask_figure": "report.figures.masks",
@@ -65,7 +66,9 @@ _NAMES_IN = {
         "check_format": "report.figures.matplotlib_renderer.check_format",
     },
     "analysis.forecast": {
-        "Reading": "analysis.ageing.SplitState", "measure": "measure_recall", "check": "require_linear_memory",
+        "Reading": "analysis.forecast.ageing.SplitState", "measure": "analysis.forecast.recall.measure_recall",
+        "forecast": "analysis.forecast.recall.forecast_recall",
+        "check": "analysis.forecast.reading.require_linear_memory",
     },
     "analysis.forecast_survey": {
         "survey": "measure_forecasts", "octaves": "report.tables.forecast.log2_ratio",

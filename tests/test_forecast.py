@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from halflife import LanguageModel, preset, tasks
-from halflife.analysis import forecast as aged
-from halflife.analysis.ageing import LayerAgeing, empty_memories, memories
-from halflife.analysis.forecast_survey import lags_to
+from halflife.analysis.forecast import reading, recall
+from halflife.analysis.forecast.ageing import LayerAgeing, empty_memories, memories
+from halflife.analysis.forecast.survey import lags_to
+from halflife.analysis.forecast.text import SHARE, forecast_influence, measure_influence, texts_length
 from halflife.cli import main
 from halflife.models import checkpoint
-from halflife.report.figures.forecast import forecasts
+from halflife.report.figures.forecast import forecast_figures
 from halflife.report.tables import forecast as tables
 
 MQAR = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 3}
@@ -32,13 +33,13 @@ def model_of(name, vocab_size=64):
     return LanguageModel(config).double().eval()
 
 
-def readings(model, *lags):
+def splits(model, *lags):
     """The split state after each lag."""
     task = tasks.build(**MQAR)
-    pairs, draw = aged._pairs(task, 4, 0)
-    found = [aged._start(model, pairs)]
+    pairs, draw = recall._pairs(task, 4, 0)
+    found = [reading.start(model, pairs)]
     for lag in lags:
-        found.append(aged._split(model, aged._fillers(task, 4, lag - found[-1].seen, draw), found[-1]))
+        found.append(reading.split(model, recall._fillers(task, 4, draw, lag - found[-1].seen), found[-1]))
     return found[1:]
 
 
@@ -49,16 +50,16 @@ def readings(model, *lags):
 def test_the_pairs_part_is_linear_in_the_first_state(name):
     """Doubling the first memory doubles the pairs' part, and the others' part is the state from an empty memory."""
     model, task = model_of(name), tasks.build(**MQAR)
-    pairs, draw = aged._pairs(task, 4, 0)
-    ids = aged._fillers(task, 4, 11, draw)
-    start = aged._start(model, pairs)
-    once = aged._split(model, ids, start)
+    pairs, draw = recall._pairs(task, 4, 0)
+    ids = recall._fillers(task, 4, draw, 11)
+    start = reading.start(model, pairs)
+    once = reading.split(model, ids, start)
     double = tuple({**layer, **{k: 2 * v for k, v in memories(layer).items()}} for layer in start.state)
-    twice = aged._split(model, ids, dataclasses.replace(start, state=double))
+    twice = reading.split(model, ids, dataclasses.replace(start, state=double))
     _, bare = model.hidden(ids, tuple({**layer, **empty_memories(layer)} for layer in start.state))
-    for memory, part in once.pairs[0].items():
+    for memory, part in once.beginning[0].items():
         scale = part.abs().max()
-        assert (twice.pairs[0][memory] - 2 * part).abs().max() <= EXACT * scale
+        assert (twice.beginning[0][memory] - 2 * part).abs().max() <= EXACT * scale
         assert (once.others[0][memory] - bare[0][memory]).abs().max() <= EXACT * scale
         assert (once.state[0][memory] - part - once.others[0][memory]).abs().max() <= EXACT * scale
 
@@ -67,18 +68,18 @@ def test_the_pairs_part_is_linear_in_the_first_state(name):
 def test_fixed_decays_are_forecast_exactly(name):
     """If decays depend on the position alone, the first window determines the pairs' part at any lag."""
     model = model_of(name)
-    half, full, later = readings(model, WINDOW // 2, WINDOW, 3 * WINDOW)
+    half, full, later = splits(model, WINDOW // 2, WINDOW, 3 * WINDOW)
     forecast = LayerAgeing(model, half, full, 0)
     kept = forecast.fading("memory", 3 * WINDOW).unsqueeze(-1)
-    expected = later.pairs[0]["memory"]
-    assert (full.pairs[0]["memory"] * kept - expected).abs().max() < ROUNDED * expected.abs().max()
+    expected = later.beginning[0]["memory"]
+    assert (full.beginning[0]["memory"] * kept - expected).abs().max() < ROUNDED * expected.abs().max()
     assert (forecast.rates["memory"] - forecast.noise_rates["memory"]).abs().max() < ROUNDED  # equal rates
 
 
 def test_the_others_part_grows_as_a_sum_of_decays():
     """For RetNet, the factors of mean and noise are those of geometric series with its decays."""
     model = model_of("retnet")
-    forecast = LayerAgeing(model, *readings(model, 8, 16), 0)
+    forecast = LayerAgeing(model, *splits(model, 8, 16), 0)
     decay = (-model.blocks[0].mixer.decay.base_log_rate().exp()).exp().detach().double()
     mean, noise = forecast.growth("memory", 100)
     assert torch.allclose(mean[:, 0], (1 - decay**100) / (1 - decay**16), rtol=1e-6)
@@ -91,7 +92,7 @@ def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
     options = {"decay": None, "granularity": "scalar"}
     config = preset("simple", hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, mixer_options=options)
     model = LanguageModel(config).double().eval()
-    forecast = LayerAgeing(model, *readings(model, 8, 16), 0)
+    forecast = LayerAgeing(model, *splits(model, 8, 16), 0)
     kept, (mean, noise) = forecast.fading("memory", 64), forecast.growth("memory", 64)
     assert torch.allclose(kept, torch.ones_like(kept))
     assert torch.allclose(mean, torch.full_like(mean, 4.0))
@@ -106,9 +107,9 @@ def test_measured_recall_is_that_of_whole_sequences(spec):
     """Answers from a forked state equal those of a model that reads pairs, fillers and question in one call."""
     model, task = model_of("mamba2", 128 if spec is NIAH else 64), tasks.build(**spec)
     lag, examples = 9, 4
-    found = aged.measure_recall(model, task, [0, lag], examples=examples, seed=5)[1]
-    pairs, draw = aged._pairs(task, examples, 5)
-    fillers = aged._fillers(task, examples, lag, draw)
+    found = recall.measure_recall(model, task, [0, lag], examples=examples, seed=5)[1]
+    pairs, draw = recall._pairs(task, examples, 5)
+    fillers = recall._fillers(task, examples, draw, lag)
     right = []
     for i in range(task.num_pairs):
         question = [pairs[:, 2 * i : 2 * i + 1]]
@@ -121,7 +122,7 @@ def test_measured_recall_is_that_of_whole_sequences(spec):
 
 def test_needles_have_the_layout_of_the_task():
     task = tasks.build(**NIAH)
-    pairs, _ = aged._pairs(task, 8, 0)
+    pairs, _ = recall._pairs(task, 8, 0)
     batch = task.generate(8, 0).inputs
     assert (batch[:, -2] == 4).all()
     assert ((pairs[:, ::2] >= 16) & (pairs[:, ::2] < 48)).all()
@@ -131,17 +132,17 @@ def test_needles_have_the_layout_of_the_task():
 def test_at_the_window_the_forecast_is_the_measurement():
     """At the window, the aged state is the state that was read."""
     model, task = model_of("mamba2").float(), tasks.build(**MQAR)
-    found = aged.forecast(model, task, [WINDOW], window=WINDOW, examples=16)
-    assert found.accuracy == aged.measure_recall(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]
+    found = recall.forecast_recall(model, task, [WINDOW], window=WINDOW, examples=16)
+    assert found.values == recall.measure_recall(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]
     assert {head.head for head in found.heads} == {0, 1, 2, 3}
 
 
 def test_one_part_ages_alone():
     """The first lag ages the pairs' part, the second the others'. At the window, both are as they were read."""
     model = model_of("mamba2")
-    half, full = readings(model, WINDOW // 2, WINDOW)
+    half, full = splits(model, WINDOW // 2, WINDOW)
     ageing = LayerAgeing(model, half, full, 0)
-    pairs, others = full.pairs[0]["memory"], full.others[0]["memory"]
+    pairs, others = full.beginning[0]["memory"], full.others[0]["memory"]
     faded = ageing.at(4 * WINDOW, WINDOW)["memory"] - others
     assert (faded.square().sum((0, -1)) <= pairs.square().sum((0, -1))).all()
     filled = ageing.at(WINDOW, 4 * WINDOW)["memory"] - pairs
@@ -160,7 +161,7 @@ def test_faster_decay_forgets_earlier():
         post = model.blocks[0].mixer.decay
         with torch.no_grad():
             post.theta.fill_(math.log(rate) - post.decay.rate_offset())
-        found.append(aged.forecast(model, task, [16, 64, 256, 1024], window=WINDOW).energy_lag)
+        found.append(recall.forecast_recall(model, task, [16, 64, 256, 1024], window=WINDOW).energy_lag)
     assert found[1] < found[0]
 
 
@@ -170,21 +171,71 @@ def test_faster_decay_forgets_earlier():
 def test_what_has_no_such_memory_is_refused(name, why):
     config = preset(name, hidden_size=32, num_layers=2, num_heads=4, vocab_size=64)
     with pytest.raises(ValueError, match=f"no forecast for .*{why}"):
-        aged.forecast(LanguageModel(config), tasks.build(**MQAR), [16], window=16)
+        recall.forecast_recall(LanguageModel(config), tasks.build(**MQAR), [16], window=16)
 
 
 def test_lags_before_the_window_are_refused():
     with pytest.raises(ValueError, match="from there on; got 16 and"):
-        aged.forecast(model_of("mamba2"), tasks.build(**MQAR), [8, 16], window=16)
+        recall.forecast_recall(model_of("mamba2"), tasks.build(**MQAR), [8, 16], window=16)
+
+
+# -------------------------------------------------------------------------------------------------- texts
+
+
+def texts(length, vocab_size=64, count=4):
+    return torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_influence_is_that_of_a_model_that_never_read_the_beginning():
+    """In one layer without convolution, the state without the beginning is that of the text after it."""
+    model, ids, (beginning, lag) = model_of("simple"), texts(40), (5, 9)
+    (found,) = measure_influence(model, ids, [lag], beginning=beginning)
+    asked = slice(beginning + lag, texts_length(beginning, lag))
+    whole, _ = model(ids[:, : asked.stop])
+    after, _ = model(ids[:, beginning : asked.stop])
+    p, other = (logits[:, -16:].log_softmax(-1) for logits in (whole, after))
+    assert found == pytest.approx((p.exp() * (p - other)).sum(-1).mean().item(), rel=1e-9)
+    assert found > 1e-6
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet+post", "deltanet", "mamba2+gate_rank"])
+def test_at_the_window_the_forecast_influence_is_the_measurement(name):
+    model, ids = model_of(name), texts(60)
+    measured = measure_influence(model, ids, [0, WINDOW], beginning=8)
+    found = forecast_influence(model, ids, [WINDOW, 2 * WINDOW], beginning=8, window=WINDOW)
+    assert found.values[0] == pytest.approx(measured[1], rel=1e-6)
+    assert found.level == pytest.approx(SHARE * measured[0], rel=1e-9)
+
+
+def test_a_state_that_keeps_everything_does_not_forget():
+    """Without decay nothing fades, so the beginning loses influence only to what fills the state."""
+    torch.manual_seed(0)
+    options = {"decay": None, "granularity": "scalar"}
+    config = preset("simple", hidden_size=32, num_layers=1, num_heads=4, vocab_size=64, mixer_options=options)
+    found = forecast_influence(LanguageModel(config), texts(60), [16, 64, 1024], beginning=8, window=16)
+    assert found.fade_lag == math.inf
+    assert found.fill_lag < math.inf
+
+
+def test_a_model_whose_predictions_ignore_the_beginning_is_refused():
+    """The output projection of an untrained RWKV-7 is zero, so its state changes nothing."""
+    with pytest.raises(ValueError, match="no forecast for rwkv7: the beginning of a text changes no prediction"):
+        forecast_influence(model_of("rwkv7"), texts(60), [16], beginning=8, window=16)
+
+
+@pytest.mark.parametrize(("length", "beginning"), [(texts_length(8, 16) - 1, 8), (100, 0)])
+def test_texts_that_are_too_short_are_refused(length, beginning):
+    with pytest.raises(ValueError, match=f"got a beginning of {beginning} and texts of {length}"):
+        measure_influence(model_of("mamba2"), texts(length), [0, 16], beginning=beginning)
 
 
 # ------------------------------------------------------------------------------------------- small things
 
 
 def test_crossing():
-    assert aged.crossing([0, 1, 3], [1.0, 1.0, 0.0], 0.5) == pytest.approx(math.sqrt(2 * 4) - 1)
-    assert aged.crossing([0, 1], [1.0, 0.9], 0.5) == math.inf
-    assert aged.crossing([5, 6], [0.1, 0.1], 0.5) == 5
+    assert reading.crossing([0, 1, 3], [1.0, 1.0, 0.0], 0.5) == pytest.approx(math.sqrt(2 * 4) - 1)
+    assert reading.crossing([0, 1], [1.0, 0.9], 0.5) == math.inf
+    assert reading.crossing([5, 6], [0.1, 0.1], 0.5) == 5
 
 
 def test_log2_ratio():
@@ -193,6 +244,9 @@ def test_log2_ratio():
     assert tables.log2_ratio(row, "energy_lag") == 2  # a lower bound
     assert tables.log2_ratio({**row, "half_lag": math.inf}, "energy_lag") is None
     assert tables.log2_ratio({**row, "measured": [0.4]}, "energy_lag") is None
+    text = {"measured": [0.2], "lags": [0, 64], "window": 8, "forgotten_lag": 16.0, "forecast_forgotten_lag": 8.0}
+    assert tables.log2_ratio(text, "forecast_forgotten_lag") == -1
+    assert tables.log2_ratio({**text, "forgotten_lag": 7.0}, "forecast_forgotten_lag") is None
     found = tables.forecast_errors([row, {**row, "half_lag": 64.0}])
     assert found["aged state"] == {"models": 2, "median": 1.0, "largest": 1.0, "bias": 0.0}
 
@@ -229,7 +283,7 @@ def test_command(run, capsys):
     assert row["forecast_lags"][0] == 16
     assert "| mamba2 | 3 | mqar | 16 | 3 | 91 % |" in (run / "forecast" / "forecast.md").read_text()
     assert "recall in T: the report's accuracy in distribution" in " ".join(printed.split())
-    figure = forecasts(result)
+    figure = forecast_figures(result)["forecast"]
     figure.draw_without_rendering()
     drawn = run / "forecast" / "forecast.png"
     assert drawn.stat().st_size > 10_000
@@ -240,10 +294,42 @@ def test_command(run, capsys):
     assert capsys.readouterr().out.split() == [str(drawn)]
 
 
+def test_command_on_a_text(run, tmp_path, capsys):
+    """A model of text reads the text; one of another task in the same folder is left out."""
+    folder = run / "simple"
+    checkpoint.save(model_of("simple", 256).float(), folder)
+    (folder / "run.json").write_text(json.dumps({"seed": 1, "context": 16}))
+    (run / "mamba2" / "run.json").write_text(json.dumps({"validation": [{"name": "s5"}]}))
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 20)
+    arguments = ["forecast", str(run), "--text", str(tmp_path / "text.txt"), "--beginning", "8", "--longest", "4"]
+    main([*arguments, "--examples", "4", "--quiet"])
+    printed = capsys.readouterr().out
+    assert "left out: mamba2: no run on mqar or niah (run.json), and no run on text" in printed
+    result = tables.read_forecasts(run / "forecast" / "forecast.json")
+    (row,) = result["texts"]
+    assert result["models"] == []
+    assert (row["model"], row["seed"], row["train_length"], row["beginning"], row["window"]) == ("simple", 1, 16, 8, 16)
+    assert row["lags"][-1] == 64 == row["forecast_lags"][-1]
+    assert "| simple | 1 | 16 | 8 | 16 |" in (run / "forecast" / "forecast.md").read_text()
+    drawn = run / "forecast" / "forecast_text.png"
+    before = drawn.read_bytes()
+    drawn.unlink()
+    main(["figures", str(run / "forecast"), "--formats", "png"])
+    assert drawn.read_bytes() == before
+
+
+def test_a_text_is_asked_for_and_must_be_long_enough(run, tmp_path, refused):
+    (run / "mamba2" / "run.json").write_text(json.dumps({"context": 16}))
+    assert "mamba2: no run on mqar or niah (run.json), and a run on text needs --text" in refused("forecast", str(run))
+    (tmp_path / "text.txt").write_text("too short")
+    message = refused("forecast", str(run), "--text", str(tmp_path / "text.txt"))
+    assert "a lag this long needs 2,128; choose a lower --longest" in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--longest", "0"], "window and examples are at least 1"),
+        (["--longest", "0"], "window, text_window, beginning and examples are at least 1"),
         (["missing"], "there is no folder"),
     ],
 )

@@ -6,7 +6,7 @@ from helpers import assert_close, generator
 
 import halflife
 from halflife import layers
-from halflife.analysis.forecast import require_linear_memory
+from halflife.analysis.forecast.reading import require_linear_memory
 from halflife.analysis.operators import measure_operators
 from halflife.analysis.spectrum import granularity, timescales
 from halflife.experiments.overrides import apply_overrides

@@ -15,7 +15,11 @@ class Forecast:
     For every run on MQAR or NIAH, the table shows the half-lag: the number of tokens after which fewer than half of the
     stored pairs are recalled. It is measured, and forecast in two ways (docs/results/forecast.md): from the state, aged
     at the rate at which it fades in the first T tokens, and as the lag at which a pair's energy falls below the state's
-    noise. Writes forecast.json, forecast.md and a figure.
+    noise.
+
+    Models of text read a text in the place of pairs (--text). The table shows after how many tokens they forget its
+    beginning: the lag at which what it left in the state changes the predictions a hundredth as much as at first. The
+    forecast reads --text-window tokens after the beginning. Writes forecast.json, forecast.md and figures.
 
     Models of transformers are asked for pairs of MQAR over their own vocabulary. Their states are split and aged while
     hooks watch each mixer. This needs Gated DeltaNet, Kimi delta attention or Mamba-2 in every layer. Beside softmax
@@ -24,20 +28,28 @@ class Forecast:
     examples:
       halflife forecast runs/20260101-120000-mqar-smoke
       halflife forecast runs/a runs/b --longest 32 --output forecast
+      halflife forecast runs/20260102-120000-mamba2+post --text book.txt --longest 16
       halflife forecast mamba2-130m-hf --pairs 16 --length 256 --longest 16
     """
 
     folders: Positional[tuple[Path, ...]]
     """Runs of `halflife compare`, models of transformers, or their names on the hub. All checkpoints below a folder are
     read."""
+    text: tuple[Path, ...] = ()
+    """Files that models of text read, one after the other. A file that ends in .gz is unpacked. Models of transformers
+    read them too, and are not asked for pairs then."""
     longest: int = 128
     """Longest lag that is measured, in training lengths."""
     window: int = 1
     """Training lengths that are read for the forecast."""
     examples: int = 32
-    """Number of sequences. Each is asked for all of its pairs at every lag."""
+    """Number of sequences. Each is asked for all of its pairs at every lag. Those of a text are spread over it."""
     seed: int = 0
-    """Seed of these sequences."""
+    """Seed of the sequences with pairs."""
+    beginning: int = 64
+    """Tokens at the beginning of a text that are to be remembered."""
+    text_window: int = 16
+    """Tokens of a text after its beginning that are read for the forecast."""
     pairs: int = 8
     """Pairs to remember, for models of transformers."""
     length: int = 512
@@ -52,23 +64,26 @@ class Forecast:
     def run(self) -> None:
         import torch
 
-        from halflife.analysis.forecast_survey import measure_forecasts
+        from halflife.analysis.forecast.survey import measure_forecasts
         from halflife.cli.spectrum import default_output
-        from halflife.report.figures.forecast import forecasts
+        from halflife.report.figures.forecast import forecast_figures
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.tables.forecast import print_forecasts, write_forecasts
 
-        if min(self.window, self.examples) < 1 or self.longest < self.window:
+        if min(self.window, self.examples, self.beginning, self.text_window) < 1 or self.longest < self.window:
             raise ValueError(
-                f"window and examples are at least 1, and longest no less than window; got window {self.window}, "
+                "window, text_window, beginning and examples are at least 1, and longest no less than window; got "
+                f"window {self.window}, text_window {self.text_window}, beginning {self.beginning}, "
                 f"examples {self.examples}, longest {self.longest}"
             )
         result = measure_forecasts(
-            self.folders, longest=self.longest, window=self.window, examples=self.examples, seed=self.seed,
-            pairs=self.pairs, length=self.length,
+            self.folders, self.text, longest=self.longest, window=self.window, examples=self.examples, seed=self.seed,
+            pairs=self.pairs, length=self.length, beginning=self.beginning, text_window=self.text_window,
             show=not self.quiet, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "forecast")
-        files = [*write_forecasts(result, output), *save(forecasts(result), output, "forecast")]
+        files = write_forecasts(result, output)
+        for name, figure in forecast_figures(result).items():
+            files += save(figure, output, name)
         print_forecasts(result)
         print(f"written to {output}: {', '.join(file.name for file in files)}")

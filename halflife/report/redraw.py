@@ -15,7 +15,7 @@ from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum_pages
 from halflife.report.figures.decays import against_paper, decays, grid_figures
-from halflife.report.figures.forecast import forecasts
+from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.language import language_figures
 from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, draw_pages, save
 from halflife.report.figures.operators import operators
@@ -128,5 +128,6 @@ def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     if (folder / THEORY_JSON).exists():
         files += theory.draw_all(without_null(read_json(folder / THEORY_JSON), math.nan), folder, formats)
     if (folder / FORECAST_JSON).exists():
-        files += save(forecasts(read_forecasts(folder / FORECAST_JSON)), folder, "forecast", formats)
+        for name, figure in forecast_figures(read_forecasts(folder / FORECAST_JSON)).items():
+            files += save(figure, folder, name, formats)
     return files

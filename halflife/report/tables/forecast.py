@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from halflife.files import FORECAST_JSON, read_json, write_json, write_text
 
-LAGS = ("half_lag", "forecast_half_lag", "fade_lag", "fill_lag", "energy_lag")
-FORECASTS = {"aged state": "forecast_half_lag", "energy": "energy_lag"}  # name → the field of its lag
+LAGS = (
+    "half_lag", "forecast_half_lag", "forgotten_lag", "forecast_forgotten_lag", "fade_lag", "fill_lag", "energy_lag",
+)  # fmt: skip
+# Name → the fields of its lag, for pairs and for texts.
+FORECASTS = {"aged state": ("forecast_half_lag", "forecast_forgotten_lag"), "energy": ("energy_lag", "energy_lag")}
 HEADINGS = (
     "model", "seed", "task", "T", "pairs", "recall in T", "0, T later", "half-lag", "aged state", "octaves", "fades",
     "fills", "energy", "octaves",
@@ -21,19 +24,38 @@ LEGEND = """recall in T: the report's accuracy in distribution, where all pairs 
 half-lag: the number of such tokens after which it recalls fewer than half. aged state, energy: forecasts of it.
 fades, fills: the half-lag if the pairs only fade, or if only other tokens fill the state. octaves: log2 of the ratio
 of forecast and half-lag."""
+TEXT_HEADINGS = (
+    "model", "seed", "T", "beginning", "read", "influence at 0, T", "forgotten", "aged state", "octaves", "fades",
+    "fills", "energy", "octaves",
+)  # fmt: skip
+TEXT_LEGEND = """beginning: tokens at the start of a text. read: the tokens after it that the forecast reads.
+influence: how much the beginning's part of the state changes the prediction of a token, in nats, right after the
+beginning and T tokens later. forgotten: the lag at which the influence is a hundredth of that at lag 0."""
+
+
+def is_text(row: Mapping[str, Any]) -> bool:
+    """Whether a row is about a text, and not about pairs."""
+    return "forgotten_lag" in row
+
+
+def measured_lag(row: Mapping[str, Any]) -> float:
+    """Return the lag at which a model has forgotten half of the pairs, or the beginning of a text, as measured."""
+    return row["forgotten_lag" if is_text(row) else "half_lag"]
 
 
 def log2_ratio(row: Mapping[str, Any], key: str) -> float | None:
     """Return log2 of a forecast lag over the measured half-lag, which is the error of the forecast in octaves.
 
-    It is None if there is nothing to compare: the model never recalled half of the pairs, or it neither fell below half
-    nor was forecast to. If only one of the two lies beyond the longest lag, the longest lag stands for it, and the
-    error is at least the result.
+    It is None if there is nothing to compare: the model never recalled half of the pairs, it forgot a text within the
+    window, or it neither forgot nor was forecast to. If only one of the two lies beyond the longest lag, the longest
+    lag stands for it, and the error is at least the result.
     """
-    if row["measured"][0] < 0.5 or (math.isinf(row["half_lag"]) and math.isinf(row[key])):
+    lag = measured_lag(row)
+    unknown = lag <= row["window"] if is_text(row) else row["measured"][0] < 0.5
+    if unknown or (math.isinf(lag) and math.isinf(row[key])):
         return None
     longest = float(row["lags"][-1])
-    measured, forecast = (min(value, longest) for value in (row["half_lag"], row[key]))
+    measured, forecast = (min(value, longest) for value in (lag, row[key]))
     return math.log2(max(forecast, 1) / max(measured, 1))
 
 
@@ -45,8 +67,8 @@ def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
         absolute errors; "bias", the median error. A forecast without a model to compare is omitted.
     """
     table = {}
-    for name, key in FORECASTS.items():
-        errors = [error for row in models if (error := log2_ratio(row, key)) is not None]
+    for name, keys in FORECASTS.items():
+        errors = [error for row in models if (error := log2_ratio(row, keys[is_text(row)])) is not None]
         if errors:
             sizes = [abs(error) for error in errors]
             table[name] = {
@@ -56,31 +78,66 @@ def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return a table of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below."""
-    lines = [table(result["models"])]
-    for name, errors in forecast_errors(result["models"]).items():
-        lines.append(
-            f"\n{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
-            f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
-        )
-    return "\n".join([*lines, "", LEGEND]) + "\n"
+    """Return tables of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below each."""
+    parts = []
+    for rows, write, legend in (
+        (result["models"], table, LEGEND), (result.get("texts", []), text_table, TEXT_LEGEND)
+    ):  # fmt: skip
+        if rows:
+            errors = (
+                f"\n{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
+                f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
+                for name, errors in forecast_errors(rows).items()
+            )
+            parts.append("\n".join([write(rows), *errors, "", legend]))
+    return "\n\n".join(parts) + "\n"
 
 
 def table(models: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each model, in Markdown."""
-    lines = [f"| {' | '.join(HEADINGS)} |", "|---|---|---|" + "---:|" * (len(HEADINGS) - 3)]
-    return "\n".join([*lines, *("| " + " | ".join(_cells(row)) + " |" for row in models)])
+    """A row for each model that was asked for pairs, in Markdown."""
+    return _table(HEADINGS, 3, map(_cells, models))
+
+
+def text_table(texts: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each model that read a text, in Markdown."""
+    return _table(TEXT_HEADINGS, 2, map(_text_cells, texts))
+
+
+def _table(headings: Sequence[str], names: int, rows: Iterable[Sequence[str]]) -> str:
+    """The first columns, as many as `names`, are aligned to the left."""
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * names + "---:|" * (len(headings) - names)]
+    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    nearest = min(range(len(row["lags"])), key=lambda i: abs(row["lags"][i] - row["train_length"]))
+    nearest = _at_train_length(row)
     recalled = ", ".join(f"{100 * row['measured'][i]:.0f}" for i in (0, nearest))
     cells = [
         row["model"], str(row["seed"]), row["task"], f"{row['train_length']:,}", str(row["num_pairs"]),
         "–" if (reported := row.get("reported")) is None else f"{100 * reported:.0f} %", f"{recalled} %",
         _lag(row, "half_lag"),
     ]  # fmt: skip
-    for keys in (("forecast_half_lag",), ("fade_lag", "fill_lag", "energy_lag")):
+    return [*cells, *_forecast_cells(row)]
+
+
+def _text_cells(row: Mapping[str, Any]) -> list[str]:
+    influences = ", ".join(f"{row['measured'][i]:.2g}" for i in (0, _at_train_length(row)))
+    cells = [
+        row["model"], str(row["seed"]), f"{row['train_length']:,}", str(row["beginning"]), str(row["window"]),
+        influences, _lag(row, "forgotten_lag"),
+    ]  # fmt: skip
+    return [*cells, *_forecast_cells(row)]
+
+
+def _at_train_length(row: Mapping[str, Any]) -> int:
+    """The index of the lag that is nearest to T."""
+    return min(range(len(row["lags"])), key=lambda i: abs(row["lags"][i] - row["train_length"]))
+
+
+def _forecast_cells(row: Mapping[str, Any]) -> list[str]:
+    """The lags of both forecasts, each with its error in octaves."""
+    cells = []
+    for keys in ((FORECASTS["aged state"][is_text(row)],), ("fade_lag", "fill_lag", "energy_lag")):
         error = log2_ratio(row, keys[-1])
         cells += [*(_lag(row, key) for key in keys), "–" if error is None else f"{error:+.1f}"]
     return cells
@@ -119,7 +176,9 @@ def read_forecasts(path: Path) -> dict[str, Any]:
     result = read_json(path)
     if not isinstance(result, dict) or not isinstance(result.get("models"), list):
         raise ValueError(f"{path} is no forecast of `halflife forecast`")
-    for row in result["models"]:
+    result.setdefault("texts", [])  # older files have pairs alone
+    for row in (*result["models"], *result["texts"]):
         for key in LAGS:
-            row[key] = math.inf if row[key] is None else row[key]
+            if key in row and row[key] is None:
+                row[key] = math.inf
     return result

@@ -1,4 +1,4 @@
-"""The parts of a state that is linear in what was written, and how they age; see `halflife.analysis.forecast`."""
+"""The parts of a state that is linear in what was written, and how they age; see `analysis.forecast.reading`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ NODES = 33  # positions at which PoST's time-scales are computed; between them t
 
 @dataclass(frozen=True)
 class SplitState:
-    """A model's state after K pairs and other tokens, split into parts. Each part has one dict a layer.
+    """A model's state after a beginning and other tokens, split into parts. Each part has one dict a layer.
 
     Attributes:
-        seen: the number of other tokens after the pairs.
+        seen: the number of other tokens after the beginning.
         state: the whole state.
-        pairs: what is left of the pairs, tensors `[B, H, K, V]`.
+        beginning: what is left of the beginning (K pairs, or the first tokens of a text), tensors `[B, H, K, V]`.
         others: what the other tokens wrote.
         older: the part of `others` that was written before the latest reading.
     """
 
     seen: int
     state: ModelState
-    pairs: list[State]
+    beginning: list[State]
     others: list[State]
     older: list[State]
 
@@ -62,19 +62,19 @@ class LayerAgeing:
         layer: the index of the layer.
 
     Attributes:
-        rates: state → the rate at which rows of the pairs' part fade at the end of the window, `[H, K]`, 1 / token.
-            It is infinite for rows that have faded too far to tell.
+        rates: state → the rate at which rows of the beginning's part fade at the end of the window, `[H, K]`, in
+            1 / token. It is infinite for rows that have faded too far to tell.
         noise_rates: the same for the others' part.
     """
 
     def __init__(self, model: Readable, half: SplitState, full: SplitState, layer: int) -> None:
         self.layer, self.window = layer, full.seen
-        self.pairs, self.others = full.pairs[layer], full.others[layer]
+        self.beginning, self.others = full.beginning[layer], full.others[layer]
         self.before = int(full.state[layer]["position"][0]) - full.seen
         self.decay = dict(layer_decays(model)).get(layer)
         self.rates, self.noise_rates = (
             {name: self._rate(name, early[layer][name], value, half.seen) for name, value in late[layer].items()}
-            for early, late in ((half.pairs, full.pairs), (half.others, full.older))
+            for early, late in ((half.beginning, full.beginning), (half.others, full.older))
         )
 
     def _rate(self, name: str, half: Tensor, full: Tensor, seen: int) -> Tensor:
@@ -85,7 +85,7 @@ class LayerAgeing:
         return torch.where(late > FADED * early, rate.clamp(min=0), torch.inf)
 
     def _stretch(self, name: str, lag: int) -> Tensor:
-        """`r(t) / r(W)` at t = 1 … L tokens after the pairs, `[L, H, K]` or `[L, 1, 1]`. It is 1 without PoST."""
+        """`r(t) / r(W)` at t = 1 … L tokens after the beginning, `[L, H, K]` or `[L, 1, 1]`. It is 1 without PoST."""
         if self.decay is None or name == "slow":
             return torch.ones(lag, 1, 1, dtype=torch.float64)
         at = torch.arange(1, lag + 1, dtype=torch.float64) + self.before
@@ -97,22 +97,27 @@ class LayerAgeing:
         log_scale = log_scales[low] * (1 - share) + log_scales[low + 1] * share
         at_window = self.decay.timescales(self.before + self.window).double().log()
         stretch = (at_window - log_scale).exp()
-        rows = self.pairs[name].shape[-2]
+        rows = self.beginning[name].shape[-2]
         return stretch.unsqueeze(-1) if stretch.ndim == 2 else stretch.repeat(1, 1, rows // stretch.shape[-1])
 
     def at(self, fade: int, fill: int) -> State:
-        """Return the memories when the pairs' part is `fade` tokens old and the others' part `fill` tokens."""
+        """Return the memories when the beginning's part is `fade` tokens old and the others' part `fill` tokens."""
+        others = self.others_at(fill)
+        return {
+            name: part * self.fading(name, fade).unsqueeze(-1) + others[name] for name, part in self.beginning.items()
+        }
+
+    def others_at(self, fill: int) -> State:
+        """Return what the other tokens alone wrote, when they are `fill` tokens."""
         aged = {}
-        for name, pairs in self.pairs.items():
-            left = self.fading(name, fade).unsqueeze(-1)
+        for name, others in self.others.items():
             mean, noise = (factor.unsqueeze(-1) for factor in self.growth(name, fill))
-            others = self.others[name]
             steady = others.mean(0)
-            aged[name] = pairs * left + steady * mean + (others - steady) * noise
+            aged[name] = steady * mean + (others - steady) * noise
         return aged
 
     def fading(self, name: str, lag: int) -> Tensor:
-        """Return the factor by which the pairs' part changes from lag W to L, `[H, K]`."""
+        """Return the factor by which the beginning's part changes from lag W to L, `[H, K]`."""
         passed, at_window = ((self._stretch(name, t) * self.rates[name]).sum(0) for t in (lag, self.window))
         return (at_window - passed).exp().nan_to_num(0)
 
@@ -128,11 +133,14 @@ class LayerAgeing:
         return (-since).exp().sum(0), (-2 * since).exp().sum(0)
 
     def energies(self, lag: int, num_pairs: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return for each state the energy of one pair, and of the fluctuation in one row, `[H]` each."""
+        """Return for each state the energy of one pair, and of the fluctuation in one row, `[H]` each.
+
+        The beginning has `num_pairs` pairs.
+        """
         energies = {}
-        for name, pairs in self.pairs.items():
+        for name, part in self.beginning.items():
             left, (_, noise) = self.fading(name, lag), self.growth(name, lag)
-            signal = (pairs.square().sum(-1).mean(0) * left**2).sum(-1) / num_pairs
+            signal = (part.square().sum(-1).mean(0) * left**2).sum(-1) / num_pairs
             energies[name] = signal, (self.others[name].var(0).sum(-1) * noise**2).mean(-1)
         return energies
 

@@ -1,0 +1,1 @@
+"""How far trained models remember: forecast from one short reading, and measured."""

@@ -1,0 +1,227 @@
+"""One reading of a trained model, split into what it stored and the rest, and the state that follows at any later lag.
+
+A state that is linear in what was written is a sum. After a beginning and t more tokens, `S_t = P_t + F_t`: the first
+part is what is left of the beginning, the second is what the other tokens wrote. Both parts are computed exactly: each
+layer runs twice on the same inputs, once from its state and once from zeros. A window of W ≤ T tokens gives the rate r
+at which each row of P fades, by decay and by what later writes erase. From r follow both parts at any later lag L,
+without reading that far:
+
+    P_L = P_W · e^{−(R(L) − R(W))},   R(L) = Σ_{t ≤ L} r(t),   r(t) = r · τ(W) / τ(t)   (τ: base time-scales, for PoST)
+    F_L: its mean over texts grows as Σ_t e^{−(R(L) − R(t))}, its fluctuation as the root of Σ_t e^{−2 (R(L) − R(t))}
+
+The forecast puts `P_L + F_L` into the model and asks it (`recall` for pairs, `text` for the beginning of a text). So it
+includes whatever the model makes of a faint state (skips, norms, gates). Ageing one part alone, `P_L + F_W` or
+`P_W + F_L`, shows why a model forgets: what it stored *fades*, or its state *fills*. A second forecast needs no model:
+the lag at which the *energy* of what is stored falls below a share of the energy of the fluctuation.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halflife.analysis.capture import read_from
+from halflife.analysis.forecast.ageing import MEMORIES, LayerAgeing, SplitState, empty_memories, memories, subtract
+from halflife.analysis.foreign.recurrent import RecurrentModel
+from halflife.analysis.records import Record
+from halflife.models import LanguageModel, ModelState
+
+Rememberer = LanguageModel | RecurrentModel
+ReadNext = Callable[[int], Tensor]  # a number of tokens → that many tokens which follow those before, `[B, T]`
+
+
+@dataclass(frozen=True)
+class HeadFading(Record):
+    """The fading of one state of one head.
+
+    Attributes:
+        layer: the index of the layer, from 0.
+        state: the name of the state.
+        head: the index of the head, from 0.
+        rate: the rate of the slowest row that holds anything, in 1 / token.
+        energy: the energy of a stored pair, or of a token of a text's beginning, at the window.
+        noise: the energy of the fluctuation in a row at the window.
+    """
+
+    layer: int
+    state: str
+    head: int
+    rate: float
+    energy: float
+    noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Record):
+    """What a model is forecast to remember. A lag is infinite if no lag of the forecast reaches it.
+
+    Attributes:
+        lags: L, in tokens, ascending.
+        window: W, the tokens that were read after the beginning.
+        values: what is forecast, one number for each lag.
+        level: the value below which the model counts as having forgotten.
+        lag: the lag at which the values fall below the level.
+        fade_lag: the same if the beginning's part alone ages.
+        fill_lag: the same if the others' part alone ages.
+        energy: the energy of a stored item over the energy of the fluctuation in a row, one number for each lag.
+        energy_lag: the lag at which this ratio falls below its level.
+        heads: one entry for each layer, state and head.
+    """
+
+    lags: list[int]
+    window: int
+    values: list[float]
+    level: float
+    lag: float
+    fade_lag: float
+    fill_lag: float
+    energy: list[float]
+    energy_lag: float
+    heads: list[HeadFading]
+
+
+class Reading:
+    """The state of a model after a beginning and a window of other tokens, in parts, and at any later lag.
+
+    Args:
+        model: one of ours in float64 (`in_float64`), or one of transformers.
+        beginning: the tokens that are to be remembered, `[B, P]`.
+        read: returns the tokens that follow.
+        window: W, at least 2.
+    """
+
+    def __init__(self, model: Rememberer, beginning: Tensor, read: ReadNext, window: int) -> None:
+        half = split(model, read(window // 2), start(model, beginning))
+        self.full = split(model, read(window - window // 2), half)
+        self.window, self._length = window, beginning.shape[1]
+        self._layers = [LayerAgeing(model, half, self.full, layer) for layer in range(len(self.full.beginning))]
+
+    def at(self, fade: int, fill: int) -> ModelState:
+        """Return the state when the beginning's part is `fade` tokens old and the others' part `fill` tokens."""
+        return self._with([layer.at(fade, fill) for layer in self._layers], max(fade, fill))
+
+    def without_beginning(self, fill: int) -> ModelState:
+        """Return the state that the other tokens alone make, when they are `fill` tokens."""
+        return self._with([layer.others_at(fill) for layer in self._layers], fill)
+
+    def _with(self, parts: Sequence[dict[str, Tensor]], lag: int) -> ModelState:
+        at = torch.full_like(self.full.state[0]["position"], self._length + lag)
+        return tuple({**state, **part, "position": at} for state, part in zip(self.full.state, parts, strict=True))
+
+    def ratio(self, lag: int, items: int) -> float:
+        """The energy of one of `items` over that of the fluctuation in a row, in the head where it is largest."""
+        return max(layer.ratio(lag, items) for layer in self._layers)
+
+    def heads(self, items: int) -> list[HeadFading]:
+        """Return how each head fades, with the energy of one of `items` in the beginning."""
+        return [
+            HeadFading(layer.layer, name, head, layer.rates[name][head].min().item(), left.item(), noise[head].item())
+            for layer in self._layers
+            for name, (energy, noise) in layer.energies(self.window, items).items()
+            for head, left in enumerate(energy)
+        ]
+
+
+def extrapolate(
+    reading: Reading, lags: Sequence[int], value: Callable[[int, int], float], *, items: int, level: float,
+    energy_level: float,
+) -> Forecast:  # fmt: skip
+    """Forecast what the model remembers at later lags.
+
+    Args:
+        reading: the reading.
+        lags: L, ascending, none below the window.
+        value: what the model remembers when the beginning's part is `fade` tokens old and the others' part `fill`.
+        items: the number of items in the beginning, pairs or tokens.
+        level, energy_level: the levels of the value and of the ratio of energies.
+    """
+    window = reading.window
+    values, ratios = [value(lag, lag) for lag in lags], [reading.ratio(lag, items) for lag in lags]
+    return Forecast(
+        lags=list(lags), window=window, values=values, level=level, lag=crossing(lags, values, level),
+        fade_lag=crossing(lags, [value(lag, window) for lag in lags], level),
+        fill_lag=crossing(lags, [value(window, lag) for lag in lags], level),
+        energy=ratios, energy_lag=crossing(lags, ratios, energy_level), heads=reading.heads(items),
+    )  # fmt: skip
+
+
+def require_window(window: int, lags: Sequence[int]) -> None:
+    """Check the window of a forecast.
+
+    Raises:
+        ValueError: the window has fewer than 2 tokens, there is no lag, or one is below the window.
+    """
+    if window < 2 or not lags or min(lags) < window:
+        raise ValueError(f"need a window of 2 tokens or more, and lags from there on; got {window} and {list(lags)}")
+
+
+def crossing(lags: Sequence[int], values: Sequence[float], level: float) -> float:
+    """The first lag at which values fall below a level, interpolated in log(1 + L). It is infinite if they never do."""
+    for i, value in enumerate(values):
+        if value < level:
+            if i == 0:
+                return float(lags[0])
+            low, high = math.log1p(lags[i - 1]), math.log1p(lags[i])
+            share = (values[i - 1] - level) / (values[i - 1] - value) if math.isfinite(values[i - 1]) else 1.0
+            return math.expm1(low + share * (high - low))
+    return math.inf
+
+
+def in_float64(model: Rememberer) -> Rememberer:
+    """A copy of one of our models in float64, which gives differences of states more exactly; others are unchanged.
+
+    Raises:
+        ValueError: the state of a layer is no matrix that is linear in what was written.
+    """
+    if not isinstance(model, LanguageModel):
+        return model
+    require_linear_memory(model)
+    return copy.deepcopy(model).double().eval()
+
+
+def require_linear_memory(model: LanguageModel) -> None:
+    """Check that the states of all layers are linear in what was written.
+
+    Raises:
+        ValueError: if the state of a layer is not, or if its decay has a state of its own.
+    """
+    _, state = model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device))
+    for layer, names in enumerate(state[: len(model.blocks)]):
+        if not set(MEMORIES) & set(names) or "decay" in names or len(state) > len(model.blocks):
+            raise ValueError(
+                f"no forecast for {model.config.name}: the state of layer {layer} "
+                f"({model.config.mixer_of(layer)[0]}) holds {', '.join(names)}; a forecast needs matrices "
+                f"({', '.join(MEMORIES)}) that fade and that tokens write to linearly"
+            )
+
+
+@torch.no_grad()
+def read(model: Rememberer, ids: Tensor, state: ModelState | None) -> ModelState:
+    """Read tokens `[B, T]` after a state (None: from the start), and return the next state."""
+    if isinstance(model, RecurrentModel):
+        return model.advance(ids, state)[1]
+    return model.hidden(ids.to(model.embedding.weight.device), state)[1]
+
+
+def start(model: Rememberer, beginning: Tensor) -> SplitState:
+    """The state after the beginning, all of which is the beginning's part."""
+    state = read(model, beginning, None)
+    nothing = [empty_memories(layer) for layer in state]
+    return SplitState(0, state, [memories(layer) for layer in state], nothing, nothing)
+
+
+@torch.no_grad()
+def split(model: Rememberer, ids: Tensor, before: SplitState) -> SplitState:
+    """Read on, with each block from three memories on the same inputs: the whole, the others' part of it, and zeros."""
+    from_others = [{**state, **others} for state, others in zip(before.state, before.others, strict=True)]
+    from_zeros = [{**state, **empty_memories(state)} for state in before.state]
+    state, ends = read_from(model, ids, before.state, [from_others, from_zeros])
+    others, newer = ([memories(layer) for layer in end] for end in ends)
+    beginning = [subtract(memories(layer), part) for layer, part in zip(state, others, strict=True)]
+    older = [subtract(part, new) for part, new in zip(others, newer, strict=True)]
+    return SplitState(before.seen + ids.shape[1], state, beginning, others, older)

@@ -1,0 +1,294 @@
+"""Forecasts of how far many trained models remember, and measurements of the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife import tasks
+from halflife.analysis.forecast.reading import Forecast, HeadFading, Rememberer, crossing, require_linear_memory
+from halflife.analysis.forecast.recall import HALF, forecast_recall, measure_recall
+from halflife.analysis.forecast.text import SHARE, forecast_influence, measure_influence, texts_length
+from halflife.analysis.foreign.load import load_foreign
+from halflife.analysis.foreign.recurrent import RecurrentModel
+from halflife.analysis.readable import TextIds
+from halflife.analysis.records import Record
+from halflife.analysis.survey import find_models, is_foreign
+from halflife.data.tokenizers import check_ids
+from halflife.files import RESULT_JSON, RUN_JSON, read_json_object
+from halflife.models.load import load_any
+
+KINDS = ("mqar", "niah")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelForecast(Record):
+    """The forecast of one model on one task, and the measurement. Half-lags are infinite if no lag forgets.
+
+    Attributes:
+        model: the name of the model's configuration.
+        seed: the seed of its training, or None if it is unknown.
+        checkpoint: the folder of the model.
+        task: "mqar" or "niah".
+        train_length: T in tokens.
+        num_pairs: K.
+        lags: the measured lags L, in tokens.
+        measured: the measured fraction of recalled pairs, one for each lag.
+        half_lag: the measured lag at which fewer than half of the pairs are recalled.
+        forecast_lags: the lags of the forecast, from the window on.
+        forecast: the forecast fraction of recalled pairs, one for each of these lags.
+        forecast_half_lag, fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.reading.Forecast`.
+        reported: the run's own accuracy in distribution, with all K pairs and their questions within T tokens, as the
+            report shows it; None if the run has no result.
+    """
+
+    model: str
+    seed: int | None
+    checkpoint: str
+    task: str
+    train_length: int
+    num_pairs: int
+    lags: list[int]
+    measured: list[float]
+    half_lag: float
+    forecast_lags: list[int]
+    forecast: list[float]
+    forecast_half_lag: float
+    fade_lag: float
+    fill_lag: float
+    energy_lag: float
+    energy: list[float]
+    heads: list[HeadFading]
+    reported: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextForecast(Record):
+    """The forecast of how long one model uses the beginning of a text, and the measurement.
+
+    A beginning is forgotten where its influence is below a hundredth of that at lag 0. Lags are infinite if no lag
+    reaches this. One that the model forgets within the window is not forecast, and has the window as its lag.
+
+    Attributes:
+        model, seed, checkpoint: see `ModelForecast`.
+        train_length: T in tokens.
+        beginning: the number of tokens whose influence is measured.
+        window: the tokens after them that were read for the forecast.
+        lags: the measured lags L, in tokens.
+        measured: the measured influence in nats a token, one for each lag.
+        forgotten_lag: the measured lag at which the beginning is forgotten.
+        forecast_lags: the lags of the forecast, from the window on.
+        forecast: the forecast influence, one for each of these lags.
+        forecast_forgotten_lag, fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.reading.Forecast`.
+    """
+
+    model: str
+    seed: int | None
+    checkpoint: str
+    train_length: int
+    beginning: int
+    window: int
+    lags: list[int]
+    measured: list[float]
+    forgotten_lag: float
+    forecast_lags: list[int]
+    forecast: list[float]
+    forecast_forgotten_lag: float
+    fade_lag: float
+    fill_lag: float
+    energy_lag: float
+    energy: list[float]
+    heads: list[HeadFading]
+
+
+@dataclass(frozen=True)
+class ModelForecasts(Record):
+    """The forecasts of several models.
+
+    Attributes:
+        examples, seed: the number of sequences that were read, and their seed.
+        window: the training lengths that were read for the forecast.
+        models: one entry for each model and recall task.
+        texts: one entry for each model of text.
+        refused: label → the reason why there is no forecast for a model.
+    """
+
+    examples: int
+    seed: int
+    window: int
+    models: list[ModelForecast]
+    texts: list[TextForecast]
+    refused: dict[str, str]
+
+
+def measure_forecasts(
+    folders: Sequence[Path],
+    text: Sequence[Path] = (),
+    *,
+    longest: int = 128,
+    window: int = 1,
+    examples: int = 32,
+    seed: int = 0,
+    pairs: int = 8,
+    beginning: int = 64,
+    text_window: int = 16,
+    length: int = 512,
+    device: torch.device | str = "cpu",
+    show: bool = False,
+) -> ModelForecasts:
+    """Forecast and measure what every model below the folders remembers: pairs, or the beginning of a text.
+
+    Models that were validated on MQAR or NIAH are asked for pairs. Models that were trained on text read the text.
+    Models of transformers have no run: they read the text if there is one, and otherwise are asked for pairs of MQAR
+    over their own vocabulary.
+
+    Args:
+        folders: runs of `halflife compare` or `train`, folders that contain them, or models of transformers.
+        text: files that models of text read, one after the other.
+        longest: the longest measured lag, in training lengths.
+        window: the training lengths that are read for the forecast, which begins at the end of this window.
+        examples, seed: the number of sequences, evenly spread over the text, and the seed of those with pairs.
+        pairs, length: K and T of MQAR for models of transformers. `length` is their T of a text as well.
+        beginning: tokens of a text whose influence is measured.
+        text_window: the further tokens of a text that are read for the forecast.
+        device: where the models run.
+        show: whether to draw a progress bar.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint, or a file of the text is missing.
+        ValueError: if there is no model that can be asked; the message has the reason for each.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    folder_of = find_models(folders)
+    models: list[ModelForecast] = []
+    texts: list[TextForecast] = []
+    refused = {}
+    console = Console(stderr=True)
+    hidden = not (show and console.is_terminal)
+    for label, folder in track(folder_of.items(), "forecasting", console=console, transient=True, disable=hidden):
+        run = read_json_object(folder / RUN_JSON, optional=True)
+        try:
+            model = _loaded(folder, run, bool(text), device)
+            origin = {"model": model.config.name, "seed": run.get("seed"), "checkpoint": str(folder)}
+            if specs := _specs(run, model, None if text else {"num_pairs": pairs, "length": length}):
+                for spec in specs:
+                    found = _forecast_and_measure(model, spec, longest, window, examples, seed)
+                    models.append(ModelForecast(**origin, **found, reported=_reported(folder, spec)))
+                continue
+            train_length = run.get("context", length)
+            ids = _text_ids(text, model, folder, texts_length(beginning, longest * train_length), examples)
+            found = _forecast_and_measure_text(model, ids, train_length, longest, text_window, beginning)
+            texts.append(TextForecast(**origin, **found))
+        except ValueError as error:
+            refused[label] = str(error)
+    if not models and not texts:
+        raise ValueError("nothing to forecast: " + "; ".join(f"{label}: {why}" for label, why in refused.items()))
+    return ModelForecasts(examples=examples, seed=seed, window=window, models=models, texts=texts, refused=refused)
+
+
+def _loaded(folder: Path, run: Mapping[str, Any], has_text: bool, device: torch.device | str) -> Rememberer:
+    """Load a model that can be asked.
+
+    Raises:
+        ValueError: there is no forecast for the model.
+    """
+    if is_foreign(folder):
+        return RecurrentModel(load_foreign(folder, device))
+    if not _trained_tasks(run) and ("context" not in run or not has_text):
+        on_text = "a run on text needs --text" if "context" in run else "no run on text"
+        raise ValueError(f"no run on {' or '.join(KINDS)} (run.json), and {on_text}")
+    ours = load_any(folder, device).eval()
+    require_linear_memory(ours)
+    return ours
+
+
+def _text_ids(files: Sequence[Path], model: Rememberer, folder: Path, length: int, sequences: int) -> Tensor:
+    """Sequences of a text for a model, `[B, length]`.
+
+    Raises:
+        ValueError: the text is too short, or does not fit the model's vocabulary.
+    """
+    ids, tokenizer = TextIds(files, None, length, sequences).ids_for(model, folder)
+    assert ids is not None, "a model of text is only loaded if there is a text"
+    if ids.shape[1] < length:
+        raise ValueError(
+            f"the text has {ids.numel():,} tokens, and a lag this long needs {length:,}; choose a lower --longest"
+        )
+    check_ids(model.config, ids, tokenizer)
+    return ids
+
+
+def _specs(run: Mapping[str, Any], model: Rememberer, foreign: Mapping[str, int] | None) -> list[dict[str, Any]]:
+    """Return the recall tasks that a model is asked: those of its run, or `foreign` for a model of transformers."""
+    if isinstance(model, RecurrentModel):
+        return [] if foreign is None else [{"name": "mqar", "vocab_size": model.config.vocab_size, **foreign}]
+    return _trained_tasks(run)
+
+
+def _trained_tasks(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tasks in `KINDS` on which a run was validated. Of several sizes of a task, the one with most pairs."""
+    specs = [spec for spec in run.get("validation", []) if isinstance(spec, dict) and spec.get("name") in KINDS]
+    return [max((s for s in specs if s["name"] == name), key=lambda s: s["num_pairs"])
+            for name in dict.fromkeys(spec["name"] for spec in specs)]  # fmt: skip
+
+
+def _reported(folder: Path, spec: Mapping[str, Any]) -> float | None:
+    """The accuracy that a run reached in distribution on a task with K pairs."""
+    result = read_json_object(folder / RESULT_JSON, optional=True)
+    tests = [test for test in result.get("tests", []) if test.get("test") == "in_distribution"]
+    found = [test.get("accuracy") for test in tests if test.get("num_pairs") == spec["num_pairs"]]
+    return found[0] if len(found) == 1 else None
+
+
+def _forecast_and_measure(
+    model: Any, spec: Mapping[str, Any], longest: int, window: int, examples: int, seed: int
+) -> dict[str, Any]:
+    """Return the fields of `ModelForecast` from `task` on."""
+    task: Any = tasks.build(**spec)
+    num_read = window * task.length
+    lags = lags_to(longest * task.length)
+    measured = measure_recall(model, task, lags, examples=examples, seed=seed)
+    beyond = [lag for lag in lags if lag >= num_read]
+    ahead = forecast_recall(model, task, beyond, window=num_read, examples=examples, seed=seed)
+    return {
+        "task": spec["name"], "train_length": task.length, "num_pairs": task.num_pairs, "lags": lags,
+        "measured": measured, "half_lag": crossing(lags, measured, HALF), "forecast_half_lag": ahead.lag,
+        **_common(ahead),
+    }  # fmt: skip
+
+
+def _forecast_and_measure_text(
+    model: Rememberer, ids: Tensor, train_length: int, longest: int, window: int, beginning: int
+) -> dict[str, Any]:
+    """Return the fields of `TextForecast` from `train_length` on."""
+    lags = sorted({*lags_to(longest * train_length), window})
+    measured = measure_influence(model, ids, lags, beginning=beginning)
+    beyond = [lag for lag in lags if lag >= window]
+    ahead = forecast_influence(model, ids, beyond, beginning=beginning, window=window)
+    return {
+        "train_length": train_length, "beginning": beginning, "window": window, "lags": lags, "measured": measured,
+        "forgotten_lag": crossing(lags, measured, SHARE * measured[0]), "forecast_forgotten_lag": ahead.lag,
+        **_common(ahead),
+    }  # fmt: skip
+
+
+def _common(ahead: Forecast) -> dict[str, Any]:
+    """The fields that a forecast of pairs and one of a text share."""
+    return {
+        "forecast_lags": ahead.lags, "forecast": ahead.values, "fade_lag": ahead.fade_lag, "fill_lag": ahead.fill_lag,
+        "energy_lag": ahead.energy_lag, "energy": ahead.energy, "heads": ahead.heads,
+    }  # fmt: skip
+
+
+def lags_to(longest: int) -> list[int]:
+    """Return 0, and two lags in each octave from 4 to the longest."""
+    steps = range(2 * int(math.log2(longest / 4)) + 1) if longest >= 4 else range(0)
+    return [0, *dict.fromkeys(round(4 * 2 ** (i / 2)) for i in steps)]

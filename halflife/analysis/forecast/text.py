@@ -1,0 +1,141 @@
+"""How far a trained model uses the beginning of a text: forecast from one short reading, and measured.
+
+The *influence* of a beginning after L further tokens is how much its part of the state changes the prediction of the
+tokens that follow, `KL(p ‖ p′)` in nats a token: p predicts from the whole state `P_L + F_L`, and p′ from `F_L`, with
+what the beginning wrote taken out of every layer. Convolutions and positions are the same in both. A beginning counts
+as forgotten at the lag at which its influence is below a hundredth of that without further tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halflife.analysis.forecast.ageing import SplitState
+from halflife.analysis.forecast.reading import (
+    Forecast,
+    Reading,
+    Rememberer,
+    extrapolate,
+    in_float64,
+    require_window,
+    split,
+    start,
+)
+from halflife.analysis.foreign.recurrent import RecurrentModel
+from halflife.models import ModelState
+
+SHARE = 0.01  # of the influence at lag 0; below it the beginning counts as forgotten
+ASKED = 16  # tokens whose predictions are compared
+
+
+@torch.no_grad()
+def measure_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, beginning: int) -> list[float]:
+    """Measure how much the first tokens of texts change the predictions after L further tokens.
+
+    Args:
+        model: a language model whose states are linear in what was written.
+        ids: token ids of the texts, `[B, T]` with T of at least `texts_length(beginning, lags[-1])`.
+        lags: L, ascending, from 0.
+        beginning: the number of tokens whose influence is measured.
+
+    Returns:
+        The influence at each lag, in nats a token.
+
+    Raises:
+        ValueError: the texts are too short, or a layer's state is no matrix that is linear in what was written.
+    """
+    model = in_float64(model)
+    text = _Text(ids, beginning, lags[-1])
+    now, influences = start(model, text.beginning), []
+    for lag in lags:
+        if lag > now.seen:
+            now = split(model, text.read(lag - now.seen), now)
+        influences.append(_influence(model, text, now))
+    return influences
+
+
+@torch.no_grad()
+def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, beginning: int, window: int) -> Forecast:
+    """Forecast the result of `measure_influence` from the first `beginning + window` tokens.
+
+    The predictions that are compared are always those of the tokens after the window.
+
+    Args:
+        model, ids, beginning: see `measure_influence`. The texts have `texts_length(beginning, window)` tokens or more.
+        lags: L, ascending, none below the window.
+        window: W, at least 2.
+
+    Returns:
+        The forecast, whose values are influences in nats a token. The energies are those of a token.
+
+    Raises:
+        ValueError: as `measure_influence`, a lag is below the window, or the beginning has no influence at lag 0.
+    """
+    require_window(window, lags)
+    model = in_float64(model)
+    text = _Text(ids, beginning, window)
+    level = SHARE * _influence(model, text, start(model, text.beginning))
+    if not level > 0:
+        raise ValueError(f"no forecast for {model.config.name}: the beginning of a text changes no prediction")
+    reading = Reading(model, text.beginning, text.read, window)
+    asked = text.ahead()
+
+    def influence(fade: int, fill: int) -> float:
+        return _divergence(model, asked, reading.at(fade, fill), reading.without_beginning(fill))
+
+    # As energies, influences are quadratic in what is left of the beginning, so both fall by the same factor.
+    left = influence(window, window)
+    energy = reading.ratio(window, beginning) * level / left if left > 0 else math.inf
+    return extrapolate(reading, lags, influence, items=beginning, level=level, energy_level=energy)
+
+
+def texts_length(beginning: int, longest: int) -> int:
+    """The tokens of a text that a measurement up to a lag of `longest` reads."""
+    return beginning + longest + ASKED
+
+
+class _Text:
+    """Texts `[B, T]` that are read from left to right.
+
+    Attributes:
+        beginning: the first tokens of each text.
+    """
+
+    def __init__(self, ids: Tensor, beginning: int, longest: int) -> None:
+        needed = texts_length(beginning, longest)
+        if beginning < 1 or ids.shape[1] < needed:
+            raise ValueError(
+                f"a beginning has at least 1 token, and texts of {needed} tokens are needed for a lag of {longest}; "
+                f"got a beginning of {beginning} and texts of {ids.shape[1]}"
+            )
+        self.beginning, self._ids, self._at = ids[:, :beginning], ids, beginning
+
+    def read(self, count: int) -> Tensor:
+        """Return the next tokens, and go on behind them."""
+        self._at += count
+        return self._ids[:, self._at - count : self._at]
+
+    def ahead(self) -> Tensor:
+        """Return the next tokens whose predictions are compared, without going on."""
+        return self._ids[:, self._at : self._at + ASKED]
+
+
+def _influence(model: Rememberer, text: _Text, now: SplitState) -> float:
+    without = tuple({**state, **part} for state, part in zip(now.state, now.others, strict=True))
+    return _divergence(model, text.ahead(), now.state, without)
+
+
+def _divergence(model: Rememberer, ids: Tensor, whole: ModelState, without: ModelState) -> float:
+    """KL(p ‖ p′) between the predictions from two states over the same tokens, the mean in nats a token."""
+    p, other = (_logits(model, ids, state).double().log_softmax(-1) for state in (whole, without))
+    return (p.exp() * (p - other)).sum(-1).mean().item()
+
+
+def _logits(model: Rememberer, ids: Tensor, state: ModelState) -> Tensor:
+    if isinstance(model, RecurrentModel):
+        return model.model.get_output_embeddings()(model.advance(ids, state)[0])
+    return model(ids.to(model.embedding.weight.device), state)[0]
