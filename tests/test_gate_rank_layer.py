@@ -259,7 +259,15 @@ def test_depth_and_curriculum_of_a_name():
     assert config.model.mixer_options["allow_neg_eigval"]
     assert [stage[0]["length"] for stage in config.stages] == [2, 4, 8, 16]
     assert len(configured(GateRankS5(), "gated_deltanet:neg").stages) == 1
-    for name, message in (("gated_deltanet:d2-d4", "two depths"), ("mamba2:deep", "unknown variant 'deep'")):
+    swaps = configured(GateRankS5(), "deltaproduct:n4-swaps")
+    assert [(stage[0]["length"], stage[0]["words"]) for stage in swaps.stages] == [
+        (16, "swaps"), *4 * [(16, "mixed")], *3 * [(16, "all")],
+    ]  # fmt: skip
+    assert swaps.model.mixer_options["num_householder"] == 4
+    for name, message in (
+        ("gated_deltanet:d2-d4", "two depths"), ("mamba2:swaps-curriculum", "two curricula"),
+        ("mamba2:deep", "unknown variant 'deep'"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             configured(GateRankS5(), name)
 

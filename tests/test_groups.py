@@ -11,7 +11,7 @@ from helpers import near_level
 
 from halflife import tasks
 from halflife.tasks import stream_seed
-from halflife.tasks.groups import GROUPS, multiplication_table, running_product
+from halflife.tasks.groups import GROUPS, multiplication_table, running_product, word_letters
 
 SIZES = {"s5": 120, "s3": 6, "a5": 60, "z60": 60, "z2": 2}
 each_group = pytest.mark.parametrize("group", GROUPS)
@@ -172,10 +172,20 @@ def test_swaps_are_the_transpositions_and_reach_the_whole_group():
     for t in range(24):
         assert all((i in even) == (t % 2 == 1) for i in batch.labels[:, t].tolist())
     assert len(batch.labels[:, -2:].unique()) == 120
-    with pytest.raises(ValueError, match="no words in swaps"):
+    with pytest.raises(ValueError, match="no swaps words"):
         tasks.build("s5", group="a5", words="swaps")
     with pytest.raises(ValueError, match="all, swaps"):
         tasks.build("s5", words="some")
+
+
+def test_mixed_words_are_transpositions_with_one_letter_of_eight_from_all():
+    task = tasks.build("s5", words="mixed", length=16)
+    letters = task.generate(4096, 0).inputs
+    swaps = word_letters("s5", "swaps")
+    share = torch.isin(letters, swaps).double().mean().item()
+    assert share == pytest.approx(7 / 8 + 10 / 120 / 8, abs=0.005)
+    assert len(letters.unique()) == 120
+    assert task.chance == 1 / 120
 
 
 def test_the_guess_at_swaps_is_that_of_a_real_guesser():

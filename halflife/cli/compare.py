@@ -130,7 +130,7 @@ class Compare:
     group: str | None = None
     """The group of gate-rank-s5: s5, s3, a5, z60, or z2 (parity)."""
     words: str | None = None
-    """The words of gate-rank-s5: all, or swaps (words of transpositions alone)."""
+    """The words of gate-rank-s5: all, swaps (transpositions alone), or mixed (one letter of eight is any element)."""
     save_every: int | None = None
     """Steps between checkpoints."""
     only_seeds: tuple[int, ...] = ()

@@ -98,26 +98,34 @@ SMALL = dataclasses.replace(PAPER, hidden_size=64, bf16=False, test_examples=512
 
 
 DEPTHS = {"d2": 2, "d4": 4}  # parts of a model's name that set its layers
-CURRICULUM = "curriculum"
-STAGES = (8, 4, 2, 1)  # T over the length of each stage of the curriculum
+Stages = tuple[tuple[tuple[int, str | None], ...], ...]  # for each stage its tasks, as (T over the length, words)
+SWAPS, MIXED, ALL = "swaps", "mixed", None  # all: the words of the settings
+# Parts that set the stages of training, which have equally many steps.
+CURRICULA: dict[str, Stages] = {
+    "curriculum": (((8, ALL),), ((4, ALL),), ((2, ALL),), ((1, ALL),)),
+    "swaps": (((1, SWAPS),), *4 * (((1, MIXED),),), *3 * (((1, ALL),),)),
+}
+WHOLE: Stages = (((1, ALL),),)
 
 
-def recipe(name: str) -> tuple[str, int | None, bool]:
-    """Take the depth and the curriculum from a name: `mamba2:neg-d4-curriculum` → `mamba2:neg`, 4, True.
+def recipe(name: str) -> tuple[str, int | None, Stages]:
+    """Take the depth and the curriculum from a name: `mamba2:neg-d4-swaps` → `mamba2:neg`, 4, `CURRICULA["swaps"]`.
 
     Returns:
-        The name that is left, the layers (None for those of the settings), and whether there is a curriculum.
+        The name that is left, the layers (None for those of the settings), and the stages of training.
 
     Raises:
-        ValueError: the name has two depths.
+        ValueError: the name has two depths, or two curricula.
     """
     base, _, chosen = name.partition(":")
     parts = chosen.split("-") if chosen else []
-    depths = [part for part in parts if part in DEPTHS]
-    if len(depths) > 1:
-        raise ValueError(f"{name} has two depths, {' and '.join(depths)}")
-    left = "-".join(part for part in parts if part not in DEPTHS and part != CURRICULUM)
-    return f"{base}:{left}" if left else base, DEPTHS[depths[0]] if depths else None, CURRICULUM in parts
+    for kind, known in (("depths", DEPTHS), ("curricula", CURRICULA)):
+        if len(both := [part for part in parts if part in known]) > 1:
+            raise ValueError(f"{name} has two {kind}, {' and '.join(both)}")
+    left = "-".join(part for part in parts if part not in DEPTHS and part not in CURRICULA)
+    depth = next((DEPTHS[part] for part in parts if part in DEPTHS), None)
+    stages = next((CURRICULA[part] for part in parts if part in CURRICULA), WHOLE)
+    return f"{base}:{left}" if left else base, depth, stages
 
 
 @EXPERIMENTS.add("gate-rank-s5")
@@ -125,7 +133,8 @@ class GateRankS5(Experiment):
     """Words in S5 (GateRank, §4.4 and Figure 4): training at T = 16, tests up to 16 T, by position.
 
     `preset:neg` has β in (0, 2), `preset:d4` four layers, and `preset:curriculum` trains on words of T/8, T/4, T/2 and
-    T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. `deltaproduct:n4` has four
+    T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. `preset:swaps` trains on words
+    of transpositions for an eighth of the steps, then on mixed words for half of them. `deltaproduct:n4` has four
     reflections a token. The group `learnable` has them.
 
     At the scale "paper", the settings are:
@@ -162,7 +171,7 @@ class GateRankS5(Experiment):
                 ("deltaproduct:n4", ("",)),
             )
             for depth in depths
-            for curriculum in ("", f"-{CURRICULUM}")
+            for curriculum in ("", *(f"-{name}" for name in CURRICULA))
         )
     }
 
@@ -170,15 +179,15 @@ class GateRankS5(Experiment):
         return (1e-2,)
 
     def build_cell(self, settings: S5Settings, cell: Cell) -> RunConfig:
-        def task(length: int) -> dict[str, Any]:
-            return {"name": "s5", "group": settings.group, "words": settings.words, "length": length}
+        def task(length: int, words: str | None = None) -> dict[str, Any]:
+            return {"name": "s5", "group": settings.group, "words": words or settings.words, "length": length}
 
-        name, depth, curriculum = recipe(cell.model)
-        lengths = [max(1, settings.train_length // part) for part in STAGES] if curriculum else [settings.train_length]
+        name, depth, stages = recipe(cell.model)
+        length = settings.train_length
         sized = dataclasses.replace(settings, num_layers=depth or settings.num_layers)
         return RunConfig(
             model=dataclasses.replace(self.model(name, sized), name=cell.model),
-            stages=tuple((task(length),) for length in lengths),
+            stages=tuple(tuple(task(max(1, length // part), words) for part, words in stage) for stage in stages),
             validation=(task(settings.validation_length or settings.train_length),),
             tests=tuple(TestSpec(name=settings.group, task=task(length)) for length in settings.lengths),
             learning_rate=cell.learning_rate,

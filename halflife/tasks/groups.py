@@ -14,7 +14,8 @@ from halflife.registry import unknown
 from halflife.tasks.base import TASKS, Task, TaskBatch
 
 GROUPS = ("s5", "s3", "a5", "z60", "z2")
-WORDS = ("all", "swaps")
+WORDS = ("all", "swaps", "mixed")
+MIXED = 8  # one letter of this many in mixed words is any element
 
 
 @TASKS.add("s5")
@@ -38,7 +39,8 @@ class GroupWords(Task):
         group: "s5", "s3", "a5", "z60" or "z2".
         words: "all", or "swaps" for words of transpositions of s3 or s5. Transpositions generate the whole group, so
             the products are as hard to track. But a transposition is a reflection, which is one step of a delta rule
-            with β = 2, while an element of S5 takes up to four steps (Grazzi et al. 2025, who test both).
+            with β = 2, while an element of S5 takes up to four steps (Grazzi et al. 2025, who test both). "mixed" is
+            ours: one letter of eight is any element and the others are transpositions, a step between the two.
 
     Chance is 1/|G| at every position. For swaps it is 2/|G|, because their number determines whether the product is
     even. `shortcut_accuracy` is the accuracy of an answer that knows the last token and the likeliest product before
@@ -62,8 +64,8 @@ class GroupWords(Task):
             raise ValueError(f"length must be 1 or more; got {self.length}")
         if self.words not in WORDS:
             raise unknown("kind of words", self.words, list(WORDS))
-        if self.words == "swaps" and self.group[0] != "s":
-            raise ValueError(f"only s3 and s5 hold transpositions; group {self.group} has no words in swaps")
+        if self.words != "all" and self.group[0] != "s":
+            raise ValueError(f"only s3 and s5 hold transpositions; group {self.group} has no {self.words} words")
         order = len(multiplication_table(self.group))
         if self.vocab_size not in (0, order):
             raise ValueError(f"group {self.group} has {order} elements as token ids; got vocab_size {self.vocab_size}")
@@ -71,7 +73,7 @@ class GroupWords(Task):
 
     @property
     def chance(self) -> float:
-        return (1 if self.words == "all" else 2) / self.vocab_size
+        return (2 if self.words == "swaps" else 1) / self.vocab_size
 
     @property
     def shortcut_accuracy(self) -> float:
@@ -118,11 +120,17 @@ def multiplication_table(group: str) -> Tensor:
 
 
 def word_letters(group: str, words: str) -> Tensor:
-    """Return the letters of words in order: all elements, or the elements of s3 or s5 that swap two things."""
+    """Return the letters of words, which are uniform draws of these: all elements, those of s3 or s5 that swap two
+    things, or for mixed words both, with repeated transpositions.
+    """
+    everything = torch.arange(len(multiplication_table(group)))
     if words == "all":
-        return torch.arange(len(multiplication_table(group)))
+        return everything
     images = list(permutations(range(int(group[1:]))))
-    return torch.tensor([i for i, p in enumerate(images) if sum(at != image for at, image in enumerate(p)) == 2])
+    swaps = torch.tensor([i for i, p in enumerate(images) if sum(at != image for at, image in enumerate(p)) == 2])
+    if words == "swaps":
+        return swaps
+    return torch.cat([everything, swaps.repeat((MIXED - 1) * len(everything) // len(swaps))])
 
 
 @lru_cache
