@@ -113,6 +113,23 @@ def test_step_limits_of_mamba2():
         torch.testing.assert_close(post.timescales(), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("per_head", [True, False])
+def test_a_head_that_grows_shrinks_the_others_unless_each_has_its_norm(per_head):
+    torch.manual_seed(0)
+    mixer, x, normed = (
+        layers.build("mamba2", hidden_size=8, num_heads=2, norm_per_head=per_head),
+        torch.randn(1, 5, 8),
+        [],
+    )
+    mixer.norm.register_forward_hook(lambda module, inputs, output: normed.append(output.unflatten(-1, (2, -1))))
+    for size in (1.0, 100.0):
+        mixer.skip.D.data[0] = size
+        mixer(x)
+    before, after = (output[..., 1, :] for output in normed)
+    assert torch.equal(before, after) == per_head
+    assert not torch.equal(normed[0], normed[1])
+
+
 def test_feature_map_of_gla():
     """q and k go through it after the convolution, and values do not."""
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ CASES |= {
 # Options that models of other libraries have. These cases take the time of the slow tests.
 RELEASED = {
     "mamba2+before": ("mamba2", {**SMALL["mamba2"], "output_norm": "before_gate", "decay_options": {"min_step": 0.05}}),
+    "mamba2+head_norm": ("mamba2", {**SMALL["mamba2"], "norm_per_head": True}),
     "mamba2+ungated": ("mamba2", {**SMALL["mamba2"], "output_norm": "none", "decay_options": {"max_step": 0.02}}),
     "mamba3+rate": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True}),
     "mamba3+mimo": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True, "rank": 2}),

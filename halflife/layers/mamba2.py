@@ -61,6 +61,8 @@ class Mamba2(Mixer):
             state does not grow with the position. The paper leaves the input alone (§5.2).
         output_norm: "after_gate"; "before_gate", `RMSNorm(y) ⊙ silu(z)`; or "none", `y ⊙ silu(z)` (Falcon-H1 has
             both).
+        norm_per_head: whether that norm takes each head alone. By default it takes all heads of a group together, so
+            that a head whose state grows shrinks the others.
         norm_eps: eps of that norm.
         layer_idx, num_layers: the index of the layer and the number of layers.
         chunk_size, backend: passed to the op.
@@ -88,6 +90,7 @@ class Mamba2(Mixer):
         cascade: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
         output_norm: str = "after_gate",
+        norm_per_head: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int = 0,
         num_layers: int = 1,
@@ -123,7 +126,7 @@ class Mamba2(Mixer):
         self.skip = Skip(num_heads)
         if output_norm not in OUTPUT_NORMS:
             raise unknown("output_norm", output_norm, list(OUTPUT_NORMS))
-        self.norm = OUTPUT_NORMS[output_norm](inner, num_groups, norm_eps)
+        self.norm = OUTPUT_NORMS[output_norm](inner, num_heads if norm_per_head else num_groups, norm_eps)
         self.out_proj = Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:

@@ -34,16 +34,20 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "gain-theorem": {"post": {"reference_length": T}, "mixer": {"stretch_gain": True}},
     "gain-held": {"post": {"last_position": T}, "mixer": {"stretch_gain": True}},
     "gain-moving": {"post": {"endpoints": "moving"}, "mixer": {"stretch_gain": True}},
+    "head-norm": {"mixer": {"norm_per_head": True}},
+    "slow0.01-head-norm": {"post": {"endpoints": (0.01, 1.0)}, "mixer": {"norm_per_head": True}},
+    "plain-head-norm": {"base": {"norm_per_head": True}},  # without PoST
 }
+HEAD_NORM = tuple(part for part in PARTS if part.endswith("head-norm"))
 BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
-# Parts that an architecture does not have: RWKV-7's base parameters are no log-rates, and the slow end of "moving" is
-# faster than its fastest rate; only the decay of Mamba-2 and Gated DeltaNet has Δ and free rates; and under t_ref = T a
-# stretched β of a delta rule grows beyond 2.
+# Parts that an architecture does not have: all but Mamba-2 have a norm for each head; RWKV-7's base parameters are no
+# log-rates, and the slow end of "moving" is faster than its fastest rate; only the decay of Mamba-2 and Gated DeltaNet
+# has Δ and free rates; and under t_ref = T a stretched β of a delta rule grows beyond 2.
 WITHOUT = {
-    "rwkv7": ("ordered", "geometric", "frozen", "moving", "gain-theorem", "gain-moving"),
-    "gated_deltanet": ("gain-theorem",),
-    "gla": ("geometric", "frozen"),
-    "retnet": ("geometric", "frozen"),
+    "rwkv7": ("ordered", "geometric", "frozen", "moving", "gain-theorem", "gain-moving", *HEAD_NORM),
+    "gated_deltanet": ("gain-theorem", *HEAD_NORM),
+    "gla": ("geometric", "frozen", *HEAD_NORM),
+    "retnet": ("geometric", "frozen", *HEAD_NORM),
 }
 
 
@@ -105,6 +109,8 @@ class PostTakenApart(MQARExperiment):
     | mamba2:gain | the input Δ x stretched as the decay is |
     | mamba2:gain-theorem, mamba2:gain-held | the same with t_ref = T, and with held positions |
     | mamba2:gain-moving | the same with the end points of `moving` |
+    | mamba2:head-norm, mamba2:slow0.01-head-norm | `post` and `slow0.01` with an output norm for each head alone |
+    | mamba2:plain-head-norm | Mamba-2 without PoST, with an output norm for each head alone |
 
     In other architectures the gain is β of the delta rule, k of GLA and RetNet, and k and κ̂ ⊙ a of RWKV-7.
     """

@@ -96,6 +96,10 @@ def to_transformers_mamba2(model: LanguageModel) -> tuple[dict[str, Any], dict[s
         raise ValueError(f"transformers' Mamba-2 has Mamba-2's own decay; this model has {mixer.decay}")
     if type(mixer.norm) is not GatedRMSNorm:
         raise ValueError(f"transformers' Mamba-2 has a norm after its gate; this model has {type(mixer.norm).__name__}")
+    if mixer.norm.groups != mixer.num_groups:
+        raise ValueError(
+            "transformers' Mamba-2 has a norm for each group; this model has one for each head (norm_per_head)"
+        )
     if mixer.norm.eps != config.norm_eps:
         raise ValueError(f"transformers' Mamba-2 has one eps; this model has {config.norm_eps} and {mixer.norm.eps}")
     state, new = model.state_dict(), {}
