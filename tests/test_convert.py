@@ -162,7 +162,7 @@ def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
         ("mamba2", {"mixer_options": {"output_norm": "none"}}, "norm after its gate; this model has GateWithoutNorm"),
         (
             "mamba2",
-            {"mixer_options": {"norm_per_head": True}},
+            {"mixer_options": {"num_heads": 2, "norm_per_head": True}},
             "a norm for each group; this model has one for each head",
         ),
         ("gla", {}, "mixer 'mamba2' only"),
