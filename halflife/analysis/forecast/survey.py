@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def measure_forecasts(
     from rich.progress import track
 
     folder_of = find_models(folders)
+    source = cache(lambda length: TextIds(text, None, length, examples))  # models of one length share what was read
     models: list[ModelForecast] = []
     texts: list[TextForecast] = []
     refused = {}
@@ -184,7 +186,7 @@ def measure_forecasts(
                     models.append(ModelForecast(**origin, **found, reported=_reported(folder, spec)))
                 continue
             train_length = run.get("context", length)
-            ids = _text_ids(text, model, folder, texts_length(beginning, longest * train_length), examples)
+            ids = _text_ids(source(texts_length(beginning, longest * train_length)), model, folder)
             found = _forecast_and_measure_text(model, ids, train_length, longest, text_window, beginning)
             texts.append(TextForecast(**origin, **found))
         except ValueError as error:
@@ -210,17 +212,17 @@ def _loaded(folder: Path, run: Mapping[str, Any], has_text: bool, device: torch.
     return ours
 
 
-def _text_ids(files: Sequence[Path], model: Rememberer, folder: Path, length: int, sequences: int) -> Tensor:
-    """Sequences of a text for a model, `[B, length]`.
+def _text_ids(text: TextIds, model: Rememberer, folder: Path) -> Tensor:
+    """Sequences of a text for a model, `[B, text.length]`.
 
     Raises:
         ValueError: the text is too short, or does not fit the model's vocabulary.
     """
-    ids, tokenizer = TextIds(files, None, length, sequences).ids_for(model, folder)
+    ids, tokenizer = text.ids_for(model, folder)
     assert ids is not None, "a model of text is only loaded if there is a text"
-    if ids.shape[1] < length:
+    if ids.shape[1] < text.length:
         raise ValueError(
-            f"the text has {ids.numel():,} tokens, and a lag this long needs {length:,}; choose a lower --longest"
+            f"the text has {ids.numel():,} tokens, and a lag this long needs {text.length:,}; choose a lower --longest"
         )
     check_ids(model.config, ids, tokenizer)
     return ids

@@ -22,6 +22,7 @@ SOLID: dict[str, Any] = {"color": INK, "linewidth": 1.4}
 HOLLOW: dict[str, Any] = {"color": INK, "marker": "o", "fillstyle": "none", "linestyle": "none"}
 
 Row = Mapping[str, Any]
+DrawCurves = Callable[[Axes, list[Row], Mapping[str, ModelStyle]], None]
 
 
 def forecast_figures(result: Mapping[str, Any]) -> dict[str, Figure]:
@@ -40,13 +41,8 @@ def text_forecasts(result: Mapping[str, Any]) -> Figure:
 
     The influence is drawn over that at lag 0, for the first six kinds of models. The rest is as in `forecasts`.
     """
-    rows = list(result["texts"])
-    styles = model_styles(list(dict.fromkeys(_kind(row) for row in rows)))
-    figure, (left, right) = panel_grid(2, 4.2, width=1.45 * WIDTH)
-    _lags(left, rows, styles, "measured: lag at which a beginning is forgotten (tokens)")
-    _influence_by_lag(right, rows, styles)
-    legend(figure, _handles(styles))
-    return figure
+    label = "measured: lag at which a beginning is forgotten (tokens)"
+    return _lags_and_curves(list(result["texts"]), label, _influence_by_lag)
 
 
 @styled
@@ -61,21 +57,23 @@ def forecasts(result: Mapping[str, Any]) -> Figure:
         result: what `analysis.forecast.survey.measure_forecasts` returns.
     """
     rows = [row for row in result["models"] if row["measured"][0] >= 0.5] or list(result["models"])
+    return _lags_and_curves(rows, "measured: lag at which recall falls below half (tokens)", _recall_by_lag)
+
+
+def _lags_and_curves(rows: list[Row], label: str, draw_curves: DrawCurves) -> Figure:
+    """Left: forecast lags against measured ones. Right: values by lag, which `draw_curves` draws."""
     styles = model_styles(list(dict.fromkeys(_kind(row) for row in rows)))
     figure, (left, right) = panel_grid(2, 4.2, width=1.45 * WIDTH)
-    _lags(left, rows, styles, "measured: lag at which recall falls below half (tokens)")
-    _recall_by_lag(right, rows, styles)
-    legend(figure, _handles(styles))
-    return figure
-
-
-def _handles(styles: Mapping[str, ModelStyle]) -> list[Line2D]:
-    return [
+    _lags(left, rows, styles, label)
+    draw_curves(right, rows, styles)
+    handles = [
         *model_handles(list(styles), linestyle="none"),
         Line2D([], [], **HOLLOW, label="energy forecast (hollow)"),
         Line2D([], [], **SOLID, label="measured"),
         Line2D([], [], **SOLID, linestyle=DOTTED, label="forecast (aged state)"),
     ]
+    legend(figure, handles)
+    return figure
 
 
 def _lags(axes: Axes, rows: list[Row], styles: Mapping[str, ModelStyle], label: str) -> None:
