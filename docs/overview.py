@@ -14,7 +14,7 @@ import csv
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,8 @@ def read(path: Path) -> Table:
         return list(csv.DictReader(file))
 
 
-def add(path: Path, new: Table) -> None:
-    """Add the rows of models that a file of results has not."""
+def add(path: Path, new: Table, place: Callable[[str], Any] = place) -> None:
+    """Add the rows of models that a file of results has not, sorted by the key `place` of their models."""
     known = {row["model"] for row in read(path)}
     rows = [*read(path), *(row for row in new if row["model"] not in known)]
     rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order

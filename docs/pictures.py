@@ -185,13 +185,13 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
     return (guess == asked).float().mean().item()
 
 
-FILES = ("post_parts_text.csv", "post_parts_text_more.csv")
+FILES = ("post_parts_text.csv", "post_parts_text_more.csv", "post_parts_text_norm.csv")
 
 
 @styled
 def post_parts_text() -> Figure:
     """Draw the perplexity of each part of PoST over that of Mamba-2, by seed, for the last T bytes of T and of 16 T."""
-    order = sorted(PARTS, key=lambda part: over_base(part, 16 * LENGTH).mean())
+    order = sorted(filter(file_of, PARTS), key=lambda part: over_base(part, 16 * LENGTH).mean())
     figure = Figure(figsize=(WIDTH, 5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     looks = model_styles(("no stretching", "decay and gain stretched", "decay alone stretched"))
@@ -214,9 +214,13 @@ def post_parts_text() -> Figure:
 
 def over_base(part: str, length: int) -> np.ndarray:
     """Return the perplexity of a part over that of the Mamba-2 trained with it, for every seed."""
-    files, model = claims.Files(), f"mamba2:{part}"
-    name = next(name for name in FILES if files.measured(name, model))
-    return files.perplexity(name, model, length) / files.perplexity(name, "mamba2", length)
+    files, name = claims.Files(), file_of(part)
+    return files.perplexity(name, f"mamba2:{part}", length) / files.perplexity(name, "mamba2", length)
+
+
+def file_of(part: str) -> str:
+    """Return the name of the file of results that has a part, or "" if none has."""
+    return next((name for name in FILES if claims.Files().measured(name, f"mamba2:{part}")), "")
 
 
 def stretched(part: str) -> str:

@@ -33,6 +33,7 @@ Other tables have one key:
 | losses      | steps → a file of results of the decay grid; losses of its rows                                 |
 | findings    | the same files; differences of losses that the paper's findings compare                         |
 | regressions | steps → a `decay_regression.json`                                                               |
+| powers      | cells of koopman-powers and a test                                                              |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
@@ -47,6 +48,7 @@ from typing import Any
 
 import decay_tables
 import numpy as np
+import powers
 import yaml
 from claims import RESULTS, Files, results
 
@@ -65,6 +67,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "losses": decay_tables.losses,
     "findings": decay_tables.findings,
     "regressions": decay_tables.regressions,
+    "powers": powers.table,
     "timescales": lambda files: _timescales(files),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}

@@ -127,6 +127,20 @@ def test_the_steps_until_a_model_has_learned():
     assert koopman_powers.steps_until_learned(runs) == [200, None, None]
 
 
+def test_a_table_of_the_map_says_which_model_has_not_learned_its_cell():
+    rows = [
+        {"model": model, "seed": seed, "selected": True, "test": test, "accuracy": level - seed / 100}
+        for model, level in (("K0:h4", 0.5), ("K1:h4", 1.0), ("K1:h9", 0.95)) for seed in (0, 1)
+        for test in ("in_distribution", "capacity")
+    ]  # fmt: skip
+    steps = {"K0:h4": [None, 1200], "K1:h4": [100, 200], "K1:h9": [600, 600]}
+    first = koopman_powers.table(rows, ["h4", "h9"], steps).splitlines()
+    assert first[0] == "| model | h4 | h9 |"
+    assert first[2:] == ["| `K0` | 49.5 (never, 1,200) | – |", "| `K1` | 99.5 (100, 200) | 94.5 (600, 600) |"]
+    more = koopman_powers.table(rows, ["h9", "h4"], steps, "capacity").splitlines()
+    assert more[2:] == ["| `K0` | – | not learned |", "| `K1` | 94.5 (95.0, 94.0) | 99.5 (100.0, 99.0) |"]
+
+
 def test_the_map_is_drawn_with_empty_cells():
     panels = {"before": {"K1": {"h1": 1.0, "h4": 0.34}}, "after": {"attention": {"h4": 0.25}, "K1": {"h1": 0.5}}}
     before, after = power_map(panels).axes

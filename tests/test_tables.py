@@ -12,6 +12,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 sys.path.insert(0, str(DOCS))
 import overview  # noqa: E402 (scripts of the documents, not of the package)
+import powers  # noqa: E402
 import tables  # noqa: E402
 
 PAGES = sorted((DOCS / "results").glob("*.md"))
@@ -93,3 +94,20 @@ def test_comparisons_are_added_once_and_in_the_order_of_the_presets(tmp_path):
         ("mamba2", "7"), ("mamba2+post", "0"), ("mamba2+post", "1"), ("mamba2@state(gla)", "1"), ("gla", "0"),
         ("retnet", "7"),
     ]  # fmt: skip
+
+
+def test_comparisons_are_added_to_the_map(tmp_path, monkeypatch):
+    """New models and cells; those that the map has stay as they are."""
+    heading, old = "model,accuracy\n", {"untrained": {"h1": {"K1": 1.0}}, "steps": {"K1:h1": [100]}}
+    new = {"untrained": {"h1": {"K1": 0.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [7]}}
+    for name, value in (("TRAINED", tmp_path / "all.csv"), ("MAP", tmp_path / "all.json")):
+        monkeypatch.setattr(powers, name, value)
+    powers.TRAINED.write_text(heading + "K1:h1,1\n", encoding="utf-8")
+    powers.MAP.write_text(json.dumps(old), encoding="utf-8")
+    (tmp_path / "results.csv").write_text(heading + "K0:l3,0\nK1:h1,7\n", encoding="utf-8")
+    (tmp_path / "powers.json").write_text(json.dumps(new), encoding="utf-8")
+    powers.add_folder(tmp_path)
+    assert powers.TRAINED.read_text(encoding="utf-8").split() == ["model,accuracy", "K0:l3,0", "K1:h1,1"]
+    assert json.loads(powers.MAP.read_text(encoding="utf-8")) == {
+        "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
+    }  # fmt: skip

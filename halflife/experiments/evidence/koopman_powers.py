@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +20,16 @@ from halflife.files import write_json
 from halflife.models import ModelConfig
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
-from halflife.report.intervals import LEARNED
+from halflife.report.intervals import LEARNED, in_percent
 from halflife.report.markdown import Rows, in_distribution, markdown, models, percent
 from halflife.runs.folder import FIGURES, read
-from halflife.runs.records import Comparison, Training
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
 from halflife.tasks.mqar import MQAR
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HIGHEST = 3  # the highest power of a learned sum
 POWERS = (0, 1, 2, 4, 8)
@@ -205,30 +207,73 @@ class KoopmanPowers(MQARExperiment):
 
     def summary(self, folder: Path, rows: Rows) -> str:
         from halflife.report.figures.matplotlib_renderer import save
-        from halflife.report.figures.operators import power_map
 
-        cells = list(dict.fromkeys(name.partition(":")[2] or "h1" for name in models(rows)))
-        kinds = list(dict.fromkeys(name.partition(":")[0] for name in models(rows)))
-        found = {cell: untrained(MapCell.parse(cell)) for cell in dict.fromkeys([*UNTRAINED, *cells])}
+        cells = dict.fromkeys([*UNTRAINED, *_cells(rows)])
+        found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
         steps = {model: steps_until_learned(run) for model, run in _selected(read(folder), models(rows)).items()}
         write_json(folder / "powers.json", {"untrained": found, "steps": steps})
-        before = {name: {cell: found[cell][name] for cell in found} for name in READS}
-        trained = {kind: {cell: own for cell in cells if (own := _in_distribution(rows, kind, cell))} for kind in kinds}
-        after = {
-            kind: {cell: fmean(r["accuracy"] for r in own) for cell, own in row.items()}
-            for kind, row in trained.items()
-        }
         if models(rows):
-            save(power_map({"before training, %": before, "after training, %": after}), folder / FIGURES, "powers")
-        scores = [[kind, *(percent(row.get(cell, [])) for cell in cells)] for kind, row in trained.items()]
-        reads = [[name, *(f"{100 * x:.1f}" for x in row.values())] for name, row in before.items()]
-        learned = [[kind, *(_steps(steps, kind, cell) for cell in cells)] for kind in kinds]
+            save(picture(rows, found), folder / FIGURES, "powers")
+        reads = [[name, *(f"{100 * found[cell][name]:.1f}" for cell in cells)] for name in READS]
         return "\n\n".join([
-            "### After training, accuracy in distribution, percent", markdown(["model", *cells], scores),
-            f"### Steps until a validation reached {LEARNED:.0%}, by seed", markdown(["model", *cells], learned),
-            "### Before training, share of answers recalled, percent", markdown(["read", *found], reads),
+            f"### Accuracy in distribution, percent, and the steps until a validation reached {LEARNED:.0%}, by seed",
+            table(rows, _cells(rows), steps),
+            "### Before training, share of answers recalled, percent", markdown(["read", *cells], reads),
             "### All tests, percent", in_distribution(rows),
         ])  # fmt: skip
+
+
+def table(
+    rows: Rows, cells: Sequence[str], steps: Mapping[str, Sequence[int | None]], test: str = "in_distribution"
+) -> str:
+    """The accuracy on a test, a row for each model and a column for each cell.
+
+    Args:
+        rows: the rows of `results.csv`.
+        cells: the columns.
+        steps: model → what `steps_until_learned` returns, which accuracies in distribution have in brackets.
+        test: in_distribution; or capacity or persist, where a model that has not learned its cell has no accuracy.
+    """
+
+    def write(kind: str, cell: str) -> str:
+        trained, tested = _of(rows, kind, cell, "in_distribution"), _of(rows, kind, cell, test)
+        if trained and test == "in_distribution":
+            reached = ["never" if step is None else f"{step:,}" for step in steps[trained[0]["model"]]]
+            return f"{in_percent([row['accuracy'] for row in trained])} ({', '.join(reached)})"
+        return "not learned" if tested and _accuracy(trained) < LEARNED else percent(tested)
+
+    lines = [[f"`{kind}`", *(write(kind, cell) for cell in cells)] for kind in _kinds(rows)]
+    return markdown(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}])
+
+
+def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> Figure:
+    """The map: recall before training, cell → read → fraction, and accuracy in distribution after it."""
+    from halflife.report.figures.operators import power_map
+
+    after = {
+        kind: {cell: _accuracy(own) for cell in _cells(rows) if (own := _of(rows, kind, cell, "in_distribution"))}
+        for kind in _kinds(rows)
+    }
+    before = {name: {cell: found[cell][name] for cell in found} for name in READS}
+    return power_map({"before training, %": before, "after training, %": after})
+
+
+def _cells(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(name.partition(":")[2] or "h1" for name in models(rows)))
+
+
+def _kinds(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(split(name)[0] for name in models(rows)))
+
+
+def _of(rows: Rows, kind: str, cell: str, test: str) -> Rows:
+    """The rows of a model in a cell at its selected rate; without a cell it is in h1."""
+    names = (f"{kind}:{cell}", *([kind] if cell == "h1" else []))
+    return [row for row in rows if row["model"] in names and row["selected"] and row["test"] == test]
+
+
+def _accuracy(rows: Rows) -> float:
+    return fmean(row["accuracy"] for row in rows)
 
 
 def _selected(run: Comparison, names: Sequence[str]) -> dict[str, list[Training]]:
@@ -240,21 +285,6 @@ def steps_until_learned(runs: Sequence[Training]) -> list[int | None]:
     """For each run the step of the first validation that reached `LEARNED`; None if none did."""
     curves = (one.curve("validation_accuracy") for one in runs)
     return [next((step for step, x in zip(*curve, strict=True) if x >= LEARNED), None) for curve in curves]
-
-
-def _names(kind: str, cell: str) -> tuple[str, ...]:
-    """The names of a model in a cell; without a cell it is in h1."""
-    return (f"{kind}:{cell}", *([kind] if cell == "h1" else []))
-
-
-def _steps(steps: Mapping[str, Sequence[int | None]], kind: str, cell: str) -> str:
-    own = next((steps[name] for name in _names(kind, cell) if name in steps), [])
-    return ", ".join("never" if step is None else f"{step:,}" for step in own) or "–"
-
-
-def _in_distribution(rows: Rows, kind: str, cell: str) -> Rows:
-    own = [row for row in rows if row["model"] in _names(kind, cell) and row["selected"]]
-    return [row for row in own if row["test"] == "in_distribution"]
 
 
 # Read before training → the arguments of `untrained_recall`. With one power alone, γ is only a factor of the output.
