@@ -23,6 +23,7 @@ from halflife.registry import unknown
 from halflife.report.intervals import LEARNED, in_percent
 from halflife.report.markdown import Rows, in_distribution, markdown, models, percent
 from halflife.runs.folder import FIGURES, read
+from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 from halflife.tasks import IGNORED
@@ -210,7 +211,8 @@ class KoopmanPowers(MQARExperiment):
 
         cells = dict.fromkeys([*UNTRAINED, *_cells(rows)])
         found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
-        steps = {model: steps_until_learned(run) for model, run in _selected(read(folder), models(rows)).items()}
+        run = read(folder)
+        steps = {model: steps_until_learned(run.trainings_of(model)) for model in models(rows)}
         write_json(folder / "powers.json", {"untrained": found, "steps": steps})
         if models(rows):
             save(picture(rows, found), folder / FIGURES, "powers")
@@ -276,14 +278,9 @@ def _accuracy(rows: Rows) -> float:
     return fmean(row["accuracy"] for row in rows)
 
 
-def _selected(run: Comparison, names: Sequence[str]) -> dict[str, list[Training]]:
-    """Model → its runs at the selected learning rate, by seed."""
-    return {name: sorted(run.trainings_of(name), key=lambda one: one.seed) for name in names}
-
-
 def steps_until_learned(runs: Sequence[Training]) -> list[int | None]:
-    """For each run the step of the first validation that reached `LEARNED`; None if none did."""
-    curves = (one.curve("validation_accuracy") for one in runs)
+    """For each run, by seed, the step of the first validation that reached `LEARNED`; None if none did."""
+    curves = (one.curve("validation_accuracy") for one in sorted(runs, key=lambda one: one.seed))
     return [next((step for step, x in zip(*curve, strict=True) if x >= LEARNED), None) for curve in curves]
 
 
