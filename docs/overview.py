@@ -10,31 +10,28 @@ measured again anyway.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from join import RESULTS, add, read  # beside this file
 
 from halflife.evaluation.throughput import device_name
 from halflife.experiments.evidence import overview_page
 from halflife.experiments.evidence.overview import Overview
-from halflife.files import CONFIG_JSON, read_json, write_csv, write_json
+from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.overview import overview
 from halflife.report.markdown import models
 from halflife.runs.scores import read_scores
 from halflife.runs.sweep import Cell
 
-RESULTS = Path(__file__).parent / "results"
 RECALL, TEXT, LENGTHS = (RESULTS / name for name in ("overview.csv", "overview_text.csv", "overview_text_lengths.csv"))
 DATA, SPEEDS = RESULTS / overview_page.DATA, "--speeds"
-
-Table = list[dict[str, str]]
 
 
 def place(model: str) -> tuple[int, str]:
@@ -42,26 +39,13 @@ def place(model: str) -> tuple[int, str]:
     return Overview.models.index(model.split("@")[0].split("+")[0]), model
 
 
-def read(path: Path) -> Table:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def add(path: Path, new: Table, place: Callable[[str], Any] = place) -> None:
-    """Add the rows of models that a file of results has not, sorted by the key `place` of their models."""
-    known = {row["model"] for row in read(path)}
-    rows = [*read(path), *(row for row in new if row["model"] not in known)]
-    rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
-    write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
-
-
 def add_folder(folder: Path) -> None:
     """Add a comparison to the files of recall, or to those of text."""
     if read_json(folder / CONFIG_JSON)["experiment"] == "overview":
-        add(RECALL, read(folder / "results.csv"))
+        add(RECALL, read(folder / "results.csv"), place)
     else:
-        add(TEXT, read(folder / "results.csv"))
-        add(LENGTHS, read(folder / "lengths.csv"))
+        add(TEXT, read(folder / "results.csv"), place)
+        add(LENGTHS, read(folder / "lengths.csv"), place)
 
 
 def text() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overview import RESULTS, add, read  # beside this file
+from join import RESULTS, add, read  # beside this file
 
 from halflife.experiments.evidence import koopman_powers
 from halflife.files import read_json, write_json

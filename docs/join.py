@@ -1,0 +1,41 @@
+"""Add the models of one table of a comparison to a file of results.
+
+python docs/join.py post_parts_text_norm.csv runs/text/lengths.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from halflife.files import write_csv
+
+RESULTS = Path(__file__).parent / "results"
+
+Table = list[dict[str, str]]
+
+
+def read(path: Path) -> Table:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -> None:
+    """Add the rows of models that a file of results has not, sorted by the key `place` of their models."""
+    known = {row["model"] for row in read(path)}
+    rows = [*read(path), *(row for row in new if row["model"] not in known)]
+    rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
+    write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, *tables = arguments
+    for table in tables:
+        add(RESULTS / name, read(Path(table)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
