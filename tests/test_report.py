@@ -1,6 +1,7 @@
 """The figures and the report page, from a made-up run folder."""
 
 import csv
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -296,6 +297,17 @@ def test_the_printed_table_has_models_with_tests_of_their_own(tmp_path, capsys):
     assert re.search(r" in +in *\n", out)
     assert re.search(r" 64 +192 *\n", out)
     assert re.search(r"^ other +mean +– +[\d.]+ *\n +low +– +[\d.]+", out, re.MULTILINE)
+
+
+def test_t_is_the_length_in_distribution(tmp_path):
+    """As in `koopman-powers`, whose setting is the T of another cell. Models with T of their own have no common one."""
+    run = results.read(make_run(tmp_path / "run"))
+    assert (run.train_length, run.times(4 * LENGTH)) == (LENGTH, "4T")
+    twice = [dataclasses.replace(score, length=2 * score.length) for score in run.scores]
+    other = dataclasses.replace(run, scores=twice)
+    assert (other.train_length, other.times(4 * LENGTH)) == (2 * LENGTH, "2T")
+    mixed = dataclasses.replace(run, scores=run.scores + twice)
+    assert (mixed.train_length, mixed.times(4 * LENGTH)) == (LENGTH, "")
 
 
 def test_the_printed_table_has_intervals_from_three_seeds_on(tmp_path, capsys):

@@ -88,7 +88,9 @@ class Comparison:
 
     @property
     def train_length(self) -> int | None:
-        """T, tokens of a training sequence: the setting if there is one, otherwise the shortest tested length."""
+        """T, tokens of a training sequence: the length in distribution, else the setting, else the least tested length."""
+        if len(tested := self.lengths(IN_DISTRIBUTION)) == 1:
+            return tested[0]
         stated = _find(self.config.get("settings", {}), "train_length")
         return stated or min((score.length for score in self.scores), default=None)
 
@@ -133,8 +135,8 @@ class Comparison:
         return [(one, (one.model, one.learning_rate, one.seed, one.path in selected)) for one in self.trainings]
 
     def times(self, length: int) -> str:
-        """A length in units of the training length T: "T", "2T", …; "" if it is not a multiple of T."""
-        if not self.train_length or length % self.train_length:
+        """A length in units of T: "T", "2T", …; "" if it is not a multiple of T, or if models have T of their own."""
+        if not self.train_length or length % self.train_length or len(self.lengths(IN_DISTRIBUTION)) > 1:
             return ""
         return "T" if length == self.train_length else f"{length // self.train_length}T"
 
