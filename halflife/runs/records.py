@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def train_length(self) -> int | None:
-        """T, tokens of a training sequence: the length in distribution, else the setting, else the least tested length."""
+        """T, tokens of a training sequence: the length in distribution, the setting, or the shortest tested length."""
         if len(tested := self.lengths(IN_DISTRIBUTION)) == 1:
             return tested[0]
         stated = _find(self.config.get("settings", {}), "train_length")
