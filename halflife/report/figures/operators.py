@@ -68,6 +68,7 @@ def power_map(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure
     all_axes = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
         cells = [[row.get(column, np.nan) for column in columns] for row in rows.values()]
-        draw_heat_map(axes, np.array(cells, dtype=float), list(rows), [name.replace("-", "\n") for name in columns])
+        draw_heat_map(axes, np.array(cells, dtype=float), list(rows), columns)
         axes.set_title(title, loc="left")
+    all_axes[-1].tick_params(axis="x", labelrotation=90 if max(map(len, columns)) > 3 else 0)
     return figure
