@@ -42,8 +42,9 @@ def rows() -> Rows:
 
 
 def table(wanted: Mapping[str, Any]) -> str:
-    """Accuracies in the `cells` on a `test`; those in distribution with the steps that a model needed."""
-    return koopman_powers.table(rows(), wanted["cells"], read_json(MAP)["steps"], wanted["test"])
+    """Accuracies of `models` in the `cells` on a `test`; those in distribution with the steps that a model needed."""
+    own = [row for row in rows() if row["model"].partition(":")[0] in wanted["models"]]
+    return koopman_powers.table(own, wanted["cells"], read_json(MAP)["steps"], wanted["test"])
 
 
 def main(folders: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ Other tables have one key:
 | losses      | steps → a file of results of the decay grid; losses of its rows                                 |
 | findings    | the same files; differences of losses that the paper's findings compare                         |
 | regressions | steps → a `decay_regression.json`                                                               |
-| powers      | cells of koopman-powers and a test                                                              |
+| powers      | models and cells of koopman-powers, and a test                                                  |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
