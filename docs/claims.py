@@ -31,7 +31,6 @@ name:
 from __future__ import annotations
 
 import ast
-import csv
 import json
 import re
 import shlex
@@ -44,11 +43,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from join import RESULTS, read_table  # beside this file
 
 from halflife.report.intervals import SEEDS, bootstrap, has_learned, in_percent, with_interval
 
 DOCS = Path(__file__).parent
-RESULTS, PAGE, COSTS = DOCS / "results", DOCS / "claims.md", DOCS / "results" / "claims_costs.json"
+PAGE, COSTS = DOCS / "claims.md", RESULTS / "claims_costs.json"
 # The decay grid at two budgets: losses, and regressions of them on the decays.
 GRID = {"decay_design.csv": "decay_regression.json", "decay_design_double.csv": "decay_regression_double.json"}
 VERDICTS = ("holds", "holds in part", "fails", "open")
@@ -125,8 +125,7 @@ def _json(name: str) -> Node:
 
 @cache
 def results(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_table(RESULTS / name)
 
 
 class Files:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from claims import RESULTS, results
+from claims import results
+from join import RESULTS
 
 from halflife.experiments.decay_design import VARIANTS
 from halflife.experiments.decay_findings import FINDINGS

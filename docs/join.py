@@ -1,32 +1,42 @@
 """Add the models of one table of a comparison to a file of results.
 
-python docs/join.py post_parts_text_norm.csv runs/text/lengths.csv
+    python docs/join.py post_parts_text_norm.csv runs/text/lengths.csv
+
+Models that the file has keep their rows.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from halflife.files import write_csv
+from halflife.report.markdown import Rows
+from halflife.runs.scores import read_scores
 
 RESULTS = Path(__file__).parent / "results"
 
 Table = list[dict[str, str]]
 
 
-def read(path: Path) -> Table:
+def read_table(path: Path) -> Table:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
+def scores(path: Path) -> Rows:
+    """The rows of a `results.csv` with their numbers."""
+    return [dataclasses.asdict(score) for score in read_scores(path, path.read_text(encoding="utf-8"))]
+
+
 def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -> None:
     """Add the rows of models that a file of results has not, sorted by the key `place` of their models."""
-    known = {row["model"] for row in read(path)}
-    rows = [*read(path), *(row for row in new if row["model"] not in known)]
+    known = {row["model"] for row in read_table(path)}
+    rows = [*read_table(path), *(row for row in new if row["model"] not in known)]
     rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
     write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
 
@@ -34,7 +44,7 @@ def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -
 def main(arguments: Sequence[str]) -> None:
     name, *tables = arguments
     for table in tables:
-        add(RESULTS / name, read(Path(table)))
+        add(RESULTS / name, read_table(Path(table)))
 
 
 if __name__ == "__main__":

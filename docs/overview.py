@@ -10,7 +10,6 @@ measured again anyway.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from join import RESULTS, add, read  # beside this file
+from join import RESULTS, add, read_table, scores  # beside this file
 
 from halflife.evaluation.throughput import device_name
 from halflife.experiments.evidence import overview_page
@@ -27,7 +26,6 @@ from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.overview import overview
 from halflife.report.markdown import models
-from halflife.runs.scores import read_scores
 from halflife.runs.sweep import Cell
 
 RECALL, TEXT, LENGTHS = (RESULTS / name for name in ("overview.csv", "overview_text.csv", "overview_text_lengths.csv"))
@@ -42,16 +40,16 @@ def place(model: str) -> tuple[int, str]:
 def add_folder(folder: Path) -> None:
     """Add a comparison to the files of recall, or to those of text."""
     if read_json(folder / CONFIG_JSON)["experiment"] == "overview":
-        add(RECALL, read(folder / "results.csv"), place)
+        add(RECALL, read_table(folder / "results.csv"), place)
     else:
-        add(TEXT, read(folder / "results.csv"), place)
-        add(LENGTHS, read(folder / "lengths.csv"), place)
+        add(TEXT, read_table(folder / "results.csv"), place)
+        add(LENGTHS, read_table(folder / "lengths.csv"), place)
 
 
 def text() -> dict[str, Any]:
     """The column of text: bits a byte at T and in the longest rows, of models of bytes."""
-    losses = [row for row in read(TEXT) if row["test"] == "text" and row["selected"] == "True"]
-    tested = [row for row in read(LENGTHS) if row["selected"] == "True"]
+    losses = [row for row in read_table(TEXT) if row["test"] == "text" and row["selected"] == "True"]
+    tested = [row for row in read_table(LENGTHS) if row["selected"] == "True"]
     longest = max(int(row["length"]) for row in tested)
     tested = [row for row in tested if int(row["length"]) == longest]
     values = {
@@ -66,7 +64,7 @@ def text() -> dict[str, Any]:
 
 def joined(again: bool = False) -> dict[str, Any]:
     """What `overview_page.collect` returns, from the files. Speeds of the same models are kept, but for `again`."""
-    rows = [dataclasses.asdict(score) for score in read_scores(RECALL, RECALL.read_text(encoding="utf-8"))]
+    rows = scores(RECALL)
     experiment = Overview()
     settings = experiment.settings_at("small", {})
     configs = {name: experiment.configure(settings, Cell(name, 1e-3, 0)).model for name in models(rows)}

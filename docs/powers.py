@@ -1,24 +1,23 @@
 """Join comparisons into the files of the map of docs/results/echo.md.
 
-python docs/powers.py FOLDER …           add the models of finished comparisons of koopman-powers
-python docs/powers.py                    draw the picture again
+    python docs/powers.py FOLDER …           add the models of finished comparisons of koopman-powers
+    python docs/powers.py                    draw the picture again
+
+Models and cells that the files have stay as they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from join import RESULTS, add, read  # beside this file
+from join import RESULTS, add, read_table, scores  # beside this file
 
 from halflife.experiments.evidence import koopman_powers
 from halflife.files import read_json, write_json
 from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.markdown import Rows
-from halflife.runs.scores import read_scores
 
 TRAINED, MAP = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers.json"
 KINDS = (*koopman_powers.KOOPMAN, koopman_powers.RIDGE, *koopman_powers.BASELINES)
@@ -32,18 +31,14 @@ def place(model: str) -> tuple[int, str]:
 
 def add_folder(folder: Path) -> None:
     """Add a comparison to both files."""
-    add(TRAINED, read(folder / "results.csv"), place)
+    add(TRAINED, read_table(folder / "results.csv"), place)
     old, new = read_json(MAP), read_json(folder / "powers.json")
     write_json(MAP, {part: {**new[part], **old[part]} for part in old})
 
 
-def rows() -> Rows:
-    return [dataclasses.asdict(score) for score in read_scores(TRAINED, TRAINED.read_text(encoding="utf-8"))]
-
-
 def table(wanted: Mapping[str, Any]) -> str:
     """Accuracies of `models` in the `cells` on a `test`; those in distribution with the steps that a model needed."""
-    own = [row for row in rows() if row["model"].partition(":")[0] in wanted["models"]]
+    own = [row for row in scores(TRAINED) if row["model"].partition(":")[0] in wanted["models"]]
     return koopman_powers.table(own, wanted["cells"], read_json(MAP)["steps"], wanted["test"])
 
 
@@ -51,7 +46,7 @@ def main(folders: Sequence[str]) -> None:
     for folder in folders:
         add_folder(Path(folder))
     found = read_json(MAP)["untrained"]
-    save(koopman_powers.picture(rows(), found), RESULTS, "koopman_powers", ("png",))
+    save(koopman_powers.picture(scores(TRAINED), found), RESULTS, "koopman_powers", ("png",))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ import decay_tables
 import numpy as np
 import powers
 import yaml
-from claims import RESULTS, Files, results
+from claims import Files, results
+from join import RESULTS
 
 from halflife.experiments.evidence import overview_page
 from halflife.files import read_json

@@ -78,7 +78,7 @@ def test_the_overview_is_that_of_its_files():
 def test_the_overview_s_text_is_that_of_its_files():
     """One model's, computed here."""
     column = overview.text()
-    rows = [row for row in join.read(overview.TEXT) if (row["model"], row["selected"]) == ("gla", "True")]
+    rows = [row for row in join.read_table(overview.TEXT) if (row["model"], row["selected"]) == ("gla", "True")]
     bits = [float(row["loss"]) / math.log(2) for row in rows if row["test"] == "text"]
     assert len(bits) == 3
     assert column["values"]["gla"][0] == bits
@@ -90,7 +90,7 @@ def test_comparisons_are_added_once_and_in_the_order_of_the_presets(tmp_path):
     file.write_text("model,seed\ngla,0\nmamba2@state(gla),1\nmamba2+post,0\nmamba2+post,1\n", encoding="utf-8")
     new = [{"model": model, "seed": "7"} for model in ("retnet", "mamba2", "gla")]
     join.add(file, new, overview.place)
-    rows = [(row["model"], row["seed"]) for row in join.read(file)]
+    rows = [(row["model"], row["seed"]) for row in join.read_table(file)]
     assert rows == [
         ("mamba2", "7"), ("mamba2+post", "0"), ("mamba2+post", "1"), ("mamba2@state(gla)", "1"), ("gla", "0"),
         ("retnet", "7"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ from halflife.files import write_json
 from halflife.models import ModelConfig
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
-from halflife.report.intervals import LEARNED, in_percent
+from halflife.report.intervals import LEARNED, has_learned, in_percent
 from halflife.report.markdown import Rows, in_distribution, markdown, models, percent
 from halflife.runs.folder import FIGURES, read
 from halflife.runs.records import Training
@@ -228,7 +229,7 @@ class KoopmanPowers(MQARExperiment):
 def table(
     rows: Rows, cells: Sequence[str], steps: Mapping[str, Sequence[int | None]], test: str = "in_distribution"
 ) -> str:
-    """The accuracy on a test, a row for each model and a column for each cell.
+    """Accuracies in percent as Markdown: means, 95 % intervals, and on other tests than the first every seed.
 
     Args:
         rows: the rows of `results.csv`.
@@ -241,8 +242,8 @@ def table(
         trained, tested = _of(rows, kind, cell, "in_distribution"), _of(rows, kind, cell, test)
         if trained and test == "in_distribution":
             reached = ["never" if step is None else f"{step:,}" for step in steps[trained[0]["model"]]]
-            return f"{in_percent([row['accuracy'] for row in trained])} ({', '.join(reached)})"
-        return "not learned" if tested and _accuracy(trained) < LEARNED else percent(tested)
+            return f"{in_percent(_accuracies(trained))} ({', '.join(reached)})"
+        return "not learned" if tested and not has_learned(_accuracies(trained)) else percent(tested)
 
     lines = [[f"`{kind}`", *(write(kind, cell) for cell in cells)] for kind in _kinds(rows)]
     return markdown(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}])
@@ -252,10 +253,10 @@ def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> Figure:
     """The map: recall before training, cell → read → fraction, and accuracy in distribution after it."""
     from halflife.report.figures.operators import power_map
 
-    after = {
-        kind: {cell: _accuracy(own) for cell in _cells(rows) if (own := _of(rows, kind, cell, "in_distribution"))}
-        for kind in _kinds(rows)
-    }
+    after: dict[str, dict[str, float]] = {kind: {} for kind in _kinds(rows)}
+    for kind, cell in product(after, _cells(rows)):
+        if own := _of(rows, kind, cell, "in_distribution"):
+            after[kind][cell] = fmean(_accuracies(own))
     before = {name: {cell: found[cell][name] for cell in found} for name in READS}
     return power_map({"before training, %": before, "after training, %": after})
 
@@ -274,8 +275,8 @@ def _of(rows: Rows, kind: str, cell: str, test: str) -> Rows:
     return [row for row in rows if row["model"] in names and row["selected"] and row["test"] == test]
 
 
-def _accuracy(rows: Rows) -> float:
-    return fmean(row["accuracy"] for row in rows)
+def _accuracies(rows: Rows) -> list[float]:
+    return [row["accuracy"] for row in rows]
 
 
 def steps_until_learned(runs: Sequence[Training]) -> list[int | None]:
