@@ -35,6 +35,7 @@ Other tables have one key:
 | regressions | steps → a `decay_regression.json`                                                               |
 | powers      | models and cells of koopman-powers, and a test                                                  |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
+| positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
 percent. A difference is bold if its interval has no 0.
@@ -53,6 +54,7 @@ import yaml
 from claims import Files, results
 from join import RESULTS
 
+from halflife.experiments import gate_rank_tables
 from halflife.experiments.evidence import overview_page
 from halflife.files import read_json
 from halflife.report.intervals import bootstrap, with_interval
@@ -70,6 +72,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "regressions": decay_tables.regressions,
     "powers": powers.table,
     "timescales": lambda files: _timescales(files),
+    "positions": lambda file: gate_rank_tables.by_position(results(file)),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
 PERPLEXITY = "perplexity"

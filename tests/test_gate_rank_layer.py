@@ -303,6 +303,9 @@ def test_a_comparison_is_measured_by_position(tmp_path):
     assert all(math.isfinite(x) for p in result["positions"] for x in p["loss"])
     summary = (folder / "summary.md").read_text()
     assert "accuracy 17–32" in summary
+    spans = (folder / "positions.csv").read_text().splitlines()
+    assert spans[0] == "model,learning_rate,seed,first,last,accuracy,loss"
+    assert len(spans) == 1 + 2 * 2 * 2  # models, seeds and spans
     assert "share of resets" in summary
     assert summary.count("gated_deltanet+gate_rank:reset50") == 2
     drawn = {path.stem for path in (folder / "figures").glob("*.png")}

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from halflife.files import write_csv
 from halflife.report.intervals import with_interval
 from halflife.report.markdown import Rows, in_distribution, markdown
 from halflife.runs.folder import Comparison, read
 
 
+POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
+COLUMNS = ("model", "learning_rate", "seed", "first", "last", "accuracy", "loss")
+
+
 def tracking(folder: Path, rows: Rows) -> str:
-    """Accuracy and cross-entropy at the positions of training and beyond, as means and by seed; then the gates."""
+    """Accuracy and cross-entropy at the positions of training and beyond, as means and by seed; then the gates.
+
+    Writes `positions.csv`, from which the table is made.
+    """
     run = read(folder)
-    edges = sorted({found["length"] for one in run.trainings for found in one.positions})
-    spans = list(zip([0, *edges[:-1]], edges, strict=True))
-    heading = ["model", *(f"{name} {low + 1}–{high}" for name in ("accuracy", "loss") for low, high in spans)]
-    table = []
-    for model in run.models:
-        longest = [found for one in run.trainings_of(model) for found in one.positions if found["length"] == edges[-1]]
-        row = [model]
-        for name, scale in (("accuracy", 100), ("loss", 1)):
-            row += [_seeds([scale * fmean(found[name][low:high]) for found in longest]) for low, high in spans]
-        table.append(row)
+    spans = list(_spans(run))
+    write_csv(folder / POSITIONS_CSV, COLUMNS, (list(row.values()) for row in spans))
     caption = "Accuracy in percent and loss in nats, by position in the longest test: the mean, and every seed."
-    return "\n\n".join(filter(None, [caption, markdown(heading, table), gates(run)]))
+    return "\n\n".join(filter(None, [caption, by_position(spans), gates(run)]))
+
+
+def _spans(run: Comparison) -> Iterator[dict[str, Any]]:
+    """The means of each training over spans of positions, which end at the lengths of the tests."""
+    edges = sorted({found["length"] for one in run.trainings for found in one.positions})
+    for model in run.models:
+        for one in run.trainings_of(model):
+            for found in one.positions:
+                if found["length"] == edges[-1]:
+                    for low, high in pairwise([0, *edges]):
+                        means = [fmean(found[name][low:high]) for name in COLUMNS[-2:]]
+                        cells = (model, one.learning_rate, one.seed, low + 1, high, *means)
+                        yield dict(zip(COLUMNS, cells, strict=True))
+
+
+def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the rows of `positions.csv`, in Markdown: a row for each model."""
+    cells: dict[str, dict[str, list[float]]] = {}
+    for name, scale in (("accuracy", 100), ("loss", 1)):
+        for row in spans:
+            columns = cells.setdefault(row["model"], {})
+            columns.setdefault(f"{name} {row['first']}–{row['last']}", []).append(scale * float(row[name]))
+    lines = [[f"`{model}`", *map(_seeds, columns.values())] for model, columns in cells.items()]
+    return markdown(["model", *next(iter(cells.values()))], lines)
 
 
 def recall(folder: Path, rows: Rows) -> str:

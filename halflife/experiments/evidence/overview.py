@@ -16,10 +16,12 @@ from halflife.report.markdown import Rows, in_distribution
 from halflife.runs.sweep import Cell
 
 MODELS = (
-    "mamba2", "mamba3", "rwkv7", "gated_deltanet", "deltaproduct", "deltanet", "gla", "retnet", "hgrn2", "lightnet",
-    "tnl", "tnl_released", "simple", "llama", "mamba2+post", "mamba2+gate_rank", "gated_deltanet+gate_rank",
-    "mamba2+attention", "mamba2+ska", "gated_deltanet+attention", "gated_deltanet+ska",
+    "mamba2", "mamba3", "mamba3_mimo", "mamba3_echo", "rwkv7", "gated_deltanet", "deltaproduct", "deltanet", "kda",
+    "gdn2", "comba", "mesa", "longhorn", "gla", "retnet", "hgrn2", "lightnet", "tnl", "tnl_released", "tnl_l", "simple",
+    "llama", "fox", "mamba2+post", "mamba2+gate_rank", "gated_deltanet+gate_rank", "mamba2+attention", "mamba2+ska",
+    "gated_deltanet+attention", "gated_deltanet+ska",
 )  # fmt: skip
+DELTA_RULE = {"gated_deltanet", "deltaproduct", "deltanet", "kda", "gdn2", "comba", "mesa"}
 SMALL = RecallSettings(
     hidden_size=128, num_layers=2, num_heads=4, train_length=64, pairs=(1, 4, 8, 16), warm_length=32, warm_pairs=(1, 4),
     tasks=("mqar", "niah:hard", "s5:s3"), test_tasks=("mqar", "niah:hard", "s5:s3"), lengths=(64, 128, 256, 512, 1024),
@@ -62,7 +64,7 @@ class Overview(RecallExperiment):
             return (1e-3, 10**-2.5, 1e-2)
         # At `small` the best rate of Mamba-2 and Llama is 3e-3, that of Gated DeltaNet 1e-2 (seed 0). DeltaProduct's
         # validation is perfect from 3e-3 to 3e-2.
-        return (3e-3, 1e-2, 3e-2) if "delta" in model else (1e-3, 3e-3, 1e-2)
+        return (3e-3, 1e-2, 3e-2) if model.split("+")[0] in DELTA_RULE else (1e-3, 3e-3, 1e-2)
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         """The models of the MQAR experiments: states of d²/h numbers a layer, and no MLP."""
