@@ -61,7 +61,7 @@ from halflife.report.intervals import bootstrap, with_interval
 from halflife.report.markdown import markdown
 from halflife.report.tables import forecast
 
-TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)((?:\|[^\n]*\n)*)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)(?:\|[^\n]*\n)*\n*", re.DOTALL)
 KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs"}
 WHOLE: dict[str, Callable[[Any], str]] = {
     "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
@@ -79,8 +79,9 @@ PERPLEXITY = "perplexity"
 
 
 def fill(page: str) -> str:
-    """The page with every marked table written anew."""
-    return TABLE.sub(lambda found: f"{found[1]}{table(yaml.safe_load(found[2]))}\n", page)
+    """The page with every marked table written anew, and an empty line after it."""
+    filled = TABLE.sub(lambda found: f"{found[1]}{table(yaml.safe_load(found[2]))}\n\n", page)
+    return filled.rstrip("\n") + "\n"
 
 
 def table(wanted: Mapping[str, Any]) -> str:

@@ -247,6 +247,12 @@ def test_named_files_exist():
     assert not missing
 
 
+def test_an_empty_line_ends_every_table():
+    """Without one the sentence after a table becomes its last row."""
+    ends = re.compile(r"^\|.*\n(?=[^|\n])(.*)", re.M)
+    assert [(page.name, *found) for page in PAGES if (found := ends.findall(page.read_text()))] == []
+
+
 def test_the_minutes_of_a_block_stand_in_the_text_before_it():
     """A reader does not see the comment above a block."""
     for page in PAGES:
