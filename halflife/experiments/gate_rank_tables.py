@@ -13,7 +13,6 @@ from halflife.report.intervals import with_interval
 from halflife.report.markdown import Rows, in_distribution, markdown
 from halflife.runs.folder import Comparison, read
 
-
 POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
 COLUMNS = ("model", "learning_rate", "seed", "first", "last", "accuracy", "loss")
 
