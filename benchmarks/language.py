@@ -116,6 +116,7 @@ Bits per byte are those of the validation documents. The bold column has rows of
 For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
 The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is
 interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
+The [MFU](../language-models.md) is the share of the machine's peak. Each model has one seed, so small differences mean nothing.
 
 ![Loss while training]({figures}_loss.png)
 
