@@ -16,6 +16,7 @@ name:
     loss(variant)              test losses of the decay grid, [budgets, seeds], at the selected learning rates
     parameters(variant)        of the decay grid
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
+    medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
@@ -189,6 +190,16 @@ class Files:
             found.append([parabola["best"], parabola["best low"], parabola["best high"]])
         return np.array(found, dtype=float)
 
+    def medians(self, ending: str) -> np.ndarray:
+        """The median λ after training of all runs of the decay grid whose row ends so, at both budgets."""
+        found = []
+        for name, regressions in GRID.items():
+            for run in self.json(regressions).runs:
+                if run.model.endswith(ending):
+                    self._selected(name, run.model, lambda row: True, "")
+                    found.append(run.trained.median)
+        return np.array(found)
+
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
         """The decay time-scales in tokens, a row a layer of a run."""
         rows: dict[tuple[str, str], list[float]] = {}
@@ -238,7 +249,8 @@ class Files:
         """The names in expressions."""
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
         read = (
-            "accuracy", "best_median", "learned", "loss", "mark", "measured", "parameters", "perplexity", "timescales",
+            "accuracy", "best_median", "learned", "loss", "mark", "measured", "medians", "parameters", "perplexity",
+            "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:
