@@ -45,11 +45,11 @@ class Train:
     the same numbers.
 
     examples:
-      halflife train mamba2+post --data "docs/**/*.md" notes.txt --tokens 20M --context 1024
+      halflife train mamba2 --data "docs/**/*.md" notes.txt --tokens 20M --context 1024
       halflife train gated_deltanet --data corpus.jsonl.gz --tokenizer gpt2 --hidden-size 512 --num-layers 12 --bf16
       halflife train mamba2 --size decay-160m --data hf:HuggingFaceFW/fineweb-edu --tokenizer gpt2 --tokens 10B
       halflife train mamba2+post --data notes.txt --set post.reference_length=512 training.betas="[0.9, 0.99]"
-      halflife train mamba2+post --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
+      halflife train mamba2 --data notes.txt=0.7 "docs/**/*.md=0.3" --tokens 5M
       halflife train --from my-checkpoint --data notes.txt --tokens 2M --lr 1e-4 --freeze "embedding*"
       halflife train mamba2+post --from mamba2-130m-hf --post-fit --data notes.txt
       halflife train --config run.yaml --lr 3e-3
