@@ -46,6 +46,8 @@ def seen(config: LanguageConfig, corpus: Corpus) -> list[bytes]:
 def measure(folder: Path) -> dict[str, Any]:
     """Return the result of a run with `bits`, the bits per byte of the model and of its baselines."""
     config, result = load_config(folder), read_json(folder / "result.json")
+    if config.data["tokenizer"] != "bytes":
+        raise ValueError(f"{folder} has the tokenizer {config.data['tokenizer']}; the baselines need bytes")
     corpus = Corpus.open(CorpusConfig.from_dict(config.data), show=False)
     split = corpus.split("validation")
     texts = [ids.numpy().astype(np.uint8).tobytes() for ids in documents(split, config.test_tokens)]
@@ -116,7 +118,8 @@ Bits per byte are those of the validation documents. The bold column has rows of
 For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
 The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is
 interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
-The [MFU](../language-models.md) is the share of the machine's peak. Each model has one seed, so small differences mean nothing.
+The [MFU](../language-models.md) is the share of the machine's peak. Each model has one seed, so small differences
+mean nothing.
 
 ![Loss while training]({figures}_loss.png)
 

@@ -44,14 +44,14 @@ PICTURE = Path(__file__).parent.parent / "docs" / "images" / "benchmarks.png"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="also write the tables here, the picture and the file of results")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help=f"{AT} is always measured")
     parser.add_argument("--seconds", type=float, default=5.0, help="to measure for, each length, dtype and direction")
     parser.add_argument("--memory", nargs=2, metavar=("BACKEND", "NAME"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
         print(_grown(*arguments.memory))
         return
-    results = measure(sorted(arguments.lengths), arguments.seconds)
+    results = measure(sorted({*arguments.lengths, AT}), arguments.seconds)
     text = "\n".join(report(results))
     print(text)
     if arguments.write:

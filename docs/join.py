@@ -35,8 +35,11 @@ def scores(path: Path) -> Rows:
 
 def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -> None:
     """Add the rows of models that a file of results has not, sorted by the key `place` of their models."""
-    known = {row["model"] for row in read_table(path)}
-    rows = [*read_table(path), *(row for row in new if row["model"] not in known)]
+    old = read_table(path)
+    if new and list(new[0]) != list(old[0]):
+        raise ValueError(f"{path} has the columns {', '.join(old[0])}, and the new table {', '.join(new[0])}")
+    known = {row["model"] for row in old}
+    rows = [*old, *(row for row in new if row["model"] not in known)]
     rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
     write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
 

@@ -18,6 +18,7 @@ from tiny_runs import after_step, comparable, interrupt, run, tiny
 
 from halflife import preset
 from halflife.files import NUMBER, atomic_path, fits, read_bytes, read_json, remove_orphans, write_json, write_text
+from halflife.report.page.language import _numbers
 from halflife.runs.folder import read_result
 from halflife.runs.scores import scores_of, write_scores
 from halflife.training import callbacks
@@ -333,6 +334,15 @@ def test_an_edited_run_is_refused_by_name(cut, key, value):
     with pytest.raises(ValueError, match=rf"run.json was changed after checkpoint-. .*{key} = .* and {value}"):
         run(changed, cut)
     assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before
+
+
+def test_numbers_that_were_not_finite_are_nan(whole, tmp_path):
+    lengths = [{"length": 8, "perplexity": None, "last_perplexity": 2.0}]
+    change = {"tokens_per_second": None, "mfu": None, "lengths": lengths}
+    write_json(tmp_path / "result.json", {**json.loads((whole / "result.json").read_text()), **change})
+    result = read_result(tmp_path)
+    assert all(math.isnan(x) for x in (result["tokens_per_second"], result["mfu"], result["lengths"][0]["perplexity"]))
+    assert _numbers(result, "byte")["tokens/s"] == "–"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from helpers import assert_close, assert_same
 
 import halflife
 from halflife.evaluation.recall import accuracy, by_position
-from halflife.experiments import EXPERIMENTS, compare
+from halflife.experiments import EXPERIMENTS, compare, gate_rank_tables
 from halflife.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.files import read_json
 from halflife.layers import GateRank, gate_statistics
@@ -240,7 +240,7 @@ def test_experiments_resolve_at_every_scale(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("mamba2:nonsense", "reset10"), ("mamba2:reset10", r"lacks \+gate_rank")]
+    ("name", "message"), [("mamba2:nonsense", "reset10.* swaps"), ("mamba2:reset10", r"lacks \+gate_rank")]
 )
 def test_variants_are_checked(name, message):
     experiment = EXPERIMENTS["gate-rank-s5"]()
@@ -310,6 +310,10 @@ def test_a_comparison_is_measured_by_position(tmp_path):
     assert summary.count("gated_deltanet+gate_rank:reset50") == 2
     drawn = {path.stem for path in (folder / "figures").glob("*.png")}
     assert {"positions", "gates", "accuracy", "training"} <= drawn
+
+
+def test_runs_that_all_diverged_have_no_table_of_positions():
+    assert gate_rank_tables.by_position([]) == ""
 
 
 def test_recall_is_measured_with_its_gates(tmp_path):

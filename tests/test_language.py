@@ -32,7 +32,7 @@ from halflife.experiments import train as language
 from halflife.experiments.values import parse_count
 from halflife.files import folder_lock
 from halflife.models import LanguageModel, checkpoint
-from halflife.runs import language_run
+from halflife.runs import language_run, samples
 from halflife.runs.language_run import CorpusRun, MicroBatches
 from halflife.runs.one import run_one
 from halflife.training.callbacks import Metrics, ProgressBar
@@ -457,6 +457,15 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     assert "bits per byte" in capsys.readouterr().out
 
 
+def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "PROMPT", 1000)  # longer than any document
+    corpus = Corpus.open(CorpusConfig(sources=(text,), cache_dir=tmp_path, context=8, fractions=(0.2, 0.0)), show=False)
+    documents = {path.read_bytes() for path in text.rglob("*.txt")}
+    starts = samples.document_starts(corpus)
+    assert len(starts) == 3
+    assert {bytes(start.tolist()) for start in starts} <= documents
+
+
 def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made(text, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("halflife.extras.importlib.util.find_spec", lambda name: None if name == "tensorboard" else 1)
     message = refused("train", *arguments(text, tmp_path / "out"), "--tensorboard")
@@ -468,6 +477,7 @@ def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made
     ("more", "message"),
     [
         (["--tokens", "many"], "no number of tokens"),
+        (["--prompts", ""], "a prompt has at least one token"),
         (["--schedule", "step"], "cosine"),
         (["--size", "huge"], "decay-160m"),
         (["--documents", "shuffled"], "packed"),

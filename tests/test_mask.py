@@ -259,6 +259,17 @@ def test_the_head_in_the_picture():
         most_resets("m", found, head=2)
 
 
+def test_the_picture_of_a_head_has_the_masks_of_its_layer():
+    """A cascade's masks are not those of its first decay."""
+    slow, fast = map(torch.cat, zip(random_gates(6, 0.3), random_gates(6, 0.3), strict=True))
+    masks = (torch.rand(2, 1, 6, 6).tril(), torch.rand(2, 1, 6, 6).tril())
+    for gates in (Gates(0, fast, slow), Gates(0, fast, factors=masks)):
+        gamma, lam, both = Head("m", gates, 0, sequence=1).masks()
+        assert torch.equal(gamma, gates.masks()[0][1, 0])
+        assert torch.equal(lam, gates.masks()[1][1, 0])
+        assert torch.equal(both, gamma * lam)
+
+
 @pytest.mark.parametrize("models", [1, 3, 6])
 def test_picture(models):
     slow, fast = random_gates(12, 0.3)

@@ -1,5 +1,6 @@
 """Options of a run by name: their places, names and values that are refused, and options of all models."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -183,6 +184,7 @@ def test_values_become_the_types_of_options():
         (True, int, "a whole number"), (True, float, "a number"), (1, bool, "true or false"), (True, str, "text"),
         (1.5, int | None, "a whole number or null"), ([1], tuple[float, float], "a list of a number and a number"),
         ("a", dict[str, Any], "a mapping"), ("z", Literal["x", "y"], "x or y"), (1.5, tuple[int, ...], "each entry"),
+        (math.inf, int, "a whole number"), (math.nan, int, "a whole number"),
         ([1], Path, "a path"), (1, list, "a list"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):

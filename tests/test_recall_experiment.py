@@ -39,6 +39,26 @@ def test_a_grid_holds_every_cell_that_has_room():
     assert build(**text).length == text["length"] != 64
 
 
+@pytest.mark.parametrize(("experiment", "sizes"), [("post-mqar", {"pairs": ()}), ("echo-transfer", {"test_pairs": ()})])
+def test_no_numbers_of_pairs_are_refused(experiment, sizes):
+    with pytest.raises(ValueError, match="at least one"):
+        compare.plan_comparison(["mamba2"], experiment=experiment, settings=sizes)
+
+
+def test_a_cell_of_echo_has_the_sizes_that_are_asked_for():
+    experiment = EXPERIMENTS["echo-mqar"]()
+    settings = experiment.settings_at("smoke", {"hidden_size": 32, "num_layers": 3})
+    model = experiment.configure(settings, Cell("mamba2:4x64", 1e-3, 0)).model
+    assert (model.hidden_size, model.num_layers) == (32, 3)
+    with pytest.raises(ValueError, match="equal-state"):
+        experiment.configure(settings, Cell("mamba2:4x65", 1e-3, 0))
+
+
+def test_a_rate_that_is_named_twice_is_tried_once():
+    plan = compare.plan_comparison(["mamba2"], tasks=["mqar"], learning_rates=[1e-3, 1e-2, 1e-3])
+    assert plan.learning_rates == {"mamba2": [1e-3, 1e-2]}
+
+
 def test_tasks_without_pairs_have_the_lengths_that_are_asked_for():
     cells = list(grid(("s5:a5", "selective_copy"), (64, 128), (4,)))
     assert [(c["name"], c["length"]) for c in cells] == [

@@ -48,6 +48,12 @@ def test_cells_are_those_of_the_file():
     assert tables.table({**GLA, "pairs": {"PoST − GLA": ["gla:post", "gla"]}}).endswith(f"| PoST − GLA | {gain} |")
 
 
+def test_tables_of_other_columns_are_not_joined(tmp_path):
+    (tmp_path / "old.csv").write_text("model,loss\na,1\n")
+    with pytest.raises(ValueError, match="has the columns model, loss, and the new table model, length"):
+        join.add(tmp_path / "old.csv", [{"model": "b", "length": "3"}])
+
+
 def test_signs_of_differences():
     assert tables.table({**GLA, "minus": "gla", "models": ["gla:gain"]}).count("−") == 3
     assert "-" not in tables.table({**GLA, "minus": "gla", "models": ["gla:gain"]}).splitlines()[-1]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer, read_ids
+from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer, read_ids, unit_of
 
 TEXT = "λ = e^(−Δ·a), naïve 🙂 <|end|> text\n"
 
@@ -128,3 +128,7 @@ def test_bytes_are_no_name_of_the_hub(tmp_path):
     (tmp_path / "text").write_bytes(b"abc")
     for name in (None, "bytes", "bytes+eos"):
         assert read_ids([tmp_path / "text"], name).tolist() == [97, 98, 99]
+
+
+def test_what_a_token_is():
+    assert [unit_of(name) for name in ("bytes", "bytes+eos", "gpt2")] == ["byte", "byte", "token"]

@@ -64,6 +64,12 @@ class Gates:
     g_slow: Tensor | None = None
     factors: tuple[Tensor, Tensor] | None = None
 
+    def of(self, sequences: slice) -> Gates:
+        """The gates of some of the B sequences."""
+        slow = None if self.g_slow is None else self.g_slow[sequences]
+        factors = None if self.factors is None else (self.factors[0][sequences], self.factors[1][sequences])
+        return Gates(self.layer, self.g_fast[sequences], slow, factors)
+
     def masks(self) -> tuple[Tensor, Tensor]:
         """Return Γ and Λ, `[B, H, T, T]` in float64."""
         return decay_masks(self.g_fast, self.g_slow) if self.factors is None else self.factors

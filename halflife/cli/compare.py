@@ -62,10 +62,11 @@ class Compare:
     mqar."""
     experiment: str | None = None
     """A paper's experiment, which brings its models. Recall and tracking: echo-transfer, echo-mqar, echo-tiers,
-    echo-ablations, gate-rank-s5, gate-rank-mqar, gate-rank-niah, post-mqar, post-taken-apart, overview. Text:
-    decay-design, decay-lm, post-lm, echo-lm, gate-rank-lm, post-taken-apart-text."""
+    echo-ablations, gate-rank-s5, gate-rank-mqar, gate-rank-niah, koopman-powers, mqar-updates, post-mqar,
+    post-taken-apart, overview. Text: decay-design, decay-lm, post-lm, echo-lm, gate-rank-lm, post-taken-apart-text."""
     scale: str = "smoke"
-    """smoke (minutes on 2 cores), small (an hour), or paper (GPUs). Some experiments have more, such as paper-440m."""
+    """smoke (minutes on 2 cores), small (an hour), paper or large (GPUs). Some experiments have more, such as
+    paper-440m."""
     dry_run: bool = False
     """Print the settings and what the runs need (parameters, tokens, memory without --gradient-checkpointing,
     operations); write and train nothing."""

@@ -167,9 +167,10 @@ class Eval:
 
     def _add_text(self, result: dict[str, Any], model: Any, tokenizer: Any) -> None:
         """Measure the files of --text, and add "text" and rows to `result`."""
+        from halflife.data.tokenizers import unit_of
         from halflife.evaluation.language import measure_texts
 
-        unit = "byte" if tokenizer.name.startswith("bytes") else "token"
+        unit = unit_of(tokenizer.name)
         result["text"] = measure_texts(model, tokenizer, self.text)
         for name, found in result["text"].items():
             for metric, key in (("bits per byte", "bits_per_byte"), (f"perplexity of a {unit}", "perplexity")):

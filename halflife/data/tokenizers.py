@@ -24,6 +24,11 @@ OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
 TIMEOUT = 10  # seconds for an answer of the hub
 
 
+def unit_of(name: str) -> str:
+    """What a token of the tokenizer `name` is, in words: "byte" or "token"."""
+    return "byte" if name in OF_BYTES else "token"
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """The interface of a tokenizer that a corpus needs.

@@ -101,7 +101,7 @@ def plan_comparison(
     _check_count(seeds)
     if tune_seeds is not None and not 1 <= tune_seeds <= seeds:
         raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
-    rates = {model: list(learning_rates or default_rates(chosen, model, scale)) for model in models}
+    rates = {model: list(dict.fromkeys(learning_rates or default_rates(chosen, model, scale))) for model in models}
     plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
     check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():

@@ -137,6 +137,9 @@ class DecayDesignSettings(LanguageSettings):
     """The budget that all variants share, and their text. Tokens are bytes."""
 
     betas: tuple[float, float] = (0.9, 0.999)
+    schedule: str = "wsd"
+    floor: float = 0.0
+    decay: float = 1 / 3
 
 
 SMOKE = DecayDesignSettings(**language.SMOKE, learning_rate=3e-3)
@@ -164,7 +167,7 @@ class DecayDesign(LanguageExperiment):
         return variant_model(name, settings)
 
     def recipe(self, name: str, settings: DecayDesignSettings) -> dict[str, Any]:
-        """The paper's schedule: warm-up, stable, linear decay (§5)."""
+        """Warm-up, stable, and half a cosine wave to 0. The paper has WSD (§5), and does not say which decay."""
         return {"schedule": "warmup_stable_decay", "schedule_options": {"num_decay_steps": settings.steps // 3}}
 
     def papers(self, settings: DecayDesignSettings, names: Sequence[str]) -> dict[str, float | None]:
@@ -198,7 +201,7 @@ def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
     find_variant(name)  # raises for a preset, which has no row
     return row_or_preset(
         name, hidden_size=settings.hidden_size, num_layers=settings.num_layers, num_heads=settings.num_heads,
-        vocab_size=256, train_length=settings.train_length,
+        vocab_size=settings.vocab_size, train_length=settings.train_length,
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def variant(name: str) -> tuple[str, dict[str, Any]]:
     if not chosen:
         return base, {}
     if chosen not in VARIANTS:
-        raise unknown("variant of SKA", chosen, list(VARIANTS))
+        raise unknown("variant", chosen, [*VARIANTS, "equal-state", *CELLS])
     if "ska" not in base.split("+"):
         raise ValueError(f"{base} has no SKA layers, so {chosen!r} cannot be a variant of it")
     return base, VARIANTS[chosen]
@@ -171,8 +171,8 @@ MQAR_50M = EchoMQARSettings(
 class EchoMQAR(MQARExperiment):
     """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state.
 
-    At the scale "paper" it is Echo's grid (§4.2). A model `preset:KxG` is trained and tested on K pairs and a gap of G
-    fillers alone, and has the 50M sizes of §3.4. `4x64` names all three models of that cell.
+    At the scale "paper" it is Echo's grid (§4.2) with the 50M sizes of §3.4. A model `preset:KxG` is trained and tested
+    on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell.
 
     | setting | the paper | here |
     |---|---|---|
@@ -214,7 +214,8 @@ class EchoMQAR(MQARExperiment):
         pairs, gap = map(int, place.split("x"))
         sizes = {"vocab_size": settings.vocab_size, "length": 4 * pairs + gap, "num_pairs": pairs, "gap": gap}
         task = {"name": "mqar", **sizes}
-        known = {**MODEL_SIZES["echo-50m"], "vocab_size": settings.vocab_size}
+        chosen = {name: getattr(settings, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+        known = {**MODEL_SIZES["echo-50m"], **chosen}
         model = preset(base, **known, train_length=sizes["length"], mixer_options={"state_size": 64})
         return RunConfig(
             model=dataclasses.replace(model, name=cell.model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,8 +44,12 @@ GATES = tuple(
 )
 
 
-def variant(name: str) -> tuple[str, dict[str, Any]]:
+def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     """The preset of a name `preset:variant-variant`, and the options of its mixers that the variants change.
+
+    Args:
+        name: the name of a model.
+        also: names that the experiment has beside the variants, for the message.
 
     Raises:
         ValueError: an unknown variant (the message lists them), or options of states that the preset lacks.
@@ -53,7 +58,7 @@ def variant(name: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for part in chosen.split("-") if chosen else ():
         if part not in VARIANTS:
-            raise unknown("variant", part, list(VARIANTS))
+            raise unknown("variant", part, [*VARIANTS, *also])
         for kind in ("gate_rank", "cascade"):
             if kind in VARIANTS[part] and kind not in base.split("+"):
                 raise ValueError(f"{base} lacks +{kind}, so {part!r} has nothing to set")
@@ -197,7 +202,7 @@ class GateRankS5(Experiment):
 
     def model(self, name: str, settings: S5Settings) -> ModelConfig:
         """One mixer between embedding and head, the paper's "single attention layer", with equal state sizes."""
-        base, options = variant(name)
+        base, options = variant(name, [*DEPTHS, *CURRICULA])
         return _with(mqar_model(base, _sizes(settings, build("s5", group=settings.group).vocab_size)), name, options)
 
     def summary(self, folder: Path, rows: Rows) -> str:
@@ -224,7 +229,7 @@ class GateRankMQAR(MQARExperiment):
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         base, _, chosen = name.partition(":")
         if chosen != "double":
-            base, options = variant(name)
+            base, options = variant(name, ["double"])
             return _with(mqar_model(base, settings), name, options)
         config = mqar_model(base, settings)
         rows = "state_size" if "state_size" in config.mixer_options else "head_dim"

@@ -44,6 +44,8 @@ def _spans(run: Comparison) -> Iterator[dict[str, Any]]:
 
 def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
     """The table of the rows of `positions.csv`, in Markdown: a row for each model."""
+    if not spans:  # all runs diverged
+        return ""
     cells: dict[str, dict[str, list[float]]] = {}
     for name, scale in (("accuracy", 100), ("loss", 1)):
         for row in spans:

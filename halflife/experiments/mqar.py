@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from halflife.experiments.base import EXPERIMENTS, Experiment, TaskSettings
+from halflife.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
 from halflife.report.markdown import Rows, in_distribution, markdown, models
@@ -71,6 +72,12 @@ class MQARExperiment(Experiment):
         if model.split("+")[0] in ("gated_deltanet", "deltanet"):
             return (10**-3.5, 1e-3, 10**-2.5)
         return (1e-3, 10**-2.5, 1e-2)
+
+    def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:
+        settings = super().settings_at(scale, changes)
+        if isinstance(settings, MQARSettings) and not settings.pairs:
+            raise ValueError("pairs needs at least one number of key-value pairs; got none")
+        return settings
 
     def summary(self, folder: Path, rows: Rows) -> str:
         return in_distribution(rows)

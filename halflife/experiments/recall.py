@@ -135,6 +135,8 @@ def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> 
         cells = [{**own, "length": length} for length in lengths]
         if paired:
             cells = [{**cell, "num_pairs": k} for cell in cells for k in pairs]
+        if not cells:
+            raise ValueError(f"{name} needs at least one length and one number of pairs; got {lengths} and {pairs}")
         fitting = [cell for cell in cells if fits(cell)]
         if not fitting:
             build(**cells[-1])  # raises an error that says what does not fit

@@ -132,6 +132,8 @@ def run_language(
     first = rank() == 0
     with folder_lock(folder) if first else nullcontext():
         run = config.open(execution.show and first)
+        if any(len(run.corpus.tokenizer.encode(prompt)) == 0 for prompt in samples):
+            raise ValueError("a prompt has at least one token; got an empty one")
 
         def claimed() -> None:
             if first and not (folder / VERSIONS_JSON).exists():

@@ -91,7 +91,7 @@ def _tuple(value: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _scalar(value: Any, hint: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int and number and value == int(value):
+    if hint is int and number and float(value).is_integer():
         return int(value)
     if hint is float and number:
         return float(value)

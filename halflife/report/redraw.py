@@ -104,7 +104,7 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """
     for suffix in formats:
         check_format(suffix)
-    if files := _redraw_analyses(Path(run_dir), formats):
+    if files := redraw_analyses(Path(run_dir), formats):
         return files
     run = read_any(run_dir)
     files = save_figures(run, formats)
@@ -113,18 +113,21 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         if (folder / f"{name}.json").exists():
             for figure_name, figure in figures_of(without_null(read_json(folder / f"{name}.json"), math.nan)).items():
                 files += save(figure, folder, figure_name, formats)
-    files += _redraw_analyses(run.path / "forecast", formats)
+    files += redraw_analyses(run.path / "forecast", formats)
     return [*files, write_page(run)]
 
 
-def _redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
+def redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder.
 
-    Version 0.1.0 wrote the Decay paper's grid without a `results.csv`. Its one figure is drawn here too.
+    Version 0.1.0 wrote the Decay paper's grid without a `results.csv`. Its one figure is drawn here too. The
+    `results.json` of `halflife eval` has no figure.
     """
     files = []
     if (folder / RESULTS_JSON).exists() and not (folder / RESULTS_CSV).exists():
-        files += save(draw(against_paper(read_json(folder / RESULTS_JSON))), folder, "results", formats)
+        grid = read_json(folder / RESULTS_JSON)
+        if isinstance(grid, dict) and {"results", "paper"} <= grid.keys():
+            files += save(draw(against_paper(grid)), folder, "results", formats)
     if (folder / THEORY_JSON).exists():
         files += theory.draw_all(without_null(read_json(folder / THEORY_JSON), math.nan), folder, formats)
     if (folder / FORECAST_JSON).exists():

@@ -42,6 +42,7 @@ from halflife.files import (
 from halflife.runs.records import (
     COMPARISON,
     LANGUAGE_RUN,
+    NUMBERS,
     RESULT,
     SPECTRUM,
     VERSIONS,
@@ -191,9 +192,9 @@ def read_result(folder: Path) -> dict[str, Any]:
     if missing := [name for name in ("parameters", "validation") if name not in result]:
         raise ValueError(f"{path} holds no result of a run: it has no {', '.join(missing)}")
     check_content(path, result, RESULT)
-    result["validation"] = number(result["validation"])  # NaN after a divergence, null in the file
-    for test in result.get("tests", ()):  # version 0.1.0 wrote none for a run on text
-        test |= {name: number(test[name]) for name in ("accuracy", "loss") if name in test}
+    # A number that was not finite is null in the file: the loss after a divergence, or a speed that nobody measured.
+    for numbers in (result, *result.get("tests", ()), *result.get("lengths", ())):
+        numbers |= {name: number(numbers[name]) for name in NUMBERS if name in numbers}
     return result
 
 

@@ -24,6 +24,10 @@ RESULT = {
     "bits_per_byte?": NUMBER, "bits_per_byte_of_documents?": NUMBER, "tokens?": int, "mfu?": NUMBER, "rows?": int,
     "positions?": [dict],
 }  # fmt: skip
+NUMBERS = (
+    "validation", "tokens_per_second", "mfu", "bits_per_byte", "bits_per_byte_of_documents", "accuracy", "loss",
+    "perplexity", "last_perplexity",
+)  # fmt: skip
 COMPARISON = {
     "models": [str], "seeds?": [int], "learning_rates?": {str: [(int, float)]}, "settings?": dict, "experiment?": str,
     "task?": str, "scale?": str, "command?": str,

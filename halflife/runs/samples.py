@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), tem
         temperature: the temperature of sampling.
     """
     model, tokenizer = checkpoint.load(folder).eval(), corpus.tokenizer
-    encoded = [tokenizer.encode(prompt) for prompt in prompts] or _document_starts(corpus)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts] or document_starts(corpus)
     text = []
     for i, ids in enumerate(encoded):
         session = Session(model, encode=lambda s: tokenizer.encode(s).tolist(), decode=tokenizer.decode)
@@ -43,8 +44,8 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), tem
     return path
 
 
-def _document_starts(corpus: Corpus) -> list:
+def document_starts(corpus: Corpus) -> list:
     """The first `PROMPT` tokens of up to three validation documents."""
     files = corpus.split("validation").files
-    starts = files.offsets[: min(3, len(files.offsets) - 1)]
-    return [files.tokens[start : start + PROMPT].astype("int64") for start in starts.tolist()]
+    ends = pairwise(files.offsets[:4].tolist())
+    return [files.tokens[start : min(end, start + PROMPT)].astype("int64") for start, end in ends]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON
+from halflife.data.tokenizers import unit_of
 from halflife.experiments.base import Experiment, ExperimentSettings
 from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.models import SIZES, ModelConfig, preset
@@ -150,9 +151,7 @@ class LanguageExperiment(Experiment):
         sizes: dict[str, Any] = dict(SIZES[size]) if (size := self.size_of(name, settings)) else {}
         given = {key: x for key in ("hidden_size", "num_layers", "num_heads") if (x := getattr(settings, key))}
         if "hidden_size" in given:  # sizes that belong to another width
-            sizes = {
-                key: x for key, x in sizes.items() if key not in ("intermediate_size", "num_heads", "mixer_options")
-            }
+            sizes = {key: x for key, x in sizes.items() if key not in OF_A_WIDTH}
         options = self.options(name, settings)
         mixer = {**sizes.pop("mixer_options", {}), **options.pop("mixer_options", {})}
         sizes |= {**given, **options, "vocab_size": settings.vocab_size, "train_length": settings.train_length}
@@ -209,7 +208,7 @@ def results_by_seed(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
 def describe(settings: LanguageSettings) -> str:
     """The text and the budget in words."""
     tokens = settings.steps * settings.batch_size * settings.train_length
-    unit = "bytes" if settings.tokenizer == "bytes" else "tokens"
+    unit = f"{unit_of(settings.tokenizer)}s"
     sizes = [
         f"{settings.num_layers} layers" if settings.num_layers else "",
         f"hidden size {settings.hidden_size}" if settings.hidden_size else settings.size,

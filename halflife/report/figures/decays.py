@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
+from halflife.data.tokenizers import unit_of
 from halflife.files import read_json
 from halflife.report.figures.comparison import length, training
 from halflife.report.figures.data import Axis, FigureData, Panel, Series
@@ -86,7 +87,7 @@ def _clipped_half_life(decay: float) -> float:
 
 def unit(run: Comparison) -> str:
     """What a token of a comparison on text is: "byte" or "token"."""
-    return "byte" if run.config["settings"].get("tokenizer", "bytes") == "bytes" else "token"
+    return unit_of(run.config["settings"].get("tokenizer", "bytes"))
 
 
 def grid_figures(run: Comparison) -> list[FigureData]:

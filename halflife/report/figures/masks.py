@@ -48,8 +48,7 @@ class Head(NamedTuple):
     def masks(self) -> tuple[Tensor, Tensor, Tensor]:
         """The masks Γ and Λ and their product, `[T, T]`."""
         one = slice(self.sequence, self.sequence + 1)
-        layer, fast, slow = self.gates.layer, self.gates.g_fast, self.gates.g_slow
-        gamma, lam = Gates(layer, fast[one], None if slow is None else slow[one]).masks()
+        gamma, lam = self.gates.of(one).masks()
         return gamma[0, self.head], lam[0, self.head], (gamma * lam)[0, self.head]
 
     def resets(self) -> list[int]:
@@ -141,16 +140,18 @@ def _draw_singular_values(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
     """Draw σ₂ (solid) and σ₃ (dotted) of each model, and in grey σ₂ of the first model's fast gates alone."""
     lines = []
 
-    def draw(entries: Tensor, k: int, label: str, **style: Any) -> None:
-        values = cut_values(entries)[:, k].clamp(min=SMALLEST)
-        lines.extend(axes.step(range(len(values)), values, where="mid", label=label, linewidth=1.2, **style))
+    def draw(values: Tensor, label: str, **style: Any) -> None:
+        shown = values.clamp(min=SMALLEST)
+        lines.extend(axes.step(range(len(shown)), shown, where="mid", label=label, linewidth=1.2, **style))
 
-    fast_only = dataclasses.replace(heads[0].gates, g_slow=None)
-    draw(heads[0]._replace(gates=fast_only).masks()[2], 1, "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
+    fast_only = dataclasses.replace(heads[0].gates, g_slow=None, factors=None)
+    one_decay = cut_values(heads[0]._replace(gates=fast_only).masks()[2])
+    draw(one_decay[:, 1], "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
     for one, style in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
+        values = cut_values(one.masks()[2])
         for k, linestyle in ((1, "-"), (2, (0, (1, 1)))):
             label = f"{escape_formula(one.label)}, σ{'₁₂₃'[k]}"
-            draw(one.masks()[2], k, label, color=style.color, linestyle=linestyle)
+            draw(values[:, k], label, color=style.color, linestyle=linestyle)
     axes.set(yscale="log", ylim=(SMALLEST / 3, 3), xlabel="token m", ylabel="σ / σ₁")
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))

@@ -6,8 +6,9 @@ import math
 import shlex
 from typing import Any
 
+from halflife.data.tokenizers import unit_of
 from halflife.report.figures.language import BITS, language_figures
-from halflife.report.numbers import count, percent
+from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
 from halflife.runs.folder import LanguageRun, flatten
@@ -52,7 +53,8 @@ def findings(run: LanguageRun) -> list[str]:
     perplexity = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
     trained, last = min(perplexity), max(perplexity)
     limit = (1 + TOLERANCE) * perplexity[trained]
-    reached = max(n for n in perplexity if all(perplexity[shorter] <= limit for shorter in perplexity if shorter <= n))
+    level = (n for n in perplexity if all(perplexity[shorter] <= limit for shorter in perplexity if shorter <= n))
+    reached = max(level, default=trained)
     reach = (
         f"The perplexity of a {unit} is {perplexity[trained]:.2f} on texts of the training length, {trained:,} tokens"
     )
@@ -65,7 +67,7 @@ def findings(run: LanguageRun) -> list[str]:
 
 def _unit(run: LanguageRun) -> str:
     """What a token of the run is."""
-    return "byte" if run.config["data"]["tokenizer"].startswith("bytes") else "token"
+    return unit_of(run.config["data"]["tokenizer"])
 
 
 def _table(run: LanguageRun) -> Table:
@@ -88,7 +90,7 @@ def _table(run: LanguageRun) -> Table:
 
 
 def _numbers(result: dict[str, Any], unit: str) -> dict[str, str]:
-    """The other results of the run. A run that diverged lacks some of them."""
+    """The other results of the run. A run that diverged lacks some of them, and one that did no step has no speed."""
     shown = {
         "parameters": ("parameters", count), "tokens": ("tokens read", count),
         "state_size": ("state size of one sequence", count), "tokens_per_second": ("tokens/s", count),
@@ -97,4 +99,7 @@ def _numbers(result: dict[str, Any], unit: str) -> dict[str, str]:
         "bits_per_byte": ("bits per byte", lambda value: f"{value:.4f}"),
         "bits_per_byte_of_documents": ("bits per byte of whole documents", lambda value: f"{value:.4f}"),
     }  # fmt: skip
-    return {label: show(result[key]) for key, (label, show) in shown.items() if key in result}
+    return {
+        label: show(result[key]) if math.isfinite(result[key]) else MISSING
+        for key, (label, show) in shown.items() if key in result
+    }  # fmt: skip
