@@ -40,10 +40,18 @@ def recall(saved: Mapping[str, Any], folder: Path | None = None) -> None:
     """
     _look_in_current_folder()
     for name in map(str, saved.get(IMPORTS, ())):
-        top = importlib.util.find_spec(name.partition(".")[0]) if name not in names() else None
-        if folder and top and top.origin and Path(top.origin).resolve().is_relative_to(folder.resolve()):
+        if folder and name not in names() and any(place.is_relative_to(folder.resolve()) for place in _places(name)):
             raise ImportError(f"{folder} names the extension {name} and holds it; give --import {name} to run its code")
         add(name)
+
+
+def _places(name: str) -> list[Path]:
+    """Where the code of a module may lie, without importing a package above it."""
+    first, *rest = name.split(".")
+    if (top := importlib.util.find_spec(first)) is None:
+        return []
+    places = [Path(place, *rest) for place in top.submodule_search_locations or ()]
+    return [place.resolve() for place in (*places, *([Path(top.origin)] if top.origin else []))]
 
 
 def advice(saved: Mapping[str, Any]) -> str:
@@ -66,6 +74,8 @@ def add(name: str) -> None:
     Raises:
         ImportError: there is no such module, or it cannot be imported.
     """
+    if name.startswith(".") or name.endswith(".py") or "/" in name:
+        raise ImportError(f"cannot import the extension {name}: give the name of a module, not of its file")
     _look_in_current_folder()
     try:
         importlib.import_module(name)

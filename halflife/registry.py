@@ -103,4 +103,4 @@ class Registry(Generic[Entry]):
 
     def summary(self, name: str) -> str:
         """Return the first line of an entry's docstring, which `halflife list` prints."""
-        return (self[name].__doc__ or "").strip().splitlines()[0]
+        return next(iter((self[name].__doc__ or "").strip().splitlines()), "")

@@ -15,6 +15,7 @@ from halflife.decay import DECAYS
 from halflife.experiments.compare import create_comparison, load_experiment
 from halflife.files import read_json, write_json
 from halflife.models import checkpoint
+from halflife.registry import Registry
 from halflife.runs.sweep import Job, run_job
 from halflife.training.fit import check_run_folder
 
@@ -91,6 +92,26 @@ def test_a_run_names_its_extensions_and_a_resumed_one_imports_them(module, tmp_p
         extensions.recall(written, tmp_path)
 
 
+@pytest.mark.parametrize("package", [True, False])
+def test_a_module_below_the_current_folder_is_refused_in_the_folder_of_a_run(tmp_path, monkeypatch, package):
+    """`runs.x.evil` lies in runs/x, whether runs is a package or a bare folder."""
+    run = tmp_path / "runs" / "x"
+    run.mkdir(parents=True)
+    (run / "evil.py").write_text("raise SystemExit('it ran')")
+    if package:
+        (tmp_path / "runs" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ImportError, match=r"names the extension runs\.x\.evil and holds it"):
+        extensions.recall({"imports": ["runs.x.evil"]}, run)
+
+
+def test_an_entry_without_a_docstring_has_an_empty_summary():
+    entries = Registry("entry")
+    entries.add("bare")(lambda: None)
+    assert entries.summary("bare") == ""
+
+
 def test_a_worker_imports_the_extensions_of_its_job(module, tmp_path, monkeypatch):
     extensions.add(module)
     job = Job(tiny(), tmp_path / "run", "x")
@@ -128,6 +149,7 @@ def test_an_entry_point_is_loaded(module, monkeypatch):
     ("arguments", "message"),
     [
         (["--import"], "--import needs the name of a module"),
+        (["list", "--import", "./mine.py"], "cannot import the extension ./mine.py: give the name of a module"),
         (["list", "--import", "no_such_module"], "cannot import the extension no_such_module: No module named"),
     ],
 )

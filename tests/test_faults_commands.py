@@ -322,6 +322,7 @@ def test_an_edited_run_is_refused_by_name(place, changes, message, capsys):
 def test_a_command_that_is_refused_leaves_no_versions(place, refused):
     """The corrected command then finds an empty folder, and `versions.json` names the command that trained."""
     assert "fewer than a context of 1000" in refused("train", *TRAIN, "--context", "1000", "--batch-size", "1")
+    assert "batch_size must be at least 1; got 0" in refused("train", *TRAIN, "--batch-size", "0")
     assert {path.name for path in (place / "out").iterdir()} <= {".lock"}
 
 

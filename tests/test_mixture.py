@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from corpora import text
 from halflife.data.batches import TokenFiles
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.mixture import PERIOD, Concatenated, MixedBatches, MixedFiles, read_weights, shares
-from halflife.runs.language_run import documents
+from halflife.experiments import train
+from halflife.models import LanguageModel
+from halflife.runs.language_run import documents, evaluate
 from halflife.tasks import IGNORED
 
 SIZES = (40, 90, 200)  # tokens of the sources; token i of source s is 1000 s + i
@@ -149,6 +152,28 @@ def test_a_mixture_is_a_corpus(mixture):
     assert corpus.digest not in [part.digest for part in parts]
     other = CorpusConfig(**{**vars(mixture), "weights": (1, 1)})
     assert Corpus.open(other, False).digest != corpus.digest
+
+
+@pytest.mark.parametrize("weights", [(1, 1e-5, 1e-5), (998.5, 0.6, 0.5, 0.4), (1, 1, 1)])
+def test_no_source_is_left_out(weights):
+    assert shares(weights).sum() == PERIOD
+    assert shares(weights).min() >= 1
+
+
+def test_no_row_is_longer_than_the_longest_part(mixture):
+    """The parts of a split are two pieces of text, and no row crosses from one to the other."""
+    corpus = Corpus.open(mixture, show=False)
+    split = corpus.split("test")
+    assert CONTEXT < split.longest < split.tokens
+    config = train.configure(
+        "mamba2", corpus, tokens=8, batch_size=1, learning_rate=1e-2, test_split="test",
+        sizes={"hidden_size": 16, "num_layers": 1, "num_heads": 2},
+    )  # fmt: skip
+    model = LanguageModel(config.model)
+    found = evaluate(model, corpus, replace(config, context=split.longest))
+    assert [row["length"] for row in found["lengths"]] == [split.longest]
+    with pytest.raises(ValueError, match="hold out a larger share"):
+        evaluate(model, corpus, replace(config, context=split.longest + 1))
 
 
 def test_documents_of_a_mixture_are_measured_by_weight(mixture):

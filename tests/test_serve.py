@@ -16,6 +16,8 @@ from halflife.serve.app import Limits, build
 from halflife.serve.engine import Engine, Full
 from halflife.serve.jobs import Done, Failed, Job, Piece, Settings
 from halflife.serve.prefixes import PrefixCache
+from halflife.serve.sessions import Busy
+from halflife.serve.sessions import Session as Session_
 from halflife.serve.states import size
 from halflife.serve.text import StoppableText, unpacker
 
@@ -409,6 +411,38 @@ def test_the_request_of_a_client_that_leaves_is_cancelled(model, stream):
     assert (server.active, server.counts.cancelled) == (0, 1)
     assert server.counts.written_tokens < 10**4
     server.close()
+
+
+def test_a_client_that_leaves_leaves_no_session(model):
+    """Nobody knows its name, so nobody could delete it."""
+    server = engine(model)
+    application = build(server, "tiny", Limits())
+    server.start()
+    body = json.dumps({"input": "hello " * 200}).encode()
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
+
+    async def receive():
+        return messages.pop()
+
+    async def send(message):
+        pass
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/sessions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }  # fmt: skip
+    asyncio.run(asyncio.wait_for(application(scope, receive, send), 30))
+    assert "halflife_sessions 0\n" in TestClient(application).get("/metrics").text
+    server.close()
+
+
+def test_a_session_that_is_read_is_busy():
+    session = Session_("x")
+    session.take()
+    with pytest.raises(Busy):
+        session.check_free()
+    session.release(None)
+    session.check_free()
 
 
 def test_threads_may_submit_at_once(model):

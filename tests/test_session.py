@@ -237,3 +237,8 @@ def test_help_has_examples(capsys):
 def test_a_session_needs_torch_alone():
     code = "import sys; from halflife import Session; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_tiny_temperature_takes_the_likeliest_token():
+    assert draw(torch.tensor([-1.0, 3.0, 2.0]), temperature=1e-40) == 1
+    assert probabilities(torch.tensor([-1.0, 3.0, 3.0]), 1e-300).tolist() == [0.0, 0.5, 0.5]

@@ -233,6 +233,9 @@ class Train:
 
         if self.carry_state and self.documents != "concatenated":
             raise ValueError("--carry-state needs --documents concatenated: the state crosses documents, too")
+        for name in ("batch_size", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         tokens, sizes = parse_count(self.tokens), {} if self.size else {"num_layers": 6}
         if (steps := overrides.pop("training.steps", None)) is not None:
             tokens = convert("training.steps", steps, int) * self.batch_size * self.context

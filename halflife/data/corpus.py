@@ -135,6 +135,11 @@ class Split:
         self.bytes: int = counts["bytes"]
         self.documents: int = counts["documents"]
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row that `batches` can give."""
+        return self.tokens
+
     def batches(
         self, batch_size: int, context: int | None = None, seed: int | None = None, mode: str | None = None,
         rank: int = 0, world_size: int = 1, steps: int | None = None,
@@ -165,6 +170,10 @@ class MixedSplit(Split):
         counts = {"tokens": sizes[0], "documents": sizes[1], "bytes": round(ratio * sizes[0])}
         super().__init__(MixedFiles([part.files for part in parts], weights), counts, config)
         self._parts = used
+
+    @property
+    def longest(self) -> int:
+        return max((part.tokens for part, _ in self._parts), default=0)
 
     def _make_batches(self, *arguments: Any) -> Batches:
         return MixedBatches(self.files, *arguments)

@@ -44,11 +44,18 @@ def _is_number(text: str) -> bool:
 
 
 def shares(weights: Sequence[float]) -> np.ndarray:
-    """The rows of each source among `PERIOD` rows, at least 1: `[sources]`, int64."""
+    """The rows of each source among `PERIOD` rows, at least 1: `[sources]`, int64.
+
+    Raises:
+        ValueError: there are more sources than rows.
+    """
+    if len(weights) > PERIOD:
+        raise ValueError(f"at most {PERIOD} sources can be mixed; got {len(weights)}")
     exact = np.asarray(weights) / np.sum(weights) * PERIOD
     rows = np.maximum(1, np.floor(exact).astype(np.int64))
     while (missing := PERIOD - rows.sum()) != 0:  # the largest remainders take what rounding has left
-        rows[np.argmax((exact - rows) * np.sign(missing))] += np.sign(missing)
+        sign = np.sign(missing)
+        rows[np.argmax(np.where((sign > 0) | (rows > 1), (exact - rows) * sign, -np.inf))] += sign
     return rows
 
 

@@ -206,8 +206,10 @@ class Stream:
             with path.open("r+b") as file:
                 file.truncate(size)
         path = self.folder / RECORDS
-        whole = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
-        path.write_bytes(whole[0] + whole[1])
+        if path.exists():
+            whole = path.read_bytes().rpartition(b"\n")
+            with path.open("r+b") as file:
+                file.truncate(len(whole[0] + whole[1]))
 
     def _check_disk(self, record: dict[str, Any], tokens: int) -> None:
         """Raise a ValueError if the disk cannot hold the tokens that are still wanted."""

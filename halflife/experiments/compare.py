@@ -315,7 +315,7 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
         raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
     check_content(folder / CONFIG_JSON, config, COMPARISON)
     check_origin(config, folder / CONFIG_JSON)
-    extensions.recall(config)
+    extensions.recall(config, folder)
     experiment = EXPERIMENTS[config["experiment"]]()
     try:
         settings: Any = experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))

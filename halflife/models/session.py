@@ -294,6 +294,8 @@ def probabilities(
 ) -> Tensor:
     """Return the probability of each token, `[V]`, float32. Temperature applies first, then top_k, then top_p."""
     scaled = logits.float() / temperature
+    if not scaled.isfinite().all():  # a tiny temperature; the greatest logit stays 0
+        scaled = (logits.float() - logits.float().max()) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None and top_k < len(scaled):
         scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -torch.inf)
     p = scaled.softmax(-1)

@@ -195,7 +195,7 @@ class CorpusRun(ModelRun):
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:
     """The measurements of a `CorpusRun` after training."""
     split = corpus.split(config.test_split)
-    largest = max((m for m in MULTIPLES if m * config.context <= split.tokens), default=0)
+    largest = max((m for m in MULTIPLES if m * config.context <= split.longest), default=0)
     if not largest:
         raise ValueError(_too_short(split, config))
     length = largest * config.context
@@ -263,7 +263,7 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
     processes, process = (world_size(), rank()) if shared else (1, 0)
     length = config.context
     rows = min(max(1, config.validation_tokens // max(length, SHORT)), split.tokens // length)
-    if not rows:
+    if split.longest < length:
         raise ValueError(_too_short(split, config))
     batches, parts = split.batches(1, length, config.seed, config.mode, steps=rows), _parts(rows, length)
 
@@ -292,7 +292,8 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
 
 def _too_short(split: Split, config: LanguageConfig) -> str:
     return (
-        f"the {split.files.split} split has {split.tokens} tokens, fewer than a context of {config.context}; "
+        f"the {split.files.split} split has {split.longest} tokens in one piece, "
+        f"fewer than a context of {config.context}; "
         "hold out a larger share of the text"
     )
 

@@ -195,10 +195,13 @@ class Server:
         self._check_length([ids])
         session = self.sessions.open()
         try:
-            return await self._append(session, ids, request)
+            response = await self._append(session, ids, request)
         except Exception:
             self.sessions.delete(session.id)
             raise
+        if response.status_code == CLIENT_LEFT:  # nobody knows its name
+            self.sessions.delete(session.id)
+        return response
 
     async def session(self, name: str) -> Response:
         """Describe a session."""
@@ -213,6 +216,7 @@ class Server:
 
     async def _append(self, session: Session, ids: list[int], request: Request) -> Response:
         """Read all tokens but the last one, which the next request reads."""
+        session.check_free()
         prompt = [*session.unread, *ids]
         if len(prompt) > 1 and ids:
             session.take(rest=prompt[-1:])

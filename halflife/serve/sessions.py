@@ -40,9 +40,13 @@ class Session:
         Raises:
             Busy: another request works on it.
         """
+        self.check_free()
+        self.busy, self._rest = True, tuple(rest)
+
+    def check_free(self) -> None:
+        """Raise `Busy` if another request works on the session."""
         if self.busy:
             raise Busy(f"another request works on {self.id}")
-        self.busy, self._rest = True, tuple(rest)
 
     def release(self, done: Done | None) -> None:
         """End the request. The session continues from the end of its job, or is as before if the job failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,7 @@ class HalflifeTrainer(Trainer):
         if self.resumed is None or not (self.resumed / WINDOW).exists():
             return
         window = read_json_object(self.resumed / WINDOW)
-        self._tr_loss += window["loss"]
+        self._tr_loss += math.nan if window["loss"] is None else window["loss"]  # null: it was not finite
         self._globalstep_last_logged = window["logged"]
         for name, module in self._gate_modules().items():
             if (sums := window["gates"].get(name)) is not None:
