@@ -7,7 +7,7 @@ from helpers import assert_close, assert_same, leaves, slices, unchecked, with_g
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halflife.ops import causal_conv1d
+from halflife.ops import causal_conv1d, fused
 from halflife.ops import conv as conv_module
 
 
@@ -128,3 +128,10 @@ def test_errors_say_what_is_wrong(change, message):
     arguments = {"x": torch.zeros(1, 5, 3), "weight": torch.zeros(3, 4)}
     with pytest.raises(ValueError, match=message):
         unchecked(causal_conv1d)(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 2, 5])])
+def test_second_derivatives(cu_seqlens):
+    x, taps = torch.randn(1, 5, 3).double().requires_grad_(), torch.randn(3, 4).double().requires_grad_()
+    with fused.off():
+        assert torch.autograd.gradgradcheck(lambda x, w: causal_conv1d(x, w, cu_seqlens=cu_seqlens)[0], (x, taps))

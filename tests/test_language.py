@@ -229,6 +229,10 @@ def test_schedules_end_at_the_floor(name, last):
         assert rates[89] == pytest.approx(0.55)
 
 
+def test_a_linear_decay_to_a_floor_of_1_is_constant():
+    assert schedule("linear", 100, 2.0, floor=1.0, decay=0.2) == schedule("constant", 100, 2.0, floor=1.0, decay=0.2)
+
+
 # ------------------------------------------------------------------------------------------------ runs
 
 

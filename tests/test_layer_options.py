@@ -85,6 +85,13 @@ POST = {"train_length": 16}
         ("mamba3", {"rate_floor": 0.0}, "a rate_floor, which is positive"),
         ("attention", {"qk_norm": "heads"}, "unknown qk_norm 'heads'.*none, head, head_plus_one, all"),
         ("attention", {"rope_fraction": 1.5}, "rope_fraction must lie in"),
+        ("attention", {"rope_fraction": 0.05}, "rotates none of the"),
+        ("comba", {"cascade": {}}, "cascade is None in Comba"),
+        ("deltaproduct", {"cascade": {}}, "cascade is None in DeltaProduct"),
+        ("gdn2", {"log_linear": {}}, "log_linear is None in GatedDeltaNet2"),
+        ("ska", {"decay_options": {"p": 0.9}}, "decay_options p need a decay"),
+        ("mamba2", {"conv_size": 0}, "conv_size must be at least 1"),
+        ("linear", {"conv_size": -1}, "conv_size must be at least 1"),
         ("gla", {"feature_map": "exp"}, "unknown feature_map 'exp'.*none, relu"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_close, assert_same, slices
 
-from halflife import layers
+from halflife import LanguageModel, layers, preset
 from halflife.layers import LAYERS
 from halflife.precision import Float32Module
 
@@ -321,3 +321,14 @@ def test_inputs_that_do_not_fit_are_errors(case, arguments, message):
         arguments = {**arguments, "state": layer(x)[1]}
     with pytest.raises(ValueError, match=message):
         layer(**{"x": x, **arguments})
+
+
+@pytest.mark.parametrize("name", ["lightnet", "mamba2+ska", "mamba2+log_linear"])
+def test_no_sequences_are_fine(name):
+    """Whole and packed, without a state and with one."""
+    model = LanguageModel(preset(name, hidden_size=32, num_layers=2, vocab_size=16)).eval()
+    ids, state = torch.zeros(0, 5, dtype=torch.long), None
+    for mask in (None, torch.zeros(0, 5)):
+        logits, state = model(ids, attention_mask=mask)
+        assert logits.shape == (0, 5, 16)
+        assert model(ids, state, attention_mask=mask)[0].shape == (0, 5, 16)

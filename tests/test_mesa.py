@@ -140,3 +140,12 @@ def test_models_stream_and_have_gradients():
     assert_close(torch.cat([first, model(ids[:, 13:], state)[0]], 1), whole, 1e-12)
     whole.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("position", ["lrpe", "half_lrpe"])
+def test_the_ridge_has_a_number_for_every_row_of_a_key(position):
+    layer = halflife.layers.build("mesa", hidden_size=32, num_heads=2, position=position)
+    x = torch.randn(1, 6, 32)
+    whole, _ = layer(x)
+    first, state = layer(x[:, :4])
+    torch.testing.assert_close(torch.cat([first, layer(x[:, 4:], state)[0]], 1), whole, rtol=1e-4, atol=1e-5)

@@ -245,6 +245,7 @@ def test_what_the_tables_say(made, inputs):
         (["--lengths", "100", "1"], "need lengths from 2"),
         (["--counts", "0"], "counts from 1"),
         (["--tokens", "0"], "and a token"),
+        (["--channels", "16", "--length", "2000000"], "--channels × --length may be at most 16,000,000"),
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, refused):

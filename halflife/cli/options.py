@@ -37,7 +37,11 @@ def read_options(command: Command) -> Command:
     file: Path = command.config  # pyright: ignore[reportAttributeAccessIssue] (commands with a file have it)
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}, which --config names")
-    written = load_yaml(file.read_text(encoding="utf-8"), str(file)) or {}
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from None
+    written = load_yaml(text, str(file)) or {}
     if not isinstance(written, Mapping):
         raise ValueError(f"{file} must hold a mapping from options to values")
     extensions.recall(written, file.parent)

@@ -44,7 +44,7 @@ class LightNetDecay(Decay):
         state: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return `g` and the running logsumexp `[N, H]` or `[N, H, K]`, which is −inf before the first token."""
+        """Return `g` and the running logsumexp `[N, H(, K)]`, −inf (or 0, by `first`) before the first token."""
         f = f if f.dtype == torch.float64 else f.float()
         sequences = len(f) if cu_seqlens is None else len(cu_seqlens) - 1
         if state is None:
@@ -56,7 +56,7 @@ class LightNetDecay(Decay):
             g, last = _running(piece, state[row : row + 1])
             pieces.append(g)
             states.append(last)
-        return torch.cat(pieces, 1), torch.cat(states)
+        return (torch.cat(pieces, 1), torch.cat(states)) if pieces else (f, state)
 
     def timescales(self, position: float = 1) -> Tensor:
         t = torch.full(self.shape, float(position)) + (self.first == "zero")  # one more term of e⁰ in the sum

@@ -75,6 +75,11 @@ class Attention(Mixer):
         self.rotated = int(self.head_dim * rope_fraction)
         if position == "rope":
             check_pairs(self.rotated)
+            if not self.rotated:
+                raise ValueError(
+                    f"rope_fraction {rope_fraction} rotates none of the {self.head_dim} channels; take a larger one, "
+                    "or position 'none'"
+                )
         if window is not None and window < 1:
             raise ValueError(f"window is a number of tokens and must be at least 1; got {window}")
         self.rope_base, self.position, self.window = rope_base, position, window

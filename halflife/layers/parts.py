@@ -196,6 +196,8 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
         super().__init__()
+        if size < 1:
+            raise ValueError(f"conv_size must be at least 1 (0 is none, in the layers linear and ska); got {size}")
         self.size = size
         self.weight = nn.Parameter(torch.empty(channels, size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
@@ -240,6 +242,8 @@ def build_decay(
     if name is None:
         if post is not None:
             raise ValueError("PoST orders decay rates, and a layer without a decay has none")
+        if options:
+            raise ValueError(f"the decay_options {', '.join(options)} need a decay, and this layer has none")
         return None
     decay = build_named_decay(name, **sizes, **(options or {}))
     return decay if post is None else PoST(decay, **post)

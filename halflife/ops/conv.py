@@ -155,7 +155,7 @@ class _ShiftedProducts(torch.autograd.Function):
         x, taps = ctx.saved_tensors
         length = dy.shape[1]
         dx, dtaps = torch.zeros(x.shape, dtype=dy.dtype, device=dy.device), torch.empty_like(taps)
-        product = torch.empty_like(dy)
+        product = None if torch.is_grad_enabled() else torch.empty_like(dy)  # for second derivatives each is kept
         for i in range(len(taps)):
             dx[:, i : i + length].addcmul_(dy, taps[i])
             dtaps[i] = torch.mul(dy, x[:, i : i + length], out=product).sum((0, 1))

@@ -37,8 +37,8 @@ def schedule(name: str, steps: int, learning_rate: float, *, floor: float, decay
     if name == "wsd":
         falling = {"num_decay_steps": max(1, round(decay * steps)), "decay_type": "linear", "min_lr_ratio": floor}
         return "warmup_stable_decay", falling
-    if name == "linear":
+    if name == "linear" and floor < 1:
         return "polynomial", {"lr_end": floor * learning_rate, "power": 1.0}
-    if name == "constant":
+    if name in ("constant", "linear"):  # a linear decay to a floor of 1 is constant
         return "constant_with_warmup", {}
     raise unknown("schedule", name, list(SCHEDULES))

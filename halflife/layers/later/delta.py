@@ -78,7 +78,9 @@ class GatedDeltaNet2(KDA):
     UPDATE = "linear"  # the block then has no writing strength β
 
     def __init__(self, hidden_size: int, num_heads: int = 4, *, allow_neg_eigval: bool = False, **options: Any) -> None:
-        fixed = fix_options("GatedDeltaNet2", options, position="none", gate_rank=None, qk_norm=True)
+        fixed = fix_options(
+            "GatedDeltaNet2", options, position="none", gate_rank=None, cascade=None, log_linear=None, qk_norm=True
+        )
         super().__init__(hidden_size, num_heads, **fixed)
         if self.decay is None:
             raise ValueError("GatedDeltaNet2 needs a decay; got None")
@@ -143,7 +145,8 @@ class Comba(LinearMixer):
     def __init__(self, hidden_size: int, num_heads: int = 4, *, correction: float = 1.0, **options: Any) -> None:
         defaults = {"decay": "mamba2", "conv_size": 4, "gate": "sigmoid", **_wide_rates(options)}
         fixed = fix_options(
-            "Comba", options, granularity="scalar", update="delta", position="none", gate_rank=None, qk_norm=True,
+            "Comba", options, granularity="scalar", update="delta", position="none", gate_rank=None, cascade=None,
+            log_linear=None, qk_norm=True,
         )  # fmt: skip
         super().__init__(hidden_size, num_heads, **{**defaults, **fixed})
         self.feedback = Feedback(num_heads, correction)
@@ -203,7 +206,8 @@ class DeltaProduct(LinearMixer):
             raise ValueError(f"num_householder must be at least 1; got {num_householder}")
         defaults = {"decay": "mamba2", "granularity": "scalar", "conv_size": 4, "gate": "swish", **_wide_rates(options)}
         fixed = fix_options(
-            "DeltaProduct", options, update="delta", position="none", gate_rank=None, qk_norm=True, share_keys=False,
+            "DeltaProduct", options, update="delta", position="none", gate_rank=None, cascade=None, log_linear=None,
+            qk_norm=True, share_keys=False,
         )  # fmt: skip
         super().__init__(hidden_size, num_heads, allow_neg_eigval=allow_neg_eigval, **{**defaults, **fixed})
         self.steps = num_householder

@@ -79,7 +79,8 @@ class MesaNet(LinearMixer):
         self.beta_proj = Linear(hidden_size, num_heads, bias=True)
         if self.conv is not None:
             self.conv = KeyConv(sum(self.splits[:2]), self.conv.size)
-        self.ridge = Ridge(num_heads, self.head_dim * (2 if self.position == "lrpe" else 1), smallest_ridge)
+        more = {"lrpe": self.head_dim, "half_lrpe": self.head_dim // 2}.get(self.position, 0)
+        self.ridge = Ridge(num_heads, self.head_dim + more, smallest_ridge)
         self.solver = {"iterations": iterations, "tolerance": tolerance}
 
     def update_state(

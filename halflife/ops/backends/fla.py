@@ -74,8 +74,7 @@ def _known_wrong(call: OpCall, device: torch.device, triton: tuple[int, ...]) ->
     if call.op == "dplr" or (call.g is not None and call.g.ndim == 4):  # other kernels, without these faults
         return None
     major, release = _capability(device), ".".join(map(str, triton))
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors)
-    if major == 9 and (3, 4) <= triton < (3, 7, 1) and call.g is not None and differentiated:
+    if major == 9 and (3, 4) <= triton < (3, 7, 1) and call.g is not None and call.differentiated:
         return f"fla's gated gradients are wrong on Hopper with Triton 3.4.0 to 3.7.0; {release} is installed"
     if call.op == "delta_rule" and major >= 10 and triton < (3, 8):
         return f"fla's delta rule races and gives NaN on Blackwell with Triton below 3.8; {release} is installed"

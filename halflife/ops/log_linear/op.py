@@ -76,7 +76,7 @@ def log_linear_attention(
     implementation = choose(call.op, backend, call.device)
     with without_autocast(call.device):
         rows = Rows.of(call, weights, states, position, initial_state is None)
-        o, final = (implementation if rows.q.shape[2] else reference)(rows)
+        o, final = (implementation if rows.q.numel() else reference)(rows)
         o = rows.flat(o).mul(call.output_scale).to(v.dtype)
     return o, (final, position + rows.lengths) if output_final_state else None
 
@@ -126,6 +126,6 @@ def _token(
     o = read + weights[..., :1] * (q * k).sum(-1, keepdim=True) * v
     level = torch.arange(1, states.shape[2] + 1, device=states.device)
     carry = levels(position, position + 1, states.shape[2]).unsqueeze(-1)  # where the merged states go
-    below, here = (x.view(len(x), 1, -1, 1, 1) for x in (level < carry, level == carry))
+    below, here = (x[:, None, :, None, None] for x in (level < carry, level == carry))
     merged = written.unsqueeze(2) + torch.where(below, decayed, 0).sum(2, keepdim=True)
     return o, torch.where(below, 0, decayed) + torch.where(here, merged, 0)
