@@ -73,9 +73,10 @@ class MesaNet(LinearMixer):
             "decay_rank": 0,
         }  # fmt: skip
         fixed = fix_options("MesaNet", options, granularity="scalar", update="delta", gate_rank=None, cascade=None)
-        super().__init__(hidden_size, num_heads, **{**defaults, **fixed})
-        if self.decay is None:
+        chosen = {**defaults, **fixed}
+        if chosen["decay"] is None:
             raise ValueError("MesaNet needs a decay; got None")
+        super().__init__(hidden_size, num_heads, **chosen)
         self.beta_proj = Linear(hidden_size, num_heads, bias=True)
         if self.conv is not None:
             self.conv = KeyConv(sum(self.splits[:2]), self.conv.size)

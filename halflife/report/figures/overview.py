@@ -51,7 +51,7 @@ def overview(data: Mapping[str, Any]) -> Figure:
         axes.set_xlabel(" → ".join(f"{n:,}" for n in lengths) + " tokens" if lengths else "")
         if name == "state":
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
+            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=3))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_bytes(x)))
         if name in SPEEDS:
