@@ -378,6 +378,15 @@ def test_the_key_guards_the_api_alone(model):
     assert "\nhalflife_rows_active 0\n" in counts
 
 
+def post(application, path, receive, send):
+    """A POST of JSON whose client is the two functions, which can leave."""
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }  # fmt: skip
+    asyncio.run(asyncio.wait_for(application(scope, receive, send), 30))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_request_of_a_client_that_leaves_is_cancelled(model, stream):
     """The client leaves after the first step, or after the first event."""
@@ -399,11 +408,7 @@ def test_the_request_of_a_client_that_leaves_is_cancelled(model, stream):
     async def send(message):
         started.set()
 
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0", "spec_version": "2.3"},
-    }  # fmt: skip
-    asyncio.run(asyncio.wait_for(application(scope, receive, send), 30))
+    post(application, "/v1/completions", receive, send)
     for _ in range(1000):
         if not server.active:
             break
@@ -427,11 +432,7 @@ def test_a_client_that_leaves_leaves_no_session(model):
     async def send(message):
         pass
 
-    scope = {
-        "type": "http", "method": "POST", "path": "/v1/sessions", "query_string": b"",
-        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0", "spec_version": "2.3"},
-    }  # fmt: skip
-    asyncio.run(asyncio.wait_for(application(scope, receive, send), 30))
+    post(application, "/v1/sessions", receive, send)
     assert "halflife_sessions 0\n" in TestClient(application).get("/metrics").text
     server.close()
 

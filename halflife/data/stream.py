@@ -207,9 +207,9 @@ class Stream:
                 file.truncate(size)
         path = self.folder / RECORDS
         if path.exists():
-            whole = path.read_bytes().rpartition(b"\n")
+            whole = path.read_bytes().rfind(b"\n") + 1
             with path.open("r+b") as file:
-                file.truncate(len(whole[0] + whole[1]))
+                file.truncate(whole)
 
     def _check_disk(self, record: dict[str, Any], tokens: int) -> None:
         """Raise a ValueError if the disk cannot hold the tokens that are still wanted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,8 +49,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def variant(name: str) -> tuple[str, dict[str, Any]]:
+def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     """The preset of a name `preset:variant`, and the options of its SKA layers.
+
+    Args:
+        name: the name of a model.
+        also: names that the experiment has beside the variants, for the message.
 
     Raises:
         ValueError: an unknown variant (the message lists them), or a variant of a preset without SKA.
@@ -58,7 +63,7 @@ def variant(name: str) -> tuple[str, dict[str, Any]]:
     if not chosen:
         return base, {}
     if chosen not in VARIANTS:
-        raise unknown("variant", chosen, [*VARIANTS, "equal-state", *CELLS])
+        raise unknown("variant", chosen, [*VARIANTS, *also])
     if "ska" not in base.split("+"):
         raise ValueError(f"{base} has no SKA layers, so {chosen!r} cannot be a variant of it")
     return base, VARIANTS[chosen]
@@ -230,7 +235,7 @@ class EchoMQAR(MQARExperiment):
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
         if name == "mamba2:equal-state":
             return self._equal_state(settings)
-        base, options = variant(name)
+        base, options = variant(name, ["equal-state", *CELLS])
         config = mqar_model(base, settings)
         if config.hybrid.get("mixer") != "ska":
             return config

@@ -285,9 +285,7 @@ class SKA(Mixer):
         """Causal: each query reads earlier tokens."""
         refresh = "token" if self.mode == "prefix" else self.options["refresh"]
         if state is not None:
-            longest = q.shape[1]
-            if cu_seqlens is not None:
-                longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+            longest = q.shape[1] if cu_seqlens is None else max(cu_seqlens.diff().tolist(), default=0)
             if longest <= 1 and not self.training and self.mode == "chunk":
                 refresh = self.decode_refresh
             size = 1 if refresh == "token" else self.options["chunk_size"]
