@@ -14,7 +14,7 @@ from halflife.layers.mixer import LAYERS, State
 from halflife.layers.parts import DecayProjection
 from halflife.precision import compute_dtype
 
-QUERIES = 1024  # queries whose weights are in memory at once
+WEIGHTS = 1 << 25  # weights of the softmax in memory at once, over all rows and heads
 
 
 @LAYERS.add("fox")
@@ -48,10 +48,11 @@ class ForgettingAttention(Attention):
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         if at is None:
             at = torch.arange(length, device=q.device).expand(len(q), -1)
+        at_once = max(1, WEIGHTS // max(1, total.numel()))
         read = []
-        for start in range(0, max(length, 1), QUERIES):
-            rows = slice(start, start + QUERIES)
-            seen = total.shape[-1] if visible is not None else min(start + QUERIES, length)
+        for start in range(0, max(length, 1), at_once):
+            rows = slice(start, start + at_once)
+            seen = total.shape[-1] if visible is not None else min(start + at_once, length)
             place = at[:, rows].clamp(max=max(total.shape[-1] - 1, 0)).unsqueeze(1).expand(-1, self.num_heads, -1)
             bias = total.gather(2, place).unsqueeze(-1) - total[:, :, None, :seen]
             mask = torch.arange(seen, device=q.device) <= at[:, rows, None] if visible is None else visible[:, rows]
