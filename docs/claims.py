@@ -18,6 +18,7 @@ name:
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
+    loss_from(file, model, first)      in nats, at the span of positions that starts there, one number a seed
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
     percent(x), plain(x)       the mean and its interval, in percent or as it is
@@ -166,6 +167,15 @@ class Files:
         rows = self._selected(name, model, lambda row: int(row["length"]) == length, f"length {length}")
         return np.array([float(row["last_perplexity"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
+    def loss_from(self, name: str, model: str, first: int) -> np.ndarray:
+        """The loss at a span of positions, of every seed: `name` is a `positions.csv`, at one learning rate."""
+        self.used[name] = None
+        rows = [row for row in results(name) if row["model"] == model and int(row["first"]) == first]
+        if not rows:
+            raise ValueError(f"{name} has no row of {model}, first position {first}")
+        self._note(seeds=len(rows), rates=1)
+        return np.array([float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])])
+
     def loss(self, variant: str) -> np.ndarray:
         """The test losses of every seed of a row of the decay grid, at each budget `[budgets, seeds]`."""
         found = [self._selected(name, variant, lambda row: row["test"] == "text", "text") for name in GRID]
@@ -249,8 +259,8 @@ class Files:
         """The names in expressions."""
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
         read = (
-            "accuracy", "best_median", "learned", "loss", "mark", "measured", "medians", "parameters", "perplexity",
-            "timescales",
+            "accuracy", "best_median", "learned", "loss", "loss_from", "mark", "measured", "medians", "parameters",
+            "perplexity", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

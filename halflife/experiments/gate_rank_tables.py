@@ -51,7 +51,10 @@ def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
         for row in spans:
             columns = cells.setdefault(row["model"], {})
             columns.setdefault(f"{name} {row['first']}–{row['last']}", []).append(scale * float(row[name]))
-    lines = [[f"`{model}`", *map(_seeds, columns.values())] for model, columns in cells.items()]
+    lines = [
+        [f"`{model}`", *(_seeds(values, digits=1 if "accuracy" in name else 2) for name, values in columns.items())]
+        for model, columns in cells.items()
+    ]
     return markdown(["model", *next(iter(cells.values()))], lines)
 
 
