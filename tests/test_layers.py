@@ -6,6 +6,7 @@ from helpers import assert_close, assert_same, slices
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers import LAYERS
+from halflife.ops.call import OpCall
 from halflife.precision import Float32Module
 
 HIDDEN, LENGTH = 32, 11
@@ -282,13 +283,20 @@ def test_bfloat16(case):
 
 
 @each_layer
-def test_autocast(case):
+def test_autocast(case, monkeypatch):
+    def recorded(call):
+        dtypes.append({x.dtype for x in (call.q, call.k, call.v, call.a, call.b) if x is not None})
+        check(call)
+
+    dtypes, check = [], OpCall.check
+    monkeypatch.setattr(OpCall, "check", recorded)
     layer, x = build(case), inputs(dtype=torch.float32)
     exact, _ = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(x)
         y, state = layer(x, state)  # a state that was computed under autocast is accepted
         y, _ = layer(x)
+    assert all(len(each) == 1 for each in dtypes)  # otherwise no fast kernel takes the call
     assert state.get("memory", torch.zeros(())).dtype == torch.float32
     assert_close(y, exact, BFLOAT16)
     y.sum().backward()

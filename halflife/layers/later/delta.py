@@ -165,8 +165,9 @@ class Comba(LinearMixer):
         assert self.beta_proj is not None
         beta = (self.beta_scale * self.beta_proj(x).sigmoid()).unsqueeze(-1)
         read = -self.feedback.share.sigmoid().unsqueeze(-1) * beta * k
+        q, written, read, k = (x.to(v.dtype) for x in (q, beta * k, read, k))  # autocast leaves some in float32
         o, memory = dplr(
-            q, beta * k, v, read, k, g, scale=self.head_dim**-0.5, initial_state=state.get("memory"),
+            q, written, v, read, k, g, scale=self.head_dim**-0.5, initial_state=state.get("memory"),
             output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None

@@ -106,7 +106,8 @@ class Longhorn(Mixer):
         r, k, q = self.x_proj(values).split(self.splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         step, g = self.step_sizes(self.step_proj(r).sigmoid(), k)
-        written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(x.dtype)
+        written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(values.dtype)
+        q = q.to(values.dtype)
         y, memory = linear_attention(
             q.unsqueeze(2).expand_as(written), written, values, g, scale=1, initial_state=state.get("memory"),
             output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
