@@ -54,6 +54,23 @@ def test_only_tensors(convert):
         check_number("scale", "x")
 
 
+def test_gates_are_no_options():
+    q = k = v = torch.ones(1, 3, 2, 4)
+    g, beta, ridge, weights = torch.zeros(1, 3, 2), torch.ones(1, 3, 2), torch.ones(2, 4), torch.ones(1, 3, 2, 3)
+    calls = {
+        "g_slow": (ops.gate_rank, (None, g)),
+        "g_fast": (ops.gate_rank, (g, None)),
+        "g": (ops.cascade, (None, weights)),
+        "r": (ops.cascade, (weights, None)),
+        "beta": (ops.ridge_attention, (g, None, ridge)),
+        "ridge": (ops.ridge_attention, (g, beta, None)),
+        "weights": (ops.log_linear_attention, (g, None)),
+    }
+    for name, (op, gates) in calls.items():
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor; got None"):
+            unchecked(op)(q, k, v, *gates)
+
+
 @each_of_all
 def test_one_device(op):
     with pytest.raises(ValueError, match="on one device; got cpu, and v on meta"):

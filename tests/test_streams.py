@@ -151,6 +151,49 @@ def test_a_state_in_float64_stays_so(case):
         assert relative_error(got, expected_state) <= 1e-12
 
 
+def other_arguments(op):
+    """Arguments in float64 of an op that does not take the common call, and its first state."""
+    draw = generator("wide", op)
+    shape, states = (1, 20, 2), {"cascade": 3, "log_linear_attention": 6}.get(op)
+
+    def decays(*sizes):
+        return -torch.rand(*shape, *sizes, generator=draw, dtype=torch.float64)
+
+    x = {name: torch.randn(*shape, 4, generator=draw, dtype=torch.float64) / 2 for name in "qkv"}
+    if op == "cascade":
+        return x | {"g": decays(states), "r": -decays(states - 1), "beta": -decays()}, torch.zeros(1, 2, states, 4, 4)
+    if op == "log_linear_attention":
+        first = torch.zeros(1, 2, states - 1, 4, 4).double(), torch.zeros(1, dtype=torch.long)
+        return x | {"g": decays(), "weights": -decays(states)}, first
+    ridge = {"ridge": torch.ones(2, 4).double()}
+    return x | ridge | {"g": decays(), "beta": -decays()}, tuple(torch.zeros(1, 2, 4, 4).double() for _ in range(2))
+
+
+@pytest.mark.parametrize("op", ["cascade", "log_linear_attention", "ridge_attention"])
+def test_other_states_in_float64_stay_so(op):
+    x, first = other_arguments(op)
+    first = first.double() if isinstance(first, torch.Tensor) else first
+    narrow = {name: part.float() for name, part in x.items()}
+    wide = {name: part.double() for name, part in narrow.items()}
+    tokens = {} if op != "ridge_attention" else {"ridge": narrow["ridge"]}
+    options = {"output_final_state": True} | ({"tolerance": 1e-13} if tokens else {})
+    exact, last = getattr(ops, op)(**wide, initial_state=first, backend="reference", **options)
+    o, whole = getattr(ops, op)(**narrow, initial_state=first, **options)
+    state = first
+    for t in range(20):
+        token = {name: part[:, t : t + 1] for name, part in narrow.items() if name not in tokens} | tokens
+        one, state = getattr(ops, op)(**token, initial_state=state, **options)
+    assert o.dtype == one.dtype == torch.float32
+    assert relative_error(o, exact) <= 1.2e-7
+    assert relative_error(one, exact[:, -1:]) <= 1.2e-7
+    for got in (whole, state):
+        pairs = zip(got, last, strict=True) if isinstance(got, tuple) else [(got, last)]
+        for part, expected in pairs:
+            if part.is_floating_point():  # and not a position
+                assert part.dtype == torch.float64
+                assert relative_error(part, expected) <= 1e-12
+
+
 @pytest.mark.parametrize("name", ["gated_deltanet+gate_rank", "rwkv7+tpe"])
 def test_a_session_with_states_in_float64(name, tmp_path):
     config = halflife.preset(name, hidden_size=16, num_layers=1, vocab_size=256, num_heads=2)

@@ -36,6 +36,14 @@ def check_tensors(**tensors: Any) -> None:
             raise ValueError(f"all tensors must be on one device; got {device}, and {name} on {x.device}")
 
 
+def check_required(**tensors: Any) -> None:
+    """Check tensors as `check_tensors` does, and that none of them is None."""
+    for name, x in tensors.items():
+        if x is None:
+            raise TypeError(f"{name} must be a torch.Tensor; got None")
+    check_tensors(**tensors)
+
+
 def check_integers(name: str, x: Any) -> None:
     """Check that `x` is a tensor of integers; raises as `check_tensors` does."""
     if not isinstance(x, Tensor):

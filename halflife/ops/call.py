@@ -109,9 +109,10 @@ class OpCall:
         heads, key = self.q.shape[2:]
         return self.q.new_zeros(self.num_sequences, heads, self.num_states * key, self.v.shape[-1], dtype=dtype)
 
-    def with_wide_inputs(self) -> OpCall:
+    def with_wide_inputs(self, initial_state: Tensor | None = None) -> OpCall:
         """The call in float64 if the state before the first token is float64, so that the state stays so."""
-        if self.initial_state is None or self.initial_state.dtype != torch.float64 or self.q.dtype == torch.float64:
+        initial = self.initial_state if initial_state is None else initial_state
+        if initial is None or initial.dtype != torch.float64 or self.q.dtype == torch.float64:
             return self
         names = ("q", "k", "v", "g", "beta", "a", "b", "g_slow")
         return replace(self, **{name: x.double() for name in names if (x := getattr(self, name)) is not None})

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import check_tensors
+from halflife.ops.arguments import check_required, check_tensors
 from halflife.ops.backends.dispatch import dispatch, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.chunked import blocks
@@ -77,6 +77,7 @@ def gate_rank(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
+    check_required(g_slow=g_slow, g_fast=g_fast)
     check_reset_law(reset_law, delta=beta is not None)
     if reset_law == "printed":
         options = {"scale": scale, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}

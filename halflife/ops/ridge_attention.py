@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_tensors, is_traced
+from halflife.ops.arguments import check_required, check_tensors, is_traced
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall, pieces
 from halflife.ops.conjugate_gradients import Solution, check_solver, conjugate_gradients
@@ -86,15 +86,15 @@ def ridge_attention(
         ValueError: a shape or number does not fit, or a log-decay is positive.
     """
     call = OpCall("ridge_attention", q, k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    check_tensors(ridge=ridge)
+    check_required(g=g, beta=beta, ridge=ridge)
     call.check()
     if g.ndim != 3:
         raise ValueError(f"ridge attention needs one log-decay a head, g [B, T, H]; got {tuple(g.shape)}")
     if ridge.shape != q.shape[2:] or not (is_traced(ridge) or (ridge > 0).all()):
         raise ValueError(f"ridge must be positive numbers [H, K] = {tuple(q.shape[2:])}; got {tuple(ridge.shape)}")
     check_solver(iterations, tolerance)
-    dtype = compute_dtype(q)
     gram, values = _first(call, initial_state)
+    dtype = gram.dtype
     implementation = choose(call.op, backend, call.device)
     with without_autocast(call.device):
         q, k, g, beta = (x.to(dtype) for x in (q, k, g, beta))
@@ -112,6 +112,9 @@ def _first(call: OpCall, initial: Any) -> State:
         return gram, values
     if not isinstance(initial, tuple | list) or len(initial) != 2 or [tuple(x.shape) for x in initial] != shapes:
         raise ValueError(f"initial_state must be the pair (G, C), of shapes {shapes[0]} and {shapes[1]}")
+    check_tensors(G=initial[0], C=initial[1])
+    for x in initial:
+        dtype = torch.promote_types(dtype, x.dtype)
     return initial[0].to(dtype), initial[1].to(dtype)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_decay, check_tensors, is_transformed
+from halflife.ops.arguments import check_decay, check_required, check_tensors, is_transformed
 from halflife.ops.backends.dispatch import choose, why
 from halflife.ops.call import OpCall
 from halflife.precision import compute_dtype, without_autocast
@@ -83,7 +83,8 @@ def cascade(
         ValueError: a shape does not fit, a log-decay is positive, or the backend cannot run.
     """
     call = OpCall("cascade", q, k, v, beta=beta, scale=scale, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    check_tensors(g=g, r=r)
+    check_required(g=g, r=r)
+    check_tensors(initial_state=initial_state)
     call.check()
     check_decay("g", g, (call.op, "g"))
     states = g.shape[-1]
@@ -96,7 +97,8 @@ def cascade(
     shape = (call.num_sequences, q.shape[2], states, q.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != shape:
         raise ValueError(f"initial_state must be [sequences, H, N, K, V] = {shape}; got {tuple(initial_state.shape)}")
-    dtype = compute_dtype(q)
+    call = call.with_wide_inputs(initial_state)
+    dtype = compute_dtype(call.q)
     initial = q.new_zeros(shape, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     whole = CascadeCall(call, g.to(dtype), r.to(dtype), initial)
     by_token = call.is_token and (whole.differentiated or why("cascade", "native", call.device, whole) is not None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_integers, check_tensors, is_transformed
+from halflife.ops.arguments import check_integers, check_required, check_tensors, is_transformed
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall
 from halflife.ops.log_linear.rows import Rows, levels
@@ -62,7 +62,7 @@ def log_linear_attention(
         ValueError: a shape does not fit, a log-decay is positive, or the backend cannot run.
     """
     call = OpCall("log_linear_attention", q, k, v, g, scale=scale, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    check_tensors(weights=weights)
+    check_required(weights=weights)
     call.check()
     if g is None or g.ndim != 3:
         raise ValueError("log-linear attention needs one log-decay a head, g [B, T, H]")
@@ -97,7 +97,7 @@ def _first(call: OpCall, num_states: int, initial: State | None) -> tuple[Tensor
         raise ValueError(
             f"initial_state must be states [N, H, L − 1, K, V] = {shape} and position [{batch}]; got {got}"
         )
-    return initial[0].to(dtype), initial[1].long()
+    return initial[0].to(torch.promote_types(dtype, initial[0].dtype)), initial[1].long()
 
 
 # ------------------------------------------------------------------------------------------- definition

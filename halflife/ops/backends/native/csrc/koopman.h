@@ -7,12 +7,16 @@
 // R rows and 2 R + P columns, and the tokens of a block are rows [z_t | z_{t−1} | v_t], so that one product of keys and
 // tokens gives all sums of a block.
 #pragma once
+#include <limits>
 #include <memory>
 #include <vector>
 
 #include "product.h"
 
 namespace halflife {
+
+// Whether a squared norm can be the unit m² of the sums; otherwise the unit is 1, as in `unit_of` of solve.py.
+inline bool is_unit(float norm) { return norm >= std::numeric_limits<float>::min(); }
 
 struct KoopmanSizes {
   int64_t rank, width;  // R and P, as multiples of 16

@@ -121,7 +121,7 @@ KoopmanBlock::KoopmanBlock(const KoopmanSizes& sizes, bool grads)
 
 float KoopmanBlock::unit_of(float norm) const {
   const float m2 = settings.whole_sequence ? settings.largest : norm;
-  return m2 > 0.f ? m2 : 1.f;
+  return is_unit(m2) ? m2 : 1.f;
 }
 
 void KoopmanBlock::sum_tokens(const Mat& out) {
@@ -222,7 +222,7 @@ class SharedOperator final : public KoopmanBlock {
     double trace = 0;
     for (int64_t i = 0; i < n.rank; i++) trace += slot.sums->row(i)[i];
     const float m2 = settings.whole_sequence ? settings.largest : fitted.norm;
-    const double dunit = m2 > 0.f ? settings.ridge * trace : 0;
+    const double dunit = is_unit(m2) ? settings.ridge * trace : 0;
     slot.dentering = settings.whole_sequence ? 0 : dunit;
     slot.dlargest = settings.whole_sequence ? dunit : 0;
   }
@@ -326,7 +326,7 @@ class TokenOperators final : public KoopmanBlock {
         dm2 = 0;
       }
       if (t > 0) {
-        if (!settings.whole_sequence && entering[t] > 0.f) dm2 += static_cast<float>(settings.ridge * trace(slot, t));
+        if (!settings.whole_sequence && is_unit(entering[t])) dm2 += static_cast<float>(settings.ridge * trace(slot, t));
         add_operator(slot, t);
       }
     }
@@ -408,7 +408,7 @@ class TokenOperators final : public KoopmanBlock {
     solve(x(slot.bs, 0, t), dx, unit);
     std::copy_n(x(slot.bs, 0, t), n.rank, dq->row(t));
     const float m2 = settings.whole_sequence ? settings.largest : norm;
-    return m2 > 0.f ? settings.ridge * trace(slot, t) : 0;
+    return is_unit(m2) ? settings.ridge * trace(slot, t) : 0;
   }
 
   // The trace of dG̃ = −Σ b_i x_iᵀ of token t.

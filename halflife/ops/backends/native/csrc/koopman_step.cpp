@@ -82,7 +82,7 @@ struct Scratch {
   Buffer inverse, matrix, lower, values, rows;
 };
 
-float unit_of(float norm) { return norm > 0.f ? norm : 1.f; }
+float unit_of(float norm) { return is_unit(norm) ? norm : 1.f; }
 
 void scale(float* out, const float* in, float weight, int64_t n) {
   const Vec w(weight);
