@@ -224,6 +224,10 @@ def test_a_terminal_of_ascii_shows_everything(tmp_path):
         (["--weight-decay", "-3"], "weight_decay must be 0 or more; got -3.0"),
         (["--warmup", "5"], "warmup must be a share"),
         (["--warmup", "nan"], "warmup must be a share of the steps between 0 and 1; got nan"),
+        (
+            ["--schedule", "wsd", "--warmup", "0.5", "--decay", "0.75", "--tokens", "2048"],
+            "their sum is at most 1; got 0.5 and 0.75",
+        ),
         (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
         (["--seed", "-1"], "seed must lie between 0"),
         (["--num-heads", "0"], "num_heads must be at least 1; got 0"),

@@ -658,6 +658,21 @@ def test_native_takes_any_head_size(form, rank, width, dtype):
     assert_close(got, expected, 2**-8 if dtype == torch.bfloat16 else NATIVE)
 
 
+@each_fast_form
+@pytest.mark.parametrize("form", [{}, {"refresh": "token"}, {"mode": "prefix"}, {"normalization": "sequence"}])
+def test_keys_whose_squares_are_no_normal_numbers(form, backend):
+    """They count as zero: the squared norm is 1e-40, whose inverse is infinite in float32."""
+    q, k, v = inputs(12, dtype=torch.float32)
+    k = (1e-20 * k).requires_grad_()
+    y, state = koopman_attention(q, k, v, chunk_size=4, backend=backend, output_final_state=True, **form)
+    y.sum().backward()
+    assert y.abs().max() <= 1e-15
+    assert k.grad.isfinite().all()
+    with torch.no_grad():
+        one = [part[:, :1] for part in (q, k, v)]
+        assert koopman_attention(*one, chunk_size=4, initial_state=state, backend=backend, **form)[0].isfinite().all()
+
+
 @needs_native
 @torch.no_grad()
 @pytest.mark.parametrize("refresh", ["chunk", "token"])

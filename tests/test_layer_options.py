@@ -53,7 +53,7 @@ POST = {"train_length": 16}
         ("liner", {}, "Did you mean 'linear'"),
         ("linear", {"num_heads": 5}, "num_heads must divide hidden_size"),
         ("attention", {"num_heads": 5}, "num_heads must divide hidden_size"),
-        ("attention", {"num_kv_heads": 3}, "must divide"),
+        ("attention", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got 3 and"),
         ("mamba2", {"num_groups": 3}, "num_groups must divide num_heads"),
         ("mamba2", {"decay": "simple"}, "design-space block"),
         ("linear", {"granularity": "scalar", "share_keys": True}, "needs a vector decay"),

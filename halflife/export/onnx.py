@@ -101,6 +101,8 @@ def write_graph(
         pieces = 2 if max_length is None else min(2, max_length // tokens)
         difference = _difference(model, path, tokens, state, pieces)
     if not difference <= tolerance:
+        for file in path.parent.glob(f"{path.name}*"):  # large weights are in a file beside the graph
+            file.unlink()
         raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
     return Written(path, tokens, "step" if tokens == 1 else "token loop" if loop else "chunked", difference)
 

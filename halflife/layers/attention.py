@@ -65,7 +65,8 @@ class Attention(Mixer):
         super().__init__()
         self.head_dim = head_dim or check_heads(hidden_size, num_heads)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        check_heads(num_heads, self.num_kv_heads)
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {num_heads}")
         if position not in self.POSITIONS:
             raise unknown("position", position, list(self.POSITIONS))
         if qk_norm not in self.QK_NORMS:

@@ -73,6 +73,12 @@ class TrainConfig:
             raise ValueError(f"weight_decay must be 0 or more; got {self.weight_decay}")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup must be a share of the steps between 0 and 1; got {self.warmup}")
+        falling = self.schedule_options.get("num_decay_steps", 0)
+        if self.warmup * self.steps + falling > self.steps + 1:  # at least one step
+            raise ValueError(
+                f"warmup and decay are shares of the same steps, so their sum is at most 1; got {self.warmup} and "
+                f"{falling / self.steps:.3g}"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers of 0 or more and less than 1; got {self.betas}")
         if not 0 <= self.seed < 1 << 32:
