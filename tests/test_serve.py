@@ -173,6 +173,19 @@ def test_an_error_of_the_model_ends_its_jobs_and_not_the_engine(monkeypatch):
     assert tokens(events) == alone(model, [1])
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_end_their_row_alone(temperature):
+    model = tiny(tie_embeddings=False)
+    with torch.no_grad():
+        model.embedding.weight[200] = torch.nan
+    shared = engine(model)
+    bad, good = run(shared, *(submit(shared, prompt, temperature=temperature, seed=1) for prompt in ([1, 200], [1, 2])))
+    assert "the logits of the model are not finite" in bad[-1].message
+    (expected,) = run(shared, submit(shared, [1, 2], temperature=temperature, seed=1))
+    assert tokens(good) == tokens(expected)
+    assert len(tokens(good)) == 4
+
+
 def test_the_queue_is_bounded_and_closing_ends_what_waits():
     shared = engine(tiny(), max_waiting=2)
     jobs = [submit(shared, [1]) for _ in range(2)]

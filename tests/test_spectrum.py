@@ -83,6 +83,9 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
     text = tmp_path / "text"
     text.write_text("hear hear speak  louder")
     assert read_ids([text], str(tmp_path / "words")).tolist() == [2, 2, 1, 0]
+    special = tmp_path / "special"
+    special.write_text("hear [UNK]")  # of a document, ordinary text, as in training
+    assert read_ids([special], str(tmp_path / "words")).tolist() == [2, 0, 0, 0]
     for size in (3, 2):
         checkpoint.save(tiny("tnl", vocab_size=size), tmp_path / str(size))
     result = measure_models([tmp_path / "3"], [text], tokenizer=str(tmp_path / "words"))

@@ -240,7 +240,8 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
     encoder = pretrained(tokenizer)
     text = data.decode("utf-8", errors="replace")
-    return torch.tensor(encoder.encode(text, add_special_tokens=False, verbose=False), dtype=torch.long)
+    ids = encoder.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return torch.tensor(ids, dtype=torch.long)
 
 
 def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:

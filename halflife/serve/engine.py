@@ -273,6 +273,10 @@ class Engine:
     def _step(self, group: Group) -> None:
         """Write one token of each row, and let the model read it where the row goes on."""
         logits = self.model.logits(group.hidden)
+        finite = logits.isfinite().all(-1).tolist()
+        if not all(finite):  # the other rows go on at the next turn
+            broken = {row.job for row, whole in zip(group.rows, finite, strict=True) if not whole}
+            return self._fail(broken, "the logits of the model are not finite, as after a divergence in training")
         tokens = draw_tokens(logits, group.rows)
         going = []
         for i, (row, token) in enumerate(zip(group.rows, tokens, strict=True)):
