@@ -14,6 +14,7 @@ from tiny_runs import tiny
 from halflife import Session, preset
 from halflife.cli import main
 from halflife.cli.options import resumable
+from halflife.data import store
 from halflife.data.documents import find
 from halflife.experiments import compare as comparison
 from halflife.files import write_text
@@ -248,6 +249,17 @@ def test_bad_settings_are_refused_before_anything_is_written(place, options, mes
     assert len(error.splitlines()) == 1
     assert sorted(path for path in place.rglob("*") if "cache" not in path.parts) == before
     assert not any(path.name == ".lock" for path in place.rglob("*"))
+
+
+def test_a_full_disk_while_a_text_is_tokenised_names_the_folder(place, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.Writer, "add", full)
+    assert command("train", *TRAIN) == 2
+    error = capsys.readouterr().err
+    assert str(place / "cache" / "corpora") in error
+    assert "No space left on device; make room on the disk" in error
 
 
 TRAIN = [

@@ -27,7 +27,7 @@ from halflife.data.cache import locked
 from halflife.data.documents import Piece
 from halflife.data.splits import Advance, Plan, SplitSettings, divided
 from halflife.data.tokenizers import encode_ahead
-from halflife.files import read_json, write_json
+from halflife.files import naming, read_json, write_json
 from halflife.tasks.base import SPLITS
 
 FORMAT = 1
@@ -108,7 +108,7 @@ def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Pa
     stream = (piece for path in files for piece in documents.pieces(path, settings.field))
     stream = divided(stream, plan.cuts) if plan.cuts else stream
     document = 0
-    with ExitStack() as stack:
+    with naming(folder), ExitStack() as stack:
         writers = [stack.enter_context(Writer(folder, split, dtype)) for split in SPLITS]
         for batch, encoded in encode_ahead(tokenizer, _batches(stream), lambda batch: [p.data for p in batch]):
             for piece, ids in zip(batch, encoded, strict=True):

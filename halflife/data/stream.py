@@ -26,6 +26,7 @@ from halflife.data.hub import HubSource
 from halflife.data.splits import SplitSettings
 from halflife.data.store import dtype_of
 from halflife.data.tokenizers import encode_ahead
+from halflife.files import naming
 from halflife.tasks.base import SPLITS
 
 FORMAT = 1
@@ -132,7 +133,8 @@ class Stream:
                 self.settings.tokenizer, self._chunks(last), lambda chunk: [piece.data for piece, _ in chunk.pieces]
             )
             for chunk, ids in encoded:
-                last = self._append(files, last, chunk, ids)
+                with naming(self.folder):
+                    last = self._append(files, last, chunk, ids)
                 report(last, tokens)
                 if self._enough(last, tokens, held_out):
                     break

@@ -169,7 +169,7 @@ class RWKV7(Mixer):
             assert isinstance(self.decay, PoST)
             gain = self.decay.log_stretch(position).exp().to(k.dtype)
             k, b = gain * k, gain * b
-        k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32, and kernels take one dtype
+        k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32
         g = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position)
         o, memory = dplr(
             r, k, v, a, b, g,
