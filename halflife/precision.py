@@ -64,6 +64,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of decays, solves and states: float64 for float64 inputs, float32 for all others."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype of decays, solves and states: float64 if an input is float64, float32 otherwise."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32

@@ -161,7 +161,9 @@ def other_arguments(op):
 
     x = {name: torch.randn(*shape, 4, generator=draw, dtype=torch.float64) / 2 for name in "qkv"}
     if op == "cascade":
-        return x | {"g": decays(states), "r": -decays(states - 1), "beta": -decays()}, torch.zeros(1, 2, states, 4, 4)
+        return x | {"g": decays(states), "r": -decays(states - 1), "beta": -decays()}, torch.zeros(
+            1, 2, states, 4, 4
+        ).double()
     if op == "log_linear_attention":
         first = torch.zeros(1, 2, states - 1, 4, 4).double(), torch.zeros(1, dtype=torch.long)
         return x | {"g": decays(), "weights": -decays(states)}, first
@@ -172,16 +174,15 @@ def other_arguments(op):
 @pytest.mark.parametrize("op", ["cascade", "log_linear_attention", "ridge_attention"])
 def test_other_states_in_float64_stay_so(op):
     x, first = other_arguments(op)
-    first = first.double() if isinstance(first, torch.Tensor) else first
     narrow = {name: part.float() for name, part in x.items()}
     wide = {name: part.double() for name, part in narrow.items()}
-    tokens = {} if op != "ridge_attention" else {"ridge": narrow["ridge"]}
-    options = {"output_final_state": True} | ({"tolerance": 1e-13} if tokens else {})
+    whole_op = {"ridge": narrow["ridge"]} if op == "ridge_attention" else {}  # has no tokens
+    options = {"output_final_state": True} | ({"tolerance": 1e-13} if whole_op else {})
     exact, last = getattr(ops, op)(**wide, initial_state=first, backend="reference", **options)
     o, whole = getattr(ops, op)(**narrow, initial_state=first, **options)
     state = first
     for t in range(20):
-        token = {name: part[:, t : t + 1] for name, part in narrow.items() if name not in tokens} | tokens
+        token = {name: part[:, t : t + 1] for name, part in narrow.items() if name not in whole_op} | whole_op
         one, state = getattr(ops, op)(**token, initial_state=state, **options)
     assert o.dtype == one.dtype == torch.float32
     assert relative_error(o, exact) <= 1.2e-7

@@ -238,10 +238,7 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
     data = b"".join(read_bytes(file) for file in files)
     if tokenizer is None or tokenizer in OF_BYTES:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    encoder = pretrained(tokenizer)
-    text = data.decode("utf-8", errors="replace")
-    ids = encoder.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    return torch.tensor(ids, dtype=torch.long)
+    return torch.from_numpy(load_tokenizer(tokenizer).encode(data))
 
 
 def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:

@@ -18,6 +18,7 @@ from halflife.models.text import decoder, divide_stops, pieces_of_text, until
 FORMAT = 1  # increased when older files can no longer be read
 RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
 BYTES = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
+NOT_FINITE = "the logits of the model are not finite, as after a divergence in training"
 
 
 class Session:
@@ -283,7 +284,7 @@ def draw(
         ValueError: a logit is not finite.
     """
     if not logits.isfinite().all():
-        raise ValueError("the logits of the model are not finite, as after a divergence in training")
+        raise ValueError(NOT_FINITE)
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator))

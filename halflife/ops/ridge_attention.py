@@ -105,16 +105,15 @@ def ridge_attention(
 
 def _first(call: OpCall, initial: Any) -> State:
     """The sums before the first token."""
-    dtype, (heads, key), value = compute_dtype(call.q), call.q.shape[2:], call.v.shape[-1]
+    (heads, key), value = call.q.shape[2:], call.v.shape[-1]
     shapes = [(call.num_sequences, heads, key, last) for last in (key, value)]
     if initial is None:
-        gram, values = (call.q.new_zeros(shape, dtype=dtype) for shape in shapes)
+        gram, values = (call.q.new_zeros(shape, dtype=compute_dtype(call.q)) for shape in shapes)
         return gram, values
     if not isinstance(initial, tuple | list) or len(initial) != 2 or [tuple(x.shape) for x in initial] != shapes:
         raise ValueError(f"initial_state must be the pair (G, C), of shapes {shapes[0]} and {shapes[1]}")
     check_tensors(G=initial[0], C=initial[1])
-    for x in initial:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = compute_dtype(call.q, *initial)
     return initial[0].to(dtype), initial[1].to(dtype)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
+from halflife.models.session import NOT_FINITE
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
 from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
@@ -276,7 +277,7 @@ class Engine:
         finite = logits.isfinite().all(-1).tolist()
         if not all(finite):  # the other rows go on at the next turn
             broken = {row.job for row, whole in zip(group.rows, finite, strict=True) if not whole}
-            return self._fail(broken, "the logits of the model are not finite, as after a divergence in training")
+            return self._fail(broken, NOT_FINITE)
         tokens = draw_tokens(logits, group.rows)
         going = []
         for i, (row, token) in enumerate(zip(group.rows, tokens, strict=True)):

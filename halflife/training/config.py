@@ -74,7 +74,7 @@ class TrainConfig:
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup must be a share of the steps between 0 and 1; got {self.warmup}")
         falling = self.schedule_options.get("num_decay_steps", 0)
-        if self.warmup * self.steps + falling > self.steps + 1:  # at least one step
+        if self.warmup * self.steps + falling > self.steps + 1:  # the decay is rounded, and takes a step at least
             raise ValueError(
                 f"warmup and decay are shares of the same steps, so their sum is at most 1; got {self.warmup} and "
                 f"{falling / self.steps:.3g}"

@@ -85,9 +85,10 @@ def _first(call: OpCall, num_states: int, initial: State | None) -> tuple[Tensor
     """The states `[N, H, L − 1, K, V]` before the first token, and its position `[N]`."""
     batch, (heads, key), value = call.num_sequences, call.q.shape[2:], call.v.shape[-1]
     shape = (batch, heads, num_states, key, value)
-    dtype = compute_dtype(call.q)
     if initial is None:
-        return call.q.new_zeros(shape, dtype=dtype), torch.zeros(batch, dtype=torch.long, device=call.device)
+        return call.q.new_zeros(shape, dtype=compute_dtype(call.q)), torch.zeros(
+            batch, dtype=torch.long, device=call.device
+        )
     if not isinstance(initial, tuple | list) or len(initial) != 2:
         raise ValueError("initial_state must be the pair (states, position)")
     check_tensors(states=initial[0])
@@ -97,7 +98,7 @@ def _first(call: OpCall, num_states: int, initial: State | None) -> tuple[Tensor
         raise ValueError(
             f"initial_state must be states [N, H, L − 1, K, V] = {shape} and position [{batch}]; got {got}"
         )
-    return initial[0].to(torch.promote_types(dtype, initial[0].dtype)), initial[1].long()
+    return initial[0].to(compute_dtype(call.q, initial[0])), initial[1].long()
 
 
 # ------------------------------------------------------------------------------------------- definition
