@@ -227,10 +227,10 @@ def test_a_narrow_layer_is_lifted_in_float32():
         ({"rank": 0}, "rank must be at least 1"),
         ({"rank": 8, "lift": "cg"}, "for lift 'cg' a multiple of 3; got 8"),
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
-        ({"power": -1}, "power ≥ 0"),
+        ({"power": -1}, "power must be an integer"),
         ({"power": 0, "mix": "powers"}, "power must be at least 1; got 0"),
         ({"gamma": 0.0}, "gamma must be positive"),
-        ({"ridge": 0.0}, "ridge > 0"),
+        ({"ridge": 0.0}, "ridge must be greater"),
         ({"num_heads": 5}, "num_heads must divide hidden_size"),
     ],
 )

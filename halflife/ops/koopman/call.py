@@ -116,16 +116,13 @@ class KoopmanCall:
             raise ValueError("mode 'masked' needs a mask")
         if mode != "chunk" and self.cu_seqlens is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
-        if isinstance(self.mix, Tensor) and self.mix.ndim == 2 and self.mix.shape != (self.power + 1, k.shape[2]):
-            raise ValueError(
-                f"mix of every power must be [K + 1, H] = {(self.power + 1, k.shape[2])}; got {tuple(self.mix.shape)}"
-            )
         check_cu_seqlens(self.cu_seqlens, *k.shape[:2])
         self._check_weights()
         check_settings(
             self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator, self.solver,
             self.iterations, self.tolerance, self.inclusive,
         )  # fmt: skip
+        self._check_filter()
 
     def _check_weights(self) -> None:
         """Checks the log-decays, the strengths and a ridge a channel."""
@@ -140,6 +137,17 @@ class KoopmanCall:
             raise ValueError(f"beta must be numbers ≥ 0, [B, T, H] = {tuple(scalar)}; got {tuple(self.beta.shape)}")
         if isinstance(self.ridge, Tensor) and self.ridge.shape != vector[2:]:
             raise ValueError(f"ridge must be a number or [H, R] = {tuple(vector[2:])}; got {tuple(self.ridge.shape)}")
+
+    def _check_filter(self) -> None:
+        """Checks γ and μ where they are tensors; a wrong shape would broadcast."""
+        heads, power = self.k.shape[2], self.power
+        one_a_head, one_a_power = [(), (1,), (heads,)], (power + 1, heads)
+        if isinstance(self.gamma, Tensor) and self.gamma.shape not in one_a_head:
+            raise ValueError(f"gamma must be a number or [H] = {(heads,)}; got {tuple(self.gamma.shape)}")
+        if isinstance(self.mix, Tensor) and self.mix.shape not in [*one_a_head, one_a_power]:
+            raise ValueError(
+                f"mix must be a number, [H] = {(heads,)} or [K + 1, H] = {one_a_power}; got {tuple(self.mix.shape)}"
+            )
 
 
 def _has_negative(x: Tensor) -> bool:
@@ -162,8 +170,10 @@ def check_settings(
     check_chunk_size(chunk_size)
     check_solver(iterations, tolerance)
     positive = bool((ridge > 0).all()) if isinstance(ridge, Tensor) else ridge > 0
-    if not (power >= 0 and positive):
-        raise ValueError(f"need power ≥ 0 and ridge > 0; got {power}, {ridge}")
+    if isinstance(power, bool) or not isinstance(power, int) or power < 0:
+        raise ValueError(f"power must be an integer of at least 0; got {power!r}")
+    if not positive:
+        raise ValueError(f"ridge must be greater than 0; got {ridge}")
     if operator == "main_text" and solver == "cg":
         raise ValueError("operator 'main_text' needs the Cholesky factor, so its solver is 'exact'; got 'cg'")
     if inclusive and (mode != "chunk" or (refresh != "token" and chunk_size != 1)):
