@@ -223,10 +223,10 @@ def ratio_table(speeds: Speeds) -> Iterator[str]:
         yield f"| {name} | {' | '.join(f'{ratio:.2f}' for ratio in ratios.values())} | {faster_from(ratios)} |"
     yield ""
     yield "The targets are 1.0 at T 512, 1.5 at T 2,048 and 4.0 at T 8,192."
-    for n, found in speeds.items():
-        if MAMBA in found:
-            ratio = found[BARE] / found[MAMBA]
-            yield f"The target is ≥ 6 × {MAMBA} with the same function ({BARE}). At T {n:,} we measured {ratio:.1f} ×."
+    measured = [f"{found[BARE] / found[MAMBA]:.1f} × at T {n:,}" for n, found in speeds.items() if MAMBA in found]
+    if measured:
+        ours = ", ".join(measured)
+        yield f"The target is ≥ 6 × {MAMBA} with the same function ({BARE}). We measured {ours}."
 
 
 def faster_from(ratios: dict[int, float]) -> str:

@@ -86,6 +86,17 @@ def test_the_others_part_grows_as_a_sum_of_decays():
     assert torch.allclose(noise[:, 0], ((1 - decay**200) / (1 - decay**32)).sqrt(), rtol=1e-6)
 
 
+def test_the_others_part_of_a_row_that_fades_at_once_does_not_grow():
+    """Rows that have faded too far to tell have an infinite rate: they hold the latest token alone, at any lag."""
+    forecast = LayerAgeing(model_of("retnet"), *splits(model_of("retnet"), 8, 16), 0)
+    rates = forecast.noise_rates["memory"]
+    rates[0] = torch.inf
+    mean, noise = forecast.growth("memory", 100)
+    assert torch.equal(mean[0], torch.ones_like(mean[0]))
+    assert torch.equal(noise[0], torch.ones_like(noise[0]))
+    assert (mean[1:] > 1).all()
+
+
 def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
     """Without decay and erasure, the pairs stay, and mean and noise of the others grow as L and √L."""
     torch.manual_seed(0)

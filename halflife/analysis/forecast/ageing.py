@@ -129,7 +129,8 @@ class LayerAgeing:
     def _sums(self, name: str, lag: int) -> tuple[Tensor, Tensor]:
         """`Σ_t e^{−(R(L) − R(t))}` over the t = 1 … L other tokens, with the others' rates, and the sum of squares."""
         passed = self._stretch(name, lag) * self.noise_rates[name]
-        since = (passed.flip(0).cumsum(0) - passed.flip(0)).flip(0).nan_to_num(0)
+        later = passed[1:].flip(0).cumsum(0).flip(0)  # rates may be infinite, so nothing is subtracted
+        since = torch.cat([later, torch.zeros_like(passed[:1])])
         return (-since).exp().sum(0), (-2 * since).exp().sum(0)
 
     def energies(self, lag: int, num_pairs: int) -> dict[str, tuple[Tensor, Tensor]]:
