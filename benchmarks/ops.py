@@ -212,7 +212,7 @@ def _table(results: dict, floors: dict) -> Iterator[str]:
 def _peers(results: dict) -> Iterator[str]:
     times = _Times(results)
     lengths = sorted({row["length"] for row in results["rows"]})
-    yield "Other libraries, float32, two threads: ms of f+b, and in brackets how many times as long as our native op takes."
+    yield "Other libraries, float32, two threads: ms of f+b, and in brackets the multiple of our native op's time."
     yield ""
     yield "| peer | " + " | ".join(f"T {length:,}" for length in lengths) + " |"
     yield "|---|" + "---:|" * len(lengths)
@@ -238,7 +238,9 @@ def _measured_targets(results: dict, floors: dict) -> Iterator[tuple[str, str, b
     linear, delta = "linear_attention, scalar", "delta_rule, scalar"
     lengths = sorted({row["length"] for row in results["rows"]})
     row = times(linear, "native")
-    rates = [(times(linear, "native", n), "forward", 0, n, most) for n, most in ((AT, 1.7), (8192, 1.5)) if n in lengths]
+    rates = [
+        (times(linear, "native", n), "forward", 0, n, most) for n, most in ((AT, 1.7), (8192, 1.5)) if n in lengths
+    ]
     for found, part, at, length, least in [*rates, (row, "both", 1, None, 1.4)]:
         share = found["flops"][at] / found[part] / floors["torch float32"]
         name = f"{linear}, forward, T {length:,}" if length else f"{linear}, f+b"

@@ -85,6 +85,8 @@ def test_the_mask_reaches_the_layer():
     accuracy(model, task, split="test", seed=0, num_examples=3, action_mask=True)
     assert seen.pop().sum() == 12
     accuracy(model, task, split="test", seed=0, num_examples=3)
+    with pytest.raises(ValueError, match="num_examples must be at least 1; got 0"):
+        accuracy(model, task, split="test", seed=0, num_examples=0)
     assert seen.pop() is None
 
 

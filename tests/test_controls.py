@@ -54,6 +54,14 @@ def test_names():
             split_control(name)
 
 
+def test_a_control_of_longhorn_has_more_rows():
+    """Its `state_size` is K; `head_dim` would widen the layer."""
+    base = preset("longhorn", **SIZES)
+    found = control(base, "state", preset("mamba2+gate_rank", **SIZES), 1, "x")
+    assert found.mixer_options.keys() - base.mixer_options.keys() <= {"state_size"}
+    assert "head_dim" not in found.mixer_options
+
+
 def test_what_has_no_control():
     attention, other = preset("llama", **SIZES), preset("mamba2", **SIZES)
     with pytest.raises(ValueError, match=r"x: no size of llama has [\d,]+ numbers of state to 5%, as mamba2 has"):

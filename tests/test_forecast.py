@@ -188,6 +188,8 @@ def test_what_has_no_such_memory_is_refused(name, why):
 def test_lags_before_the_window_are_refused():
     with pytest.raises(ValueError, match="from there on; got 16 and"):
         recall.forecast_recall(model_of("mamba2"), tasks.build(**MQAR), [8, 16], window=16)
+    with pytest.raises(ValueError, match="2 sequences or more"):
+        recall.forecast_recall(model_of("mamba2"), tasks.build(**MQAR), [16], window=16, examples=1)
 
 
 # -------------------------------------------------------------------------------------------------- texts
@@ -340,7 +342,7 @@ def test_a_text_is_asked_for_and_must_be_long_enough(run, tmp_path, refused):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--longest", "0"], "window, text_window, beginning and examples are at least 1"),
+        (["--longest", "0"], "window, text_window and beginning are at least 1"),
         (["missing"], "there is no folder"),
     ],
 )

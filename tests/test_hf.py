@@ -138,13 +138,21 @@ def test_loss_is_that_of_transformers():
     )  # four times the error of the float32 loss, 3.4e-8
 
 
+def test_the_wrapper_has_the_models_mode():
+    for training in (False, True):
+        net = LanguageModel(preset("mamba2", **SIZES)).train(training)
+        assert HalflifeForCausalLM.of(net).training is training
+
+
 def test_forward_errors():
     model, ids = build(), tokens(2, 3)
     for arguments, message in (
         ({}, "either"),
         ({"input_ids": ids, "inputs_embeds": torch.zeros(2, 3, 16)}, "either"),
         ({"input_ids": ids, "output_attentions": True}, "attention weights"),
-        ({"input_ids": ids, "attention_mask": torch.ones(2, 2)}, "attention_mask"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 2)}, r"\[B, T\] = \(2, 3\)"),
+        ({"input_ids": ids, "attention_mask": torch.ones(4, 3)}, "attention_mask"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 6)}, "attention_mask"),
     ):
         with pytest.raises(ValueError, match=message):
             model(**arguments)

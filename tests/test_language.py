@@ -167,6 +167,7 @@ def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
     found = by_position(model, rows)
     torch.testing.assert_close(found, expected.mean(0), rtol=1e-5, atol=1e-5)
     assert perplexity(found, 5) == pytest.approx(math.exp(expected[:, :5].mean().item()), rel=1e-5)
+    assert perplexity(torch.full((5,), 800.0), 5) == math.inf  # as a diverged model may have
     buckets = octave_means(found)
     assert [(a, b) for a, b, _ in buckets] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 40)]
     assert buckets[-1][2] == pytest.approx(found[32:].mean().item())

@@ -395,6 +395,13 @@ def test_options_without_meaning_are_errors(name, options, message):
         layers.build(name, hidden_size=HIDDEN, **options)
 
 
+def test_options_of_a_decay_keep_its_initial_rates():
+    for name in ("comba", "deltaproduct"):
+        decay = layers.build(name, hidden_size=HIDDEN, decay_options={"min_step": 0.01}).decay
+        assert (decay.rate_start, decay.min_step) == ("uniform_0_16", 0.01)
+    assert layers.build("mesa", hidden_size=HIDDEN, decay="simple").decay.shape == (4,)
+
+
 # ---------------------------------------------------------------------------------------- windows and no positions
 
 

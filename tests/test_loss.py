@@ -190,6 +190,17 @@ def test_the_door_to_transformers(monkeypatch, tie, items):
     assert wrapped(ids, labels=labels).logits is not None
 
 
+def test_a_micro_batch_without_labels_adds_nothing(monkeypatch):
+    """The trainer of transformers divides by the labels of all micro-batches, so one may have none."""
+    wrapped, ids = HalflifeForCausalLM.of(model()).train(), torch.randint(32, (2, 9))
+    none = torch.full_like(ids, IGNORED)
+    assert wrapped(ids, labels=none, num_items_in_batch=5).loss == 0
+    monkeypatch.setattr(loss, "LOGITS", 3 * 32)
+    found, grads = gradients(wrapped, lambda: wrapped(ids, labels=none, num_items_in_batch=5).loss)
+    assert found == 0
+    assert all(not grad.any() for grad in grads.values())
+
+
 def test_evaluation(monkeypatch):
     net, ids = model().float().eval(), torch.randint(32, (2, 17))
     labels = ids.roll(-1, 1)

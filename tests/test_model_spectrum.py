@@ -110,7 +110,29 @@ def test_the_text_gives_the_mean_rates():
     assert layer.spectra["text"].modes == pytest.approx(layer.spectra["8"].modes, rel=FLOAT32)
 
 
+def test_a_channel_that_never_decays_is_the_slowest():
+    """GateRank's heads without a reset on the text: their rate is 0, and not −0, whose time-scale would be −∞."""
+    model = tiny("gated_deltanet+gate_rank")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mixer.gate_rank.slow_gate.bias.fill_(-1e4)
+    for layer in model_spectrum(model, ids_of(2, 8)).layers:
+        slow = layer.spectra["slow text"]
+        assert slow.timescales == [math.inf] * 4
+        assert (slow.too_slow, slow.too_fast) == (1, 0)
+
+
+def test_the_mode_of_the_model_changes_nothing():
+    model = tiny("mamba2+gate_rank", embedding_dropout=0.5)
+    assert model_spectrum(model.train(), ids_of(1, 8)) == model_spectrum(model.eval(), ids_of(1, 8))
+
+
 # ------------------------------------------------------------------------------------------------- taper
+
+
+def test_time_scales_that_are_not_stretched_have_no_taper():
+    model = tiny("mamba2+post", mixer_options={"post": {"stretch": False}})
+    assert [layer.taper for layer in model_spectrum(model).layers] == [None, None]
 
 
 def test_a_fresh_taper_is_ideal():

@@ -20,6 +20,7 @@ from halflife.experiments import compare
 from halflife.experiments import train as language
 from halflife.files import read_json
 from halflife.models import checkpoint
+from halflife.report.page.decay_grid import findings as decay_findings
 from halflife.report.page.spectrum import grid
 from halflife.report.redraw import write_report
 from halflife.training.config import ExecutionConfig
@@ -443,6 +444,15 @@ def test_wrong_folders_and_formats_are_named(comparison, where, more, message, c
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_diverged_seed_is_no_advantage():
+    """A mean over the seeds that are left is too good: such a model ranks last, as in the tables."""
+    losses = {"whole": {"0": {"test": 1.2}, "1": {"test": 1.3}}, "diverged": {"1": {"test": 1.0}}}
+    (text,) = decay_findings({"results": losses, "findings": []})
+    assert text.startswith("whole has the lowest test loss")
+    (text,) = decay_findings({"results": {"diverged": losses["diverged"]}, "findings": []})
+    assert "1.0000 (1 seed)" in text
 
 
 @pytest.mark.slow

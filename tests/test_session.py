@@ -11,6 +11,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from halflife import LanguageModel, Session, preset
 from halflife.cli import main
+from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
 from halflife.models.session import draw, probabilities
@@ -188,6 +189,14 @@ def test_generate_reads_folders_of_both_kinds(tmp_path, capsys):
         main([*sampled, "--max-new-tokens", "6", "--temperature", "0.5", "--device", "cpu"])
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
+
+
+def test_generate_with_more_ids_than_bytes(tmp_path, capsys):
+    model = build("mamba2", vocab_size=300)
+    checkpoint.save(model, tmp_path)
+    ByteTokenizer().save(tmp_path)
+    main(["generate", str(tmp_path), "ab", "--greedy", "--max-new-tokens", "6", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("ab")
 
 
 def test_generate_with_a_tokenizer(tmp_path, capsys):

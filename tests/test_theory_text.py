@@ -70,7 +70,9 @@ def test_an_exponent_that_does_not_exist_is_none():
 
 
 def test_short_texts_are_errors():
-    with pytest.raises(ValueError, match="a segment of 125 tokens is too short for blocks of 32 at lag 8"):
+    with pytest.raises(ValueError, match="a segment of 280 tokens is too short for 9 blocks of 32"):
+        block_exponents(noise(16 * 280, 0.2, "short"))
+    with pytest.raises(ValueError, match="a segment of 125 tokens is too short for 9 blocks of 32"):
         block_exponents(noise(2000, 0.2, "short"))
     with pytest.raises(ValueError, match=r"three octaves of frequencies up to 0\.0625 in 62 tokens; got 0"):
         spectral_density(noise(1000, 0.2, "short"))

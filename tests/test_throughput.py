@@ -277,5 +277,6 @@ def test_a_step_without_memory_has_no_time(monkeypatch):
     assert row["seconds"][1] is row["tokens_per_second"][1] is None
     with pytest.raises(ValueError, match="each once"):
         throughput.measure_steps(["gla", "gla"], [8])
-    with pytest.raises(ValueError, match="at least one length"):
-        throughput.measure_steps(["gla"], [])
+    for lengths in ([], [1, 8]):  # one token has no next one to predict
+        with pytest.raises(ValueError, match="at least one length"):
+            throughput.measure_steps(["gla"], lengths)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halflife.analysis.capture import capture, slow_gates
+from halflife.analysis.capture import capture, evaluating, slow_gates
 from halflife.analysis.horizon import RetainedEnergy, horizon, horizon_lags, next_reset, retained_energy
 from halflife.analysis.readable import Progress, Readable, ignore, read_text
 from halflife.analysis.records import Record
@@ -132,7 +132,7 @@ def measure_decays(model: Readable, ids: Tensor, progress: Progress = ignore) ->
         raise ValueError(f"ids must be [B, T] with B ≥ 1 and T ≥ 2; got {tuple(ids.shape)}")
     fast = {layer: _Tally(ids.shape, decay.shape) for layer, decay in layer_decays(model)}
     slow = {layer: _SlowTally(ids.shape, fast[layer]) for layer, _ in slow_gates(model) if layer in fast}
-    with capture(model, decay=lambda i, g: fast[i].add(g), slow_decay=lambda i, g: slow[i].add(g)):
+    with evaluating(model), capture(model, decay=lambda i, g: fast[i].add(g), slow_decay=lambda i, g: slow[i].add(g)):
         for sequence in ids.split(1):
             read_text(model, sequence, progress)
     return [_summarise(layer, tally, slow.get(layer)) for layer, tally in fast.items()]
@@ -193,7 +193,7 @@ class _Tally:
         levels = list(QUANTILES.values())
         decays = np.exp(np.quantile(g.flatten().numpy(), levels, method="lower")).tolist()
         by_head = np.exp(np.quantile(g.transpose(0, 1).flatten(1).numpy(), levels, axis=1, method="lower")).T.tolist()
-        rates = -torch.as_tensor(self.total / self.num_summed)
+        rates = -torch.as_tensor(self.total / self.num_summed) + 0.0  # −0 would have the time-scale −∞
         erased = torch.as_tensor(self.erased / self.num_summed)
         horizons = self.horizons(energy)
         quantiles = dict(zip(QUANTILES, decays, strict=True))

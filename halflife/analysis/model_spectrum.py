@@ -66,7 +66,7 @@ class LayerSpectrum(Record):
         layer: the index of the layer, from 0.
         num_heads: H.
         decays: what `measure_decays` gives for this layer. None without a text.
-        taper: PoST's taper. None without PoST.
+        taper: PoST's taper. None without PoST, or if its time-scales are not stretched.
         spectra: position (as a string) → the base spectrum there. With a text also "text" and, under GateRank, "slow
             text": the spectrum of the channels' mean rates on the text, at the text's length.
     """
@@ -121,7 +121,7 @@ def model_spectrum(
             states = {"text": on_text[layer], "slow text": on_text[layer].slow}
             for name, state in ((name, state) for name, state in states.items() if state is not None):
                 spectra[name] = spectrum_at(1 / torch.tensor(state.rates, dtype=torch.float64), ids.shape[1])
-        taper = taper_report(decay) if isinstance(decay, PoST) else None
+        taper = taper_report(decay) if isinstance(decay, PoST) and decay.stretch else None
         layers.append(LayerSpectrum(
             layer=layer, num_heads=decay.num_heads, decays=on_text.get(layer), taper=taper, spectra=spectra
         ))  # fmt: skip

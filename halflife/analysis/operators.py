@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halflife.analysis.capture import KoopmanReading, SKALayer, capture, ska_layers
+from halflife.analysis.capture import KoopmanReading, SKALayer, capture, evaluating, ska_layers
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.records import Record
 from halflife.models import LanguageModel
@@ -121,7 +121,7 @@ def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]
     def add(layer: int, reading: KoopmanReading) -> None:
         statistics[layer].append(_Statistics(reading))
 
-    with capture(model, koopman=add):
+    with evaluating(model), capture(model, koopman=add):
         for sequence in ids.to(model.embedding.weight.device).split(1):
             model.hidden(sequence)
     return [_summarise(layer, mixer, statistics[layer]) for layer, mixer in layers.items()]

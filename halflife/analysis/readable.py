@@ -99,4 +99,4 @@ def _tokenizer_of(model: Readable, folder: Path) -> str | None:
     if not isinstance(model, ForeignModel) or model.config.vocab_size == BYTES:
         return None
     on_hub = not folder.exists()
-    return str(folder).partition("@")[0] if on_hub or any((folder / name).is_file() for name in TOKENIZER) else None
+    return str(folder) if on_hub or any((folder / name).is_file() for name in TOKENIZER) else None

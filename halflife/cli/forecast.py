@@ -70,10 +70,11 @@ class Forecast:
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.tables.forecast import print_forecasts, write_forecasts
 
-        if min(self.window, self.examples, self.beginning, self.text_window) < 1 or self.longest < self.window:
+        least = min(self.window, self.examples - 1, self.beginning, self.text_window)
+        if least < 1 or self.longest < self.window:
             raise ValueError(
-                "window, text_window, beginning and examples are at least 1, and longest no less than window; got "
-                f"window {self.window}, text_window {self.text_window}, beginning {self.beginning}, "
+                "window, text_window and beginning are at least 1, examples at least 2, and longest no less than "
+                f"window; got window {self.window}, text_window {self.text_window}, beginning {self.beginning}, "
                 f"examples {self.examples}, longest {self.longest}"
             )
         result = measure_forecasts(

@@ -57,9 +57,7 @@ class Generate:
             )
         model = load_model(self.checkpoint, self.quantize).to(default_device(self.device)).eval()
         tokenizer = load_tokenizer(self.checkpoint, model.config.vocab_size)
-        session = Session(model)
-        if tokenizer.name != "bytes":
-            session = Session(model, encode=lambda text: tokenizer.encode(text).tolist(), decode=tokenizer.decode)
+        session = Session(model, encode=lambda text: tokenizer.encode(text).tolist(), decode=tokenizer.decode)
         stop = () if tokenizer.eos is None else (tokenizer.eos,)
         if not session.feed(self.prompt).position:
             raise ValueError("the prompt is empty: the model continues a text of at least one token")

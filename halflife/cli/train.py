@@ -122,7 +122,7 @@ class Train:
     decay: float = 0.2
     """Share of the steps in which wsd falls."""
     weight_decay: float = 0.1
-    """Weight decay of matrices. Decays, norms, biases and embeddings have none."""
+    """Weight decay of matrices, embeddings and the head. Decays, norms and biases have none."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     bf16: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor
 from halflife.files import write_json
 
 END = "<|endoftext|>"  # the text of id 256, for transformers
+UNKNOWN = "\ufffd".encode()  # what stands for an id without a byte
 Ids = Iterable[int] | np.ndarray | Tensor  # token ids of one text, `[T]`
 
 
@@ -39,13 +40,15 @@ class ByteTokenizer:
     def to_bytes(self, ids: Ids) -> bytes:
         """The bytes of token ids; ids that end documents are skipped.
 
+        Ids beyond the vocabulary, which a model may have to spare, are written as U+FFFD.
+
         Raises:
-            ValueError: an id lies outside the vocabulary.
+            ValueError: an id is negative.
         """
         values = [i for i in map(int, ids) if i != self.eos]
-        if wrong := [i for i in values if not 0 <= i < 256]:
-            raise ValueError(f"{wrong[0]} is no id of the tokenizer {self.name!r}, which has {self.vocab_size}")
-        return bytes(values)
+        if min(values, default=0) < 0:
+            raise ValueError(f"a token id is at least 0; got {min(values)}")
+        return b"".join(bytes([i]) if i < 256 else UNKNOWN for i in values)
 
     def stream(self) -> ByteStream:
         """A decoder for ids that arrive one by one."""

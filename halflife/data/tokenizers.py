@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halflife.data.byte_tokenizer import ByteTokenizer, Ids
+from halflife.data.hub import model_name
 from halflife.files import read_bytes
 
 BYTES = 256  # vocabulary size of a model of bytes
@@ -184,6 +185,7 @@ def pretrained(name: str, local: bool = False) -> Any:
     """Load a tokenizer of transformers from a folder, the hub, or the hub's cache where the hub cannot be reached.
 
     Args:
+        name: the folder, or `owner/name[@revision]` on the hub.
         local: do not ask the hub.
 
     Raises:
@@ -191,15 +193,19 @@ def pretrained(name: str, local: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    reason = None if Path(name).is_dir() else "not on this machine" if local else _unreachable(name)
+    source, revision = model_name(name) or (name, None)
+    reason = None if Path(name).is_dir() else "not on this machine" if local else _unreachable(source, revision)
+    options = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=reason is not None)
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, local_files_only=reason is not None, **options
+        )
     except (OSError, ValueError) as error:
         reason = reason or str(error).strip().split("\n")[0]
         raise FileNotFoundError(f"there is no tokenizer {name!r}, neither a folder nor on the hub: {reason}") from error
 
 
-def _unreachable(name: str) -> str | None:
+def _unreachable(name: str, revision: str | None) -> str | None:
     """Why the hub does not answer about a model, after some seconds; None if it does.
 
     Without this question, transformers would retry for a minute.
@@ -207,7 +213,7 @@ def _unreachable(name: str) -> str | None:
     from huggingface_hub import HfApi
 
     try:
-        HfApi().model_info(name, timeout=TIMEOUT)
+        HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except Exception as error:  # the HTTP library of the client may raise anything
         return " ".join(str(error).split())[:200]
     return None

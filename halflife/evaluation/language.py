@@ -50,12 +50,17 @@ def _losses(model: LanguageModel, ids: Tensor, labels: Tensor) -> Iterator[Tenso
         yield flat.view(expected.shape).cpu()
 
 
+def exponential(nats: float) -> float:
+    """Return `e^nats`; a loss that overflows, as a diverged model's may, gives infinity."""
+    return torch.tensor(nats, dtype=torch.float64).exp().item()
+
+
 def perplexity(losses: Tensor, length: int) -> float:
     """Return the perplexity of texts of `length` tokens from the losses `[≥ length]` of `by_position`.
 
     A position without labels counts for nothing.
     """
-    return math.exp(losses[:length].nanmean().item())
+    return exponential(losses[:length].nanmean().item())
 
 
 class DocumentLoss(NamedTuple):
@@ -138,7 +143,7 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
         if not loss.tokens:
             raise ValueError(f"{file} has fewer than two tokens, so there is nothing to predict")
         measured[str(file)] = {
-            "bits_per_byte": loss.nats / math.log(2) / len(data), "perplexity": math.exp(loss.nats / loss.tokens),
+            "bits_per_byte": loss.nats / math.log(2) / len(data), "perplexity": exponential(loss.nats / loss.tokens),
             "tokens": loss.tokens, "bytes": len(data),
         }  # fmt: skip
     return measured

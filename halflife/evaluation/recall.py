@@ -82,6 +82,8 @@ def _scored_logits(
     action_mask: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `labels [b, T]` and the float32 logits at the scored positions, on the CPU, batch by batch."""
+    if num_examples < 1:
+        raise ValueError(f"num_examples must be at least 1; got {num_examples}")
     device = next(model.parameters()).device
     examples = task.generate(num_examples, stream_seed(split, seed))
     rows, training = max(1, batch_tokens // task.length), model.training

@@ -119,8 +119,8 @@ def measure_steps(
     """
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
-    if not lengths or min(*lengths, tokens) < 1:
-        raise ValueError("name at least one length in tokens, at least 1: --lengths 1024 4096; and tokens of 1 or more")
+    if not lengths or min(lengths) < 2 or tokens < 1:
+        raise ValueError("name at least one length in tokens, at least 2: --lengths 1024 4096; and tokens of 1 or more")
     sizes: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size}
     built = {name: LanguageModel(preset(name, num_heads=num_heads, **sizes)).to(device) for name in models}
     steps = {name: train_step(model, bf16=bf16) for name, model in built.items()}

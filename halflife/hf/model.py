@@ -54,7 +54,7 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         """Wrap `model`; the wrapper shares its parameters."""
         with torch.device("meta"):
             wrapped = cls(HalflifeConfig(model=model.config, dtype=model.embedding.weight.dtype))
-        wrapped.model = model
+        wrapped.model, wrapped.training = model, model.training
         return wrapped
 
     @classmethod
@@ -196,9 +196,14 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the hidden states `[B, T, D]` and the new state; append the inputs of the blocks to `trace`."""
         shape, index = tokens.shape[:2], None
         if attention_mask is not None:
-            if attention_mask.ndim != 2 or attention_mask.shape[1] < shape[1]:
-                raise ValueError(f"attention_mask must be [B, seen + T]; got {tuple(attention_mask.shape)}")
-            mask = attention_mask[:, attention_mask.shape[1] - shape[1] :]
+            rows, length = shape
+            seen = 0 if past is None else past.seen
+            if attention_mask.shape not in ((rows, length), (rows, seen + length)):
+                raise ValueError(
+                    f"attention_mask must be [B, T] = {(rows, length)} or [B, seen + T] = {(rows, seen + length)}; "
+                    f"got {tuple(attention_mask.shape)}"
+                )
+            mask = attention_mask[:, attention_mask.shape[1] - length :]
             if not mask.all():
                 if cu_seqlens is not None:
                     raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
@@ -241,7 +246,10 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         weight = self.get_output_embeddings().weight
         hidden, target = hidden.to(weight.device).flatten(0, 1), shift_labels.to(weight.device).flatten()
         scored = target != IGNORED
-        loss = large.mean_loss(hidden[scored], weight, target[scored])
+        chosen = hidden[scored]
+        if items is not None and not len(chosen):
+            return chosen.sum()  # a micro-batch without labels adds 0 to the sum over all
+        loss = large.mean_loss(chosen, weight, target[scored])
         return loss if items is None else loss * (scored.sum() / items)
 
     def _head(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from halflife.layers.gate_rank import apply_update
 from halflife.layers.init import Linear
 from halflife.layers.memory.choose import build_states
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import OUTPUT_NORMS, ShortConv, build_decay, check_gain, check_heads
+from halflife.layers.parts import OUTPUT_NORMS, ShortConv, build_decay, check_gain, check_heads, check_step
 from halflife.ops.fused import scale_heads
 from halflife.precision import Float32Module
 from halflife.registry import unknown
@@ -98,11 +98,7 @@ class Mamba2(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if not decay.startswith("mamba2"):
-            raise ValueError(
-                f"Mamba-2's layer scales its values by the step size of its decay, but {decay!r} has no step size; "
-                "for other decays use the design-space block (layer 'linear')"
-            )
+        check_step("Mamba-2", decay, post)
         if stretch_gain:
             check_gain(post, delta=False)
         if num_groups < 1 or num_heads % num_groups:

@@ -18,7 +18,7 @@ from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.memory.mimo import MIMO
 from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import NormBeforeGate, ShortConv, build_decay, check_heads
+from halflife.layers.parts import NormBeforeGate, ShortConv, build_decay, check_heads, check_step
 from halflife.position import check_pairs
 from halflife.precision import Float32Module, compute_dtype, inverse_softplus
 
@@ -117,8 +117,7 @@ class Mamba3(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if not decay.startswith("mamba2"):
-            raise ValueError(f"Mamba-3's layer needs a decay with a step size, but {decay!r} has no step size")
+        check_step("Mamba-3", decay, post)
         if num_groups < 1 or num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         if rope_fraction not in self.ROPE_FRACTIONS:

@@ -249,6 +249,24 @@ def build_decay(
     return decay if post is None else PoST(decay, **post)
 
 
+def check_step(layer: str, decay: str | None, post: Mapping[str, Any] | None) -> None:
+    """Check that a decay has a step size, by which Mamba-2 and Mamba-3 scale what they write.
+
+    Raises:
+        ValueError: it has none, or PoST orders the step's bias Δ, which then is in the decay alone.
+    """
+    if decay is None or not decay.startswith("mamba2"):
+        raise ValueError(
+            f"{layer}'s layer scales its values by the step size of its decay, but {decay!r} has no step size; "
+            "for other decays use the design-space block (layer 'linear')"
+        )
+    if decay == "mamba2_no_a" and post is not None:
+        raise ValueError(
+            f"PoST orders Δ of mamba2_no_a, by which {layer}'s layer scales its values too; "
+            "use the decay mamba2, or the design-space block (layer 'linear')"
+        )
+
+
 def check_gain(post: Mapping[str, Any] | None, *, delta: bool) -> None:
     """Check that PoST can stretch what a layer writes (`stretch_gain`).
 

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import torch
 
+from halflife.layers import LAYERS
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
+from halflife.registry import constructor_parameters
 
 NAME = re.compile(r"(?P<base>[^@]+)@(?P<kind>\w+)\((?P<target>.+)\)")
 KINDS = ("state", "parameters")
@@ -72,7 +74,7 @@ def _resized(base: ModelConfig, kind: str, size: int) -> ModelConfig:
         return dataclasses.replace(base, **{"hidden_size" if base.mlp == "none" else "intermediate_size": size})
     if base.mixer in CACHES:
         raise ValueError("the cache of softmax attention has no rows")
-    rows = "state_size" if base.mixer.startswith("mamba") else "head_dim"
+    rows = "state_size" if "state_size" in constructor_parameters(LAYERS[base.mixer]) else "head_dim"
     return dataclasses.replace(base, mixer_options={**base.mixer_options, rows: size})
 
 

@@ -35,9 +35,9 @@ class Session:
         encode: the tokenizer's function from text to ids; None for a vocabulary of 256, whose tokens are bytes.
         decode: the tokenizer's function from ids to text; None as above.
         piece_size: number of tokens that the model reads at once; it bounds the memory that a long text needs.
-        state_dtype: torch.float64 keeps the recurrent states in float64 from the second piece on, for streams of
-            hundreds of thousands of tokens (`docs/streaming.md`). They then take twice the memory. None keeps the
-            dtype of the model's states.
+        state_dtype: torch.float64 keeps the matrices of linear and delta updates (and the slow states of GateRank) in
+            float64 from the second piece on, for streams of hundreds of thousands of tokens (`docs/streaming.md`). They
+            then take twice the memory. The sums of Koopman attention keep their dtype. None keeps all dtypes.
 
     Attributes:
         state: the model's state, or None before the first token. Its tensors are never modified.

@@ -52,13 +52,13 @@ def block_exponents(
         exponent of `power_law`.
 
     Raises:
-        ValueError: if a segment is shorter than the largest block times its lag, or `power_law` finds no power law.
+        ValueError: if a segment has too few blocks for the largest lag, or `power_law` finds no power law.
     """
     law = power_law(sequence, vectors, mean=mean, blocks=blocks, draws=draws, seed=seed)
     table, tokens = centred_vectors(sequence, vectors, mean)
     size = len(tokens) // blocks
-    if size <= max(factors) * max(lags):
-        raise ValueError(f"a segment of {size} tokens is too short for blocks of {max(factors)} at lag {max(lags)}")
+    if size // max(factors) <= max(lags):
+        raise ValueError(f"a segment of {size} tokens is too short for {max(lags) + 1} blocks of {max(factors)}")
     cut = tokens[: size * blocks].split(size)
     covariances = law["variance of the mean"] + torch.stack([
         torch.stack([_covariances(block_averages(table[segment], factor), lags) for factor in (1, *factors)])

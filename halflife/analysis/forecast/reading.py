@@ -93,9 +93,16 @@ class Reading:
         beginning: the tokens that are to be remembered, `[B, P]`.
         read: returns the tokens that follow.
         window: W, at least 2.
+
+    Raises:
+        ValueError: if there is one sequence alone. The fluctuation is a difference of sequences.
     """
 
     def __init__(self, model: Rememberer, beginning: Tensor, read: ReadNext, window: int) -> None:
+        if len(beginning) < 2:
+            raise ValueError(
+                f"a forecast needs at least 2 sequences, whose differences are the noise; got {len(beginning)}"
+            )
         half = split(model, read(window // 2), start(model, beginning))
         self.full = split(model, read(window - window // 2), half)
         self.window, self._length = window, beginning.shape[1]

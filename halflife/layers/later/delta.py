@@ -143,12 +143,12 @@ class Comba(LinearMixer):
     """
 
     def __init__(self, hidden_size: int, num_heads: int = 4, *, correction: float = 1.0, **options: Any) -> None:
-        defaults = {"decay": "mamba2", "conv_size": 4, "gate": "sigmoid", **_wide_rates(options)}
+        defaults = {"decay": "mamba2", "conv_size": 4, "gate": "sigmoid"}
         fixed = fix_options(
             "Comba", options, granularity="scalar", update="delta", position="none", gate_rank=None, cascade=None,
             log_linear=None, qk_norm=True,
         )  # fmt: skip
-        super().__init__(hidden_size, num_heads, **{**defaults, **fixed})
+        super().__init__(hidden_size, num_heads, **{**defaults, **fixed, **_wide_rates(options)})
         self.feedback = Feedback(num_heads, correction)
 
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,12 +205,13 @@ class DeltaProduct(LinearMixer):
     ) -> None:
         if num_householder < 1:
             raise ValueError(f"num_householder must be at least 1; got {num_householder}")
-        defaults = {"decay": "mamba2", "granularity": "scalar", "conv_size": 4, "gate": "swish", **_wide_rates(options)}
+        defaults = {"decay": "mamba2", "granularity": "scalar", "conv_size": 4, "gate": "swish"}
         fixed = fix_options(
             "DeltaProduct", options, update="delta", position="none", gate_rank=None, cascade=None, log_linear=None,
             qk_norm=True, share_keys=False,
         )  # fmt: skip
-        super().__init__(hidden_size, num_heads, allow_neg_eigval=allow_neg_eigval, **{**defaults, **fixed})
+        chosen = {**defaults, **fixed, **_wide_rates(options)}
+        super().__init__(hidden_size, num_heads, allow_neg_eigval=allow_neg_eigval, **chosen)
         self.steps = num_householder
         query, key, value = self.splits
         self.splits = [query, num_householder * key, num_householder * value]
@@ -246,6 +247,6 @@ class DeltaProduct(LinearMixer):
 
 
 def _wide_rates(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Initial rates as fla's, where the decay is `mamba2` and PoST does not set them."""
+    """Options of the decay with initial rates as fla's, where it is `mamba2` and PoST does not set them."""
     plain = options.get("decay", "mamba2") == "mamba2" and options.get("post") is None
-    return {"decay_options": WIDE_RATES} if plain else {}
+    return {"decay_options": {**WIDE_RATES, **(options.get("decay_options") or {})}} if plain else {}

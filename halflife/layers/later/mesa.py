@@ -68,8 +68,9 @@ class MesaNet(LinearMixer):
         self, hidden_size: int, num_heads: int = 4, *, smallest_ridge: float = 0.25, iterations: int = 30,
         tolerance: float = 1e-6, **options: Any,
     ) -> None:  # fmt: skip
+        fast = {"decay_options": {"tau": 1.0}} if options.get("decay", "gla") == "gla" else {}
         defaults = {
-            "decay": "gla", "decay_options": {"tau": 1.0}, "conv_size": 4, "gate": "none", "decay_bias": True,
+            "decay": "gla", **fast, "conv_size": 4, "gate": "none", "decay_bias": True,
             "decay_rank": 0,
         }  # fmt: skip
         fixed = fix_options("MesaNet", options, granularity="scalar", update="delta", gate_rank=None, cascade=None)

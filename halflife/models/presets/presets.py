@@ -209,8 +209,8 @@ def preset(
     try:
         with torch.device("meta"):
             for layer in {0, *resolved.other_layers}:
-                mixer, own = resolved.mixer_of(layer)
-                layers.build(mixer, hidden_size=hidden_size, layer_idx=layer, num_layers=num_layers, **own)
-    except (ValueError, TypeError) as error:
+                for mixer, own in filter(None, (resolved.mixer_of(layer), resolved.beside_of(layer))):
+                    layers.build(mixer, hidden_size=hidden_size, layer_idx=layer, num_layers=num_layers, **own)
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name!r} has no meaning: {error}") from error
     return resolved

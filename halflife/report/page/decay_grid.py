@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from halflife.report.figures.decays import grid_figures, unit
@@ -33,7 +34,10 @@ def findings(data: dict[str, Any], unit: str = "byte") -> list[str]:
     losses = {name: [seed["test"] for seed in seeds.values()] for name, seeds in data["results"].items()}
     if not losses:
         return [UNFINISHED]
-    best = min(losses, key=lambda name: mean(losses[name]))
+    seeds = max(map(len, losses.values()))
+    # A mean that leaves out diverged seeds is too good. Models with such seeds therefore rank last.
+    best = min(losses, key=lambda name: (len(losses[name]) < seeds, mean(losses[name])))
+    losses[best] += [math.nan] * (seeds - len(losses[best]))
     text = f"{best} has the lowest test loss in nats a {unit}, {spread(losses[best], '{:.4f}'.format)}."
     return [text, *data["findings"]]
 
