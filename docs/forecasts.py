@@ -1,0 +1,48 @@
+"""Put measured forecasts in the place of those of the same models in a file of results, and draw its picture again.
+
+    python docs/forecasts.py forecast_overview runs/forecast
+
+Rows of the same model, seed, task and number of pairs are replaced; models that the file has not are added at its end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from join import RESULTS  # beside this file
+
+from halflife.files import read_json, write_json
+from halflife.report.figures.forecast import forecast_figures
+from halflife.report.figures.matplotlib_renderer import save
+from halflife.report.tables.forecast import read_forecasts
+
+KINDS = ("models", "texts")
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one forecast from another."""
+    return tuple(row.get(name) for name in ("model", "seed", "task", "train_length", "num_pairs"))
+
+
+def replaced(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the old rows with the new ones in their places, and further new ones at the end."""
+    return list(({key(row): row for row in old} | {key(row): row for row in new}).values())
+
+
+def main(arguments: Sequence[str]) -> None:
+    name, *folders = arguments
+    file = RESULTS / f"{name}.json"
+    data = read_json(file)
+    for folder in folders:
+        new = read_json(Path(folder) / "forecast.json")
+        data |= {kind: replaced(data.get(kind, []), new.get(kind, [])) for kind in KINDS}
+    write_json(file, data)
+    for figure in forecast_figures(read_forecasts(file)).values():
+        save(figure, RESULTS, name, ("png",))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
