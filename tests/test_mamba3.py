@@ -213,7 +213,7 @@ def test_long_sums_of_angles_lose_nothing():
         ({"num_heads": 5}, "num_heads must divide"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"rank": 2, "gate_rank": {}}, "1 with GateRank"),
-        ({"decay": "simple"}, "a step size, but 'simple' has no step size"),
+        ({"decay": "simple"}, "step size of its decay, but 'simple' has no step size"),
         ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
     ],
 )

@@ -94,10 +94,14 @@ def ska_layers(model: Readable) -> list[tuple[int, SKALayer]]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch a model to evaluation mode, and every module back to its previous mode afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+def evaluating(model: Readable) -> Iterator[None]:
+    """Switch a model to evaluation mode, and every module back to its previous mode afterwards.
+
+    A model of transformers is loaded in evaluation mode and stays in it.
+    """
+    modes = {module: module.training for module in model.modules()} if isinstance(model, nn.Module) else {}
+    for module in modes:
+        module.training = False
     try:
         yield
     finally:
