@@ -195,10 +195,9 @@ def pretrained(name: str, local: bool = False) -> Any:
 
     source, revision = model_name(name) or (name, None)
     reason = None if Path(name).is_dir() else "not on this machine" if local else _unreachable(source, revision)
-    options = {} if revision is None else {"revision": revision}
     try:
         return AutoTokenizer.from_pretrained(
-            source, trust_remote_code=False, local_files_only=reason is not None, **options
+            source, revision=revision or "main", trust_remote_code=False, local_files_only=reason is not None
         )
     except (OSError, ValueError) as error:
         reason = reason or str(error).strip().split("\n")[0]

@@ -228,7 +228,7 @@ def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
         {
             "length": length,
             "perplexity": perplexity(losses, length),
-            "last_perplexity": math.exp(losses[length - context : length].nanmean().item()),
+            "last_perplexity": perplexity(losses[length - context :], context),
         }
         for length in lengths
     ]

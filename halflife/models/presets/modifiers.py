@@ -44,12 +44,10 @@ EXCLUSIVE = (
     ({"gate_rank", "gate_rank_paper", "log_linear", "cascade"}, "a layer has one set of states"),
 )
 
-# Under a PoST of the paper these bases have another decay and no positions, so that another modifier would be lost.
-ONE_RETNET = {"post_paper", "post_released"}
+# Bases, forms of PoST that replace their decay or their positions, and the modifiers that would be lost by it.
 REPLACED = (
-    ("gla", {"post", "post_norm", "post_optimal"}, {"vector"}),
-    ("gla", ONE_RETNET, {"vector", "scalar", "rope", "lrpe", "rope_released"}),
-    ("retnet", ONE_RETNET, {"vector", "scalar", "rope", "lrpe", "rope_released"}),
+    ({"gla"}, {"post", "post_norm", "post_optimal"}, {"vector"}),
+    ({"gla", "retnet"}, {"post_paper", "post_released"}, {"vector", "scalar", "rope", "lrpe", "rope_released"}),
 )
 
 # Layers that are built from the design-space block, each with its settings.
@@ -86,11 +84,12 @@ def check_modifiers(name: str, written: list[str]) -> None:
     for group, why in EXCLUSIVE:
         if len(clash := group & set(modifiers)) > 1:
             raise ValueError(f"{' and '.join(sorted(clash))} exclude each other in {name!r}: {why}")
-    for base, forms, lost in REPLACED:
-        if name.partition("+")[0] == base and (form := forms & set(modifiers)) and (clash := lost & set(modifiers)):
+    base = name.partition("+")[0]
+    for bases, forms, lost in REPLACED:
+        if base in bases and (form := forms & set(modifiers)) and (clash := lost & set(modifiers)):
             raise ValueError(
-                f"{min(form)} and {min(clash)} exclude each other in {name!r}: PoST there fixes the "
-                "granularity of the decay, and its paper's form has no positions"
+                f"{min(form)} and {min(clash)} exclude each other in {name!r}: this form of PoST has its own decay and "
+                f"positions for {base}"
             )
     others = [modifier for modifier in written if modifier.partition(":")[0] in HYBRIDS]
     if len(others) > 1 and not all(":" in modifier for modifier in others):
