@@ -6,10 +6,15 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from typing import Any, Generic, TypeVar, cast, get_type_hints
+from numbers import Integral
+from types import NoneType
+from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 Entry = TypeVar("Entry")
 Member = TypeVar("Member")  # the decorated class or function, whose type stays what it is
+
+# Whole numbers that may be 0: no convolution, a decay of full rank, no power of the Koopman operator, the first layer.
+OFF = ("conv_size", "decay_rank", "power", "layer_idx")
 
 
 def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
@@ -48,11 +53,22 @@ def _takes_any(cls: type) -> bool:
     return all(any(one.kind is one.VAR_KEYWORD for one in inspect.signature(f).parameters.values()) for f in own)
 
 
+def _check_whole(owner: str, name: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Check a whole number: it is 1 or more, or 0 for the names of `OFF`; None only where the parameter allows it."""
+    types = get_args(parameter.annotation) or (parameter.annotation,)
+    if int not in types or (value is None and NoneType in types):
+        return
+    least = 0 if name in OFF else 1
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} of {owner} must be a whole number, {least} or more; got {value!r}")
+
+
 def check_options(owner: str, cls: type, options: Any, without: Collection[str] = ()) -> None:
     """Check that `options` is a mapping whose keys are parameters of `cls(…)`, other than those of `without`.
 
     Raises:
-        ValueError: it is not; the message names `owner`, and lists the known names or shows the value.
+        ValueError: it is not, or a whole number is none; the message names `owner`, and lists the known names or shows
+            the value.
     """
     if not isinstance(options, Mapping):
         raise ValueError(f"{owner} takes a mapping of options; got {options!r}")
@@ -66,6 +82,7 @@ def check_options(owner: str, cls: type, options: Any, without: Collection[str] 
                 if known
                 else ValueError(f"{owner} takes no options; got {name!r}")
             )
+        _check_whole(owner, name, options[name], constructor_parameters(cls)[name])
 
 
 class Registry(Generic[Entry]):

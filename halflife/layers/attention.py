@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,6 +75,8 @@ class Attention(Mixer):
             raise unknown("qk_norm", qk_norm, list(self.QK_NORMS))
         if not 0 < rope_fraction <= 1:
             raise ValueError(f"rope_fraction must lie in (0, 1]; got {rope_fraction}")
+        if not 0 < rope_base < math.inf:
+            raise ValueError(f"rope_base must be positive and finite; got {rope_base}")
         self.rotated = int(self.head_dim * rope_fraction)
         if position == "rope":
             check_pairs(self.rotated)

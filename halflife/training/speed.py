@@ -16,6 +16,7 @@ from halflife.models import LanguageModel
 from halflife.ops.backends import native
 
 GEMM = 2048  # rows of the square matrices of `gemm_rate`
+PRODUCT = 0.5  # seconds of one product at most
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of mallopt(3)
@@ -78,14 +79,29 @@ def operations(model: LanguageModel, length: int) -> float:
     return 3 * (short + (long - short) * (length - 128) / 128)
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype, repetitions: int = 5) -> float:
-    """Operations per second of a large matrix product on this device, an upper bound for a model."""
-    a = torch.randn(GEMM, GEMM, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(repetitions + 1):
+def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM, repetitions: int = 5) -> float:
+    """Operations per second of a large matrix product on this device, an upper bound for a model.
+
+    Args:
+        largest: rows of the matrices, fewer where a product takes longer than `PRODUCT`: bfloat16 is a hundred times
+            slower than float32 on CPUs without instructions for it.
+    """
+
+    def product(rows: int) -> float:
+        a = torch.randn(rows, rows, device=device, dtype=dtype)
         start = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * GEMM**3 / median(seconds[1:])
+        return time.perf_counter() - start
+
+    rows = min(256, largest)
+    product(rows)  # the first one also initializes the device
+    while rows < largest and product(rows) < PRODUCT / 8:
+        rows *= 2
+    return 2 * rows**3 / median(product(rows) for _ in range(repetitions))
+
+
+def bf16_slowdown(device: torch.device) -> float:
+    """How many times as long as in float32 a matrix product takes in bfloat16, below 1 where it is faster."""
+    return gemm_rate(device, torch.float32, 256) / gemm_rate(device, torch.bfloat16, 256)

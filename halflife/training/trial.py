@@ -17,6 +17,7 @@ from halflife.training.checkpoints import KEPT
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import STATES
 from halflife.training.fit import Objective
+from halflife.training.speed import bf16_slowdown
 
 TOKENS = 4096  # of a timed step at most; the time of a larger batch is extrapolated
 LARGEST = 200_000_000  # parameters of a model that is tried; a larger one would take long
@@ -35,6 +36,7 @@ class Trial:
         memory: bytes of weights, gradients, AdamW's moments and saved activations of the largest run. If `seconds` is
             None, the activations are not counted.
         disk: bytes of all models, the checkpoints of one run, and a report.
+        bf16_slowdown: how many times as long as in float32 products take in bfloat16, if a run has it; 1 otherwise.
     """
 
     runs: int
@@ -42,6 +44,7 @@ class Trial:
     seconds: float | None
     memory: int
     disk: int
+    bf16_slowdown: float = 1.0
 
 
 def try_runs(
@@ -70,7 +73,8 @@ def try_runs(
         memory = max(STATES * size + activations for _, size, (_, activations) in found)
     disk = sum(4 * sizes[_kind(config)] for config, _ in runs) + (KEPT + 1) * 12 * max(sizes.values()) + PAGE
     steps, memory = sum(config.steps for config, _ in runs), memory or STATES * max(sizes.values())
-    return Trial(len(runs), steps, seconds, round(memory), disk)
+    slowdown = bf16_slowdown(device) if any(config.bf16 for config, _ in runs) else 1.0
+    return Trial(len(runs), steps, seconds, round(memory), disk, slowdown)
 
 
 def _kind(config: TrainConfig) -> str:
