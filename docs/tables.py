@@ -36,6 +36,7 @@ Other tables have one key:
 | powers      | models and cells of koopman-powers, and a test                                                  |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
+| rates       | a file, a column of accuracy, and one at T that says what was learned; seed 0 at every rate     |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. Accuracies are in
 percent. A difference is bold if its interval has no 0.
@@ -57,7 +58,7 @@ from join import RESULTS
 from halflife.experiments import gate_rank_tables
 from halflife.experiments.evidence import overview_page
 from halflife.files import read_json
-from halflife.report.intervals import bootstrap, with_interval
+from halflife.report.intervals import bootstrap, has_learned, with_interval
 from halflife.report.markdown import markdown
 from halflife.report.tables import forecast
 
@@ -73,6 +74,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "powers": powers.table,
     "timescales": lambda files: _timescales(files),
     "positions": lambda file: gate_rank_tables.by_position(results(file)),
+    "rates": lambda wanted: _rates(**wanted),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
 PERPLEXITY = "perplexity"
@@ -134,6 +136,24 @@ def _timescales(files: Mapping[int, str]) -> str:
                 ]
             lines.append([f"`{model}`", *cells])
     return markdown(["model", "before: fastest, slowest", "ratio", "trained: fastest, slowest", "ratio"], lines)
+
+
+def _rates(file: str, column: str, learned: str) -> str:
+    """The accuracy of seed 0 at each rate, in bold at the chosen one, for models that have learned `learned`."""
+    cells: dict[str, dict[float, str]] = {}
+    known: dict[tuple[str, str], bool] = {}
+    rows = [row for row in results(file) if row["seed"] == "0"]
+    for row in sorted(rows, key=lambda row: int(row["length"])):  # what was learned stands at the shortest length
+        test, run = " ".join((row["test"], row["length"], row["num_pairs"])), (row["model"], row["learning_rate"])
+        if test == learned:
+            known[run] = has_learned([float(row["accuracy"])])
+        if test == column:
+            text = f"{100 * float(row['accuracy']):.1f}" if known[run] else "not learned"
+            text = f"**{text}**" if row["selected"] == "True" else text
+            cells.setdefault(row["model"], {})[float(row["learning_rate"])] = text
+    rates = sorted({rate for found in cells.values() for rate in found})
+    lines = [[f"`{model}`", *(found.get(rate, "–") for rate in rates)] for model, found in cells.items()]
+    return markdown(["model", *(f"{rate:g}" for rate in rates)], lines)
 
 
 def _three(value: float) -> str:

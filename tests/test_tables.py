@@ -118,3 +118,12 @@ def test_comparisons_are_added_to_the_map(tmp_path, monkeypatch):
     assert json.loads(powers.MAP.read_text(encoding="utf-8")) == {
         "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
     }  # fmt: skip
+
+
+def test_rates_of_the_first_seed():
+    """Each run of seed 0 is a cell, the chosen rate is bold, and what has not learned has no number."""
+    table = tables.table({"rates": {"file": "overview.csv", "column": "mqar 1024 16", "learned": "mqar 64 16"}})
+    lines = {line.split("|")[1].strip(): line for line in table.splitlines()}
+    assert lines["model"].startswith("| model | 0.001 | 0.003 | 0.01 | 0.03 |")
+    assert lines["`rwkv7`"].startswith("| `rwkv7` | 96.1 | **88.4** | 99.2 | – |")
+    assert lines["`mamba2`"].startswith("| `mamba2` | not learned | **74.7** | not learned | – |")
