@@ -76,7 +76,7 @@ def token_loop(layer, x):
     outputs = []
     for t in range(length):
         z, v, b, c, f, *a, trapezoid, rate = F.linear(x[:, t], layer.in_proj.weight).split(layer.splits, -1)
-        z, v = (part.unflatten(-1, (1, HEADS, VALUE)) for part in (z, v))
+        z, read = (part.unflatten(-1, (1, HEADS, VALUE)) for part in (z, v))
         step = layer.decay.step_size(f)
         if a:  # the rate is that of the authors, max(softplus(a), floor)
             step = (f + layer.decay.dt_bias).exp().log1p()
@@ -86,7 +86,7 @@ def token_loop(layer, x):
         end = 1 / (1 + (-trapezoid).exp())
         angle = angle + step[..., None] * math.pi * rate.tanh()[:, None]
         turn = rotation(angle)
-        k, v = torch.einsum("bhij,brhj->brhi", turn, per_head(b, layer.key)), v * of_v
+        k, v = torch.einsum("bhij,brhj->brhi", turn, per_head(b, layer.key)), read * of_v
         q = torch.einsum("bhij,brhj->brhi", turn, per_head(c, layer.query))
         began = torch.einsum("bh,brhk,brhv->bhkv", alpha * (1 - end) * step, key, value)
         ended = torch.einsum("bh,brhk,brhv->bhkv", end * step, k, v)
@@ -97,7 +97,7 @@ def token_loop(layer, x):
             y = y / (y.square().mean(-1, keepdim=True) + layer.norm.eps).sqrt() * layer.norm.weight.view(HEADS, VALUE)
         outputs.append(layer.out_proj((y * F.silu(z * of_z) * of_y).sum(1).flatten(1)))
     turns = angle / (2 * math.pi)
-    state = {"memory": memory, "key": key.flatten(1, 2), "value": value.flatten(1, 2), "angle": turns - turns.round()}
+    state = {"memory": memory, "key": key.flatten(1, 2), "value": read.squeeze(1), "angle": turns - turns.round()}
     return torch.stack(outputs, 1), {"position": torch.full((batch,), length), **state}
 
 

@@ -60,30 +60,30 @@ class MIMO(Float32Module):
             **options: passed to the op.
 
         Returns:
-            `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, R·H, V]`.
+            `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, H, V]`.
         """
-        rank, gain = self.rank, end * step
-        values = (v.unsqueeze(2) * self.values.to(v.dtype)).flatten(2, 3)
+        rank, gain, values = self.rank, end * step, self.values.to(v.dtype)
         before, last_gain = packing.delay(gain, None, cu_seqlens)
         k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
-        v_before, value = packing.delay(values, state.get("value"), cu_seqlens)
+        v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
         weight = g.exp() * (before + (1 - end) * step)
         written = (weight.repeat(1, 1, rank).unsqueeze(-1) * k_before).to(v.dtype)
 
-        q_rows, k_rows, v_rows = (
-            part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written, v_before)
-        )
+        q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written))
+        v_rows = (v_before.unsqueeze(2) * values).flatten(1, 2)
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
         bounds = None if cu_seqlens is None else cu_seqlens * rank
         y, memory = apply_update(None, x, q_rows, k_rows, v_rows, decays, None, state, bounds, scale=1, **options)
 
-        q, k, written, v_before, values = (
-            part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q), v_before, values)
-        )  # [B, T, H, R, …]
+        q, k, written = (
+            part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q))
+        )  # [B, T, H, R, K]
         later = (q @ written.transpose(-1, -2)).triu(1)
         now = gain[..., None, None] * (q @ k.transpose(-1, -2))
-        y = y.unflatten(1, (-1, rank)).transpose(2, 3) + later.to(v.dtype) @ v_before + now.to(v.dtype) @ values
-        y = y + skip.to(v.dtype)[:, None, None] * values
+        now = now + skip[:, None, None].to(now) * torch.eye(rank, device=now.device, dtype=now.dtype)
+        y = y.unflatten(1, (-1, rank)).transpose(2, 3)
+        for weights, one in ((later, v_before), (now, v)):  # v_r = w^x_r ⊙ x, so x stands outside the sum
+            y = y + torch.einsum("bthrs,shv->bthrv", weights.to(v.dtype), values) * one.unsqueeze(3)
         gates, outputs = (w.transpose(0, 1).to(v.dtype) for w in (self.gates, self.outputs))
         z = gates * z.unsqueeze(3)
         if norm is None:
@@ -93,6 +93,6 @@ class MIMO(Float32Module):
             y = norm(*rows).unflatten(-1, v.shape[2:]).transpose(2, 3)
         y = (outputs * y).sum(3)
 
-        pairs = (key.unflatten(1, (rank, -1)), value.unflatten(1, (rank, -1)))
-        last = torch.einsum("nh,nrhk,nrhv->nhkv", last_gain, *(x.to(last_gain) for x in pairs))
+        writes = (key.unflatten(1, (rank, -1)), self.values, value)
+        last = torch.einsum("nh,nrhk,rhv,nhv->nhkv", last_gain, *(x.to(last_gain) for x in writes))
         return y, {"memory": memory["memory"] + last, "key": key, "value": value}
