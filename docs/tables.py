@@ -140,17 +140,22 @@ def _timescales(files: Mapping[int, str]) -> str:
 
 def _rates(file: str, column: str, learned: str) -> str:
     """The accuracy of seed 0 at each rate, in bold at the chosen one, for models that have learned `learned`."""
+
+    def found_at(test: str) -> dict[tuple[str, str], Mapping[str, str]]:
+        """(model, rate) → the row of a test, of seed 0."""
+        rows = (row for row in results(file) if row["seed"] == "0")
+        return {
+            (row["model"], row["learning_rate"]): row
+            for row in rows
+            if " ".join((row["test"], row["length"], row["num_pairs"])) == test
+        }
+
     cells: dict[str, dict[float, str]] = {}
-    known: dict[tuple[str, str], bool] = {}
-    rows = [row for row in results(file) if row["seed"] == "0"]
-    for row in sorted(rows, key=lambda row: int(row["length"])):  # what was learned stands at the shortest length
-        test, run = " ".join((row["test"], row["length"], row["num_pairs"])), (row["model"], row["learning_rate"])
-        if test == learned:
-            known[run] = has_learned([float(row["accuracy"])])
-        if test == column:
-            text = f"{100 * float(row['accuracy']):.1f}" if known[run] else "not learned"
-            text = f"**{text}**" if row["selected"] == "True" else text
-            cells.setdefault(row["model"], {})[float(row["learning_rate"])] = text
+    trained = found_at(learned)
+    for (model, rate), row in found_at(column).items():
+        known = has_learned([float(trained[model, rate]["accuracy"])])
+        text = f"{100 * float(row['accuracy']):.1f}" if known else "not learned"
+        cells.setdefault(model, {})[float(rate)] = f"**{text}**" if row["selected"] == "True" else text
     rates = sorted({rate for found in cells.values() for rate in found})
     lines = [[f"`{model}`", *(found.get(rate, "–") for rate in rates)] for model, found in cells.items()]
     return markdown(["model", *(f"{rate:g}" for rate in rates)], lines)

@@ -67,7 +67,7 @@ class Attention(Mixer):
         super().__init__()
         self.head_dim = head_dim or check_heads(hidden_size, num_heads)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+        if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {num_heads}")
         if position not in self.POSITIONS:
             raise unknown("position", position, list(self.POSITIONS))
@@ -85,8 +85,6 @@ class Attention(Mixer):
                     f"rope_fraction {rope_fraction} rotates none of the {self.head_dim} channels; take a larger one, "
                     "or position 'none'"
                 )
-        if window is not None and window < 1:
-            raise ValueError(f"window is a number of tokens and must be at least 1; got {window}")
         self.rope_base, self.position, self.window = rope_base, position, window
         queries, keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.splits = [queries, keys, keys] + [queries] * gate

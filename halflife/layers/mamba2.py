@@ -101,7 +101,7 @@ class Mamba2(Mixer):
         check_step("Mamba-2", decay, post)
         if stretch_gain:
             check_gain(post, delta=False)
-        if num_groups < 1 or num_heads % num_groups:
+        if num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         self.num_heads, self.num_groups, self.state_size = num_heads, num_groups, state_size
         self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)

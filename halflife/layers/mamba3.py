@@ -118,7 +118,7 @@ class Mamba3(Mixer):
     ) -> None:
         super().__init__()
         check_step("Mamba-3", decay, post)
-        if num_groups < 1 or num_heads % num_groups:
+        if num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         if rope_fraction not in self.ROPE_FRACTIONS:
             raise ValueError(f"rope_fraction must be 0.5 or 1; got {rope_fraction}")
@@ -127,8 +127,8 @@ class Mamba3(Mixer):
                 f"rotated channels come in pairs: state_size · rope_fraction must be even; got "
                 f"{state_size} · {rope_fraction}"
             )
-        if rank < 1 or (rank > 1 and gate_rank is not None):
-            raise ValueError(f"rank must be at least 1, and 1 with GateRank, whose resets are one a token; got {rank}")
+        if rank > 1 and gate_rank is not None:
+            raise ValueError(f"rank must be 1 with GateRank, whose resets are one a token; got {rank}")
         if (gate_rank or {}).get("reset_law", "mask") != "mask":
             raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
         if rate_floor is not None and (rate_floor <= 0 or (decay, decay_options, post) != ("mamba2", None, None)):

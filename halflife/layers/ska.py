@@ -177,7 +177,7 @@ class SKA(Mixer):
         ):  # fmt: skip
             if name not in choices:
                 raise unknown(kind, name, list(choices))
-        if rank < 1 or (lift == "cg" and rank % 3):
+        if lift == "cg" and rank % 3:
             raise ValueError(f"rank must be at least 1, and for lift 'cg' a multiple of 3; got {rank}")
         if mix == "powers" and power < 1:
             raise ValueError(f"mix 'powers' starts at the first power, so power must be at least 1; got {power}")

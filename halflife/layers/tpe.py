@@ -67,8 +67,8 @@ class TPE(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if state_size < 1 or longest < 1:
-            raise ValueError(f"need state_size ≥ 1 and longest ≥ 1; got {state_size}, {longest}")
+        if longest < 1:
+            raise ValueError(f"longest must be at least 1; got {longest}")
         self.num_heads, self.head_dim = num_heads, check_heads(hidden_size, num_heads)
         self.chunk_size, self.backend = chunk_size, backend
         self.kernel = ToeplitzKernel(num_heads, state_size, longest)

@@ -16,7 +16,7 @@ from halflife.models import LanguageModel
 from halflife.ops.backends import native
 
 GEMM = 2048  # rows of the square matrices of `gemm_rate`
-PRODUCT = 0.5  # seconds of one product at most
+PRODUCT = 0.5  # seconds of one product at most; twice the rows take eight times as long
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of mallopt(3)

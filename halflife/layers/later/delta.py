@@ -203,8 +203,6 @@ class DeltaProduct(LinearMixer):
         allow_neg_eigval: bool = True,
         **options: Any,
     ) -> None:
-        if num_householder < 1:
-            raise ValueError(f"num_householder must be at least 1; got {num_householder}")
         defaults = {"decay": "mamba2", "granularity": "scalar", "conv_size": 4, "gate": "swish"}
         fixed = fix_options(
             "DeltaProduct", options, update="delta", position="none", gate_rank=None, cascade=None, log_linear=None,
