@@ -41,6 +41,14 @@ def turned(x, z, *_):
     return fused.rotate(x, angle.cos(), angle.sin())
 
 
+def mimo(x, z, weight, channels, state, numbers):
+    """Three values, gates and outputs a head, whose matrices depend on the token, the head and the place."""
+    factors = torch.linspace(-1, 2, 9, dtype=channels.dtype).view(3, 3)
+    weights = (channels.view(x.shape[2:]) * row.view(3, 1, 1) for row in factors)
+    later, now = (numbers[..., None, None] * matrix for matrix in (factors, factors.T.square() - 1))
+    return fused.mimo_output(torch.stack([x, z, x * z], 2), later, now, x + z, x, z, *weights)
+
+
 # Functions of x, z [B, T, H, V], taps [H·V, W], one number a channel, a state, and one number a head and token.
 CASES = {
     "rms_norm": lambda x, z, w, c, s, h: fused.rms_norm(flat(x), c, 1e-5),
@@ -56,6 +64,7 @@ CASES = {
     "conv": conv,
     "conv without activation": partial(conv, activation=None),
     "rotate": turned,
+    "mimo": mimo,
 }
 
 

@@ -1,7 +1,7 @@
-"""Passes of a layer over memory: norms with their gates, SwiGLU, scaled heads and rotations.
+"""Passes of a layer over memory: norms with their gates, SwiGLU, scaled heads, rotations and the output of MIMO.
 
 Each function is an expression of torch. Where the native kernels are built, it runs as one pass over memory, forward
-and backward (csrc/norms.cpp and csrc/gates.cpp in `backends/native`).
+and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`).
 """
 
 from __future__ import annotations
@@ -133,3 +133,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     cos, sin = (part if part.ndim == 3 else part.unsqueeze(0) for part in (cos, sin))
     return torch.ops.halflife.rotate(x, cos, sin, 1.0)
+
+
+def mimo_output(
+    y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, z: Tensor,
+    values: Tensor, gates: Tensor, outputs: Tensor,
+) -> Tensor:  # fmt: skip
+    """`Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z)` with `u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, H, V]`.
+
+    Args:
+        y: `[B, T, R, H, V]`.
+        later, now: A and B `[B, T, H, R, R]`, float32.
+        before, x, z: x', x and z `[B, T, H, V]`.
+        values, gates, outputs: w^x, w^z and w^o `[R, H, V]`, float32.
+    """
+    tensors = (y, later, now, before, x, z, values, gates, outputs)
+    if _pays(y, before, x, z) and all(t.dtype == torch.float32 for t in (later, now, values, gates, outputs)):
+        return torch.ops.halflife.mimo_output(*tensors)
+    later, now, values, gates, outputs = (t.to(x.dtype) for t in (later, now, values, gates, outputs))
+    y = add_ranks(y, later, now, before, x, values)
+    return (outputs * y * F.silu(gates * z.unsqueeze(2))).sum(2)
+
+
+def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:
+    """`u [B, T, R, H, V]` of `mimo_output`, all of one dtype."""
+    for weights, one in ((later, before), (now, x)):  # x stands outside the sum
+        y = y + torch.einsum("bthrs,shv->btrhv", weights, values) * one.unsqueeze(2)
+    return y

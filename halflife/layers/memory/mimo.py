@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
+from halflife.ops import fused
 from halflife.precision import Float32Module
 
 State = dict[str, Tensor]
@@ -75,23 +76,17 @@ class MIMO(Float32Module):
         bounds = None if cu_seqlens is None else cu_seqlens * rank
         y, memory = apply_update(None, x, q_rows, k_rows, v_rows, decays, None, state, bounds, scale=1, **options)
 
-        q, k, written = (
-            part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q))
-        )  # [B, T, H, R, K]
-        later = (q @ written.transpose(-1, -2)).triu(1)
+        q, k, written = (part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q)))
+        later = (q @ written.transpose(-1, -2)).triu(1)  # [B, T, H, R, R]
         now = gain[..., None, None] * (q @ k.transpose(-1, -2))
         now = now + skip[:, None, None].to(now) * torch.eye(rank, device=now.device, dtype=now.dtype)
-        y = y.unflatten(1, (-1, rank)).transpose(2, 3)
-        for weights, one in ((later, v_before), (now, v)):  # v_r = w^x_r ⊙ x, so x stands outside the sum
-            y = y + torch.einsum("bthrs,shv->bthrv", weights.to(v.dtype), values) * one.unsqueeze(3)
-        gates, outputs = (w.transpose(0, 1).to(v.dtype) for w in (self.gates, self.outputs))
-        z = gates * z.unsqueeze(3)
+        y = y.unflatten(1, (-1, rank))
         if norm is None:
-            y = y * F.silu(z)
+            y = fused.mimo_output(y, later, now, v_before, v, z, self.values, self.gates, self.outputs)
         else:  # all heads of one of the R outputs in a row
-            rows = (part.transpose(2, 3).flatten(3) for part in (y, z))
-            y = norm(*rows).unflatten(-1, v.shape[2:]).transpose(2, 3)
-        y = (outputs * y).sum(3)
+            y = fused.add_ranks(y, later.to(v.dtype), now.to(v.dtype), v_before, v, values)
+            z = self.gates.to(v.dtype) * z.unsqueeze(2)
+            y = (self.outputs.to(v.dtype) * norm(y.flatten(3), z.flatten(3)).view_as(y)).sum(2)
 
         writes = (key.unflatten(1, (rank, -1)), self.values, value)
         last = torch.einsum("nh,nrhk,rhv,nhv->nhkv", last_gain, *(x.to(last_gain) for x in writes))

@@ -1,4 +1,4 @@
-"""Shapes and gradients of the custom ops in csrc/conv.cpp, norms.cpp and gates.cpp, which are passes over memory."""
+"""Shapes and gradients of the custom ops that are passes over memory, in csrc/conv.cpp, norms.cpp, gates.cpp and mimo.cpp."""
 
 from __future__ import annotations
 
@@ -113,3 +113,19 @@ def _rotate_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 _register("rotate", lambda x, cos, sin, sign: x.new_empty(x.shape), _rotate_save, _rotate_grad)
+
+
+# ------------------------------------------------------------------------------------------------- mimo_output
+
+
+@torch.library.register_fake("halflife::mimo_output_backward")
+def _mimo_backward(dout, *inputs):
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+_register(
+    "mimo_output",
+    lambda y, later, now, before, x, *_: x.new_empty(x.shape),
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lambda ctx, dout: tuple(_ops.mimo_output_backward(dout, *ctx.saved_tensors)),
+)

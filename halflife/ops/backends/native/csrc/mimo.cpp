@@ -1,0 +1,169 @@
+// The output of Mamba-3 MIMO (`mimo_output` in halflife/ops/fused.py), with R values, gates and outputs a head:
+//
+//   u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x),   out = Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z)
+//
+// with A = later and B = now [R, R] of each token and head, and x' the value of the token before.
+#include <torch/library.h>
+
+#include "rows.h"
+
+namespace halflife {
+namespace {
+
+using at::Tensor;
+
+// Rows are tokens: y [R · H · V], later and now [H · R · R], before, x and z [H · V]; weights are rows of r.
+template <class T>
+struct Mimo {
+  Rows2<T> y, before, x, z;
+  Rows2<float> later, now, values, gates, outputs;
+  int64_t rank, heads, size;
+
+  Mimo(const Tensor& y_, const Tensor& later_, const Tensor& now_, const Tensor& before_, const Tensor& x_,
+       const Tensor& z_, const Tensor& values_, const Tensor& gates_, const Tensor& outputs_)
+      : y(y_.flatten(2)), before(before_.flatten(2)), x(x_.flatten(2)), z(z_.flatten(2)), later(later_.flatten(2)),
+        now(now_.flatten(2)), values(values_.flatten(1)), gates(gates_.flatten(1)), outputs(outputs_.flatten(1)),
+        rank(y_.size(2)), heads(y_.size(3)), size(y_.size(4)) {}
+
+  int64_t channels() const { return heads * size; }
+};
+
+// The n channels from `at` on of one token: w^x_s ⊙ x' and w^x_s ⊙ x for all s, then one u_r after the other.
+template <class T>
+struct Lanes {
+  const Mimo<T>& m;
+  std::vector<Vec> old_values, new_values;
+  int64_t row = 0, at = 0, n = 0;
+  const float *later = nullptr, *now = nullptr;
+  Vec before, x, z;
+
+  explicit Lanes(const Mimo<T>& m_) : m(m_), old_values(m_.rank), new_values(m_.rank) {}
+
+  void read_at(int64_t row_, int64_t head, int64_t j) {
+    row = row_, at = head * m.size + j, n = lanes(j, m.size);
+    later = m.later.row(row) + head * m.rank * m.rank, now = m.now.row(row) + head * m.rank * m.rank;
+    before = read(m.before.row(row) + at, n), x = read(m.x.row(row) + at, n), z = read(m.z.row(row) + at, n);
+    for (int64_t s = 0; s < m.rank; s++) {
+      const Vec weight = read(m.values.row(s) + at, n);
+      old_values[s] = weight * before, new_values[s] = weight * x;
+    }
+  }
+  Vec output(int64_t r) const {
+    Vec u = read(m.y.row(row) + r * m.channels() + at, n);
+    for (int64_t s = 0; s < m.rank; s++) {
+      u = at::vec::fmadd(Vec(later[r * m.rank + s]), old_values[s], u);
+      u = at::vec::fmadd(Vec(now[r * m.rank + s]), new_values[s], u);
+    }
+    return u;
+  }
+};
+
+Tensor mimo_output(Tensor y, Tensor later, Tensor now, Tensor before, Tensor x, Tensor z, Tensor values, Tensor gates,
+                   Tensor outputs) {
+  Tensor out = at::empty(x.sizes(), x.options());
+  by_type(x, [&](auto entry) {
+    using T = decltype(entry);
+    const Mimo<T> m(y, later, now, before, x, z, values, gates, outputs);
+    T* o = out.data_ptr<T>();
+    each_block(m.x.rows, [&](int64_t, int64_t from, int64_t to) {
+      Lanes<T> part(m);
+      for (int64_t i = from; i < to; i++)
+        for (int64_t h = 0; h < m.heads; h++)
+          for (int64_t j = 0; j < m.size; j += kWidth) {
+            part.read_at(i, h, j);
+            Vec total(0.f);
+            for (int64_t r = 0; r < m.rank; r++) {
+              const Vec gate = silu(read(m.gates.row(r) + part.at, part.n) * part.z);
+              total = at::vec::fmadd(read(m.outputs.row(r) + part.at, part.n) * gate, part.output(r), total);
+            }
+            write(o + i * m.channels() + part.at, total, part.n);
+          }
+    });
+  });
+  return out;
+}
+
+inline void accumulate(float* p, Vec x, int64_t n) { write(p, read(p, n) + x, n); }
+
+std::vector<Tensor> mimo_output_backward(Tensor dout, Tensor y, Tensor later, Tensor now, Tensor before, Tensor x,
+                                         Tensor z, Tensor values, Tensor gates, Tensor outputs) {
+  auto like = [](const Tensor& t) { return at::empty(t.sizes(), t.options()); };
+  Tensor dy = like(y), dlater = like(later), dnow = like(now), dbefore = like(before), dx = like(x), dz = like(z);
+  const int64_t weights = values.numel(), rows = x.size(0) * x.size(1);
+  Tensor sums = at::zeros({blocks(rows), 3 * weights}, x.options().dtype(at::kFloat));
+  by_type(x, [&](auto entry) {
+    using T = decltype(entry);
+    const Mimo<T> m(y, later, now, before, x, z, values, gates, outputs);
+    const Rows2<T> grad(dout.flatten(2));
+    T *py = dy.data_ptr<T>(), *pb = dbefore.data_ptr<T>(), *px = dx.data_ptr<T>(), *pz = dz.data_ptr<T>();
+    const int64_t square = m.rank * m.rank, channels = m.channels();
+    each_block(m.x.rows, [&](int64_t block, int64_t from, int64_t to) {
+      Lanes<T> part(m);
+      std::vector<Vec> of_later(square), of_now(square), of_old(m.rank), of_new(m.rank);
+      float* dvalues = sums.data_ptr<float>() + block * 3 * weights;
+      float *dgates = dvalues + weights, *doutputs = dgates + weights;
+      for (int64_t i = from; i < to; i++)
+        for (int64_t h = 0; h < m.heads; h++) {
+          std::fill(of_later.begin(), of_later.end(), Vec(0.f));
+          std::fill(of_now.begin(), of_now.end(), Vec(0.f));
+          for (int64_t j = 0; j < m.size; j += kWidth) {
+            part.read_at(i, h, j);
+            const int64_t at = part.at, n = part.n;
+            const Vec g = read(grad.row(i) + at, n);
+            Vec of_z(0.f), of_before(0.f), of_x(0.f);
+            std::fill(of_old.begin(), of_old.end(), Vec(0.f));
+            std::fill(of_new.begin(), of_new.end(), Vec(0.f));
+            for (int64_t r = 0; r < m.rank; r++) {
+              const Vec u = part.output(r), gate = read(m.gates.row(r) + at, n), a = gate * part.z, s = sigmoid(a);
+              const Vec scaled = g * read(m.outputs.row(r) + at, n), du = scaled * a * s;
+              const Vec da = scaled * u * silu_slope(a, s);
+              accumulate(doutputs + r * channels + at, g * u * a * s, n);
+              accumulate(dgates + r * channels + at, da * part.z, n);
+              of_z = at::vec::fmadd(da, gate, of_z);
+              write(py + (i * m.rank + r) * channels + at, du, n);
+              for (int64_t k = 0; k < m.rank; k++) {
+                const int64_t rk = r * m.rank + k;
+                of_old[k] = at::vec::fmadd(Vec(part.later[rk]), du, of_old[k]);
+                of_new[k] = at::vec::fmadd(Vec(part.now[rk]), du, of_new[k]);
+                of_later[rk] = at::vec::fmadd(du, part.old_values[k], of_later[rk]);
+                of_now[rk] = at::vec::fmadd(du, part.new_values[k], of_now[rk]);
+              }
+            }
+            for (int64_t k = 0; k < m.rank; k++) {
+              const Vec weight = read(m.values.row(k) + at, n);
+              accumulate(dvalues + k * channels + at, of_old[k] * part.before + of_new[k] * part.x, n);
+              of_before = at::vec::fmadd(of_old[k], weight, of_before);
+              of_x = at::vec::fmadd(of_new[k], weight, of_x);
+            }
+            write(pb + i * channels + at, of_before, n);
+            write(px + i * channels + at, of_x, n);
+            write(pz + i * channels + at, of_z, n);
+          }
+          float *l = dlater.data_ptr<float>() + (i * m.heads + h) * square;
+          float *w = dnow.data_ptr<float>() + (i * m.heads + h) * square;
+          for (int64_t k = 0; k < square; k++) l[k] = sum(of_later[k]), w[k] = sum(of_now[k]);
+        }
+    });
+  });
+  std::vector<Tensor> grads = {dy, dlater, dnow, dbefore, dx, dz};
+  for (const Tensor& part : sum_of_blocks(sums).view({3, -1}).unbind()) grads.push_back(part.view(values.sizes()));
+  return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(halflife, m) {
+  m.def(
+      "mimo_output(Tensor y, Tensor later, Tensor now, Tensor before, Tensor x, Tensor z, Tensor values, "
+      "Tensor gates, Tensor outputs) -> Tensor");
+  m.def(
+      "mimo_output_backward(Tensor dout, Tensor y, Tensor later, Tensor now, Tensor before, Tensor x, Tensor z, "
+      "Tensor values, Tensor gates, Tensor outputs) -> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(halflife, CPU, m) {
+  m.impl("mimo_output", mimo_output);
+  m.impl("mimo_output_backward", mimo_output_backward);
+}
+
+}  // namespace halflife
