@@ -1,4 +1,4 @@
-"""Shapes and gradients of the custom ops in csrc/ that are passes over memory: conv.cpp, norms.cpp, gates.cpp, mimo.cpp."""
+"""Shapes and gradients of the custom ops that are passes over memory (conv.cpp, norms.cpp, gates.cpp, mimo.cpp)."""
 
 from __future__ import annotations
 
