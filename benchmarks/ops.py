@@ -28,6 +28,7 @@ import timing  # noqa: E402
 from halflife import ops  # noqa: E402
 from halflife.evaluation import throughput  # noqa: E402
 from halflife.files import write_text  # noqa: E402
+from halflife.training.speed import gemm_rate  # noqa: E402
 
 LENGTHS = (128, 512, 2048, 8192)
 BACKENDS = ("native", "chunked", "reference")
@@ -88,8 +89,11 @@ def _one_head(length: int = 100_000) -> float:
 
 def _floors() -> dict[str, float]:
     """Rates of matrix products in FLOP/s and of a copy in bytes/s; the best of three, because others may be at work."""
-    found = {f"torch {name}": max(timing.gemm_rate(dtype=dtype) for _ in range(3)) for name, dtype in DTYPES.items()}
-    found |= {f"oneDNN {name}": max(timing.onednn_rate(dtype) for _ in range(3)) for name, dtype in DTYPES.items()}
+    cpu = torch.device("cpu")
+    found = {f"torch {name}": max(gemm_rate(cpu, dtype) for _ in range(3)) for name, dtype in DTYPES.items()}
+    for name, dtype in DTYPES.items():
+        if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            found[f"oneDNN {name}"] = max(timing.onednn_rate(dtype) for _ in range(3))
     return found | {"copy": max(timing.copy_rate() for _ in range(3))}
 
 

@@ -17,6 +17,7 @@ import timing
 import torch
 
 from halflife.ops.backends import dispatch as backends
+from halflife.training.speed import gemm_rate
 
 LENGTHS = {"cuda": tuple(1024 << n for n in range(8)), "cpu": (64, 128)}
 SIZES = {"cuda": (64, 128), "cpu": (16,)}
@@ -57,7 +58,7 @@ def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict
         until: time after which no further length starts, in seconds since the epoch.
     """
     broken = set(skip)
-    gemm = timing.gemm_rate(device, torch.bfloat16, 8192 if device == "cuda" else 256)
+    gemm = gemm_rate(torch.device(device), torch.bfloat16, 8192 if device == "cuda" else 256)
     yield {"K": size, "gemm": gemm, "copy": timing.copy_rate(device, 4096 if device == "cuda" else 16)}
     first = True
     for length in LENGTHS[device]:

@@ -46,12 +46,6 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def gemm_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
-    """Measure the FLOP/s of one large matrix product on this machine."""
-    a, b = torch.randn(2, size, size, device=device).to(dtype)
-    return 2 * size**3 / medians({"gemm": lambda: a @ b}, 1.0, device)["gemm"]
-
-
 def onednn_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
     """Measure the FLOP/s of one large matrix product on this CPU by oneDNN, where torch uses MKL."""
     a, b = torch.randn(2, size, size).to(dtype)
