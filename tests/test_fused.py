@@ -114,6 +114,19 @@ def test_equals_torch_in_float64(name, shape, dtype):
     compare(CASES[name], arguments(shape, dtype), dtype)
 
 
+def test_mimo_takes_the_products_of_autocast():
+    """They are bfloat16, and the native kernel reads float32."""
+    draw = generator("mimo")
+    y, later, now, *others = (
+        torch.randn(s, generator=draw).bfloat16()
+        for s in [(2, 9, 3, 2, 8), *[(2, 9, 2, 3, 3)] * 2, *[(2, 9, 2, 8)] * 3, *[(3, 2, 8)] * 3]
+    )
+    got = fused.mimo_output(y, later, now, *others)
+    assert torch.equal(got, fused.mimo_output(y, later.float(), now.float(), *others))
+    with fused.off():
+        assert not torch.equal(got, fused.mimo_output(y, later, now, *others))  # the kernel did run
+
+
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 @pytest.mark.parametrize("width", [1, 2, 3, 9, 80])
 @pytest.mark.parametrize("lengths", [[70, 0, 1, 2, 131], [3], [0, 0]], ids=str)

@@ -139,24 +139,31 @@ def mimo_output(
     y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, z: Tensor,
     values: Tensor, gates: Tensor, outputs: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z)` with `u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, H, V]`.
+    """The output of Mamba-3 MIMO, `Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z) [B, T, H, V]`, with the u_r of `add_ranks`.
+
+    Source: Lahoti et al. 2026, "Mamba-3".
 
     Args:
-        y: `[B, T, R, H, V]`.
-        later, now: A and B `[B, T, H, R, R]`, float32.
-        before, x, z: x', x and z `[B, T, H, V]`.
-        values, gates, outputs: w^x, w^z and w^o `[R, H, V]`, float32.
+        y, later, now, before, x, values: as in `add_ranks`.
+        z: `[B, T, H, V]`.
+        gates, outputs: w^z and w^o `[R, H, V]`.
     """
-    tensors = (y, later, now, before, x, z, values, gates, outputs)
-    if _pays(y, before, x, z) and all(t.dtype == torch.float32 for t in (later, now, values, gates, outputs)):
-        return torch.ops.halflife.mimo_output(*tensors)
-    later, now, values, gates, outputs = (t.to(x.dtype) for t in (later, now, values, gates, outputs))
+    if _pays(y, before, x, z):
+        later, now, values, gates, outputs = (t.float() for t in (later, now, values, gates, outputs))
+        return torch.ops.halflife.mimo_output(y, later, now, before, x, z, values, gates, outputs)
     y = add_ranks(y, later, now, before, x, values)
-    return (outputs * y * F.silu(gates * z.unsqueeze(2))).sum(2)
+    return (outputs.to(x.dtype) * y * F.silu(gates.to(x.dtype) * z.unsqueeze(2))).sum(2)
 
 
 def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:
-    """`u [B, T, R, H, V]` of `mimo_output`, all of one dtype."""
+    """`u_r = y_r + Σ_s (A_rs w^x_s ⊙ x' + B_rs w^x_s ⊙ x)`, `[B, T, R, H, V]`, in the dtype of x.
+
+    Args:
+        y: `[B, T, R, H, V]`.
+        later, now: A and B `[B, T, H, R, R]`.
+        before, x: x', the value of the token before, and x `[B, T, H, V]`.
+        values: w^x `[R, H, V]`.
+    """
     for weights, one in ((later, before), (now, x)):  # x stands outside the sum
-        y = y + torch.einsum("bthrs,shv->btrhv", weights, values) * one.unsqueeze(2)
+        y = y + torch.einsum("bthrs,shv->btrhv", weights.to(x.dtype), values.to(x.dtype)) * one.unsqueeze(2)
     return y

@@ -63,7 +63,7 @@ class MIMO(Float32Module):
         Returns:
             `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, H, V]`.
         """
-        rank, gain, values = self.rank, end * step, self.values.to(v.dtype)
+        rank, gain = self.rank, end * step
         before, last_gain = packing.delay(gain, None, cu_seqlens)
         k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
         v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
@@ -71,7 +71,7 @@ class MIMO(Float32Module):
         written = (weight.repeat(1, 1, rank).unsqueeze(-1) * k_before).to(v.dtype)
 
         q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written))
-        v_rows = (v_before.unsqueeze(2) * values).flatten(1, 2)
+        v_rows = (v_before.unsqueeze(2) * self.values.to(v.dtype)).flatten(1, 2)
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
         bounds = None if cu_seqlens is None else cu_seqlens * rank
         y, memory = apply_update(None, x, q_rows, k_rows, v_rows, decays, None, state, bounds, scale=1, **options)
@@ -84,7 +84,7 @@ class MIMO(Float32Module):
         if norm is None:
             y = fused.mimo_output(y, later, now, v_before, v, z, self.values, self.gates, self.outputs)
         else:  # all heads of one of the R outputs in a row
-            y = fused.add_ranks(y, later.to(v.dtype), now.to(v.dtype), v_before, v, values)
+            y = fused.add_ranks(y, later, now, v_before, v, self.values)
             z = self.gates.to(v.dtype) * z.unsqueeze(2)
             y = (self.outputs.to(v.dtype) * norm(y.flatten(3), z.flatten(3)).view_as(y)).sum(2)
 
