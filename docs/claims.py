@@ -9,7 +9,7 @@ condition under `given` is false, or if a comparison of trained models lacks see
 (CONTRIBUTING.md, "Claims"). The numbers of the page are formatted expressions over the same files. Expressions may
 name:
 
-    theory                     theory.json
+    theory, theory_rfc         theory.json, theory_rfc.json
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
     accuracy(file, model, test, length, pairs)    one number a seed, at the selected learning rate
@@ -53,6 +53,7 @@ DOCS = Path(__file__).parent
 PAGE, COSTS = DOCS / "claims.md", RESULTS / "claims_costs.json"
 # The decay grid at two budgets: losses, and regressions of them on the decays.
 GRID = {"decay_design.csv": "decay_regression.json", "decay_design_double.csv": "decay_regression_double.json"}
+THEORY = ("theory", "theory_rfc")  # files of `halflife theory`
 VERDICTS = ("holds", "holds in part", "fails", "open")
 RATES = 3  # learning rates that a comparison of trained models has at least
 H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of its peak
@@ -288,7 +289,7 @@ def _signed(x: np.ndarray) -> str:
 def _evaluate(expression: str, files: Files, known: Mapping[str, Any]) -> Any:
     """Evaluate an expression. A file is read if the expression names it."""
     used = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-    sources = {"theory": files.json("theory.json")} if "theory" in used else {}
+    sources = {name: files.json(f"{name}.json") for name in THEORY if name in used}
     # A generator in an expression looks its names up in the globals, which must be a plain dict.
     return eval(expression, {"__builtins__": {}, **known, **sources})
 
