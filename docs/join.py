@@ -1,8 +1,9 @@
-"""Add the models of one table of a comparison to a file of results.
+"""Add the runs of one table of a comparison to a file of results.
 
     python docs/join.py post_parts_text_norm.csv runs/text/lengths.csv
 
-Models that the file has keep their rows.
+Runs that the file has (model, learning rate and seed) keep their rows. The rate of a model that both have is
+the one that the table with more rates selects.
 """
 
 from __future__ import annotations
@@ -34,14 +35,28 @@ def scores(path: Path) -> Rows:
 
 
 def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -> None:
-    """Add the rows of models that a file of results has not, sorted by the key `place` of their models."""
+    """Add the rows of runs that a file of results has not, sorted by the key `place` of their models."""
     old = read_table(path)
     if new and list(new[0]) != list(old[0]):
         raise ValueError(f"{path} has the columns {', '.join(old[0])}, and the new table {', '.join(new[0])}")
-    known = {row["model"] for row in old}
-    rows = [*old, *(row for row in new if row["model"] not in known)]
+    known = {_run(row) for row in old}
+    rows = [*old, *(row for row in new if _run(row) not in known)]
+    selected = {row["model"]: _selected(row["model"], old, new) for row in rows}
+    for row in rows:
+        row["selected"] = str(row["learning_rate"] == selected[row["model"]])
     rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
     write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
+
+
+def _run(row: dict[str, str]) -> tuple[str, ...]:
+    return row["model"], row["learning_rate"], row["seed"]
+
+
+def _selected(model: str, *tables: Table) -> str | None:
+    """The rate that the table with the most rates for a model selects, the first of several. None if all diverged."""
+    own = [[row for row in table if row["model"] == model] for table in tables]
+    most = max(own, key=lambda rows: len({row["learning_rate"] for row in rows}))
+    return next((row["learning_rate"] for row in most if row["selected"] == "True"), None)
 
 
 def main(arguments: Sequence[str]) -> None:

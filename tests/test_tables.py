@@ -91,30 +91,49 @@ def test_the_overview_s_text_is_that_of_its_files():
     assert column["lengths"] == [512, 8192]
 
 
-def test_comparisons_are_added_once_and_in_the_order_of_the_presets(tmp_path):
-    file = tmp_path / "x.csv"
-    file.write_text("model,seed\ngla,0\nmamba2@state(gla),1\nmamba2+post,0\nmamba2+post,1\n", encoding="utf-8")
-    new = [{"model": model, "seed": "7"} for model in ("retnet", "mamba2", "gla")]
-    join.add(file, new, overview.place)
-    rows = [(row["model"], row["seed"]) for row in join.read_table(file)]
-    assert rows == [
-        ("mamba2", "7"), ("mamba2+post", "0"), ("mamba2+post", "1"), ("mamba2@state(gla)", "1"), ("gla", "0"),
-        ("retnet", "7"),
-    ]  # fmt: skip
+HEADING = "model,learning_rate,seed,selected,loss\n"
+
+
+def add(folder, old, new):
+    """The runs of `old` and `new` (model, rate, seed, selected), joined; losses say where a row is from."""
+    files = [folder / "old.csv", folder / "new.csv"]
+    for file, runs in zip(files, (old, new), strict=True):
+        file.write_text(HEADING + "".join(f"{run},{file.stem}\n" for run in runs.split()), encoding="utf-8")
+    join.add(files[0], join.read_table(files[1]), overview.place)
+    return files[0].read_text(encoding="utf-8").removeprefix(HEADING).split()
+
+
+def test_models_are_added_in_the_order_of_the_presets(tmp_path):
+    old = "gla,1,0,True mamba2@state(gla),1,1,True mamba2+post,1,0,True"
+    rows = add(tmp_path, old, "retnet,1,7,True mamba2,1,7,True gla,1,0,True")
+    models = ["mamba2,1,7,True,new", "mamba2+post,1,0,True,old", "mamba2@state(gla),1,1,True,old", "gla,1,0,True,old"]
+    assert rows == [*models, "retnet,1,7,True,new"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [  # seeds at the selected rate, a rate that is not selected, and a table with more rates, which selects another
+        ("gla,1,0,True", "gla,1,3,True", ["gla,1,0,True,old", "gla,1,3,True,new"]),
+        ("gla,1,0,True", "gla,2,0,True", ["gla,1,0,True,old", "gla,2,0,False,new"]),
+        ("gla,1,0,True", "gla,1,0,False gla,2,0,True", ["gla,1,0,False,old", "gla,2,0,True,new"]),
+    ],
+)
+def test_runs_are_added_to_models(tmp_path, old, new, expected):
+    assert add(tmp_path, old, new) == expected
 
 
 def test_comparisons_are_added_to_the_map(tmp_path, monkeypatch):
     """New models and cells; those that the map has stay as they are."""
-    heading, old = "model,accuracy\n", {"untrained": {"h1": {"K1": 1.0}}, "steps": {"K1:h1": [100]}}
+    heading, old = "model,learning_rate,seed,selected\n", {"untrained": {"h1": {"K1": 1.0}}, "steps": {"K1:h1": [100]}}
     new = {"untrained": {"h1": {"K1": 0.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [7]}}
     for name, value in (("TRAINED", tmp_path / "all.csv"), ("MAP", tmp_path / "all.json")):
         monkeypatch.setattr(powers, name, value)
-    powers.TRAINED.write_text(heading + "K1:h1,1\n", encoding="utf-8")
+    powers.TRAINED.write_text(heading + "K1:h1,1,0,True\n", encoding="utf-8")
     powers.MAP.write_text(json.dumps(old), encoding="utf-8")
-    (tmp_path / "results.csv").write_text(heading + "K0:l3,0\nK1:h1,7\n", encoding="utf-8")
+    (tmp_path / "results.csv").write_text(heading + "K0:l3,1,0,True\nK1:h1,1,0,True\n", encoding="utf-8")
     (tmp_path / "powers.json").write_text(json.dumps(new), encoding="utf-8")
     powers.add_folder(tmp_path)
-    assert powers.TRAINED.read_text(encoding="utf-8").split() == ["model,accuracy", "K0:l3,0", "K1:h1,1"]
+    assert powers.TRAINED.read_text(encoding="utf-8").splitlines()[1:] == ["K0:l3,1,0,True", "K1:h1,1,0,True"]
     assert json.loads(powers.MAP.read_text(encoding="utf-8")) == {
         "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
     }  # fmt: skip
