@@ -225,7 +225,7 @@ def test_a_narrow_layer_is_lifted_in_float32():
         ({"refresh": "never"}, "unknown refresh 'never'.*chunk, token"),
         ({"normalization": "batch"}, "unknown normalization 'batch'.*causal, sequence"),
         ({"rank": 0}, "rank of layer ska must be a whole number, 1 or more"),
-        ({"rank": 8, "lift": "cg"}, "for lift 'cg' a multiple of 3; got 8"),
+        ({"rank": 8, "lift": "cg"}, "rank must be a multiple of 3 for lift 'cg'; got 8"),
         ({"chunk_size": 0}, "chunk_size of layer ska must be a whole number, 1 or more"),
         ({"power": -1}, "power of layer ska must be a whole number, 0 or more"),
         ({"power": 0, "mix": "powers"}, "power must be at least 1; got 0"),

@@ -178,7 +178,7 @@ class SKA(Mixer):
             if name not in choices:
                 raise unknown(kind, name, list(choices))
         if lift == "cg" and rank % 3:
-            raise ValueError(f"rank must be at least 1, and for lift 'cg' a multiple of 3; got {rank}")
+            raise ValueError(f"rank must be a multiple of 3 for lift 'cg'; got {rank}")
         if mix == "powers" and power < 1:
             raise ValueError(f"mix 'powers' starts at the first power, so power must be at least 1; got {power}")
         if gamma is not None and gamma <= 0:

@@ -85,6 +85,7 @@ def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM, rep
     Args:
         largest: rows of the matrices, fewer where a product takes longer than `PRODUCT`: bfloat16 is a hundred times
             slower than float32 on CPUs without instructions for it.
+        repetitions: products of which the median counts.
     """
 
     def product(rows: int) -> float:
