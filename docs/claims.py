@@ -60,7 +60,11 @@ H200 = 989e12 * 0.4  # operations a second of an H200 in bfloat16, at 40 % of it
 
 COSTLY = """\
 The cost is the number of operations at 40 % of the peak of an H200 (bfloat16); small models reach less. Zero-shot
-scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards."""
+scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards.
+Commands without a cost take minutes; that of `theory` reads the models of `post-lm`."""
+COMMANDS = """\
+Where the best rate lay at an end of the grid, more rates were added with `--resume FOLDER --lr RATE`. The pages of the
+results have every command."""
 EXPRESSIONS = """\
 A rule is an expression over the files; `docs/claims.py` says what its names are. `value` reads a number of
 `halflife theory`, topic `statements`."""
@@ -344,7 +348,7 @@ def page() -> str:
     lines += ["| | command | one H200 |", "|---|---|---:|"]
     hours = json.loads(COSTS.read_text(encoding="utf-8"))
     lines += [f"| R{n} | `{run}` | {_hours(hours[run]) if run in hours else '–'} |" for n, run in enumerate(runs, 1)]
-    lines += ["", "## Files and commands", "", "| file | command |", "|---|---|"]
+    lines += ["", "## Files and commands", "", COMMANDS, "", "| file | command |", "|---|---|"]
     lines += [f"| [{file}](results/{file}) | `{command}` |" for file, command in commands.items()]
     lines += ["", "## Rules", "", EXPRESSIONS, "", "| | true if the statement holds | with |", "|---:|---|---|", *rules]
     return "\n".join(lines) + "\n"
