@@ -101,6 +101,8 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
 
+**Exploratory**: one seed and one learning rate, so [no claim](../contributing.md#claims) rests on this page.
+
 These models of bytes were trained on this machine's documentation.
 It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6:.2f} MB of other documents
 for validation (SHA-256 of the corpus {config.digest[:16]}…).
