@@ -19,7 +19,7 @@ A comment above a table says in YAML what it holds:
 | also        | columns after the model: parameters, state, rate                                                |
 | words       | heading → model → text, for columns that no run gives                                           |
 | rows        | heading of a row → its cells, for rows that no run gives, such as those of a paper              |
-| columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, or "perplexity LENGTH"                          |
+| columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, "bits LENGTH" (a token) or "perplexity LENGTH"  |
 | minus       | a model: the table has differences to it, by seed; of perplexities, in percent                  |
 | pairs       | heading of a row → [model, model that is subtracted], in the place of `models`                  |
 
@@ -78,7 +78,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "rates": lambda wanted: _rates(**wanted),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
-PERPLEXITY = "perplexity"
+PERPLEXITY, BITS = "perplexity", "bits"
 
 
 def fill(page: str) -> str:
@@ -191,18 +191,23 @@ def _cell(file: str, model: str, base: str | None, column: str) -> str:
     try:
         values = _values(file, model, column)
         if base is None:
-            return _mean(values) if column.startswith(PERPLEXITY) else _mean(100 * values, 1)
+            return _mean(100 * values, 1) if _is_accuracy(column) else _mean(values)
         others = _values(file, base, column)
     except ValueError:
         return "–"  # this model has no such test
     return _difference(100 * (values / others - 1 if column.startswith(PERPLEXITY) else values - others))
 
 
+def _is_accuracy(column: str) -> bool:
+    return not column.startswith((PERPLEXITY, BITS))
+
+
 def _values(file: str, model: str, column: str) -> np.ndarray:
     """One number a seed."""
     test, *sizes = column.split()
-    if test == PERPLEXITY:
-        return Files().perplexity(file, model, *map(int, sizes))
+    if not _is_accuracy(column):
+        perplexities = Files().perplexity(file, model, *map(int, sizes))
+        return perplexities if test == PERPLEXITY else np.log2(perplexities)
     return Files().accuracy(file, model, test, *map(int, sizes))
 
 
