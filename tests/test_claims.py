@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from halflife.cli import read_command
+from halflife.experiments import EXPERIMENTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -74,6 +75,15 @@ def test_commands_parse():
         assert program == "halflife"
         read_command(arguments)
     assert set(json.loads(claims.COSTS.read_text())) == {run for run in runs if run.startswith("halflife compare")}
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith(".csv")])
+def test_files_have_the_models_of_their_commands(name):
+    asked = read_command(shlex.split(COMMANDS[name])[1:])
+    experiment = EXPERIMENTS[asked.experiment] if asked.experiment else None
+    models = asked.models or experiment.models
+    expanded = [one for model in models for one in (experiment.groups.get(model, (model,)) if experiment else (model,))]
+    assert {row["model"] for row in claims.results(name)} == set(expanded)
 
 
 def test_no_open_claim_waits_for_a_run_that_was_made():
