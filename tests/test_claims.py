@@ -65,7 +65,8 @@ def test_numbers_are_those_of_the_files():
         if (row["model"], row["test"], row["length"], row["num_pairs"]) == ("mamba2", "niah:hard", "256", "8")
         and row["selected"] == "True"
     ]
-    assert f"against {sum(seeds) / 3:.1f} [{min(seeds):.1f}, {max(seeds):.1f}] %" in page
+    assert len(seeds) == 5
+    assert f"against {sum(seeds) / 5:.1f} [" in page
 
 
 def test_commands_parse():
