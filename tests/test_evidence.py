@@ -141,6 +141,13 @@ def test_a_table_of_the_map_says_which_model_has_not_learned_its_cell():
     assert more[2:] == ["| `K0` | – | not learned |", "| `K1` | 94.5 (95.0, 94.0) | 99.5 (100.0, 99.0) |"]
 
 
+def test_a_control_stands_in_the_cell_of_its_base():
+    name = "gated_deltanet:h4@state(K1:h4)"
+    rows = [{"model": name, "seed": 0, "selected": True, "test": "in_distribution", "accuracy": 1.0}]
+    table = koopman_powers.table(rows, ["h4"], {name: [100]})
+    assert table.splitlines()[2] == "| `gated_deltanet@state(K1)` | 100.0 (100) |"
+
+
 def test_the_map_is_drawn_with_empty_cells():
     panels = {"before": {"K1": {"h1": 1.0, "h4": 0.34}}, "after": {"attention": {"h4": 0.25}, "K1": {"h1": 0.5}}}
     before, after = power_map(panels).axes

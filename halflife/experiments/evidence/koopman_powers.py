@@ -19,6 +19,7 @@ from halflife.experiments.mqar import MQARExperiment, mqar_model
 from halflife.experiments.recall import fits
 from halflife.files import write_json
 from halflife.models import ModelConfig
+from halflife.models.controls import split_control
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
 from halflife.report.intervals import LEARNED, has_learned, in_percent
@@ -210,7 +211,7 @@ class KoopmanPowers(MQARExperiment):
     def summary(self, folder: Path, rows: Rows) -> str:
         from halflife.report.figures.matplotlib_renderer import save
 
-        cells = dict.fromkeys([*UNTRAINED, *_cells(rows)])
+        cells = dict.fromkeys([*UNTRAINED, *(trained := _axes(rows)[1])])
         found = {cell: untrained(MapCell.parse(cell)) for cell in cells}
         run = read(folder)
         steps = {model: steps_until_learned(run.trainings_of(model)) for model in models(rows)}
@@ -220,7 +221,7 @@ class KoopmanPowers(MQARExperiment):
         reads = [[name, *(f"{100 * found[cell][name]:.1f}" for cell in cells)] for name in READS]
         return "\n\n".join([
             f"### Accuracy in distribution, percent, and the steps until a validation reached {LEARNED:.0%}, by seed",
-            table(rows, _cells(rows), steps),
+            table(rows, trained, steps),
             "### Before training, share of answers recalled, percent", markdown(["read", *cells], reads),
             "### All tests, percent", in_distribution(rows),
         ])  # fmt: skip
@@ -240,12 +241,13 @@ def table(
 
     def write(kind: str, cell: str) -> str:
         trained, tested = _of(rows, kind, cell, "in_distribution"), _of(rows, kind, cell, test)
+        accuracies = [row["accuracy"] for row in trained]
         if trained and test == "in_distribution":
             reached = ["never" if step is None else f"{step:,}" for step in steps[trained[0]["model"]]]
-            return f"{in_percent(_accuracies(trained))} ({', '.join(reached)})"
-        return "not learned" if tested and not has_learned(_accuracies(trained)) else percent(tested)
+            return f"{in_percent(accuracies)} ({', '.join(reached)})"
+        return "not learned" if tested and not has_learned(accuracies) else percent(tested)
 
-    lines = [[f"`{kind}`", *(write(kind, cell) for cell in cells)] for kind in _kinds(rows)]
+    lines = [[f"`{kind}`", *(write(kind, cell) for cell in cells)] for kind in _axes(rows)[0]]
     return markdown(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}])
 
 
@@ -253,30 +255,31 @@ def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> Figure:
     """The map: recall before training, cell → read → fraction, and accuracy in distribution after it."""
     from halflife.report.figures.operators import power_map
 
-    after: dict[str, dict[str, float]] = {kind: {} for kind in _kinds(rows)}
-    for kind, cell in product(after, _cells(rows)):
+    kinds, cells = _axes(rows)
+    after: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    for kind, cell in product(kinds, cells):
         if own := _of(rows, kind, cell, "in_distribution"):
-            after[kind][cell] = fmean(_accuracies(own))
+            after[kind][cell] = fmean(row["accuracy"] for row in own)
     before = {name: {cell: found[cell][name] for cell in found} for name in READS}
     return power_map({"before training, %": before, "after training, %": after})
 
 
-def _cells(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(name.partition(":")[2] or "h1" for name in models(rows)))
+def _place(name: str) -> tuple[str, str]:
+    """The model and the cell; of the control `base:h4@state(target:h4)` they are `base@state(target)` and `h4`."""
+    base, kind, target = split_control(name) or (name, "", "")
+    model, _, cell = base.partition(":")
+    return f"{model}@{kind}({target.partition(':')[0]})" if target else model, cell or "h1"
 
 
-def _kinds(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(split(name)[0] for name in models(rows)))
+def _axes(rows: Rows) -> tuple[list[str], list[str]]:
+    """The models and the cells."""
+    places = [_place(name) for name in models(rows)]
+    return list(dict.fromkeys(kind for kind, _ in places)), list(dict.fromkeys(cell for _, cell in places))
 
 
 def _of(rows: Rows, kind: str, cell: str, test: str) -> Rows:
-    """The rows of a model in a cell at its selected rate; without a cell it is in h1."""
-    names = (f"{kind}:{cell}", *([kind] if cell == "h1" else []))
-    return [row for row in rows if row["model"] in names and row["selected"] and row["test"] == test]
-
-
-def _accuracies(rows: Rows) -> list[float]:
-    return [row["accuracy"] for row in rows]
+    """The rows of a model in a cell at its selected rate."""
+    return [row for row in rows if _place(row["model"]) == (kind, cell) and row["selected"] and row["test"] == test]
 
 
 def steps_until_learned(runs: Sequence[Training]) -> list[int | None]:
@@ -290,8 +293,7 @@ READS: dict[str, dict[str, Any]] = {
     **{f"K{power}": {"power": power} for power in POWERS},
     **{
         f"K{power}, μ ½, γ {gamma:g}": {"power": power, "mix": 0.5, "gamma": gamma}
-        for power in (1, 2)
-        for gamma in (1.0, 1.25, 1.5)
+        for power, gamma in product((1, 2), (1.0, 1.25, 1.5))
     },
 }
 
@@ -316,7 +318,7 @@ def untrained_recall(
         power, mix, gamma: K, μ and γ.
         masked: whether only facts enter the sums.
         rank: size of a vector.
-        examples, seed: number of sequences, and their seed.
+        examples, seed: sequences, and their seed.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = F.normalize(torch.randn(task.vocab_size, rank, generator=generator, dtype=torch.float64), dim=-1)
