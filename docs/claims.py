@@ -63,8 +63,8 @@ The cost is the number of operations at 40 % of the peak of an H200 (bfloat16); 
 scores and needles of language models take `halflife eval FOLDER --tasks post-lm s-niah` for each of them afterwards.
 Commands without a cost take minutes; that of `theory` reads the models of `post-lm`."""
 COMMANDS = """\
-Where the best rate lay at an end of the grid, more rates were added with `--resume FOLDER --lr RATE`. The pages of the
-results have every command."""
+Where the best rate lay at an end of the grid, more rates were added with `--resume FOLDER --lr RATE`, and
+where seeds overlap more seeds with `--only-seeds 3 4`. The pages of the results have every command."""
 EXPRESSIONS = """\
 A rule is an expression over the files; `docs/claims.py` says what its names are. `value` reads a number of
 `halflife theory`, topic `statements`."""
