@@ -35,7 +35,11 @@ def scores(path: Path) -> Rows:
 
 
 def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -> None:
-    """Add the rows of runs that a file of results has not, sorted by the key `place` of their models."""
+    """Add the rows of runs that a file of results has not, sorted by the key `place` of their models.
+
+    Raises:
+        ValueError: the new table has other columns.
+    """
     old = read_table(path)
     if new and list(new[0]) != list(old[0]):
         raise ValueError(f"{path} has the columns {', '.join(old[0])}, and the new table {', '.join(new[0])}")

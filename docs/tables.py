@@ -39,8 +39,8 @@ Other tables have one key:
 | rates       | a file, a column of accuracy, and one at T that says what was learned; seed 0 at every rate     |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. If the first column is
-`in_distribution`, a model says "not learned" below 90 %. Accuracies are in
-percent. A difference is bold if its interval has no 0.
+`in_distribution`, a model says "not learned" below 90 %. Accuracies are in percent. A difference is bold if its
+interval has no 0.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
     words, also = wanted.get("words", {}), wanted.get("also", [])
     columns = wanted["columns"]
     first = next(iter(columns.values()))
-    trained = first.startswith("in_distribution")
     lines = [[name, *map(str, cells)] for name, cells in wanted.get("rows", {}).items()]
     for file in np.atleast_1d(wanted["file"]):
         for name, model, base in _rows(file, wanted):
@@ -115,7 +114,7 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
             cells = [_cell(file, model, base, column) for column in columns.values()]
             if all(cell == "–" for cell in cells):
                 raise ValueError(f"{file} has no results of {model} in {', '.join(columns.values())}")
-            if trained and base is None and not has_learned(_values(file, model, first)):
+            if first.startswith("in_distribution") and base is None and not has_learned(_values(file, model, first)):
                 name += " (not learned)"
             lines.append([name, *(texts.get(model, "") for texts in words.values()), *sizes, *cells])
     text = markdown(["model", *words, *also, *columns], lines)
@@ -188,6 +187,8 @@ def _size(file: str, model: str, name: str) -> str:
 
 
 def _cell(file: str, model: str, base: str | None, column: str) -> str:
+    if base is not None and column.startswith(BITS):
+        raise ValueError("bits have no differences; those of perplexities are in percent")
     try:
         values = _values(file, model, column)
         if base is None:

@@ -66,6 +66,7 @@ def test_signs_of_differences():
         ({"collumns": {}}, "a table has no collumns; it may have also, columns"),
         ({"models": ["gla", "glo"]}, "post_parts_gla.csv has no results of glo"),
         ({"columns": {"niah": "niah"}}, "has no results of gla in niah"),
+        ({"columns": {"T": "bits 512"}, "minus": "gla"}, "bits have no differences"),
     ],
 )
 def test_a_wrong_table_is_refused(wanted, message):

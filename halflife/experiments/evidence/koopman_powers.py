@@ -318,7 +318,7 @@ def untrained_recall(
         power, mix, gamma: K, μ and γ.
         masked: whether only facts enter the sums.
         rank: size of a vector.
-        examples, seed: sequences, and their seed.
+        examples, seed: number of sequences, and their seed.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = F.normalize(torch.randn(task.vocab_size, rank, generator=generator, dtype=torch.float64), dim=-1)
