@@ -33,15 +33,18 @@ import parity  # noqa: E402
 import speed  # noqa: E402
 
 from halflife import ops  # noqa: E402
+from halflife.ops.backends.dispatch import available_backends  # noqa: E402
 
-# Seconds from the start after which checks end, and after which everything ends. The interpreter on a CPU gets more.
-CHECKS, ALL = {"cuda": 270, "cpu": 3000}, {"cuda": 540, "cpu": 6000}
+# Seconds from the start after which everything ends. Checks have half of them. The interpreter on a CPU gets more.
+SECONDS = {"cuda": 540, "cpu": 6000}
+FOREIGN = " / fla"  # ends the names of jobs with kernels that are not ours
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--seconds", type=float, help="of the whole run; half of them are for checks (540 on a GPU)")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--skip", nargs="*", default=[], help=argparse.SUPPRESS)
@@ -55,13 +58,14 @@ def main() -> None:
                 print("ROW " + json.dumps(row), flush=True)
         return
     began, device = time.time(), arguments.device
+    seconds = arguments.seconds or SECONDS[device]
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu, toy sizes"
     file = f"{name.lower().replace(',', '').replace(' ', '-')}-{time.strftime('%Y%m%d')}.md"
     folders = [Path(folder) for folder in (arguments.output, os.environ.get("OUT")) if folder]
-    checked, complaints = _checks(device, began + CHECKS[device])
+    checked, complaints = _checks(device, began + seconds / 2)
     report = [f"# Ops on {name}", "", _versions(), "", *_checked(checked), ""]
     _write(report, folders, file)
-    timed, more = _speeds(device, began + ALL[device])
+    timed, more = _speeds(device, began + seconds)
     complaints += more + [f"{row['name']} / {row['backend']}: {row['failure']}" for row in timed if "failure" in row]
     wrong = bool(complaints) or not all(row.get("ok", True) for row in checked)
     report += ["## Speed", "", *speed.table(timed), "", *speed.crossings(timed), ""]
@@ -145,14 +149,18 @@ class Job:
 
 
 def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
-    """Return the rows of `selfcheck` and `parity`. On a GPU, kernels to be timed are compiled at the same time."""
+    """Return the rows of `selfcheck` and `parity`. On a GPU, kernels to be timed are compiled at the same time.
+
+    There fla's kernels have processes of their own, because an illegal access destroys the device's context.
+    """
     names = {"parity": list(parity.CASES), "selfcheck": ops.ops()}
     if device == "cpu":
         waiting, slots = list(names.items()), 1
     else:
-        compiled = [f"{op} / {size}" for size in speed.SIZES[device] for op in speed.OPS]
-        waiting = [("compile", [name]) for name in compiled]
-        waiting += [(kind, [name]) for kind, found in names.items() for name in found]
+        names = {kind: [name + end for end in ("", FOREIGN) for name in found] for kind, found in names.items()}
+        compiled = [f"{op} / {size}{end}" for end in ("", FOREIGN) for size in speed.SIZES[device] for op in speed.OPS]
+        waiting = [("parity", [name]) for name in names["parity"]]  # those that take longest come first
+        waiting += [("compile", [name]) for name in compiled] + [("selfcheck", [name]) for name in names["selfcheck"]]
         slots = max(2, os.cpu_count() or 2)
     running: list[Job] = []
     rows, complaints = [], []
@@ -169,13 +177,17 @@ def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
 
 
 def _speeds(device: str, until: float) -> tuple[list[dict], list[str]]:
-    """Return the rows of `speed`, with one process a head size. A kernel that crashed its process is not run again."""
+    """Return the rows of `speed`, with one process a head size, first of ours alone and then of fla.
+
+    A kernel that crashed its process is not run again. Tuning fla's kernels takes longer than all the rest.
+    """
     rows, complaints = [], []
-    for index, size in enumerate(speed.SIZES[device]):
-        stop = time.time() + (until - time.time()) / (len(speed.SIZES[device]) - index)
+    jobs = [f"{size}{end}" for end in ("", FOREIGN) for size in speed.SIZES[device] if device != "cpu" or not end]
+    for index, name in enumerate(jobs):
+        stop = time.time() + (until - time.time()) / (len(jobs) - index)
         skip: list[str] = []
         for _ in range(4):
-            job = Job("speed", [str(size)], device, skip, stop)
+            job = Job("speed", [name], device, skip, stop)
             while job.running():
                 time.sleep(0.1)
             found, died = job.results()
@@ -204,24 +216,34 @@ def _one_configuration() -> None:
     triton.autotune = lambda configs, *rest, **options: autotune(configs[:1], *rest, **options)
 
 
+def _whose(name: str, device: str) -> tuple[str, bool | None]:
+    """Split a job's name into what it is about, and whether it is for fla's kernels (None on a CPU: for all)."""
+    return name.removesuffix(FOREIGN), name.endswith(FOREIGN) if device == "cuda" else None
+
+
 def _parity(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
     _one_configuration()
-    yield from parity.rows(name, device)
+    case, foreign = _whose(name, device)
+    yield from parity.rows(case, device, foreign)
 
 
 def _selfcheck(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
     _one_configuration()
-    for check in ops.selfcheck(device, ops=[name]).checks:
+    op, foreign = _whose(name, device)
+    chosen = parity.chosen(available_backends(op, device), foreign)
+    for check in ops.selfcheck(device, ops=[op], backends=chosen).checks if chosen else ():
         yield {"check": str(check), "ok": check.ok}
 
 
 def _compile(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    speed.compile_kernels(name, device)
+    case, foreign = _whose(name, device)
+    speed.compile_kernels(case, device, foreign)
     yield from ()
 
 
 def _speed(name: str, device: str, skip: list[str], until: float) -> Iterator[dict]:
-    yield from speed.rows(int(name), device, skip, until)
+    size, foreign = _whose(name, device)
+    yield from speed.rows(int(size), device, skip, until, foreign)
 
 
 WORKERS: dict[str, Callable[[str, str, list[str], float], Iterator[dict]]] = {

@@ -42,8 +42,14 @@ CASES: dict[str, tuple[str, Callable, tuple[str, ...]]] = {
 }
 
 
-def rows(name: str, device: str) -> Iterator[dict]:
-    """Check all backends of one case in float32 and bfloat16, with a short batch and with a long packed row."""
+def rows(name: str, device: str, foreign: bool | None = None) -> Iterator[dict]:
+    """Check the backends of one case in float32 and bfloat16, with a short batch and with a long packed row.
+
+    Args:
+        name: one of `CASES`.
+        device: "cuda" or "cpu".
+        foreign: whether to check only kernels of others (fla), or only ours; None means all.
+    """
     op, function, names = CASES[name]
     short, long, heads, size = (1000, 131_072, 2, 64) if device == "cuda" else (20, 70, 1, 16)
     for length, batch in ((short, 2), (long, 1)):
@@ -55,15 +61,16 @@ def rows(name: str, device: str) -> Iterator[dict]:
             sequences, parts = batch if ends is None else len(ends) - 1, 2 if op == "gate_rank" else 1
             state = torch.randn(sequences, heads, parts * size, size).to(device)
             exact = run(function, arguments, state, bounds, "chunked", torch.float64)
-            for backend in _backends(op, device):
+            for backend in chosen(backends.registered(op), foreign):
+                if backend in ("reference", "mask") or backends.why(op, backend, device) is not None:
+                    continue
                 row = {"case": name, "backend": backend, "T": length, "packed": batch == 1, "dtype": str(dtype)[6:]}
                 yield row | _compare(function, arguments, state, bounds, backend, dtype, exact, tolerance)
 
 
-def _backends(op: str, device: str) -> list[str]:
-    """Return the backends that might run here, including the interpreter. They may still refuse some inputs."""
-    found = [n for n in backends.registered(op) if n not in ("reference", "mask")]
-    return [name for name in found if backends.why(op, name, device) is None]
+def chosen(names: list[str], foreign: bool | None) -> list[str]:
+    """Return the names of kernels of others (fla), or of our backends, or all (None)."""
+    return [name for name in names if foreign in (None, name == "fla")]
 
 
 def _compare(function, arguments, state, bounds, backend, dtype, exact, tolerance) -> dict:

@@ -27,11 +27,11 @@ PLAIN = {"gate_rank, linear": "linear_attention", "gate_rank, delta": "delta_rul
 SOFTMAX = ("softmax attention", "SDPA")
 
 
-def compile_kernels(name: str, device: str) -> None:
+def compile_kernels(name: str, device: str, foreign: bool | None) -> None:
     """Fill Triton's cache on disk with the kernels of "op / head size". Errors are printed; `rows` reports them."""
     op, _, size = name.rpartition(" / ")
     x, leaves, weight = inputs(LENGTHS[device][0], int(size), device)
-    for backend in ("triton", "fla"):
+    for backend in parity.chosen(["triton", "fla"], foreign):
         for case in cases.gated(x, backend):
             if case.name == op and backend in backends.registered(op.split(",")[0]):
                 try:
@@ -48,7 +48,7 @@ def inputs(length: int, size: int, device: str) -> tuple[dict, list[torch.Tensor
     return x, list(x.values()), torch.randn_like(x["v"])
 
 
-def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict]:
+def rows(size: int, device: str, skip: list[str], until: float, foreign: bool | None = None) -> Iterator[dict]:
     """Yield one dict with the measured rates, then one for each case and length.
 
     Args:
@@ -56,10 +56,12 @@ def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict
         device: "cuda" or "cpu".
         skip: cases ("op / backend") and lengths ("T length") to leave out.
         until: time after which no further length starts, in seconds since the epoch.
+        foreign: whether to time only kernels of others (fla), or only ours and softmax attention; None means all.
     """
     broken = set(skip)
     gemm = gemm_rate(torch.device(device), torch.bfloat16, 8192 if device == "cuda" else 256)
-    yield {"K": size, "gemm": gemm, "copy": timing.copy_rate(device, 4096 if device == "cuda" else 16)}
+    if not foreign:
+        yield {"K": size, "gemm": gemm, "copy": timing.copy_rate(device, 4096 if device == "cuda" else 16)}
     first = True
     for length in LENGTHS[device]:
         where = {"K": size, "T": length}
@@ -69,7 +71,7 @@ def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict
             yield {**where, "late": True}
             continue
         x, leaves, weight = inputs(length, size, device)
-        found, one, two, exact = _cases(x), {}, {}, {}
+        found, one, two, exact = _cases(x, foreign), {}, {}, {}
         for key, case in found.items():
             if " / ".join(key) in broken:
                 continue
@@ -90,6 +92,8 @@ def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict
                     broken.add(" / ".join(key))
         first = False
         del exact
+        if foreign:  # the chunked forms only served to compare
+            one, two = ({key: run for key, run in runs.items() if key[1] == "fla"} for runs in (one, two))
         quick = {"seconds": 1.0 if device == "cuda" else 0.0, "device": device}
         forward, both = (timing.medians(runs, **quick) if runs else {} for runs in (one, two))
         for key in one:
@@ -97,12 +101,13 @@ def rows(size: int, device: str, skip: list[str], until: float) -> Iterator[dict
             yield row | {"forward": forward[key], "both": both.get(key)}
 
 
-def _cases(x: dict) -> dict[tuple[str, str], cases.Case]:
+def _cases(x: dict, foreign: bool | None) -> dict[tuple[str, str], cases.Case]:
     """Map (op, backend) to cases. The chunked forms come first, because the others are compared with them."""
-    every = [(case, backend) for backend in ("chunked", "triton", "fla") for case in cases.gated(x, backend)]
+    names = ["chunked", "fla"] if foreign else parity.chosen(["chunked", "triton", "fla"], foreign)
+    every = [(case, backend) for backend in names for case in cases.gated(x, backend)]
     has = {op: backends.registered(op) for op in ("linear_attention", "delta_rule", "gate_rank")}
     found = {(case.name, backend): case for case, backend in every if backend in has[case.name.split(",")[0]]}
-    return found | {SOFTMAX: cases.sdpa(x)}
+    return found if foreign else found | {SOFTMAX: cases.sdpa(x)}
 
 
 def _try(key, case: cases.Case, leaves: list, weight: torch.Tensor, one: dict, two: dict) -> dict:

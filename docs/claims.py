@@ -19,6 +19,7 @@ name:
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
     loss_from(file, model, first)      in nats, at the span of positions that starts there, one number a seed
+    step(file, model, length)  seconds of a training step, from `halflife throughput`
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
     percent(x), plain(x)       the mean and its interval, in percent or as it is
@@ -215,6 +216,12 @@ class Files:
                     found.append(run.trained.median)
         return np.array(found)
 
+    def step(self, name: str, model: str, length: int) -> float:
+        """Seconds of a training step: `name` is a file of `halflife throughput`."""
+        data = self.json(name)
+        (row,) = (row for row in data.models if row.model == model)
+        return float(row.seconds[list(data.lengths).index(length)])
+
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
         """The decay time-scales in tokens, a row a layer of a run."""
         rows: dict[tuple[str, str], list[float]] = {}
@@ -265,7 +272,7 @@ class Files:
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
         read = (
             "accuracy", "best_median", "learned", "loss", "loss_from", "mark", "measured", "medians", "parameters",
-            "perplexity", "timescales",
+            "perplexity", "step", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

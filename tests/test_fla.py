@@ -183,6 +183,9 @@ def machine(monkeypatch):
     return pretend
 
 
+WIDE = {"key": 64, "value": 64}
+
+
 def call_of(op="linear_attention", granularity="scalar", dtype=torch.bfloat16, gradients=True, **sizes):
     """Return a call of the op as `dispatch` makes it."""
     found = rounded(op_inputs(op, granularity, **{"length": 3, "key": 16, "value": 16, **sizes}), dtype)
@@ -236,11 +239,11 @@ def test_gated_gradients_on_hopper(triton, machine):
     """Calls with scalar decay and gradients are refused, because fla's kernels raise (earlier ones were wrong)."""
     machine(capability=9, triton=triton)
     for op in ("linear_attention", "delta_rule"):
-        assert "wrong on Hopper" in fla.unsupported(op, CUDA, call_of(op))
+        assert "wrong on Hopper" in fla.unsupported(op, CUDA, call_of(op, **WIDE))
         for fit in ({"gradients": False}, {"granularity": "none"}, {"granularity": "vector"}):
-            assert fla.unsupported(op, CUDA, call_of(op, **fit)) is None
+            assert fla.unsupported(op, CUDA, call_of(op, **fit, **WIDE)) is None
         with torch.no_grad():
-            assert fla.unsupported(op, CUDA, call_of(op)) is None
+            assert fla.unsupported(op, CUDA, call_of(op, **WIDE)) is None
     assert fla.unsupported("dplr", CUDA, call_of("dplr")) is None
     assert fla.unsupported("linear_attention", CUDA) is None
 
@@ -251,7 +254,18 @@ def test_gated_gradients_on_hopper(triton, machine):
 def test_gated_gradients_elsewhere(capability, triton, machine):
     machine(capability=capability, triton=triton)
     for op in ("linear_attention", "delta_rule"):
-        assert fla.unsupported(op, CUDA, call_of(op)) is None
+        assert fla.unsupported(op, CUDA, call_of(op, **WIDE)) is None
+
+
+@pytest.mark.parametrize("granularity", ["none", "scalar"])
+def test_heads_that_crash_on_hopper(granularity, machine):
+    """K = 32 and V = 48 gave an illegal memory access on an H100."""
+    machine(capability=9)
+    for op in ("linear_attention", "delta_rule"):
+        for sizes in ({"key": 32, "value": 64}, {"key": 64, "value": 48}):
+            assert "crash on Hopper" in fla.unsupported(op, CUDA, call_of(op, granularity, **sizes))
+        assert fla.unsupported(op, CUDA, call_of(op, granularity, **WIDE)) is None
+    assert fla.unsupported("dplr", CUDA, call_of("dplr", granularity, key=32, value=48)) is None
 
 
 def test_delta_rule_on_blackwell(machine):

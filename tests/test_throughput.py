@@ -280,3 +280,9 @@ def test_a_step_without_memory_has_no_time(monkeypatch):
     for lengths in ([], [1, 8]):  # one token has no next one to predict
         with pytest.raises(ValueError, match="at least one length"):
             throughput.measure_steps(["gla"], lengths)
+
+
+def test_no_step_fits_into_the_memory(monkeypatch):
+    monkeypatch.setattr(throughput, "_fits", lambda run: False)
+    with pytest.raises(ValueError, match="fewer tokens"):
+        throughput.measure_steps(["gla"], [8, 16], hidden_size=16, num_layers=1, num_heads=1)

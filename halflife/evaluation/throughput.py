@@ -115,7 +115,8 @@ def measure_steps(
         The numbers are None where a step does not fit into the memory of an accelerator.
 
     Raises:
-        ValueError: there is no model or no length, a model is repeated, a number is below 1, or a name is unknown.
+        ValueError: there is no model or no length, a model is repeated, a number is below 1, a name is unknown, or no
+            step fits into the memory.
     """
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, each once; got {', '.join(models) or 'none'}")
@@ -132,6 +133,10 @@ def measure_steps(
         measured = interleaved(fitting, rounds=rounds, seconds=seconds) if fitting else {}
         for name in models:
             times[name].append(measured.get(name))
+    if not any(seconds for measured in times.values() for seconds in measured):
+        raise ValueError(
+            f"no step fits into the memory of {device_name(device)}; take fewer tokens, shorter lengths or smaller models"
+        )
     read = [max(1, tokens // length) * length for length in lengths]
     return {
         **sizes, "num_heads": num_heads, "device": device_name(device), "dtype": "bfloat16" if bf16 else "float32",
