@@ -5,7 +5,8 @@ The run needs torch, triton and this repository. It measures fla-core too if tha
 First every backend is compared with float64 on the device (`selfcheck`, `parity`), in several processes at once. Other
 processes compile the kernels that will be timed. Then the ops are timed alone on the device, forward and with backward,
 at 32K tokens (H 16, K = V = 64 and 128, T 1K to 128K). FlashAttention, fla, a matrix product and a copy are timed in
-the same run. A table of ratios is written to `benchmarks/results/`, and to $OUT if that is set.
+the same run. A table of ratios is written to `benchmarks/results/`, and to $OUT if that is set; the seconds are in a
+file .json beside it.
 
 A kernel that raises an error loses its rows in the table. The exit status is 1 after such an error or a wrong result.
 `--device cpu` runs the same code at toy sizes, with the Triton kernels too if TRITON_INTERPRET=1 is set.
@@ -33,6 +34,7 @@ import parity  # noqa: E402
 import speed  # noqa: E402
 
 from halflife import ops  # noqa: E402
+from halflife.files import write_json  # noqa: E402
 from halflife.ops.backends.dispatch import available_backends  # noqa: E402
 
 # Seconds from the start after which everything ends. Checks have half of them. The interpreter on a CPU gets more.
@@ -72,6 +74,8 @@ def main() -> None:
     report += [*(f"- {line}" for line in complaints), "", f"{time.time() - began:.0f} s in all."]
     print("\n".join(report))
     _write(report, folders, file)
+    for folder in folders:
+        write_json((folder / file).with_suffix(".json"), {"device": name, "ops": timed})
     print(f"written to {arguments.output / file}")
     if wrong:
         sys.exit("make gpu: something is wrong or broke down on this device; see the report above")

@@ -36,6 +36,8 @@ Other tables have one key:
 | powers      | models and cells of koopman-powers, and a test                                                  |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
+| steps       | a file of `halflife throughput`; milliseconds of training steps                                 |
+| ops         | the .json of `make gpu`; milliseconds of ops                                                    |
 | rates       | a file, a column of accuracy, and one at T that says what was learned; seed 0 at every rate     |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. If the first column is
@@ -52,6 +54,7 @@ from typing import Any
 import decay_tables
 import numpy as np
 import powers
+import speed_tables
 import yaml
 from claims import Files, results
 from join import RESULTS
@@ -75,6 +78,8 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "powers": powers.table,
     "timescales": lambda files: _timescales(files),
     "positions": lambda file: gate_rank_tables.by_position(results(file)),
+    "steps": speed_tables.steps,
+    "ops": speed_tables.ops,
     "rates": lambda wanted: _rates(**wanted),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}

@@ -233,7 +233,8 @@ def test_all_blocks_run_in_a_shell(page, folder, capsys):
 
 def test_named_files_exist():
     """Every Markdown file that a text file of the project names exists; `docs/log.md` may name old files."""
-    documents = [f"/{name(page)}" for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]]
+    reports = (ROOT / "benchmarks" / "results").glob("*.md")
+    documents = [f"/{name(page)}" for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *reports]]
     texts = [file for suffix in ("md", "yml", "toml") for file in ROOT.glob(f"*.{suffix}")]
     for part in ("halflife", "tests", "benchmarks", "docs"):
         texts += [file for suffix in ("py", "md") for file in (ROOT / part).rglob(f"*.{suffix}")]
