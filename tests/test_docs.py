@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -365,3 +366,19 @@ def test_the_files_of_the_how_tos_work_in_the_package(tmp_path):
     for command in (tests, [sys.executable, "-c", "import halflife.ops.longhorn"]):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_the_first_page_chooses_as_the_overview_does():
+    """Each model in the table of docs/index.md stands in the row of docs/results/overview.md for the same need."""
+
+    def rows(page):
+        lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+        start = next(index for index, line in enumerate(lines) if line.startswith("| you need | choose"))
+        return {line.split("|")[1].strip(): line for line in takewhile(lambda x: x.startswith("|"), lines[start + 2 :])}
+
+    chosen, reasons = rows("index.md"), rows("results/overview.md")
+    assert len(chosen) > 3
+    for need, line in chosen.items():
+        models = re.findall(r"[A-Z][A-Za-z]*[A-Z\d][\w-]*|Mamba-2|Simple Decay", line)
+        assert models, need
+        assert not [model for model in models if model not in reasons[need]], need
