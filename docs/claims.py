@@ -18,7 +18,7 @@ name:
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
-    loss_from(file, model, first)      in nats, at the span of positions that starts there, one number a seed
+    loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number a seed
     step(file, model, length)  seconds of a training step, from `halflife throughput`
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
@@ -174,12 +174,16 @@ class Files:
         return np.array([float(row["last_perplexity"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
     def loss_from(self, name: str, model: str, first: int) -> np.ndarray:
-        """The loss at a span of positions, of every seed: `name` is a `positions.csv`, at one learning rate."""
+        """The loss at a span of positions, of every seed: `name` is a `positions.csv`, of runs at the selected rates.
+
+        The table of the same comparison without `_positions` says how many learning rates there were.
+        """
         self.used[name] = None
         rows = [row for row in results(name) if row["model"] == model and int(row["first"]) == first]
         if not rows:
             raise ValueError(f"{name} has no row of {model}, first position {first}")
-        self._note(seeds=len(rows), rates=1)
+        tried = {row["learning_rate"] for row in results(name.replace("_positions", "")) if row["model"] == model}
+        self._note(seeds=len(rows), rates=len(tried))
         return np.array([float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
     def loss(self, variant: str) -> np.ndarray:

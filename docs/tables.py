@@ -38,6 +38,7 @@ Other tables have one key:
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
 | steps       | a file of `halflife throughput`; milliseconds of training steps                                 |
 | ops         | the .json of `make gpu`; milliseconds of ops                                                    |
+| at each rate | a file, a model to subtract and a column of accuracy; differences at each learning rate        |
 | rates       | a file, a column of accuracy, and one at T that says what was learned; seed 0 at every rate     |
 
 A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. If the first column is
@@ -80,6 +81,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "positions": lambda file: gate_rank_tables.by_position(results(file)),
     "steps": speed_tables.steps,
     "ops": speed_tables.ops,
+    "at each rate": lambda wanted: _at_each_rate(**wanted),
     "rates": lambda wanted: _rates(**wanted),
 }
 ALSO = {"parameters": "parameters", "state": "state_size", "rate": "learning_rate"}
@@ -168,6 +170,26 @@ def _rates(file: str, column: str, learned: str) -> str:
     rates = sorted({rate for found in cells.values() for rate in found})
     lines = [[f"`{model}`", *(found.get(rate, "–") for rate in rates)] for model, found in cells.items()]
     return markdown(["model", *(f"{rate:g}" for rate in rates)], lines)
+
+
+def _at_each_rate(file: str, minus: str, column: str) -> str:
+    """Differences of accuracy to a model at the same learning rate, on the seeds that both have run there."""
+    found: dict[str, dict[float, dict[str, float]]] = {}
+    for row in results(file):
+        if " ".join((row["test"], row["length"], row["num_pairs"])) == column:
+            rates = found.setdefault(row["model"], {})
+            rates.setdefault(float(row["learning_rate"]), {})[row["seed"]] = float(row["accuracy"])
+    base = found.pop(minus)
+    lines = []
+    for model, rates in found.items():
+        cells = []
+        for rate in sorted(base):
+            own = rates.get(rate, {})
+            points = np.array([100 * (own[seed] - base[rate][seed]) for seed in sorted(own.keys() & base[rate].keys())])
+            every = ", ".join(f"{x:.1f}" for x in points)
+            cells.append("–" if not len(points) else every if len(points) == 1 else f"{_difference(points)} ({every})")
+        lines.append([f"`{model}`", *cells])
+    return markdown(["model", *(f"{rate:g}" for rate in sorted(base))], lines)
 
 
 def _three(value: float) -> str:
