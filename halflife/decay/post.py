@@ -120,20 +120,22 @@ class PoST(Decay):
 
     def taper(self) -> Tensor:
         """The exponents α `[N]`, in [0, 1]; a single channel, or a static spectrum, has α = 0."""
-        p, ideal = self.log_rates(), self._ideal_taper()
+        return self._taper(self.base())
+
+    def _taper(self, base: Tensor) -> Tensor:
+        ideal = self._ideal_taper()
         if self.channels == 1 or not self.stretch:
             return ideal
-        k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
-        gap = (p[-1] - p[0]) / (self.channels - 1)
-        return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1)
+        p = self.decay.post_log_rates(base)
+        even = torch.lerp(p[-1], p[0], ideal)  # p_1 + (k − 1) Ḡ
+        return torch.add(ideal, p - even, alpha=1 / math.log(self.train_length)).clamp(0, 1)
 
     def _ideal_taper(self) -> Tensor:
         """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0; all are 0 without stretching."""
         p = self.theta
-        if not self.stretch:
+        if self.channels == 1 or not self.stretch:
             return p.new_zeros(self.channels)
-        k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
-        return (self.channels - 1 - k) / max(self.channels - 1, 1)
+        return torch.linspace(1, 0, self.channels, dtype=p.dtype, device=p.device)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self.decay.log_decay(f, self.base().view(self.base_shape))
@@ -145,9 +147,14 @@ class PoST(Decay):
 
     def log_stretch(self, position: Tensor) -> Tensor:
         """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
+        return self._log_stretch(position, self.base())
+
+    def _log_stretch(self, position: Tensor, base: Tensor) -> Tensor:
         t = position.to(self.theta.dtype)
         log_t = (t if self.last_position is None else t.clamp(max=self.last_position)).log().unsqueeze(-1)
-        stretch = self._ideal_taper() * math.log(self.reference_length) - log_t * self.taper()
+        stretch = -log_t * self._taper(base)
+        if self.reference_length != 1:
+            stretch = stretch + self._ideal_taper() * math.log(self.reference_length)
         return stretch.unflatten(-1, self.base_shape)
 
     def step_size(self, f: Tensor) -> Tensor:
@@ -159,7 +166,8 @@ class PoST(Decay):
         return -1 / self._stretched(rest, rest.new_full((1,), position))[0, 0]
 
     def _stretched(self, f: Tensor, position: Tensor) -> Tensor:
-        return self.decay.stretch_log_decay(f, self.base().view(self.base_shape), self.log_stretch(position))
+        base = self.base()
+        return self.decay.stretch_log_decay(f, base.view(self.base_shape), self._log_stretch(position, base))
 
     @classmethod
     def from_rates(cls, decay: Decay, rates: Tensor, *, train_length: int, **options: Any) -> PoST:
