@@ -35,7 +35,7 @@ import speed  # noqa: E402
 
 from halflife import ops  # noqa: E402
 from halflife.files import write_json  # noqa: E402
-from halflife.ops.backends.dispatch import available_backends  # noqa: E402
+from halflife.ops.backends.dispatch import available_backends, registered  # noqa: E402
 
 # Seconds from the start after which everything ends. Checks have half of them. The interpreter on a CPU gets more.
 SECONDS = {"cuda": 540, "cpu": 6000}
@@ -161,8 +161,11 @@ def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
     if device == "cpu":
         waiting, slots = list(names.items()), 1
     else:
-        names = {kind: [name + end for end in ("", FOREIGN) for name in found] for kind, found in names.items()}
-        compiled = [f"{op} / {size}{end}" for end in ("", FOREIGN) for size in speed.SIZES[device] for op in speed.OPS]
+        theirs = [op for op in ops.ops() if "fla" in registered(op)]
+        names["parity"] += [name + FOREIGN for name, (op, *_) in parity.CASES.items() if op in theirs]
+        names["selfcheck"] += [op + FOREIGN for op in theirs]
+        compiled = [f"{op} / {size}" for size in speed.SIZES[device] for op in speed.OPS]
+        compiled += [name + FOREIGN for name in compiled if name.split(" / ")[0] in theirs]
         waiting = [("parity", [name]) for name in names["parity"]]  # those that take longest come first
         waiting += [("compile", [name]) for name in compiled] + [("selfcheck", [name]) for name in names["selfcheck"]]
         slots = max(2, os.cpu_count() or 2)
@@ -183,12 +186,15 @@ def _checks(device: str, until: float) -> tuple[list[dict], list[str]]:
 def _speeds(device: str, until: float) -> tuple[list[dict], list[str]]:
     """Return the rows of `speed`, with one process a head size, first of ours alone and then of fla.
 
-    A kernel that crashed its process is not run again. Tuning fla's kernels takes longer than all the rest.
+    A kernel that crashed its process is not run again. Ours have three quarters of the time, because the tuning of
+    fla's kernels could take all of it.
     """
     rows, complaints = [], []
-    jobs = [f"{size}{end}" for end in ("", FOREIGN) for size in speed.SIZES[device] if device != "cpu" or not end]
-    for index, name in enumerate(jobs):
-        stop = time.time() + (until - time.time()) / (len(jobs) - index)
+    ours = [str(size) for size in speed.SIZES[device]]
+    theirs = [] if device == "cpu" else [name + FOREIGN for name in ours]
+    weights = [3] * len(ours) + [1] * len(theirs)
+    for index, name in enumerate([*ours, *theirs]):
+        stop = time.time() + (until - time.time()) * weights[index] / sum(weights[index:])
         skip: list[str] = []
         for _ in range(4):
             job = Job("speed", [name], device, skip, stop)

@@ -59,8 +59,8 @@ def rows(size: int, device: str, skip: list[str], until: float, foreign: bool | 
         foreign: whether to time only kernels of others (fla), or only ours and softmax attention; None means all.
     """
     broken = set(skip)
-    gemm = gemm_rate(torch.device(device), torch.bfloat16, 8192 if device == "cuda" else 256)
     if not foreign:
+        gemm = gemm_rate(torch.device(device), torch.bfloat16, 8192 if device == "cuda" else 256)
         yield {"K": size, "gemm": gemm, "copy": timing.copy_rate(device, 4096 if device == "cuda" else 16)}
     first = True
     for length in LENGTHS[device]:
@@ -68,10 +68,10 @@ def rows(size: int, device: str, skip: list[str], until: float, foreign: bool | 
         if f"T {length}" in broken:
             continue
         if time.time() > until - 20:
-            yield {**where, "late": True}
+            yield {**where, "late": "fla" if foreign else "ours"}
             continue
         x, leaves, weight = inputs(length, size, device)
-        found, one, two, exact = _cases(x, foreign), {}, {}, {}
+        found, one, two, exact = _cases(x, foreign, first), {}, {}, {}
         for key, case in found.items():
             if " / ".join(key) in broken:
                 continue
@@ -92,7 +92,7 @@ def rows(size: int, device: str, skip: list[str], until: float, foreign: bool | 
                     broken.add(" / ".join(key))
         first = False
         del exact
-        if foreign:  # the chunked forms only served to compare
+        if foreign:
             one, two = ({key: run for key, run in runs.items() if key[1] == "fla"} for runs in (one, two))
         quick = {"seconds": 1.0 if device == "cuda" else 0.0, "device": device}
         forward, both = (timing.medians(runs, **quick) if runs else {} for runs in (one, two))
@@ -101,11 +101,21 @@ def rows(size: int, device: str, skip: list[str], until: float, foreign: bool | 
             yield row | {"forward": forward[key], "both": both.get(key)}
 
 
-def _cases(x: dict, foreign: bool | None) -> dict[tuple[str, str], cases.Case]:
-    """Map (op, backend) to cases. The chunked forms come first, because the others are compared with them."""
-    names = ["chunked", "fla"] if foreign else parity.chosen(["chunked", "triton", "fla"], foreign)
+def _cases(x: dict, foreign: bool | None, first: bool) -> dict[tuple[str, str], cases.Case]:
+    """Map (op, backend) to cases. The chunked forms come first, because the others are compared with them.
+
+    In a process for fla they serve the comparison alone, at the first length and for the ops that fla has.
+    """
+    names = ["chunked", "triton", "fla"]
+    if foreign is not None:
+        names = parity.chosen(names, foreign)
+    if foreign and first:
+        names = ["chunked", *names]
     every = [(case, backend) for backend in names for case in cases.gated(x, backend)]
     has = {op: backends.registered(op) for op in ("linear_attention", "delta_rule", "gate_rank")}
+    if foreign:
+        has = {op: found for op, found in has.items() if "fla" in found}
+        every = [(case, backend) for case, backend in every if case.name in has]
     found = {(case.name, backend): case for case, backend in every if backend in has[case.name.split(",")[0]]}
     return found if foreign else found | {SOFTMAX: cases.sdpa(x)}
 
@@ -162,14 +172,14 @@ def table(found: list[dict]) -> list[str]:
         for row in ceilings
     ]
     lines += [
-        "Plain: the same backend without GateRank.",
+        "Plain: the same backend without GateRank. fla is measured in a process of its own, after the others.",
         "",
         f"| K = V | T | op | backend | forward ms | {ratios} | with backward ms | {ratios} |",
         f"|---:|---:|---|---|{'---:|' * 10}",
     ]
     for (size, length, name, backend), row in timed.items():
         at = {key[2:]: other for key, other in timed.items() if key[:2] == (size, length)}
-        rates = next(row for row in ceilings if row["K"] == size)
+        rates = next((row for row in ceilings if row["K"] == size), {"gemm": math.nan, "copy": math.nan})
         floors = [max(row["flops"][i] / rates["gemm"], (1, 3)[i] * row["bytes"] / rates["copy"]) for i in (0, 1)]
         cells = [str(size), str(length), name, backend]
         for way, floor in zip(("forward", "both"), floors, strict=True):
@@ -183,7 +193,7 @@ def table(found: list[dict]) -> list[str]:
         if "failure" in row:
             lines.append(f"| {row['K']} | {row['T']} | {row['name']} | {row['backend']} | **FAILED** {'| ' * 10}|")
         elif row.get("late"):
-            lines.append(f"| {row['K']} | {row['T']} | | | not measured: out of time {'| ' * 10}|")
+            lines.append(f"| {row['K']} | {row['T']} | | {row['late']} | not measured: out of time {'| ' * 10}|")
     refused = {row["refused"]: None for row in found if "refused" in row}
     return [*lines, "", *(f"- {reason}" for reason in refused)]
 

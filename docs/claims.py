@@ -20,6 +20,7 @@ name:
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
     loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number a seed
     step(file, model, length)  seconds of a training step, from `halflife throughput`
+    op(file, name, length)     seconds of an op with its backward pass, from `make gpu`
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
     low(x), high(x)            the ends of the bootstrap interval of the mean of x; of a matrix, of the row furthest out
     percent(x), plain(x)       the mean and its interval, in percent or as it is
@@ -226,6 +227,11 @@ class Files:
         (row,) = (row for row in data.models if row.model == model)
         return float(row.seconds[list(data.lengths).index(length)])
 
+    def op(self, name: str, op: str, length: int) -> float:
+        """Seconds of an op forward and backward: `name` is a file of `make gpu`."""
+        (row,) = (row for row in self.json(name).ops if row.get("name") == op and row.get("T") == length)
+        return float(row.both)
+
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
         """The decay time-scales in tokens, a row a layer of a run."""
         rows: dict[tuple[str, str], list[float]] = {}
@@ -275,8 +281,8 @@ class Files:
         """The names in expressions."""
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
         read = (
-            "accuracy", "best_median", "learned", "loss", "loss_from", "mark", "measured", "medians", "parameters",
-            "perplexity", "step", "timescales",
+            "accuracy", "best_median", "learned", "loss", "loss_from", "mark", "measured", "medians", "op",
+            "parameters", "perplexity", "step", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

@@ -37,7 +37,7 @@ Other tables have one key:
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
 | steps       | a file of `halflife throughput`; milliseconds of training steps                                 |
-| ops         | the .json of `make gpu`; milliseconds of ops                                                    |
+| ops         | rows of `make gpu`; milliseconds of ops                                                         |
 | at each rate | a file, a model to subtract and a column of accuracy; differences at each learning rate        |
 | rates       | a file, a column of accuracy, and one at T that says what was learned; seed 0 at every rate     |
 

@@ -77,6 +77,20 @@ def test_no_gpu_is_an_error():
     assert "no CUDA device" in done.stderr
 
 
+def test_kernels_of_others_have_their_own_processes():
+    gpu = script("gpu")
+    assert gpu._whose("dplr, scalar / fla", "cuda") == ("dplr, scalar", True)
+    assert gpu._whose("delta_rule / 64", "cuda") == ("delta_rule / 64", False)
+    assert gpu._whose("dplr", "cpu") == ("dplr", None)
+    parity = script("parity")
+    names = ["triton", "fla", "chunked"]
+    assert parity.chosen(names, True) == ["fla"]
+    assert parity.chosen(names, False) == ["triton", "chunked"]
+    assert parity.chosen(names, None) == names
+    backend = {row["backend"] for row in script("speed").rows(16, "cpu", [], float("inf"), True)}
+    assert backend == {"fla"}
+
+
 # ----------------------------------------------------------------------------------------------- parity
 
 

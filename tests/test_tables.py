@@ -24,6 +24,7 @@ GLA = {"file": "post_parts_gla.csv", "columns": {"128, 32": "capacity 128 32"}}
 def test_pages_are_up_to_date(page):
     text = page.read_text(encoding="utf-8")
     assert tables.fill(text) == text, "run `python docs/tables.py`"
+    assert len(tables.TABLE.findall(text)) == text.count("<!-- table"), "an empty line ends each comment"
 
 
 def test_cells_are_those_of_the_file():
@@ -63,7 +64,7 @@ def test_signs_of_differences():
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"collumns": {}}, "a table has no collumns; it may have also, columns"),
+        ({"collumns": {}}, "a table has no collumns; it may have also, at each rate, columns"),
         ({"models": ["gla", "glo"]}, "post_parts_gla.csv has no results of glo"),
         ({"columns": {"niah": "niah"}}, "has no results of gla in niah"),
         ({"columns": {"T": "bits 512"}, "minus": "gla"}, "bits have no differences"),

@@ -135,7 +135,8 @@ def measure_steps(
             times[name].append(measured.get(name))
     if not any(seconds for measured in times.values() for seconds in measured):
         raise ValueError(
-            f"no step fits into the memory of {device_name(device)}; take fewer tokens, shorter lengths or smaller models"
+            f"no step fits into the memory of {device_name(device)}; "
+            "take fewer tokens, shorter lengths or smaller models"
         )
     read = [max(1, tokens // length) * length for length in lengths]
     return {

@@ -77,7 +77,8 @@ def _known_wrong(call: OpCall, device: torch.device, triton: tuple[int, ...]) ->
     if major == 9 and (3, 4) <= triton < (3, 7, 1) and call.g is not None and call.differentiated:
         return f"fla's gated gradients are wrong on Hopper with Triton 3.4.0 to 3.7.0; {release} is installed"
     key, value = call.k.shape[-1], call.v.shape[-1]
-    if major == 9 and (key % 64 or value % 64):  # K = 32, V = 48 crashed on an H100; 64 and 64 are right (docs/log.md)
+    # Without a decay K = 32, V = 48 crashed on an H100, and K = V = 64 was right (docs/log.md, 2026-11-26).
+    if major == 9 and (key % 64 or value % 64):
         return f"fla's kernels crash on Hopper with some heads; sizes must be multiples of 64; K is {key}, V is {value}"
     if call.op == "delta_rule" and major >= 10 and triton < (3, 8):
         return f"fla's delta rule races and gives NaN on Blackwell with Triton below 3.8; {release} is installed"
