@@ -95,7 +95,7 @@ def plan_comparison(
     if overrides:
         changes["overrides"] = dict(overrides)
     resolved = chosen.settings_at(scale, changes)
-    models = _expanded(chosen, models or chosen.models_at(scale))
+    models = expanded(chosen, models or chosen.models_at(scale))
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     _check_count(seeds)
@@ -114,7 +114,7 @@ def default_rates(experiment: Experiment, model: str, scale: str) -> tuple[float
     return experiment.learning_rates((split_control(model) or (model,))[0], scale)
 
 
-def _expanded(experiment: Experiment, models: Sequence[str]) -> list[str]:
+def expanded(experiment: Experiment, models: Sequence[str]) -> list[str]:
     """The models, with those of a group in the place of its name."""
     return [each for given in models for each in experiment.groups.get(given, (given,))]
 
@@ -178,7 +178,7 @@ def extend_comparison(
     _check_count(seeds := count if seeds is None else seeds)
     if seeds < count:
         raise ValueError(f"the comparison in {folder} has {count} seeds; seeds can only be added, got {seeds}")
-    for model in dict.fromkeys(_expanded(experiment, models) or rates):
+    for model in dict.fromkeys(expanded(experiment, models) or rates):
         tried = rates.get(model, [])
         given = learning_rates or (() if tried else default_rates(experiment, model, config["scale"]))
         added = [rate for rate in dict.fromkeys(given) if rate not in tried]
