@@ -20,7 +20,7 @@ A comment above a table says in YAML what it holds:
 | words       | heading → model → text, for columns that no run gives                                           |
 | rows        | heading of a row → its cells, for rows that no run gives, such as those of a paper              |
 | columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, "bits LENGTH" (a token) or "perplexity LENGTH"  |
-| minus       | a model: the table has differences to it, by seed; of perplexities, in percent                  |
+| minus       | a model: differences to it, on the seeds that both have; of perplexities, in percent            |
 | pairs       | heading of a row → [model, model that is subtracted], in the place of `models`                  |
 
 Other tables have one key:
@@ -223,7 +223,14 @@ def _cell(file: str, model: str, base: str | None, column: str) -> str:
         others = _values(file, base, column)
     except ValueError:
         return "–"  # this model has no such test
+    own, theirs = (dict(zip(_seeds(file, name), x, strict=True)) for name, x in ((model, values), (base, others)))
+    values, others = np.array([(own[seed], theirs[seed]) for seed in sorted(own.keys() & theirs.keys())]).T
     return _difference(100 * (values / others - 1 if column.startswith(PERPLEXITY) else values - others))
+
+
+def _seeds(file: str, model: str) -> list[str]:
+    """The seeds of a model at its selected learning rate, in the order of `_values`."""
+    return sorted({row["seed"] for row in results(file) if row["model"] == model and row["selected"] == "True"})
 
 
 def _is_accuracy(column: str) -> bool:
