@@ -157,7 +157,7 @@ def test_public_ops_raise(name):
         ("linear_attention", {"dtype": torch.float32}, "triton"),
         ("linear_attention", {"dtype": torch.float64}, "chunked"),
         ("linear_attention", {"key": 8}, "chunked"),
-        ("linear_attention", {"key": 512}, "fla"),
+        ("linear_attention", {"key": 512}, "chunked"),  # V is 16: fla takes multiples of 64 on Hopper
         ("delta_rule", {}, "triton"),
         ("delta_rule", {"granularity": "vector"}, "fla"),
         ("delta_rule", {"dtype": torch.float64}, "chunked"),

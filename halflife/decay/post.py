@@ -127,8 +127,9 @@ class PoST(Decay):
         if self.channels == 1 or not self.stretch:
             return ideal
         p = self.decay.post_log_rates(base)
-        even = torch.lerp(p[-1], p[0], ideal)  # p_1 + (k − 1) Ḡ
-        return torch.add(ideal, p - even, alpha=1 / math.log(self.train_length)).clamp(0, 1)
+        k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
+        gap = (p[-1] - p[0]) / (self.channels - 1)
+        return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1)
 
     def _ideal_taper(self) -> Tensor:
         """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0; all are 0 without stretching."""
