@@ -65,7 +65,8 @@ def _selected(model: str, *tables: Table) -> str | None:
 
 def main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
-        sys.exit(__doc__)
+        print(__doc__)
+        return
     name, *tables = arguments
     for table in tables:
         add(RESULTS / name, read_table(Path(table)))

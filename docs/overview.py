@@ -84,7 +84,8 @@ def joined(again: bool = False) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
-        sys.exit(__doc__)
+        print(__doc__)
+        return
     for folder in arguments:
         if folder != SPEEDS:
             add_folder(Path(folder))

@@ -154,12 +154,7 @@ def _rates(file: str, column: str, learned: str) -> str:
 
     def found_at(test: str) -> dict[tuple[str, str], Mapping[str, str]]:
         """(model, rate) → the row of a test, of seed 0."""
-        rows = (row for row in results(file) if row["seed"] == "0")
-        return {
-            (row["model"], row["learning_rate"]): row
-            for row in rows
-            if " ".join((row["test"], row["length"], row["num_pairs"])) == test
-        }
+        return {(row["model"], row["learning_rate"]): row for row in _tested(file, test) if row["seed"] == "0"}
 
     cells: dict[str, dict[float, str]] = {}
     trained = found_at(learned)
@@ -175,10 +170,9 @@ def _rates(file: str, column: str, learned: str) -> str:
 def _at_each_rate(file: str, minus: str, column: str) -> str:
     """Differences of accuracy to a model at the same learning rate, on the seeds that both have run there."""
     found: dict[str, dict[float, dict[str, float]]] = {}
-    for row in results(file):
-        if " ".join((row["test"], row["length"], row["num_pairs"])) == column:
-            rates = found.setdefault(row["model"], {})
-            rates.setdefault(float(row["learning_rate"]), {})[row["seed"]] = float(row["accuracy"])
+    for row in _tested(file, column):
+        rates = found.setdefault(row["model"], {})
+        rates.setdefault(float(row["learning_rate"]), {})[row["seed"]] = float(row["accuracy"])
     base = found.pop(minus)
     lines = []
     for model, rates in found.items():
@@ -190,6 +184,11 @@ def _at_each_rate(file: str, minus: str, column: str) -> str:
             cells.append("–" if not len(points) else every if len(points) == 1 else f"{_difference(points)} ({every})")
         lines.append([f"`{model}`", *cells])
     return markdown(["model", *(f"{rate:g}" for rate in sorted(base))], lines)
+
+
+def _tested(file: str, test: str) -> Iterator[Mapping[str, str]]:
+    """The rows of a "TEST LENGTH PAIRS", at every learning rate."""
+    return (row for row in results(file) if " ".join((row["test"], row["length"], row["num_pairs"])) == test)
 
 
 def _three(value: float) -> str:
@@ -223,14 +222,15 @@ def _cell(file: str, model: str, base: str | None, column: str) -> str:
         others = _values(file, base, column)
     except ValueError:
         return "–"  # this model has no such test
-    own, theirs = (dict(zip(_seeds(file, name), x, strict=True)) for name, x in ((model, values), (base, others)))
+    own, theirs = _by_seed(file, model, values), _by_seed(file, base, others)
     values, others = np.array([(own[seed], theirs[seed]) for seed in sorted(own.keys() & theirs.keys())]).T
     return _difference(100 * (values / others - 1 if column.startswith(PERPLEXITY) else values - others))
 
 
-def _seeds(file: str, model: str) -> list[str]:
-    """The seeds of a model at its selected learning rate, in the order of `_values`."""
-    return sorted({row["seed"] for row in results(file) if row["model"] == model and row["selected"] == "True"})
+def _by_seed(file: str, model: str, values: np.ndarray) -> dict[str, float]:
+    """Seed → its number, of `_values` of a model."""
+    seeds = {row["seed"] for row in results(file) if row["model"] == model and row["selected"] == "True"}
+    return dict(zip(sorted(seeds), values, strict=True))
 
 
 def _is_accuracy(column: str) -> bool:

@@ -46,9 +46,9 @@ def taken(op, backend, device, call=None):
     return next(name for name, known in backends._OPS[op].items() if known is function)
 
 
-def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16):
+def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16, value=16):
     found = rounded(
-        op_inputs("linear_attention" if op == "gate_rank" else op, granularity, 3, key=key, value=16), dtype
+        op_inputs("linear_attention" if op == "gate_rank" else op, granularity, 3, key=key, value=value), dtype
     )
     del found["initial_state"]
     return OpCall(op, **found, g_slow=found["g"] if op == "gate_rank" else None)
@@ -158,6 +158,7 @@ def test_public_ops_raise(name):
         ("linear_attention", {"dtype": torch.float64}, "chunked"),
         ("linear_attention", {"key": 8}, "chunked"),
         ("linear_attention", {"key": 512}, "chunked"),  # V is 16: fla takes multiples of 64 on Hopper
+        ("linear_attention", {"key": 512, "value": 64}, "fla"),
         ("delta_rule", {}, "triton"),
         ("delta_rule", {"granularity": "vector"}, "fla"),
         ("delta_rule", {"dtype": torch.float64}, "chunked"),
