@@ -71,8 +71,13 @@ def test_parts_are_what_they_are_called():
     assert "post" not in options("geometric")
     assert options("gain-moving", "gated_deltanet")["post"]["endpoints"] == "moving"
     assert "stretch_gain" not in options("post")
-    different = [str(options(part)) for part in ("", *post_parts.PARTS)]
-    assert len(set(different)) == len(different)
+    assert options("geometric-trained", "retnet")["decay_options"] == {
+        "trained_rates": True, "rate_start": "geometric", "train_length": 64,
+    }  # fmt: skip
+    assert "post" not in options("trained", "retnet")
+    for base in post_parts.BASES:
+        different = [str(options(post_parts.split(name)[1], base)) for name in post_parts.models(base)]
+        assert len(set(different)) == len(different)
 
 
 def test_parts_that_do_not_exist():

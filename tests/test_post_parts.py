@@ -110,6 +110,29 @@ def test_free_rates_that_start_geometric():
             decay.build("mamba2", **sizes, **options)
 
 
+def test_rates_of_retnet_that_train_or_start_geometric():
+    """The rates are those of RetNet or of a static spectrum, and have a gradient only if they are trained."""
+    sizes, f = {"num_heads": HEADS, "head_dim": 6}, torch.zeros(1, 3, HEADS)
+    own = decay.build("retnet", **sizes)
+    static = PoST(decay.build("retnet", **sizes), train_length=T, stretch=False)
+    for like, start in ((own, {}), (static, {"rate_start": "geometric", "train_length": T})):
+        for trained in (False, True):
+            one = decay.build("retnet", **sizes, trained_rates=trained, **start)
+            torch.testing.assert_close(one.timescales(), like.timescales(), rtol=1e-5, atol=0)
+            assert [name for name, _ in one.named_parameters()] == ["log_rate"] * trained
+            if trained:
+                one(f).sum().backward()
+                torch.testing.assert_close(one.log_rate.grad, -3 * one.log_rate.exp())
+    with pytest.raises(ValueError, match=r"unknown rate_start 'geometrc'\. Did you mean 'geometric'"):
+        decay.build("retnet", **sizes, rate_start="geometrc", train_length=T)
+    with pytest.raises(ValueError, match="rate_start 'geometric' needs train_length"):
+        decay.build("retnet", **sizes, train_length=T)
+    with pytest.raises(ValueError, match="train_length must be at least 2"):
+        decay.build("retnet", **sizes, rate_start="geometric", train_length=1)
+    with pytest.raises(ValueError, match="have no meaning under it"):
+        PoST(decay.build("retnet", **sizes, trained_rates=True), train_length=T)
+
+
 def test_end_points_for_gates_that_move():
     """They are better at T than those of the paper and those for static rates; t_ref = 1 and T give the same rates."""
     channels = 6

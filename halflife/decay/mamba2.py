@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, Decay
-from halflife.decay.spectral import SpectralDecay
+from halflife.decay.spectral import SpectralDecay, check_rate_start, geometric_log_rates
 from halflife.precision import inverse_softplus
 from halflife.registry import unknown
 
@@ -57,20 +57,13 @@ class Mamba2Decay(SpectralDecay):
             raise ValueError(f"need 0 ≤ min_step < max_step; got {min_step} and {max_step}")
         self.min_step, self.max_step = min_step, max_step
         step_bias = step_bias or self.default_step_bias
-        for kind, value, choices in (
-            ("step_bias", step_bias, self.STEP_BIASES), ("rate_start", rate_start, self.RATE_STARTS),
-        ):  # fmt: skip
-            if value not in choices:
-                raise unknown(kind, value, list(choices))
+        if step_bias not in self.STEP_BIASES:
+            raise unknown("step_bias", step_bias, list(self.STEP_BIASES))
+        check_rate_start(rate_start, self.RATE_STARTS, train_length)
         if step_bias != "trained" and not self.has_step_bias:
             raise ValueError(f"step_bias is an option of the bias Δ, and {type(self).__name__} has none")
         if rate_start != "uniform_1_16" and not self.has_rate:
             raise ValueError(f"rate_start is an option of the rates A, and {type(self).__name__} has none")
-        if (rate_start == "geometric") != (train_length is not None):
-            raise ValueError(
-                f"rate_start 'geometric' needs train_length, and no other start has it; got {rate_start!r} and "
-                f"{train_length}"
-            )
         self.under_post, self.step_bias, self.rate_start = False, step_bias, rate_start
         self.train_length = train_length
         self.A_log = nn.Parameter(torch.empty(self.base_shape)) if self.has_rate else None
@@ -92,9 +85,8 @@ class Mamba2Decay(SpectralDecay):
     def _initial_rates(self, like: Tensor) -> Tensor:
         """Draw the initial e^A, in the shape of `like`."""
         if self.train_length is not None:
-            slowest = -math.log(self.train_length)
-            log_rates = torch.linspace(slowest, 0, like.numel(), device=like.device, dtype=like.dtype)
-            return (log_rates - self.rate_offset()).exp().view(like.shape)
+            log_rates = geometric_log_rates(like.numel(), self.train_length) - self.rate_offset()
+            return log_rates.exp().to(like).view(like.shape)
         if self.rate_start == "s4d_real":
             return torch.arange(1, like.shape[-1] + 1, device=like.device, dtype=like.dtype).expand(like.shape)
         low = 1 if self.rate_start == "uniform_1_16" else 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS
-from halflife.decay.spectral import SpectralDecay
+from halflife.decay.spectral import SpectralDecay, check_rate_start, geometric_log_rates
 
 
 @DECAYS.add("retnet")
@@ -17,22 +17,41 @@ class RetNetDecay(SpectralDecay):
 
     Time-scales 31 to 255 tokens. Under PoST the decays are `exp(−e^{p_h})` with learned, sorted p. The PoST paper uses
     the same form as its model of GLA. RetNet's paper has `retnet_paper`, which is the same for four heads only.
-    Source: PoST, Appendix E and Algorithm 4.
+    Source: PoST, Appendix E and Algorithm 4; the options are ours.
+
+    Args:
+        trained_rates: train log(−log λ) of each head, without an order.
+        rate_start: "fixed" for the rates above, or "geometric" for rates −log λ that are geometric from 1/T to 1, as
+            those of PoST at its start.
+        train_length: T of "geometric".
     """
 
     data_dependent = False
     granularities = ("scalar",)
+    RATE_STARTS = ("fixed", "geometric")
 
-    def __init__(self, **sizes) -> None:
+    def __init__(
+        self, *, trained_rates: bool = False, rate_start: str = "fixed", train_length: int | None = None, **sizes
+    ) -> None:
         super().__init__(**sizes)
-        self.register_buffer("log_rate", torch.empty(self.shape))
+        check_rate_start(rate_start, self.RATE_STARTS, train_length)
+        self.trained_rates, self.train_length = trained_rates, train_length
+        log_rate = torch.empty(self.shape)
+        if trained_rates:
+            self.log_rate = nn.Parameter(log_rate)
+        else:
+            self.register_buffer("log_rate", log_rate)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         if self.log_rate is not None:
-            exponent = self._exponents()
-            self.log_rate.copy_((-torch.log1p(-(-exponent * math.log(2)).exp())).log())
+            self.log_rate.copy_(self._initial_log_rates())
+
+    def _initial_log_rates(self) -> Tensor:
+        if self.train_length is not None:
+            return geometric_log_rates(self.num_heads, self.train_length)
+        return (-torch.log1p(-(-self._exponents() * math.log(2)).exp())).log()
 
     def _exponents(self) -> Tensor:
         """The exponents n of λ = 1 − 2^{−n}, `[H]`."""
@@ -44,6 +63,8 @@ class RetNetDecay(SpectralDecay):
         return (-rate).to(f.dtype).expand(f.shape)
 
     def release_rates(self) -> None:
+        if self.trained_rates or self.train_length is not None:
+            raise ValueError("PoST sets and trains the rates, so trained_rates and rate_start have no meaning under it")
         self.log_rate = None
 
 

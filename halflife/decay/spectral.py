@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from halflife.decay.base import Decay
+from halflife.registry import unknown
 
 
 class SpectralDecay(Decay):
@@ -59,3 +62,25 @@ class SpectralDecay(Decay):
 def no_base_rates(decay: Decay) -> ValueError:
     """The error of PoST for a decay that has no base rates."""
     return ValueError(f"{type(decay).__name__} has no base rates, one a channel, that PoST could order")
+
+
+def geometric_log_rates(count: int, train_length: int) -> Tensor:
+    """Return the logarithms of `count` rates that are geometric from 1/T to 1, slowest first, in float64."""
+    return torch.linspace(-math.log(train_length), 0, count, dtype=torch.float64)
+
+
+def check_rate_start(rate_start: str, choices: Sequence[str], train_length: int | None) -> None:
+    """Check the start of the base rates of a strategy. T belongs to the start "geometric" alone.
+
+    Raises:
+        ValueError: an unknown start, a T without "geometric" or the other way round, or T below 2.
+    """
+    if rate_start not in choices:
+        raise unknown("rate_start", rate_start, list(choices))
+    if (rate_start == "geometric") != (train_length is not None):
+        raise ValueError(
+            f"rate_start 'geometric' needs train_length, and no other start has it; got {rate_start!r} and "
+            f"{train_length}"
+        )
+    if train_length is not None and train_length < 2:
+        raise ValueError(f"train_length must be at least 2; got {train_length}")

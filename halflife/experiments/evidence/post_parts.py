@@ -15,13 +15,16 @@ from halflife.models import ModelConfig
 from halflife.registry import unknown
 
 T = "T"  # stands for the training length
+GEOMETRIC = {"rate_start": "geometric", "train_length": T}
 # Part → options of PoST and of the mixer; `base:part` names a model. All but the first differ from the algorithm, which
 # is "post", in what the name says. A part with options of the "base" has no PoST.
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "post": {},
     "ordered": {"post": {"stretch": False, "rate_range": (1.0, 16.0)}},  # sorted, on the range of Mamba-2
     "static": {"post": {"stretch": False}},  # sorted and geometric
-    "geometric": {"base": {"decay_options": {"rate_start": "geometric", "train_length": T}}},  # not sorted
+    "geometric": {"base": {"decay_options": GEOMETRIC}},  # not sorted
+    "trained": {"base": {"decay_options": {"trained_rates": True}}},
+    "geometric-trained": {"base": {"decay_options": {"trained_rates": True, **GEOMETRIC}}},
     "frozen": {"mixer": {"decay_options": {"step_bias": "frozen"}}},
     "theorem": {"post": {"reference_length": T}},
     "slow0.1": {"post": {"endpoints": (0.1, 1.0)}},
@@ -43,12 +46,15 @@ HEAD_NORM = tuple(part for part in PARTS if part.endswith("head-norm"))
 BASES = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
 # Parts that an architecture does not have: all but Mamba-2 have a norm for each head; RWKV-7's base parameters are no
 # log-rates, and the slow end of "moving" is faster than its fastest rate; only the decay of Mamba-2 and Gated DeltaNet
-# has Δ and free rates; and under t_ref = T a stretched β of a delta rule grows beyond 2.
+# has Δ; these two and RetNet have free rates, and RetNet alone has fixed ones; and under t_ref = T a stretched β of a
+# delta rule grows beyond 2.
+FIXED_RATES = ("trained", "geometric-trained")
 WITHOUT = {
-    "rwkv7": ("ordered", "geometric", "frozen", "moving", "gain-theorem", "gain-moving", *HEAD_NORM),
-    "gated_deltanet": ("gain-theorem", *HEAD_NORM),
-    "gla": ("geometric", "frozen", *HEAD_NORM),
-    "retnet": ("geometric", "frozen", *HEAD_NORM),
+    "mamba2": FIXED_RATES,
+    "rwkv7": ("ordered", "geometric", "frozen", "moving", "gain-theorem", "gain-moving", *FIXED_RATES, *HEAD_NORM),
+    "gated_deltanet": ("gain-theorem", *FIXED_RATES, *HEAD_NORM),
+    "gla": ("geometric", "frozen", *FIXED_RATES, *HEAD_NORM),
+    "retnet": ("frozen", *HEAD_NORM),
 }
 
 
@@ -114,7 +120,9 @@ class PostTakenApart(MQARExperiment):
     | mamba2:gain-head-norm | `gain` with an output norm for each head alone |
     | mamba2:plain-head-norm | Mamba-2 without PoST, with an output norm for each head alone |
 
-    In other architectures the gain is β of the delta rule, k of GLA and RetNet, and k and κ̂ ⊙ a of RWKV-7.
+    In other architectures the gain is β of the delta rule, k of GLA and RetNet, and k and κ̂ ⊙ a of RWKV-7. The rates of
+    RetNet are fixed without PoST. It has `retnet:geometric`, whose rates are fixed too, `retnet:trained`, which starts
+    at its own rates, and `retnet:geometric-trained`. None of these is sorted or stretched.
     """
 
     is_paper: ClassVar = True
