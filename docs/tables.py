@@ -36,6 +36,7 @@ Other tables have one key:
 | powers      | models and cells of koopman-powers, and a test                                                  |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
+| gates       | the `gates.csv` of an experiment of GateRank; its gates in the last steps of training            |
 | steps       | a file of `halflife throughput`; milliseconds of training steps                                 |
 | ops         | rows of `make gpu`; milliseconds of ops                                                         |
 | at each rate | a file, a model to subtract and a column of accuracy; differences at each learning rate        |
@@ -79,6 +80,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "powers": powers.table,
     "timescales": lambda files: _timescales(files),
     "positions": lambda file: gate_rank_tables.by_position(results(file)),
+    "gates": lambda file: gate_rank_tables.by_layer(results(file)),
     "steps": speed_tables.steps,
     "ops": speed_tables.ops,
     "at each rate": lambda wanted: _at_each_rate(**wanted),

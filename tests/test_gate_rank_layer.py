@@ -1,5 +1,6 @@
 """GateRank in layers: gates at the start, streaming, β in (0, 2), statistics, the warning, the experiments."""
 
+import csv
 import json
 import math
 
@@ -14,6 +15,7 @@ from halflife.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.files import read_json
 from halflife.layers import GateRank, gate_statistics
 from halflife.layers.gate_rank import SlowGate
+from halflife.runs.records import Comparison
 from halflife.runs.sweep import Cell
 from halflife.tasks import build, stream_seed
 from halflife.training.callbacks import Metrics
@@ -306,7 +308,7 @@ def test_a_comparison_is_measured_by_position(tmp_path):
     spans = (folder / "positions.csv").read_text().splitlines()
     assert spans[0] == "model,learning_rate,seed,first,last,accuracy,loss"
     assert len(spans) == 1 + 2 * 2 * 2  # models, seeds and spans
-    assert "share of resets" in summary
+    assert "resets, %" in summary
     assert summary.count("gated_deltanet+gate_rank:reset50") == 2
     drawn = {path.stem for path in (folder / "figures").glob("*.png")}
     assert {"positions", "gates", "accuracy", "training"} <= drawn
@@ -324,4 +326,17 @@ def test_recall_is_measured_with_its_gates(tmp_path):
     compare.run_comparison(folder, show=False)
     summary = (folder / "summary.md").read_text()
     assert "niah:hard 32" in summary
-    assert "share of resets" in summary
+    with (folder / "gates.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["layer"] for row in rows] == ["0", "1"]
+    assert all(0 <= float(row["reset_rate"]) <= 1 <= float(row["segment_length"]) for row in rows)
+    assert gate_rank_tables.by_layer(rows) in summary
+    for row, line in zip(rows, gate_rank_tables.by_layer(rows).splitlines()[2:], strict=True):
+        share, length = f"{100 * float(row['reset_rate']):.1f}", f"{float(row['segment_length']):.1f}"
+        assert line.startswith(f"| `mamba2+gate_rank` | {row['layer']} | {share} | {length} |")
+
+
+def test_models_without_gates_have_no_table_of_gates(tmp_path):
+    run = Comparison(tmp_path, {"models": ["mamba2"]}, {}, [], [])
+    assert gate_rank_tables.gates(tmp_path, run) == ""
+    assert not list(tmp_path.iterdir())

@@ -15,18 +15,23 @@ from halflife.runs.folder import Comparison, read
 
 POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
 COLUMNS = ("model", "learning_rate", "seed", "first", "last", "accuracy", "loss")
+GATES_CSV = "gates.csv"  # statistics of the gates of each seed and layer
+STATISTICS = {  # heading → statistic, and its factor
+    "resets, %": ("reset_rate", 100), "mean segment, tokens": ("segment_length", 1),
+    "slow state's share of energy, %": ("slow_share", 100),
+}  # fmt: skip
 
 
 def tracking(folder: Path, rows: Rows) -> str:
     """Accuracy and cross-entropy at the positions of training and beyond, as means and by seed; then the gates.
 
-    Writes `positions.csv`, from which the table is made.
+    Writes `positions.csv` and `gates.csv`, from which the tables are made.
     """
     run = read(folder)
     spans = list(_spans(run))
     write_csv(folder / POSITIONS_CSV, COLUMNS, (list(row.values()) for row in spans))
     caption = "Accuracy in percent and loss in nats, by position in the longest test: the mean, and every seed."
-    return "\n\n".join(filter(None, [caption, by_position(spans), gates(run)]))
+    return "\n\n".join(filter(None, [caption, by_position(spans), gates(folder, run)]))
 
 
 def _spans(run: Comparison) -> Iterator[dict[str, Any]]:
@@ -60,21 +65,43 @@ def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
 
 def recall(folder: Path, rows: Rows) -> str:
     """One row per model with its sizes and all tests; then the gates."""
-    return "\n\n".join(filter(None, [in_distribution(rows), gates(read(folder))]))
+    return "\n\n".join(filter(None, [in_distribution(rows), gates(folder, read(folder))]))
 
 
-def gates(run: Comparison) -> str:
-    """Statistics of the slow gates in the last steps of training: the mean over layers, and every seed."""
-    names = ("reset_rate", "segment_length", "slow_share")
-    table = []
+def gates(folder: Path, run: Comparison) -> str:
+    """Statistics of the slow gates in the last steps of training, by model and layer.
+
+    Writes `gates.csv`, from which the table is made, if a model has gates.
+    """
+    rows = list(_last_gates(run))
+    if rows:
+        write_csv(folder / GATES_CSV, list(rows[0]), (list(row.values()) for row in rows))
+    return by_layer(rows)
+
+
+def _last_gates(run: Comparison) -> Iterator[dict[str, Any]]:
+    """A row for each layer of each training at the selected rate."""
     for model in run.models:
-        last = [one.gates()[-1][1] for one in run.trainings_of(model) if one.gates()]
-        if last:
-            means = [[fmean(layer[name] for layer in found.values()) for found in last] for name in names]
-            table.append([model, *(_seeds(values, digits=3) for values in means)])
-    if not table:
+        for one in run.trainings_of(model):
+            for layer, found in enumerate(one.gates()[-1][1].values() if one.gates() else ()):
+                yield {"model": model, "learning_rate": one.learning_rate, "seed": one.seed, "layer": layer, **found}
+
+
+def by_layer(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the rows of `gates.csv`, in Markdown: a row for each model and layer; "" without rows."""
+    if not rows:
         return ""
-    return markdown(["model", "share of resets", "mean segment, tokens", "slow state's share of energy"], table)
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], str(row["layer"])), []).append(row)
+    lines = [
+        [
+            f"`{model}`", layer,
+            *(_seeds([scale * float(row[name]) for row in seeds], 1) for name, scale in STATISTICS.values()),
+        ]
+        for (model, layer), seeds in found.items()
+    ]  # fmt: skip
+    return markdown(["model", "layer", *STATISTICS], lines)
 
 
 def _seeds(values: Sequence[float], digits: int = 2) -> str:
