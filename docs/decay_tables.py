@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import differences
 import numpy as np
 from claims import results
 from join import RESULTS
@@ -12,7 +13,7 @@ from halflife.experiments.decay_design import VARIANTS
 from halflife.experiments.decay_findings import FINDINGS
 from halflife.experiments.evidence.decay_regression import HEADING, regression_rows
 from halflife.files import read_json
-from halflife.report.intervals import bootstrap, with_interval
+from halflife.report.intervals import with_interval
 from halflife.report.markdown import markdown
 
 Budgets = Mapping[int, str]  # steps → file of results
@@ -31,12 +32,12 @@ def losses(files: Budgets) -> str:
 
 
 def findings(files: Budgets) -> str:
-    """The loss of the second row of each pair minus that of the first, by seed; bold if the interval has no 0."""
+    """The loss of the second row of each pair minus that of the first, by seed."""
     grids = [_grid(file) for file in files.values()]
     lines = []
     for finding in FINDINGS:
         for first, second in finding.pairs:
-            cells = [_difference(_losses(grid[second]) - _losses(grid[first])) for grid in grids]
+            cells = [differences.write(_losses(grid[second]) - _losses(grid[first]), 3, "+") for grid in grids]
             paper = [VARIANTS[name].paper for name in (second, first)]
             printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
             lines.append([finding.statement, f"{first}, {second}", *cells, printed])
@@ -70,9 +71,3 @@ def _losses(runs: list[dict[str, str]]) -> np.ndarray:
 
 def _paper(name: str) -> str:
     return "–" if (loss := VARIANTS[name].paper) is None else f"{loss:.3f}"
-
-
-def _difference(values: np.ndarray) -> str:
-    mean, low, high = bootstrap(values)
-    text = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"**{text}**" if low > 0 or high < 0 else text

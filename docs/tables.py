@@ -20,6 +20,7 @@ A comment above a table says in YAML what it holds:
 | words       | heading → model → text, for columns that no run gives                                           |
 | rows        | heading of a row → its cells, for rows that no run gives, such as those of a paper              |
 | columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, "bits LENGTH" (a token) or "perplexity LENGTH"  |
+| learned     | "TEST [LENGTH [PAIRS]]": the accuracy that says whether a model has learned                     |
 | minus       | a model: differences to it, on the seeds that both have; of perplexities, in percent            |
 | pairs       | heading of a row → [model, model that is subtracted], in the place of `models`                  |
 
@@ -42,9 +43,9 @@ Other tables have one key:
 | at each rate | a file, a model to subtract and a column of accuracy; differences at each learning rate        |
 | rates       | a file, a column of accuracy, and one at T that says what was learned; seed 0 at every rate     |
 
-A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. If the first column is
-`in_distribution`, a model says "not learned" below 90 %. Accuracies are in percent. A difference is bold if its
-interval has no 0.
+A cell has the mean over seeds at the selected learning rate, its 95 % interval and every seed. A model says "not
+learned" below 90 % in the column `learned`, by default the first one if that is `in_distribution`. Accuracies are in
+percent. A difference is bold if Student's t test over the seeds tells it from 0 at 5 %.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import decay_tables
+import differences
 import numpy as np
 import powers
 import speed_tables
@@ -64,12 +66,12 @@ from join import RESULTS
 from halflife.experiments import gate_rank_tables
 from halflife.experiments.evidence import overview_page
 from halflife.files import read_json
-from halflife.report.intervals import bootstrap, has_learned, with_interval
+from halflife.report.intervals import has_learned, with_interval
 from halflife.report.markdown import markdown
 from halflife.report.tables import forecast
 
 TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)(?:\|[^\n]*\n)*\n*", re.DOTALL)
-KEYS = {"file", "models", "also", "words", "rows", "columns", "minus", "pairs"}
+KEYS = {"file", "models", "also", "words", "rows", "columns", "learned", "minus", "pairs"}
 WHOLE: dict[str, Callable[[Any], str]] = {
     "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
     "forecast": lambda file: forecast.table(forecast.read_forecasts(RESULTS / file)["models"]),
@@ -116,6 +118,7 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
     words, also = wanted.get("words", {}), wanted.get("also", [])
     columns = wanted["columns"]
     first = next(iter(columns.values()))
+    learned = wanted.get("learned", first if first.startswith("in_distribution") else None)
     lines = [[name, *map(str, cells)] for name, cells in wanted.get("rows", {}).items()]
     for file in np.atleast_1d(wanted["file"]):
         for name, model, base in _rows(file, wanted):
@@ -123,7 +126,7 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
             cells = [_cell(file, model, base, column) for column in columns.values()]
             if all(cell == "–" for cell in cells):
                 raise ValueError(f"{file} has no results of {model} in {', '.join(columns.values())}")
-            if first.startswith("in_distribution") and base is None and not has_learned(_values(file, model, first)):
+            if learned is not None and base is None and not has_learned(_values(file, model, learned)):
                 name += " (not learned)"
             lines.append([name, *(texts.get(model, "") for texts in words.values()), *sizes, *cells])
     text = markdown(["model", *words, *also, *columns], lines)
@@ -181,9 +184,10 @@ def _at_each_rate(file: str, minus: str, column: str) -> str:
         cells = []
         for rate in sorted(base):
             own = rates.get(rate, {})
-            points = np.array([100 * (own[seed] - base[rate][seed]) for seed in sorted(own.keys() & base[rate].keys())])
-            every = ", ".join(f"{x:.1f}" for x in points)
-            cells.append("–" if not len(points) else every if len(points) == 1 else f"{_difference(points)} ({every})")
+            values, others = _paired(own, base[rate])
+            every = ", ".join(f"{100 * x:.1f}" for x in values - others)
+            several = f"{_difference(values, others)} ({every})" if len(values) > 1 else every
+            cells.append(several or "–")
         lines.append([f"`{model}`", *cells])
     return markdown(["model", *(f"{rate:g}" for rate in sorted(base))], lines)
 
@@ -225,14 +229,18 @@ def _cell(file: str, model: str, base: str | None, column: str) -> str:
     except ValueError:
         return "–"  # this model has no such test
     own, theirs = _by_seed(file, model, values), _by_seed(file, base, others)
-    values, others = np.array([(own[seed], theirs[seed]) for seed in sorted(own.keys() & theirs.keys())]).T
-    return _difference(100 * (values / others - 1 if column.startswith(PERPLEXITY) else values - others))
+    return _difference(*_paired(own, theirs), relative=column.startswith(PERPLEXITY))
 
 
 def _by_seed(file: str, model: str, values: np.ndarray) -> dict[str, float]:
     """Seed → its number, of `_values` of a model."""
     seeds = {row["seed"] for row in results(file) if row["model"] == model and row["selected"] == "True"}
     return dict(zip(sorted(seeds), values, strict=True))
+
+
+def _paired(own: Mapping[str, float], theirs: Mapping[str, float]) -> np.ndarray:
+    """The numbers of two models on the seeds that both have, `[2, seeds]`."""
+    return np.array([(own[seed], theirs[seed]) for seed in sorted(own.keys() & theirs.keys())]).reshape(-1, 2).T
 
 
 def _is_accuracy(column: str) -> bool:
@@ -253,10 +261,10 @@ def _mean(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
     return with_interval(values, digits) + every
 
 
-def _difference(values: np.ndarray) -> str:
-    _, low, high = bootstrap(values)
-    text = re.sub(r"-(?=0\.0\b)", "", with_interval([0.0 if abs(value) < 1e-9 else value for value in values], 1))
-    return f"**{text}**" if low > 0 or high < 0 else text
+def _difference(values: np.ndarray, others: np.ndarray, relative: bool = False) -> str:
+    """The mean difference in points, or in percent of the others."""
+    found = 100 * (values / others - 1 if relative else values - others)
+    return re.sub(r"-(?=0\.0\b)", "", differences.write(found, 1))
 
 
 def _signs(text: str) -> str:
