@@ -7,9 +7,11 @@ Rows of the same model, seed, task and number of pairs are replaced; models that
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from join import RESULTS  # beside this file
@@ -17,7 +19,8 @@ from join import RESULTS  # beside this file
 from halflife.files import read_json, write_json
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.tables.forecast import read_forecasts
+from halflife.report.markdown import markdown
+from halflife.report.tables.forecast import log2_ratio, read_forecasts
 
 KINDS = ("models", "texts")
 
@@ -30,6 +33,27 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def replaced(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the old rows with the new ones in their places, and further new ones at the end."""
     return list(({key(row): row for row in old} | {key(row): row for row in new}).values())
+
+
+def errors(file: str) -> str:
+    """The table of errors of a `forecast.json` of pairs, by whether the half-lag and its forecast were reached."""
+    models = read_forecasts(RESULTS / file)["models"]
+    longest = {row["lags"][-1] / row["train_length"] for row in models}
+    within, beyond = (f"{word} {max(longest):.0f} T" for word in ("within", "beyond"))
+    found = [row for row in models if math.isfinite(row["half_lag"])]
+    both, late = ([row for row in models if math.isinf(row["half_lag"]) and math.isinf(row["forecast_half_lag"]) == end]
+                  for end in (True, False))  # fmt: skip
+    aged, energy = ([abs(e) for row in found if (e := log2_ratio(row, key)) is not None]
+                    for key in ("forecast_half_lag", "energy_lag"))  # fmt: skip
+    least = [abs(e) for row in late if (e := log2_ratio(row, "forecast_half_lag")) is not None]
+    return markdown(
+        ["", "models and tasks", "aged state: error in octaves, median", "largest", "energy: median"],
+        [
+            [f"half-lag {within}", str(len(aged)), f"{median(aged):.2f}", f"{max(aged):.2f}", f"{median(energy):.1f}"],
+            [f"{beyond}, forecast beyond", str(len(both)), "–", "–", "–"],
+            [f"{beyond}, forecast within", str(len(late)), f"at least {min(least):.1f} to {max(least):.1f}", "–", "–"],
+        ],
+    )
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ Other tables have one key:
 |-------------|-------------------------------------------------------------------------------------------------|
 | overview    | the `overview.json` of the experiment of this name                                              |
 | forecast    | a `forecast.json`; models that were asked for pairs                                             |
+| forecast errors | the same; its errors, by whether the half-lag was reached                                   |
 | text forecast | the same; models that read a text                                                             |
 | losses      | steps → a file of results of the decay grid; losses of its rows                                 |
 | findings    | the same files; differences of losses that the paper's findings compare                         |
@@ -56,6 +57,7 @@ from typing import Any
 
 import decay_tables
 import differences
+import forecasts
 import numpy as np
 import powers
 import speed_tables
@@ -75,6 +77,7 @@ KEYS = {"file", "models", "also", "words", "rows", "columns", "learned", "minus"
 WHOLE: dict[str, Callable[[Any], str]] = {
     "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
     "forecast": lambda file: forecast.table(forecast.read_forecasts(RESULTS / file)["models"]),
+    "forecast errors": forecasts.errors,
     "text forecast": lambda file: forecast.text_table(forecast.read_forecasts(RESULTS / file)["texts"]),
     "losses": decay_tables.losses,
     "findings": decay_tables.findings,
