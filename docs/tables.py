@@ -39,6 +39,8 @@ Other tables have one key:
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
 | gates       | the `gates.csv` of an experiment of GateRank; its gates in the last steps of training            |
+| theory      | a topic of `halflife theory`, and which rows of which of its tables (see theory_tables.py)       |
+| theory errors | a `theory.json`; errors of spectra by T                                                       |
 | steps       | a file of `halflife throughput`; milliseconds of training steps                                 |
 | ops         | rows of `make gpu`; milliseconds of ops                                                         |
 | at each rate | a file, a model to subtract and a column of accuracy; differences at each learning rate        |
@@ -61,6 +63,7 @@ import forecasts
 import numpy as np
 import powers
 import speed_tables
+import theory_tables
 import yaml
 from claims import Files, results
 from join import RESULTS
@@ -86,6 +89,8 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "timescales": lambda files: _timescales(files),
     "positions": lambda file: gate_rank_tables.by_position(results(file)),
     "gates": lambda file: gate_rank_tables.by_layer(results(file)),
+    "theory": lambda wanted: theory_tables.table(**wanted),
+    "theory errors": theory_tables.errors,
     "steps": speed_tables.steps,
     "ops": speed_tables.ops,
     "at each rate": lambda wanted: _at_each_rate(**wanted),

@@ -273,4 +273,4 @@ def _small(value: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
