@@ -21,17 +21,17 @@ class RetNetDecay(SpectralDecay):
 
     Args:
         trained_rates: train log(−log λ) of each head, without an order.
-        rate_start: "fixed" for the rates above, or "geometric" for rates −log λ that are geometric from 1/T to 1, as
+        rate_start: "own" for the rates above, or "geometric" for rates −log λ that are geometric from 1/T to 1, as
             those of PoST at its start.
         train_length: T of "geometric".
     """
 
     data_dependent = False
     granularities = ("scalar",)
-    RATE_STARTS = ("fixed", "geometric")
+    RATE_STARTS = ("own", "geometric")
 
     def __init__(
-        self, *, trained_rates: bool = False, rate_start: str = "fixed", train_length: int | None = None, **sizes
+        self, *, trained_rates: bool = False, rate_start: str = "own", train_length: int | None = None, **sizes
     ) -> None:
         super().__init__(**sizes)
         check_rate_start(rate_start, self.RATE_STARTS, train_length)
