@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from halflife.files import write_csv
-from halflife.report.intervals import with_interval
+from halflife.report.intervals import has_learned, with_interval
 from halflife.report.markdown import Rows, in_distribution, markdown
 from halflife.runs.folder import Comparison, read
 
@@ -48,7 +48,10 @@ def _spans(run: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the rows of `positions.csv`, in Markdown: a row for each model."""
+    """The table of the rows of `positions.csv`, in Markdown: a row for each model.
+
+    A model below `LEARNED` at the positions of training says "not learned".
+    """
     if not spans:  # all runs diverged
         return ""
     cells: dict[str, dict[str, list[float]]] = {}
@@ -56,10 +59,12 @@ def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
         for row in spans:
             columns = cells.setdefault(row["model"], {})
             columns.setdefault(f"{name} {row['first']}–{row['last']}", []).append(scale * float(row[name]))
-    lines = [
-        [f"`{model}`", *(_seeds(values, digits=1 if "accuracy" in name else 2) for name, values in columns.items())]
-        for model, columns in cells.items()
-    ]
+    lines = []
+    for model, columns in cells.items():
+        within, *_ = columns.values()
+        mark = "" if has_learned([value / 100 for value in within]) else " (not learned)"
+        texts = (_seeds(values, digits=1 if "accuracy" in name else 2) for name, values in columns.items())
+        lines.append([f"`{model}`{mark}", *texts])
     return markdown(["model", *next(iter(cells.values()))], lines)
 
 
