@@ -34,9 +34,6 @@ class Page(HTMLParser):
             self.loads.append(given[LOADED[tag]])
 
 
-pytestmark = pytest.mark.slow  # the site takes 15 seconds to build
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of a site that is built as `make docs` builds it."""
