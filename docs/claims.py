@@ -303,7 +303,7 @@ class Files:
 
 def _signed(x: np.ndarray) -> str:
     """The mean and its interval at each budget of the decay grid, "+0.030 [+0.021, +0.039], with twice the steps …"."""
-    budgets = ("{:+.3f} [{:+.3f}, {:+.3f}]".format(*bootstrap(row)) for row in np.atleast_2d(x))
+    budgets = (with_interval(row, 3, "+") for row in np.atleast_2d(x))
     return ", with twice the steps ".join(budgets)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.stats import ttest_1samp
 
-from halflife.report.intervals import bootstrap, with_interval
+from halflife.report.intervals import with_interval
 
 
 def write(found: np.ndarray, digits: int, sign: str = "") -> str:
@@ -17,8 +17,7 @@ def write(found: np.ndarray, digits: int, sign: str = "") -> str:
         sign: "+" for a plus sign before positive numbers.
     """
     values = [0.0 if abs(value) < 1e-9 else value for value in found]
-    mean, low, high = (f"{value:{sign}.{digits}f}" for value in bootstrap(values))
-    text = f"{mean} [{low}, {high}]" if len(values) > 2 else with_interval(values, digits)
+    text = with_interval(values, digits, sign)
     return f"**{text}**" if told_apart(found) else text
 
 

@@ -36,24 +36,36 @@ def replaced(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
 
 
 def errors(file: str) -> str:
-    """The table of errors of a `forecast.json` of pairs, by whether the half-lag and its forecast were reached."""
+    """The table of errors of a `forecast.json` of pairs, by whether the half-lag and its forecast were reached.
+
+    Raises:
+        ValueError: the longest lags of the models are different multiples of T.
+    """
     models = read_forecasts(RESULTS / file)["models"]
-    longest = {row["lags"][-1] / row["train_length"] for row in models}
-    within, beyond = (f"{word} {max(longest):.0f} T" for word in ("within", "beyond"))
-    found = [row for row in models if math.isfinite(row["half_lag"])]
-    both, late = ([row for row in models if math.isinf(row["half_lag"]) and math.isinf(row["forecast_half_lag"]) == end]
-                  for end in (True, False))  # fmt: skip
-    aged, energy = ([abs(e) for row in found if (e := log2_ratio(row, key)) is not None]
-                    for key in ("forecast_half_lag", "energy_lag"))  # fmt: skip
-    least = [abs(e) for row in late if (e := log2_ratio(row, "forecast_half_lag")) is not None]
+    (longest,) = {row["lags"][-1] // row["train_length"] for row in models}
+    reached = [row for row in models if math.isfinite(row["half_lag"])]
+    beyond = [row for row in models if math.isinf(row["half_lag"])]
+    aged, energy = (_sizes(reached, key) for key in ("forecast_half_lag", "energy_lag"))
+    least = _sizes(beyond, "forecast_half_lag")  # a forecast beyond has no error that is known
     return markdown(
         ["", "models and tasks", "aged state: error in octaves, median", "largest", "energy: median"],
         [
-            [f"half-lag {within}", str(len(aged)), f"{median(aged):.2f}", f"{max(aged):.2f}", f"{median(energy):.1f}"],
-            [f"{beyond}, forecast beyond", str(len(both)), "–", "–", "–"],
-            [f"{beyond}, forecast within", str(len(late)), f"at least {min(least):.1f} to {max(least):.1f}", "–", "–"],
+            [
+                f"half-lag within {longest} T", f"{len(aged)}", f"{median(aged):.2f}", f"{max(aged):.2f}",
+                f"{median(energy):.1f}",
+            ],
+            [f"beyond {longest} T, forecast beyond", f"{len(beyond) - len(least)}", "–", "–", "–"],
+            [
+                f"beyond {longest} T, forecast within", f"{len(least)}",
+                f"at least {min(least):.1f} to {max(least):.1f}", "–", "–",
+            ],
         ],
-    )
+    )  # fmt: skip
+
+
+def _sizes(models: list[dict[str, Any]], key: str) -> list[float]:
+    """The absolute errors of a forecast in octaves, where they are known."""
+    return [abs(error) for row in models if (error := log2_ratio(row, key)) is not None]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from join import RESULTS
 
 from halflife.files import read_json
 from halflife.report.markdown import markdown
-from halflife.report.tables.theory import TABLES
+from halflife.report.tables.theory import TABLES, small
 
 CHANNELS = 16
 # Spectrum → what the paper says about its error.
@@ -40,7 +40,7 @@ def errors(file: str) -> str:
     lines = []
     for spectrum, paper in PAPER.items():
         found = data["errors"][spectrum]
-        sizes = [f"{found[length][place]:.1e}".replace("e-0", "e-") for length in lengths]
+        sizes = [small(found[length][place]) for length in lengths]
         lines.append([spectrum, paper, *sizes, *(f"{slopes[spectrum, x]['per_channel']:.2f}" for x in lengths)])
     best = [slopes["geometric, best ends", length] for length in lengths]
     empty = [""] * (1 + len(lengths))

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS, Decay
-from halflife.decay.spectral import SpectralDecay, check_rate_start, geometric_log_rates
+from halflife.decay.minimax import geometric_rates
+from halflife.decay.spectral import SpectralDecay, check_rate_start
 from halflife.precision import inverse_softplus
 from halflife.registry import unknown
 
@@ -85,8 +86,8 @@ class Mamba2Decay(SpectralDecay):
     def _initial_rates(self, like: Tensor) -> Tensor:
         """Draw the initial e^A, in the shape of `like`."""
         if self.train_length is not None:
-            log_rates = geometric_log_rates(like.numel(), self.train_length) - self.rate_offset()
-            return log_rates.exp().to(like).view(like.shape)
+            rates = geometric_rates(like.numel(), self.train_length) * math.exp(-self.rate_offset())
+            return rates.to(like).view(like.shape)
         if self.rate_start == "s4d_real":
             return torch.arange(1, like.shape[-1] + 1, device=like.device, dtype=like.dtype).expand(like.shape)
         low = 1 if self.rate_start == "uniform_1_16" else 0

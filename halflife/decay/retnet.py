@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from halflife.decay.base import DECAYS
-from halflife.decay.spectral import SpectralDecay, check_rate_start, geometric_log_rates
+from halflife.decay.minimax import geometric_rates
+from halflife.decay.spectral import SpectralDecay, check_rate_start
 
 
 @DECAYS.add("retnet")
@@ -50,7 +51,7 @@ class RetNetDecay(SpectralDecay):
 
     def _initial_log_rates(self) -> Tensor:
         if self.train_length is not None:
-            return geometric_log_rates(self.num_heads, self.train_length)
+            return geometric_rates(self.num_heads, self.train_length).log()
         return (-torch.log1p(-(-self._exponents() * math.log(2)).exp())).log()
 
     def _exponents(self) -> Tensor:

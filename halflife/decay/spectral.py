@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from halflife.decay.base import Decay
@@ -64,13 +63,13 @@ def no_base_rates(decay: Decay) -> ValueError:
     return ValueError(f"{type(decay).__name__} has no base rates, one a channel, that PoST could order")
 
 
-def geometric_log_rates(count: int, train_length: int) -> Tensor:
-    """Return the logarithms of `count` rates that are geometric from 1/T to 1, slowest first, in float64."""
-    return torch.linspace(-math.log(train_length), 0, count, dtype=torch.float64)
-
-
 def check_rate_start(rate_start: str, choices: Sequence[str], train_length: int | None) -> None:
     """Check the start of the base rates of a strategy. T belongs to the start "geometric" alone.
+
+    Args:
+        rate_start: the start.
+        choices: the starts that the strategy has.
+        train_length: T in tokens, or None.
 
     Raises:
         ValueError: an unknown start, a T without "geometric" or the other way round, or T below 2.

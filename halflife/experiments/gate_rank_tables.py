@@ -88,8 +88,9 @@ def _last_gates(run: Comparison) -> Iterator[dict[str, Any]]:
     """A row for each layer of each training at the selected rate."""
     for model in run.models:
         for one in run.trainings_of(model):
-            for layer, found in enumerate(one.gates()[-1][1].values() if one.gates() else ()):
-                yield {"model": model, "learning_rate": one.learning_rate, "seed": one.seed, "layer": layer, **found}
+            run_of = {"model": model, "learning_rate": one.learning_rate, "seed": one.seed}
+            for _, last in one.gates()[-1:]:
+                yield from ({**run_of, "layer": layer, **found} for layer, found in enumerate(last.values()))
 
 
 def by_layer(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -60,10 +60,17 @@ def _all_resamples(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[picks].mean(1), factorials[n] / factorials[counts].prod(0) / float(n) ** n
 
 
-def with_interval(values: Values, digits: int) -> str:
-    """Write a mean with its interval, "78.0 [72.8, 81.1]", which fewer seeds do not have."""
-    mean, low, high = bootstrap(values)
-    return f"{mean:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
+def with_interval(values: Values, digits: int, sign: str = "") -> str:
+    """Write a mean with its interval, "78.0 [72.8, 81.1]", which fewer seeds do not have.
+
+    Args:
+        values: one number a seed.
+        digits: digits after the point.
+        sign: "+" for a plus sign before positive numbers.
+    """
+    interval = bootstrap(values)
+    mean, low, high = (f"{value:{sign}.{digits}f}" for value in interval)
+    return mean if math.isnan(interval.low) else f"{mean} [{low}, {high}]"
 
 
 def in_percent(values: Values) -> str:

@@ -36,7 +36,7 @@ def _errors(data: dict[str, Any]) -> Iterator[TopicTable]:
     lines = [(row["spectrum"], f"{row['length']:g}", row) for row in data["slopes"]]
     yield TopicTable(
         f"largest error of t^−{data['beta']:g} on 1 … T", ("spectrum", "T", *(f"N = {n}" for n in data["channels"])),
-        [(name, length, *map(_small, data["errors"][name][length])) for name, length, _ in lines],
+        [(name, length, *map(small, data["errors"][name][length])) for name, length, _ in lines],
         f"Random rates: median of {data['draws']} draws.",
     )  # fmt: skip
     numbers = ("per_channel", "claimed_per_channel", "offset", "power", "claimed_power")
@@ -50,7 +50,7 @@ def _errors(data: dict[str, Any]) -> Iterator[TopicTable]:
 
 def _ends(data: dict[str, Any]) -> Iterator[TopicTable]:
     rows = [
-        (row["spectrum"], _number(row["low"]), _number(row["high"]), _small(row["integers"]), _small(row["interval"]))
+        (row["spectrum"], _number(row["low"]), _number(row["high"]), small(row["integers"]), small(row["interval"]))
         for row in data["rows"]
     ]
     yield TopicTable(
@@ -65,7 +65,7 @@ def _positions(data: list[dict[str, Any]]) -> Iterator[TopicTable]:
         (low, high), errors = spectrum["ends"], spectrum["errors"]
         yield TopicTable(
             f"error on 1 … t, rates from {low * spectrum['length']:.3g}/T to {high:.3g}", ("t", *errors),
-            [(f"{t:,}", *map(_small, row)) for t, *row in zip(spectrum["positions"], *errors.values(), strict=True)],
+            [(f"{t:,}", *map(small, row)) for t, *row in zip(spectrum["positions"], *errors.values(), strict=True)],
         )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _gradients(data: dict[str, Any]) -> Iterator[TopicTable]:
             (
                 f"{row['tokens']}", f"{row['attention rank']}", f"{row['ska rank']}",
                 *(_number(row[key]) for key in ("attention", "attention bound", "ska", "ska bound", "ska sharp")),
-                _small(row["ska least"]), _small(row["ska lower"]),
+                small(row["ska least"]), small(row["ska lower"]),
             )
             for row in data["by tokens"]
         ],
@@ -205,7 +205,7 @@ def _gradients(data: dict[str, Any]) -> Iterator[TopicTable]:
     keys = ("attention", "attention bound", "ska", "ska bound")
     yield TopicTable(
         "products of Jacobians by depth (Theorem J.9)", ("depth", "attention", "bound", "SKA", "bound"),
-        [(f"{row['depth']}", *(_small(row[key]) for key in keys)) for row in data["by depth"]],
+        [(f"{row['depth']}", *(small(row[key]) for key in keys)) for row in data["by depth"]],
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _gram(data: dict[str, Any]) -> Iterator[TopicTable]:
 
 def _costs(data: dict[str, Any]) -> Iterator[TopicTable]:
     rows = [
-        (name, f"{length:,}", *(_small(counts[key][i]) for key in ("train", "printed train", "step", "printed step")))
+        (name, f"{length:,}", *(small(counts[key][i]) for key in ("train", "printed train", "step", "printed step")))
         for name, counts in data["counts"].items() for i, length in list(enumerate(data["lengths"]))[::2]
     ]  # fmt: skip
     yield TopicTable(
@@ -249,7 +249,7 @@ def _statements(data: dict[str, Any]) -> Iterator[TopicTable]:
             return "; ".join(f"{name}: {cell(each)}" for name, each in value.items())
         if isinstance(value, list):
             return ", ".join(map(_number, value))
-        return _small(value)
+        return small(value)
 
     limits = {"identity": "0", "bound": "≤ 1", "number": ""}
     yield TopicTable(
@@ -268,7 +268,8 @@ TABLES: dict[str, Callable[[Any], Iterator[TopicTable]]] = {
 }  # fmt: skip
 
 
-def _small(value: float) -> str:
+def small(value: float) -> str:
+    """Write a number with two digits and a power of ten, "1.6e-3"."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
