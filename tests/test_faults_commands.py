@@ -104,9 +104,11 @@ def test_a_model_that_diverges_is_not_selected(tmp_path, monkeypatch, capsys):
         ({0.1: [1.0, math.nan], 0.2: [0.2, 0.3]}, 0.2),
         ({0.1: [0.9, math.nan], 0.2: [math.nan, 0.3]}, 0.1),
         ({0.1: [math.nan], 0.2: [math.nan]}, None),
+        ({0.1: [0.5, 0.9, 0.9], 0.2: [0.6]}, 0.2),  # seed 0 alone ran at both
+        ({0.1: [math.nan, 0.9], 0.2: [0.1]}, 0.2),
     ],
 )
-def test_the_rate_with_the_fewest_divergences_is_selected(values, expected):
+def test_the_best_rate_of_the_seeds_that_ran_at_all_with_the_fewest_divergences(values, expected):
     results = {Cell("m", lr, seed): {"validation": x} for lr, own in values.items() for seed, x in enumerate(own)}
     jobs = {cell: Job(tiny(), Path(cell.folder), cell.title) for cell in results}
     assert _select_rate("m", jobs, results) == expected

@@ -22,9 +22,9 @@ from halflife.registry import unknown
 from halflife.runs.folder import VERSIONS_JSON, FolderKind, folder_kind
 from halflife.runs.language_run import LanguageConfig
 from halflife.runs.one import run_one
-from halflife.runs.sweep import versions
 from halflife.training.config import ExecutionConfig, rank
 from halflife.training.schedules import schedule
+from halflife.versions import versions
 
 
 def configure(

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from halflife import __version__, extensions
+from halflife import extensions
 from halflife.data.trust import sign
 from halflife.files import (
     METRICS_JSONL,
@@ -43,6 +39,7 @@ from halflife.runs.one import CellConfig, run_one
 from halflife.runs.scores import scores_of, write_scores
 from halflife.training.config import ExecutionConfig
 from halflife.training.fit import StoppedBySignal, check_run_folder
+from halflife.versions import versions
 
 
 @dataclass(frozen=True)
@@ -276,22 +273,31 @@ def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Results) -> floa
     """The learning rate with the fewest diverged runs, and among these the best mean validation of the others.
 
     Of rates that end at the same validation, such as 100 %, it is the one that learned soonest: the mean of all its
-    validations is best. None if every run of the model diverged.
+    validations is best. Only the seeds that ran at all these rates count. None if every run of the model diverged.
     """
     measure = next(iter(jobs.values())).config.measure
     sign = 1 if measure == "accuracy" else -1
     values: dict[float, list[float]] = {}
+    results = _of_common_seeds({cell: result for cell, result in results.items() if cell.model == model})
     for cell, result in results.items():
-        if cell.model == model:
-            values.setdefault(cell.learning_rate, []).append(result["validation"])
+        values.setdefault(cell.learning_rate, []).append(result["validation"])
     diverged = {rate: sum(map(math.isnan, found)) for rate, found in values.items()}
     whole = {rate: [x for x in found if not math.isnan(x)] for rate, found in values.items()}
     scores = {rate: (-diverged[rate], sign * fmean(whole[rate])) for rate in values if whole[rate]}
     if len(best := [rate for rate in scores if scores[rate] == max(scores.values())]) < 2:
         return next(iter(best), None)
-    tied = [cell for cell in results if cell.model == model and not math.isnan(results[cell]["validation"])]
+    tied = [cell for cell in results if not math.isnan(results[cell]["validation"])]
     folders = {rate: [jobs[cell].folder for cell in tied if cell.learning_rate == rate] for rate in best}
     return max(best, key=lambda rate: sign * _mean_of_training(folders[rate], f"validation_{measure}"))
+
+
+def _of_common_seeds(results: Results) -> Results:
+    """The results of the seeds that have one at every learning rate; all results if there is no such seed."""
+    seeds: dict[float, set[int]] = {}
+    for cell in results:
+        seeds.setdefault(cell.learning_rate, set()).add(cell.seed)
+    common = set.intersection(*seeds.values()) if seeds else set()
+    return {cell: result for cell, result in results.items() if cell.seed in common} if common else results
 
 
 def _mean_of_training(folders: Sequence[Path], key: str) -> float:
@@ -312,19 +318,3 @@ def create_sweep(folder: Path, config: dict[str, Any]) -> Path:
     write_json(folder / CONFIG_JSON, sign(config))
     write_json(folder / VERSIONS_JSON, versions())
     return folder
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages that the numbers depend on, and the device."""
-    names = ("torch", "transformers", "accelerate", "safetensors")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
-    packages = {name: _version(name) for name in names}
-    system = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
-    return {"halflife": __version__, **packages, **system}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"

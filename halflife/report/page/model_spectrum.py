@@ -18,7 +18,7 @@ from halflife.report.style import ModelStyle, model_styles
 from halflife.report.tables.spectrum import layer_groups
 from halflife.report.tables.terminal import token_count
 from halflife.runs.folder import REPORT_HTML
-from halflife.runs.sweep import versions
+from halflife.versions import versions
 
 # Column of `table_rows` → its heading in the table. The first ones need a text.
 ON_TEXT = {
