@@ -16,6 +16,7 @@ name:
     loss(variant)              test losses of the decay grid, [budgets, seeds], at the selected learning rates
     parameters(variant)        of the decay grid
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
+    decays(row)                the trained median λ of a row of the decay grid `[budgets, seeds]`
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
     loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number a seed
@@ -189,8 +190,12 @@ class Files:
 
     def loss(self, variant: str) -> np.ndarray:
         """The test losses of every seed of a row of the decay grid, at each budget `[budgets, seeds]`."""
-        found = [self._selected(name, variant, lambda row: row["test"] == "text", "text") for name in GRID]
-        return np.array([[float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])] for rows in found])
+        return np.array([self.text_loss(name, variant) for name in GRID])
+
+    def text_loss(self, name: str, model: str) -> np.ndarray:
+        """The losses on the test text at T, in nats a byte, one number a seed."""
+        rows = self._selected(name, model, lambda row: row["test"] == "text", "text")
+        return np.array([float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
     def parameters(self, variant: str) -> int:
         """The parameters of a row of the decay grid."""
@@ -210,6 +215,15 @@ class Files:
             parabola = data.regressions.trained["median and its square"]
             found.append([parabola["best"], parabola["best low"], parabola["best high"]])
         return np.array(found, dtype=float)
+
+    def decays(self, variant: str) -> np.ndarray:
+        """The median λ after training of every seed of a row of the decay grid, at each budget `[budgets, seeds]`."""
+        found = []
+        for name, regressions in GRID.items():
+            self._selected(name, variant, lambda row: True, "")
+            runs = [run for run in self.json(regressions).runs if run.model == variant]
+            found.append([run.trained.median for run in sorted(runs, key=lambda run: run.seed)])
+        return np.array(found)
 
     def medians(self, ending: str) -> np.ndarray:
         """The median λ after training of all runs of the decay grid whose row ends so, at both budgets."""
@@ -281,7 +295,7 @@ class Files:
         """The names in expressions."""
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
         read = (
-            "accuracy", "best_median", "learned", "loss", "loss_from", "mark", "measured", "medians", "op",
+            "accuracy", "best_median", "decays", "learned", "loss", "loss_from", "mark", "measured", "medians", "op",
             "parameters", "perplexity", "step", "timescales",
         )  # fmt: skip
 

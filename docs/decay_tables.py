@@ -56,6 +56,27 @@ def regressions(files: Budgets) -> str:
     return text.replace("|---|---:", "|---:|---", 1)
 
 
+def decays(files: Budgets, words: Mapping[str, str]) -> str:
+    """The median λ of rows before and after training, by seed, from `decay_regression.json` of each budget.
+
+    Args:
+        words: row → what the paper says.
+    """
+    runs = {steps: read_json(RESULTS / file)["runs"] for steps, file in files.items()}
+    first = next(iter(runs))
+
+    def cell(steps: int, name: str, when: str) -> str:
+        own = sorted((run for run in runs[steps] if run["model"] == name), key=lambda run: run["seed"])
+        values = [run[when]["median"] for run in own]
+        return f"{np.mean(values):.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+
+    lines = [
+        [name, cell(first, name, "init"), *(cell(steps, name, "trained") for steps in runs), text]
+        for name, text in words.items()
+    ]
+    return markdown(["row", "before", *(f"after {steps} steps" for steps in runs), "the paper, after training"], lines)
+
+
 def _grid(file: str) -> dict[str, list[dict[str, str]]]:
     """Row of the grid → its runs at the selected rate."""
     found: dict[str, list[dict[str, str]]] = {}

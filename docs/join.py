@@ -1,9 +1,11 @@
-"""Add the runs of one table of a comparison to a file of results.
+"""Add the runs of one table of a comparison to a file of results, or those of the decay grid to a regression.
 
     python docs/join.py post_parts_text_norm.csv runs/text/lengths.csv
+    python docs/join.py decay_regression.json runs/grid
 
 Runs that the file has (model, learning rate and seed) keep their rows. The rate of a model that both have is
-the one that the table with more rates selects.
+the one that the table with more rates selects. A regression gets the decays of the selected runs of the folder, before
+and after training, and is fitted again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from halflife.files import write_csv
+from halflife.experiments.decay_design import DecayDesign
+from halflife.experiments.evidence import decay_regression
+from halflife.files import read_json, write_csv, write_json
 from halflife.report.markdown import Rows
 from halflife.runs.scores import read_scores
 
@@ -52,6 +56,17 @@ def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -
     write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
 
 
+def add_decays(path: Path, folder: Path) -> None:
+    """Add the decays of the runs of a comparison on the decay grid to a `decay_regression.json`, and fit it again."""
+    rows = scores(folder / "results.csv")
+    old, new = read_json(path)["runs"], DecayDesign().decays(folder, rows)
+    known = {(one["model"], one["seed"]) for one in old}
+    runs = [*old, *(one for one in new if (one["model"], one["seed"]) not in known)]
+    names = list(dict.fromkeys(one["model"] for one in runs))
+    runs.sort(key=lambda one: (names.index(one["model"]), one["seed"]))
+    write_json(path, {"runs": runs, "regressions": decay_regression.regressions(runs)})
+
+
 def _run(row: dict[str, str]) -> tuple[str, ...]:
     return row["model"], row["learning_rate"], row["seed"]
 
@@ -68,8 +83,11 @@ def main(arguments: Sequence[str]) -> None:
         print(__doc__)
         return
     name, *tables = arguments
-    for table in tables:
-        add(RESULTS / name, read_table(Path(table)))
+    for table in map(Path, tables):
+        if name.endswith(".json"):
+            add_decays(RESULTS / name, table)
+        else:
+            add(RESULTS / name, read_table(table))
 
 
 if __name__ == "__main__":

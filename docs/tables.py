@@ -19,7 +19,8 @@ A comment above a table says in YAML what it holds:
 | also        | columns after the model: parameters, state, rate                                                |
 | words       | heading → model → text, for columns that no run gives                                           |
 | rows        | heading of a row → its cells, for rows that no run gives, such as those of a paper              |
-| columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, "bits LENGTH" (a token) or "perplexity LENGTH"  |
+| columns     | heading → "TEST [LENGTH [PAIRS]]", an accuracy, "bits", of the test text at T, or of a file of  |
+|             | lengths "bits LENGTH" or "perplexity LENGTH"                                                    |
 | learned     | "TEST [LENGTH [PAIRS]]": the accuracy that says whether a model has learned                     |
 | minus       | a model: differences to it, on the seeds that both have; of perplexities, in percent            |
 | pairs       | heading of a row → [model, model that is subtracted], in the place of `models`                  |
@@ -35,6 +36,7 @@ Other tables have one key:
 | losses      | steps → a file of results of the decay grid; losses of its rows                                 |
 | findings    | the same files; differences of losses that the paper's findings compare                         |
 | regressions | steps → a `decay_regression.json`                                                               |
+| decays      | the same, and row → what the paper says; medians of λ before and after training                 |
 | powers      | models and cells of koopman-powers, and a test                                                  |
 | timescales  | the position → a `timescales.csv`; time-scales before and after training                        |
 | positions   | the `positions.csv` of gate-rank-s5; accuracy and loss by position                              |
@@ -85,6 +87,7 @@ WHOLE: dict[str, Callable[[Any], str]] = {
     "losses": decay_tables.losses,
     "findings": decay_tables.findings,
     "regressions": decay_tables.regressions,
+    "decays": lambda wanted: decay_tables.decays(**wanted),
     "powers": powers.table,
     "timescales": lambda files: _timescales(files),
     "positions": lambda file: gate_rank_tables.by_position(results(file)),
@@ -227,8 +230,6 @@ def _size(file: str, model: str, name: str) -> str:
 
 
 def _cell(file: str, model: str, base: str | None, column: str) -> str:
-    if base is not None and column.startswith(BITS):
-        raise ValueError("bits have no differences; those of perplexities are in percent")
     try:
         values = _values(file, model, column)
         if base is None:
@@ -237,7 +238,10 @@ def _cell(file: str, model: str, base: str | None, column: str) -> str:
     except ValueError:
         return "–"  # this model has no such test
     own, theirs = _by_seed(file, model, values), _by_seed(file, base, others)
-    return _difference(*_paired(own, theirs), relative=column.startswith(PERPLEXITY))
+    own, theirs = _paired(own, theirs)
+    if column.startswith(BITS):
+        return differences.write(own - theirs, 2, "+")
+    return _difference(own, theirs, relative=column.startswith(PERPLEXITY))
 
 
 def _by_seed(file: str, model: str, values: np.ndarray) -> dict[str, float]:
@@ -258,6 +262,8 @@ def _is_accuracy(column: str) -> bool:
 def _values(file: str, model: str, column: str) -> np.ndarray:
     """One number a seed."""
     test, *sizes = column.split()
+    if column == BITS:
+        return Files().text_loss(file, model) / np.log(2)
     if not _is_accuracy(column):
         perplexities = Files().perplexity(file, model, *map(int, sizes))
         return perplexities if test == PERPLEXITY else np.log2(perplexities)

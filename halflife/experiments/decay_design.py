@@ -181,12 +181,16 @@ class DecayDesign(LanguageExperiment):
         papers = {name: variant.paper for name, variant in VARIANTS.items()}
         papers |= {f"{name}:released": VARIANTS[name].paper for name in VARIANTS if _differs(name)}
         found = losses_and_findings(results_by_seed(rows), papers, describe(settings))
+        predicted = decay_regression.report(folder, rows, self.decays)
+        return f"{found}\n{predicted}" if predicted else found
+
+    def decays(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The decays of the selected runs in a folder, before and after training (`decay_regression.measure`)."""
+        settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
         text = tuple(absolute_paths({"sources": settings.text}, folder)["sources"])
         read = dataclasses.replace(settings, text=text)
-        predicted = decay_regression.report(
-            folder, rows, lambda cell: self.configure(read, cell), lambda: Corpus.open(read.corpus(), show=False)
-        )
-        return f"{found}\n{predicted}" if predicted else found
+        ids = decay_regression.sequences(Corpus.open(read.corpus(), show=False), int(rows[0]["length"]))
+        return decay_regression.measure(folder, rows, lambda cell: self.configure(read, cell), ids)
 
 
 DecayDesign.groups["released"] = tuple(f"{name}:released" for name in VARIANTS if _differs(name))

@@ -135,16 +135,16 @@ def regressions(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def report(folder: Path, rows: Rows, configure: Callable[[Cell], TrainConfig], corpus: Callable[[], Corpus]) -> str:
+def report(folder: Path, rows: Rows, decays: Callable[[Path, Rows], list[dict[str, Any]]]) -> str:
     """Measure decays, write `decay_regression.json`, and return the regressions in Markdown; "" for too few rows.
 
     Args:
-        folder, rows, configure: see `measure`.
-        corpus: opens the text.
+        folder, rows: see `measure`.
+        decays: returns what `measure` does.
     """
     if len({row["model"] for row in rows if row["selected"]}) < FEWEST:
         return ""
-    runs = measure(folder, rows, configure, _read(corpus(), int(rows[0]["length"])))
+    runs = decays(folder, rows)
     if len({one["model"] for one in runs}) < FEWEST:
         return ""
     found = regressions(runs)
@@ -170,7 +170,7 @@ def _row(name: str, one: Mapping[str, Any]) -> Iterator[str]:
     yield f"{100 * one['explained']:.0f} %"
 
 
-def _read(corpus: Corpus, length: int) -> Tensor:
+def sequences(corpus: Corpus, length: int) -> Tensor:
     """Sequences of the test text `[B, T]`."""
     found = corpus.split("test").batches(1, length, 0, "concatenated")
     return torch.cat([found[i]["input_ids"] for i in range(min(SEQUENCES, len(found)))])
