@@ -37,7 +37,7 @@ def findings(files: Budgets) -> str:
     lines = []
     for finding in FINDINGS:
         for first, second in finding.pairs:
-            cells = [differences.write(_losses(grid[second]) - _losses(grid[first]), 3, "+") for grid in grids]
+            cells = [differences.write(_difference(grid[first], grid[second]), 3, "+") for grid in grids]
             paper = [VARIANTS[name].paper for name in (second, first)]
             printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
             lines.append([finding.statement, f"{first}, {second}", *cells, printed])
@@ -88,6 +88,12 @@ def _grid(file: str) -> dict[str, list[dict[str, str]]]:
 
 def _losses(runs: list[dict[str, str]]) -> np.ndarray:
     return np.array([float(run["loss"]) for run in runs])
+
+
+def _difference(first: list[dict[str, str]], second: list[dict[str, str]]) -> np.ndarray:
+    """The losses of the second row minus those of the first, on the seeds that both have."""
+    one, two = ({run["seed"]: float(run["loss"]) for run in runs} for runs in (first, second))
+    return np.array([two[seed] - one[seed] for seed in sorted(one.keys() & two.keys())])
 
 
 def _paper(name: str) -> str:
