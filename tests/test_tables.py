@@ -30,27 +30,45 @@ def test_pages_are_up_to_date(page):
     assert len(tables.TABLE.findall(text)) == text.count("<!-- table"), "an empty line ends each comment"
 
 
+def selected(file, column, **wanted):
+    """Model → seed → number of the rows at the selected rate, read here from the file."""
+    found = {}
+    with (DOCS / "results" / file).open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            if row["selected"] == "True" and all(row[key] == value for key, value in wanted.items()):
+                found.setdefault(row["model"], {})[row["seed"]] = float(row[column])
+    return found
+
+
 def test_cells_are_those_of_the_file():
-    """Two cells, computed here from the file. The model has three seeds, and its base five; three are paired."""
-    with (DOCS / "results" / "post_parts_gla.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (row["test"], row["num_pairs"]) == ("capacity", "32")]
-
-    def seeds(model):
-        own = [row for row in rows if (row["model"], row["selected"]) == (model, "True")]
-        return {row["seed"]: 100 * float(row["accuracy"]) for row in own}
-
-    base, part = seeds("gla"), seeds("gla:gain")
+    """Two cells. The model has three seeds, and its base five; three are paired."""
+    wanted = {"file": "overview.csv", "columns": {"1,024": "mqar 1024 16"}}
+    found = selected("overview.csv", "accuracy", test="mqar", length="1024", num_pairs="16")
+    base, part = ({seed: 100 * value for seed, value in found[model].items()} for model in ("gla", "hgrn2"))
     assert (len(base), len(part)) == (5, 3)
     mean, low, high = sum(part.values()) / 3, min(part.values()), max(part.values())
     every = ", ".join(f"{value:.1f}" for value in part.values())
-    assert f"| `gla:gain` | {mean:.1f} [{low:.1f}, {high:.1f}] ({every}) |" in tables.table(GLA)
-    losses = [part[seed] - base[seed] for seed in part]
-    assert max(losses) < 0
-    loss = f"**{sum(losses) / 3:.1f} [{min(losses):.1f}, {max(losses):.1f}]**".replace("-", "−")
-    table = tables.table({**GLA, "minus": "gla"})
-    assert f"| `gla:gain` | {loss} |" in table
+    assert f"| `hgrn2` | {mean:.1f} [{low:.1f}, {high:.1f}] ({every}) |" in tables.table(wanted)
+    gains = [part[seed] - base[seed] for seed in part]
+    assert min(gains) > 0
+    gain = f"**{sum(gains) / 3:.1f} [{min(gains):.1f}, {max(gains):.1f}]**"
+    table = tables.table({**wanted, "minus": "gla"})
+    assert f"| `hgrn2` | {gain} |" in table
     assert "| `gla` |" not in table
-    assert tables.table({**GLA, "pairs": {"gain − GLA": ["gla:gain", "gla"]}}).endswith(f"| gain − GLA | {loss} |")
+    assert tables.table({**wanted, "pairs": {"HGRN2 − GLA": ["hgrn2", "gla"]}}).endswith(f"| HGRN2 − GLA | {gain} |")
+
+
+def test_bits_are_those_of_the_losses():
+    """Nats over ln 2, and differences seed by seed with their sign."""
+    file, models = "overview_text_float32.csv", ["mamba2+ska", "mamba2"]
+    found = selected(file, "loss", test="text")
+    own, base = ([value / math.log(2) for _, value in sorted(found[model].items())] for model in models)
+    wanted = {"file": file, "columns": {"bits": "bits"}}
+    every = ", ".join(f"{value:.2f}" for value in own)
+    assert f"| {statistics.mean(own):.2f} [{min(own):.2f}, {max(own):.2f}] ({every}) |" in tables.table(wanted)
+    away = [x - y for x, y in zip(own, base, strict=True)]
+    text = f"**{statistics.mean(away):+.2f} [{min(away):+.2f}, {max(away):+.2f}]**".replace("-", "−")
+    assert tables.table({**wanted, "pairs": {"SKA": models}}).endswith(f"| SKA | {text} |")
 
 
 def test_a_model_that_has_not_learned_says_so():
@@ -78,6 +96,24 @@ def test_tables_of_other_columns_are_not_joined(tmp_path):
         join.add(tmp_path / "old.csv", [{"model": "b", "length": "3"}])
 
 
+def test_runs_join_a_regression(tmp_path, monkeypatch):
+    """What was taken out comes back, the regressions too. A run that the file has stays as it is."""
+    whole = json.loads((DOCS / "results" / "decay_regression.json").read_text())
+    lost = [run for run in whole["runs"] if run["model"] == "vector/gla" and run["seed"] > 1]
+    assert len(lost) == 3
+    known = {**next(run for run in whole["runs"] if run["model"] == "vector/gla"), "loss": 99.0}
+    file = tmp_path / "decay_regression.json"
+    file.write_text(json.dumps({"runs": [run for run in whole["runs"] if run not in lost], "regressions": {}}))
+    (tmp_path / "results.csv").write_text((DOCS / "results" / "decay_design.csv").read_text())
+    monkeypatch.setattr(join.DecayDesign, "decays", lambda self, folder, rows: [known, *lost])
+    join.add_decays(file, tmp_path)
+    joined = json.loads(file.read_text())
+    assert joined["runs"] == whole["runs"]
+    assert joined["regressions"]["init"]["median"]["rows"] == 37
+    for name, one in whole["regressions"]["trained"].items():
+        assert joined["regressions"]["trained"][name]["coefficients"] == pytest.approx(one["coefficients"])
+
+
 def test_signs_of_differences():
     assert tables.table({**GLA, "minus": "gla", "models": ["gla:gain"]}).count("−") == 3
     assert "-" not in tables.table({**GLA, "minus": "gla", "models": ["gla:gain"]}).splitlines()[-1]
@@ -90,7 +126,6 @@ def test_signs_of_differences():
         ({"collumns": {}}, "a table has no collumns; it may have also, at each rate, columns"),
         ({"models": ["gla", "glo"]}, "post_parts_gla.csv has no results of glo"),
         ({"columns": {"niah": "niah"}}, "has no results of gla in niah"),
-        ({"columns": {"T": "bits 512"}, "minus": "gla"}, "bits have no differences"),
     ],
 )
 def test_a_wrong_table_is_refused(wanted, message):
