@@ -74,7 +74,8 @@ def decays(files: Budgets, words: Mapping[str, str]) -> str:
         [name, cell(first, name, "init"), *(cell(steps, name, "trained") for steps in runs), text]
         for name, text in words.items()
     ]
-    return markdown(["row", "before", *(f"after {steps} steps" for steps in runs), "the paper, after training"], lines)
+    text = markdown(["row", "before", *(f"after {steps} steps" for steps in runs), "the paper, after training"], lines)
+    return text.replace("---:|\n", "---|\n", 1)
 
 
 def _grid(file: str) -> dict[str, list[dict[str, str]]]:
