@@ -93,8 +93,8 @@ def _losses(runs: list[dict[str, str]]) -> np.ndarray:
 
 def _difference(first: list[dict[str, str]], second: list[dict[str, str]]) -> np.ndarray:
     """The losses of the second row minus those of the first, on the seeds that both have."""
-    one, two = ({run["seed"]: float(run["loss"]) for run in runs} for runs in (first, second))
-    return np.array([two[seed] - one[seed] for seed in sorted(one.keys() & two.keys())])
+    one, two = differences.paired(*({run["seed"]: float(run["loss"]) for run in runs} for runs in (first, second)))
+    return two - one
 
 
 def _paper(name: str) -> str:

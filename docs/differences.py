@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from scipy.stats import ttest_1samp
 
 from halflife.report.intervals import with_interval
+
+
+def paired(own: Mapping[str, float], theirs: Mapping[str, float]) -> np.ndarray:
+    """The numbers of two models on the seeds that both have, `[2, seeds]`; each mapping is seed → number."""
+    return np.array([(own[seed], theirs[seed]) for seed in sorted(own.keys() & theirs.keys())]).reshape(-1, 2).T
 
 
 def write(found: np.ndarray, digits: int, sign: str = "") -> str:

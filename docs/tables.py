@@ -195,7 +195,7 @@ def _at_each_rate(file: str, minus: str, column: str) -> str:
         cells = []
         for rate in sorted(base):
             own = rates.get(rate, {})
-            values, others = _paired(own, base[rate])
+            values, others = differences.paired(own, base[rate])
             every = ", ".join(f"{100 * x:.1f}" for x in values - others)
             several = f"{_difference(values, others)} ({every})" if len(values) > 1 else every
             cells.append(several or "–")
@@ -238,7 +238,7 @@ def _cell(file: str, model: str, base: str | None, column: str) -> str:
     except ValueError:
         return "–"  # this model has no such test
     own, theirs = _by_seed(file, model, values), _by_seed(file, base, others)
-    own, theirs = _paired(own, theirs)
+    own, theirs = differences.paired(own, theirs)
     if column.startswith(BITS):
         return differences.write(own - theirs, 2, "+")
     return _difference(own, theirs, relative=column.startswith(PERPLEXITY))
@@ -248,11 +248,6 @@ def _by_seed(file: str, model: str, values: np.ndarray) -> dict[str, float]:
     """Seed → its number, of `_values` of a model."""
     seeds = {row["seed"] for row in results(file) if row["model"] == model and row["selected"] == "True"}
     return dict(zip(sorted(seeds), values, strict=True))
-
-
-def _paired(own: Mapping[str, float], theirs: Mapping[str, float]) -> np.ndarray:
-    """The numbers of two models on the seeds that both have, `[2, seeds]`."""
-    return np.array([(own[seed], theirs[seed]) for seed in sorted(own.keys() & theirs.keys())]).reshape(-1, 2).T
 
 
 def _is_accuracy(column: str) -> bool:
