@@ -1,4 +1,4 @@
-"""Draw the pictures of the concept pages, and one of results, with `python docs/pictures.py` in half a minute."""
+"""Draw the pictures of the concept pages, and two of results, with `python docs/pictures.py` in half a minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halflife import decay
 from halflife.experiments.evidence.post_parts import PARTS
 from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.intervals import bootstrap
-from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
+from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, ModelStyle, model_styles, styled
 from halflife.theory import approximation
 from halflife.theory.koopman import crossover, state_size
 from halflife.theory.spectra import coherence
@@ -185,42 +185,85 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
     return (guess == asked).float().mean().item()
 
 
-FILES = ("post_parts_text.csv", "post_parts_text_more.csv", "post_parts_text_norm.csv")
+TEXT_FILES = {
+    "mamba2": ("post_parts_text.csv", "post_parts_text_more.csv", "post_parts_text_norm.csv"),
+    "gla": ("post_parts_text_gla.csv",),
+    "gated_deltanet": ("post_parts_text_gated_deltanet.csv",),
+    "rwkv7": ("post_parts_text_rwkv7.csv",),
+    "retnet": ("post_parts_text_retnet.csv",),
+}
+OTHER_BASES = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "rwkv7": "RWKV-7", "retnet": "RetNet"}
 
 
 @styled
 def post_parts_text() -> Figure:
     """Draw the perplexity of each part of PoST over that of Mamba-2, by seed, for the last T bytes of T and of 16 T."""
-    order = sorted(filter(file_of, PARTS), key=lambda part: over_base(part, 16 * LENGTH).mean())
+    order = sorted(parts_on_text("mamba2"), key=lambda part: over_base(part, 16 * LENGTH).mean())
     figure = Figure(figsize=(WIDTH, 5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     looks = model_styles(("no stretching", "decay and gain stretched", "decay alone stretched"))
     for axes, length, title in zip(panels, (LENGTH, 16 * LENGTH), ("T", "16 T"), strict=True):
         for row, part in enumerate(order):
-            seeds, kind = over_base(part, length).tolist(), stretched(part)
-            ends = bootstrap(seeds)
-            axes.plot([ends.low, ends.high], [row, row], color=looks[kind].color)
-            axes.plot(seeds, [row] * len(seeds), looks[kind].marker, color=looks[kind].color, markersize=5, label=kind)
+            kind = stretched(part)
+            draw_seeds(axes, row, over_base(part, length), looks[kind], kind)
         axes.axvline(1, **REFERENCE_LINE)
         axes.set(xscale="log", title=f"{length:,} bytes, {title}", xlabel="perplexity over that of Mamba-2")
     panels[0].set(yticks=range(len(order)), yticklabels=order, xticks=(1, 1.1, 1.2), xticklabels=("1", "1.1", "1.2"))
     panels[1].set(xticks=(1, 2, 3, 5), xticklabels=("1", "2", "3", "5"))
     for axes in panels:
         axes.minorticks_off()
-    named = dict(zip(*reversed(panels[1].get_legend_handles_labels()), strict=True))
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3)
+    name_looks(figure, panels[1])
     return figure
 
 
-def over_base(part: str, length: int) -> np.ndarray:
-    """Return the perplexity of a part over that of the Mamba-2 trained with it, for every seed."""
-    files, name = claims.Files(), file_of(part)
-    return files.perplexity(name, f"mamba2:{part}", length) / files.perplexity(name, "mamba2", length)
+@styled
+def post_parts_text_others() -> Figure:
+    """Draw the same for the other architectures, with T and 16 T in one panel."""
+    order = [part for part in PARTS if any(part in parts_on_text(base) for base in OTHER_BASES)][::-1]
+    figure = Figure(figsize=(1.2 * WIDTH, 5), layout="constrained")
+    panels = figure.subplots(1, len(OTHER_BASES), sharex=True, sharey=True)
+    lengths = {"T": LENGTH, "16 T": 16 * LENGTH}
+    looks = model_styles(tuple(lengths))
+    for axes, (base, title) in zip(panels, OTHER_BASES.items(), strict=True):
+        for row, part in enumerate(order):
+            for shift, (name, length) in zip((0.17, -0.17), lengths.items(), strict=True):
+                if part in parts_on_text(base):
+                    draw_seeds(axes, row + shift, over_base(part, length, base), looks[name], name)
+        axes.axvline(1, **REFERENCE_LINE)
+        axes.set(title=title, xlabel=f"over that of {title}")
+    panels[0].set(yticks=range(len(order)), yticklabels=order, xlabel="perplexity over that of GLA")
+    name_looks(figure, panels[0])
+    return figure
 
 
-def file_of(part: str) -> str:
-    """Return the name of the file of results that has a part, or "" if none has."""
-    return next((name for name in FILES if claims.Files().measured(name, f"mamba2:{part}")), "")
+def draw_seeds(axes: Axes, height: float, values: np.ndarray, look: ModelStyle, name: str) -> None:
+    """Draw one number a seed at a height, with their interval."""
+    ends = bootstrap(values.tolist())
+    axes.plot([ends.low, ends.high], [height, height], color=look.color)
+    axes.plot(values, np.full(len(values), height), look.marker, color=look.color, markersize=5, label=name)
+
+
+def name_looks(figure: Figure, axes: Axes) -> None:
+    """Name every look once, below the panels."""
+    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named))
+
+
+def over_base(part: str, length: int, base: str = "mamba2") -> np.ndarray:
+    """Return the perplexity of a part over that of the architecture trained with it, for every seed."""
+    files, name = claims.Files(), file_of(part, base)
+    own = files.perplexity(name, f"{base}:{part}", length)
+    return own / files.perplexity(name, base, length)[: len(own)]  # seeds count from 0; a base may have more
+
+
+def parts_on_text(base: str) -> list[str]:
+    """Return the parts of PoST that have runs on text."""
+    return [part for part in PARTS if file_of(part, base)]
+
+
+def file_of(part: str, base: str) -> str:
+    """Return the name of the file of results that has a part and its base, or "" if none has."""
+    return next((name for name in TEXT_FILES[base] if claims.Files().measured(name, f"{base}:{part}")), "")
 
 
 def stretched(part: str) -> str:
@@ -233,7 +276,8 @@ def stretched(part: str) -> str:
 
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
-    pages = dict.fromkeys((decays, spectra, stretching, gate_rank_reset, koopman), IMAGES) | {post_parts_text: RESULTS}
+    pages = dict.fromkeys((decays, spectra, stretching, gate_rank_reset, koopman), IMAGES)
+    pages |= dict.fromkeys((post_parts_text, post_parts_text_others), RESULTS)
     for draw, folder in pages.items():
         path = folder / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150)

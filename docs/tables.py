@@ -14,7 +14,7 @@ A comment above a table says in YAML what it holds:
 
 | key         | value                                                                                           |
 |-------------|-------------------------------------------------------------------------------------------------|
-| file        | a file of results, or several, one below the other                                              |
+| file        | a file of results, or several, one below the other; or file → its models, or its pairs          |
 | models      | the rows; by default all models of the file                                                     |
 | also        | columns after the model: parameters, state, rate                                                |
 | words       | heading → model → text, for columns that no run gives                                           |
@@ -131,8 +131,8 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
     first = next(iter(columns.values()))
     learned = wanted.get("learned", first if first.startswith("in_distribution") else None)
     lines = [[name, *map(str, cells)] for name, cells in wanted.get("rows", {}).items()]
-    for file in np.atleast_1d(wanted["file"]):
-        for name, model, base in _rows(file, wanted):
+    for file, own in _files(wanted):
+        for name, model, base in _rows(file, own):
             sizes = [_size(file, model, each) for each in also]
             cells = [_cell(file, model, base, column) for column in columns.values()]
             if all(cell == "–" for cell in cells):
@@ -144,6 +144,15 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
     if words:  # text is aligned to the left
         text = text.replace("|---" + "|---:" * len(words), "|---" + "|---" * len(words), 1)
     return text
+
+
+def _files(wanted: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The files of a table, each with what its rows are."""
+    if not isinstance(files := wanted["file"], Mapping):
+        yield from ((file, wanted) for file in np.atleast_1d(files))
+        return
+    for file, rows in files.items():
+        yield file, {**wanted, "pairs" if isinstance(rows, Mapping) else "models": rows}
 
 
 def _timescales(files: Mapping[int, str]) -> str:
@@ -224,7 +233,9 @@ def _rows(file: str, wanted: Mapping[str, Any]) -> Iterator[tuple[str, str, str 
 
 
 def _size(file: str, model: str, name: str) -> str:
-    row = next(row for row in results(file) if row["model"] == model and row["selected"] == "True")
+    row = next((row for row in results(file) if row["model"] == model and row["selected"] == "True"), None)
+    if row is None:
+        return "–"  # `_accuracies` says so
     value = float(row[ALSO[name]])
     return f"{value:g}" if name == "rate" else f"{value:,.0f}"
 

@@ -125,6 +125,7 @@ def test_signs_of_differences():
     [
         ({"collumns": {}}, "a table has no collumns; it may have also, at each rate, columns"),
         ({"models": ["gla", "glo"]}, "post_parts_gla.csv has no results of glo"),
+        ({"file": {"post_parts_gla.csv": ["glo"]}, "also": ["rate"]}, "post_parts_gla.csv has no results of glo"),
         ({"columns": {"niah": "niah"}}, "has no results of gla in niah"),
     ],
 )

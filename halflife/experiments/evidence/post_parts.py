@@ -38,6 +38,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "gain-held": {"post": {"last_position": T}, "mixer": {"stretch_gain": True}},
     "gain-moving": {"post": {"endpoints": "moving"}, "mixer": {"stretch_gain": True}},
     "head-norm": {"mixer": {"norm_per_head": True}},
+    "static-head-norm": {"post": {"stretch": False}, "mixer": {"norm_per_head": True}},
     "gain-head-norm": {"mixer": {"stretch_gain": True, "norm_per_head": True}},
     "slow0.01-head-norm": {"post": {"endpoints": (0.01, 1.0)}, "mixer": {"norm_per_head": True}},
     "plain-head-norm": {"base": {"norm_per_head": True}},  # without PoST
@@ -117,7 +118,7 @@ class PostTakenApart(MQARExperiment):
     | mamba2:gain-theorem, mamba2:gain-held | the same with t_ref = T, and with held positions |
     | mamba2:gain-moving | the same with the end points of `moving` |
     | mamba2:head-norm, mamba2:slow0.01-head-norm | `post` and `slow0.01` with an output norm for each head alone |
-    | mamba2:gain-head-norm | `gain` with an output norm for each head alone |
+    | mamba2:static-head-norm, mamba2:gain-head-norm | `static` and `gain` with an output norm for each head alone |
     | mamba2:plain-head-norm | Mamba-2 without PoST, with an output norm for each head alone |
 
     In other architectures the gain is β of the delta rule, k of GLA and RetNet, and k and κ̂ ⊙ a of RWKV-7. The rates of
