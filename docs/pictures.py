@@ -186,7 +186,12 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
 
 
 TEXT_FILES = {
-    "mamba2": ("post_parts_text.csv", "post_parts_text_more.csv", "post_parts_text_norm.csv"),
+    "mamba2": (
+        "post_parts_text.csv",
+        "post_parts_text_more.csv",
+        "post_parts_text_norm.csv",
+        "post_parts_text_norm_float32.csv",
+    ),
     "gla": ("post_parts_text_gla.csv",),
     "gated_deltanet": ("post_parts_text_gated_deltanet.csv",),
     "rwkv7": ("post_parts_text_rwkv7.csv",),
