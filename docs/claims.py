@@ -19,6 +19,7 @@ name:
     decays(row)                the trained median λ of a row of the decay grid `[budgets, seeds]`
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
     perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
+    perplexity_over(file, model, base, length)    the quotient of two of them, of every seed that both have
     loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number a seed
     step(file, model, length)  seconds of a training step, from `halflife throughput`
     op(file, name, length)     seconds of an op with its backward pass, from `make gpu`
@@ -46,6 +47,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import differences  # beside this file
 import numpy as np
 import yaml
 from join import RESULTS, read_table  # beside this file
@@ -172,8 +174,17 @@ class Files:
 
     def perplexity(self, name: str, model: str, length: int) -> np.ndarray:
         """The perplexity of the last T tokens of texts of a length, of every seed, at the selected learning rate."""
+        return np.array([value for _, value in sorted(self._perplexities(name, model, length).items())])
+
+    def perplexity_over(self, name: str, model: str, base: str, length: int) -> np.ndarray:
+        """The perplexity of a model over that of another, of every seed that both have."""
+        own, theirs = differences.paired(*(self._perplexities(name, each, length) for each in (model, base)))
+        return own / theirs
+
+    def _perplexities(self, name: str, model: str, length: int) -> dict[str, float]:
+        """Seed → perplexity."""
         rows = self._selected(name, model, lambda row: int(row["length"]) == length, f"length {length}")
-        return np.array([float(row["last_perplexity"]) for row in sorted(rows, key=lambda row: row["seed"])])
+        return {row["seed"]: float(row["last_perplexity"]) for row in rows}
 
     def loss_from(self, name: str, model: str, first: int) -> np.ndarray:
         """The loss at a span of positions, of every seed: `name` is a `positions.csv`, of runs at the selected rates.
@@ -296,7 +307,7 @@ class Files:
         numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
         read = (
             "accuracy", "best_median", "decays", "learned", "loss", "loss_from", "mark", "measured", "medians", "op",
-            "parameters", "perplexity", "step", "timescales",
+            "parameters", "perplexity", "perplexity_over", "step", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

@@ -41,8 +41,8 @@ def findings(files: Budgets) -> str:
             paper = [VARIANTS[name].paper for name in (second, first)]
             printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
             lines.append([finding.statement, f"{first}, {second}", *cells, printed])
-    text = markdown(["finding", "first, second", *(f"{steps} steps" for steps in files), "paper"], lines)
-    return text.replace("|---|---:", "|---|---", 1)
+    names = ["finding", "first, second"]
+    return markdown([*names, *(f"{steps} steps" for steps in files), "paper"], lines, texts=names)
 
 
 def regressions(files: Budgets) -> str:
@@ -52,8 +52,7 @@ def regressions(files: Budgets) -> str:
         for steps, file in files.items()
         for row in regression_rows(read_json(RESULTS / file)["regressions"])
     ]
-    text = markdown(["steps", *HEADING], lines)
-    return text.replace("|---|---:", "|---:|---", 1)
+    return markdown(["steps", *HEADING], lines, texts=HEADING[:1])
 
 
 def decays(files: Budgets, words: Mapping[str, str]) -> str:
@@ -74,8 +73,8 @@ def decays(files: Budgets, words: Mapping[str, str]) -> str:
         [name, cell(first, name, "init"), *(cell(steps, name, "trained") for steps in runs), text]
         for name, text in words.items()
     ]
-    text = markdown(["row", "before", *(f"after {steps} steps" for steps in runs), "the paper, after training"], lines)
-    return text.replace("---:|\n", "---|\n", 1)
+    paper = "the paper, after training"
+    return markdown(["row", "before", *(f"after {steps} steps" for steps in runs), paper], lines, texts=["row", paper])
 
 
 def _grid(file: str) -> dict[str, list[dict[str, str]]]:

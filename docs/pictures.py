@@ -224,16 +224,16 @@ def post_parts_text() -> Figure:
 @styled
 def post_parts_text_others() -> Figure:
     """Draw the same for the other architectures, with T and 16 T in one panel."""
-    order = [part for part in PARTS if any(part in parts_on_text(base) for base in OTHER_BASES)][::-1]
+    parts = {base: parts_on_text(base) for base in OTHER_BASES}
+    order = [part for part in PARTS if any(part in own for own in parts.values())][::-1]
     figure = Figure(figsize=(1.2 * WIDTH, 5), layout="constrained")
     panels = figure.subplots(1, len(OTHER_BASES), sharex=True, sharey=True)
     lengths = {"T": LENGTH, "16 T": 16 * LENGTH}
     looks = model_styles(tuple(lengths))
     for axes, (base, title) in zip(panels, OTHER_BASES.items(), strict=True):
-        for row, part in enumerate(order):
+        for part in parts[base]:
             for shift, (name, length) in zip((0.17, -0.17), lengths.items(), strict=True):
-                if part in parts_on_text(base):
-                    draw_seeds(axes, row + shift, over_base(part, length, base), looks[name], name)
+                draw_seeds(axes, order.index(part) + shift, over_base(part, length, base), looks[name], name)
         axes.axvline(1, **REFERENCE_LINE)
         axes.set(title=title, xlabel=f"over that of {title}")
     panels[0].set(yticks=range(len(order)), yticklabels=order, xlabel="perplexity over that of GLA")
@@ -255,10 +255,8 @@ def name_looks(figure: Figure, axes: Axes) -> None:
 
 
 def over_base(part: str, length: int, base: str = "mamba2") -> np.ndarray:
-    """Return the perplexity of a part over that of the architecture trained with it, for every seed."""
-    files, name = claims.Files(), file_of(part, base)
-    own = files.perplexity(name, f"{base}:{part}", length)
-    return own / files.perplexity(name, base, length)[: len(own)]  # seeds count from 0; a base may have more
+    """Return the perplexity of a part over that of the architecture trained with it, for every seed of both."""
+    return claims.Files().perplexity_over(file_of(part, base), f"{base}:{part}", base, length)
 
 
 def parts_on_text(base: str) -> list[str]:
@@ -267,7 +265,7 @@ def parts_on_text(base: str) -> list[str]:
 
 
 def file_of(part: str, base: str) -> str:
-    """Return the name of the file of results that has a part and its base, or "" if none has."""
+    """Return the name of the file of results that has a part, or "" if none has."""
     return next((name for name in TEXT_FILES[base] if claims.Files().measured(name, f"{base}:{part}")), "")
 
 

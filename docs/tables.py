@@ -140,10 +140,7 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
             if learned is not None and base is None and not has_learned(_values(file, model, learned)):
                 name += " (not learned)"
             lines.append([name, *(texts.get(model, "") for texts in words.values()), *sizes, *cells])
-    text = markdown(["model", *words, *also, *columns], lines)
-    if words:  # text is aligned to the left
-        text = text.replace("|---" + "|---:" * len(words), "|---" + "|---" * len(words), 1)
-    return text
+    return markdown(["model", *words, *also, *columns], lines, texts=["model", *words])
 
 
 def _files(wanted: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

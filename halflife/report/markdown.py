@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -48,7 +48,8 @@ def percent(rows: Rows) -> str:
     return f"{in_percent(seeds)}{every}"
 
 
-def markdown(heading: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown. The first column is aligned to the left, the others to the right."""
-    lines = ["| " + " | ".join(heading) + " |", "|---" + "|---:" * (len(heading) - 1) + "|"]
+def markdown(heading: Sequence[str], table: Sequence[Sequence[str]], texts: Collection[str] = ()) -> str:
+    """A table in Markdown. Columns whose heading is in `texts`, by default the first, are aligned to the left."""
+    rules = ["---" if name in (texts or heading[:1]) else "---:" for name in heading]
+    lines = ["| " + " | ".join(heading) + " |", "|" + "|".join(rules) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in table])
