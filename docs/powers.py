@@ -1,4 +1,4 @@
-"""Join comparisons into the files of the map of docs/results/echo.md.
+"""Join comparisons into the files of the map of docs/results/echo.md, and of its controls.
 
     python docs/powers.py FOLDER …           add the models of finished comparisons of koopman-powers
     python docs/powers.py                    draw the picture again
@@ -20,6 +20,7 @@ from halflife.files import read_json, write_json
 from halflife.report.figures.matplotlib_renderer import save
 
 TRAINED, MAP = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers.json"
+CONTROLS = RESULTS / "koopman_powers_controls.csv"  # models of equal state
 KINDS = (*koopman_powers.KOOPMAN, koopman_powers.RIDGE, *koopman_powers.BASELINES)
 
 
@@ -30,8 +31,10 @@ def place(model: str) -> tuple[int, str]:
 
 
 def add_folder(folder: Path) -> None:
-    """Add a comparison to both files."""
-    add(TRAINED, read_table(folder / "results.csv"), place)
+    """Add a comparison to the files."""
+    rows = read_table(folder / "results.csv")
+    add(TRAINED, [row for row in rows if "@" not in row["model"]], place)
+    add(CONTROLS, [row for row in rows if "@" in row["model"]], place)
     old, new = read_json(MAP), read_json(folder / "powers.json")
     write_json(MAP, {part: {**new[part], **old[part]} for part in old})
 
