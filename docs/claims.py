@@ -304,7 +304,9 @@ class Files:
 
     def names(self) -> dict[str, Any]:
         """The names in expressions."""
-        numpy = ("abs", "all", "any", "arange", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt")
+        numpy = (
+            "abs", "all", "any", "arange", "corrcoef", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt",
+        )  # fmt: skip
         read = (
             "accuracy", "best_median", "decays", "learned", "loss", "loss_from", "mark", "measured", "medians", "op",
             "parameters", "perplexity", "perplexity_over", "step", "timescales",

@@ -28,7 +28,7 @@ MEASURABLE = 1e-12  # the search for end points does not distinguish errors belo
 MANY = 64  # more channels than this make no difference in float64
 START = (0.5, 4.0)  # end points (slowest · T, fastest) at which the search for the best ones starts
 FEW = 8  # up to this number of channels there are other local minima, some of them far away at large T
-FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (1024.0, 0.5))  # further starts for few channels
+FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (512.0, 1.0), (1024.0, 0.5), (8192.0, 0.5))  # more starts
 MOVING_STARTS = ((0.05, 1.0), (0.05, 4.0))  # the same for channels that PoST stretches
 SMALL = 1e-6  # the search for their end points does not distinguish errors below this
 LAWSON_STEPS = 8  # enough to bring the peaks near their places; later steps converge slowly
@@ -220,9 +220,8 @@ def best_endpoints(
 ) -> tuple[float, float]:  # fmt: skip
     """Find the slowest and the fastest of the geometric rates that approximate t^{−β} best.
 
-    Their error is within a few percent of the best. With up to 4 channels on a million tokens, the search may end in
-    another local minimum. With so many channels that the error is below float64's precision (about 30 at T = 1e3), the
-    result is (0.5/T, 4). More than 64 channels get the result of 64.
+    Their error is within a few percent of the best, for up to a million tokens. With so many channels that the error is
+    below float64's precision (about 30 at T = 1e3), the result is (0.5/T, 4). More than 64 channels get the result of 64.
 
     `halflife.decay.PoST` uses these end points for `endpoints="optimal"`, in the form `(low · T, high)`.
 

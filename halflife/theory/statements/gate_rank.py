@@ -30,6 +30,22 @@ def greatest_rank(mask: Tensor) -> int:
     return max(int(numerical_rank(mask[..., m:, :m]).max()) for m in range(1, mask.shape[-1]))
 
 
+def printed_mask(slow: Tensor, fast: Tensor) -> Tensor:
+    """Return Λ `[…, T, T]` of log-decays `[…, T]` by Eqs. 14 to 16 to the letter.
+
+    The next reset after j may be j itself (Eq. 14), and the product λ_i begins after a reset at i (Eq. 15).
+    """
+    length = slow.shape[-1]
+    steps, reset = torch.arange(length), slow != 0
+    start = torch.where(reset, steps, -1).cummax(-1).values + 1  # s_i
+    total = torch.nn.functional.pad(fast.cumsum(-1), (1, 0))
+    product = total[..., 1:] - total.gather(-1, start)  # log λ_i
+    later = torch.where(reset, steps, length).flip(-1).cummin(-1).values.flip(-1)
+    following = torch.minimum(later.unsqueeze(-2), steps.unsqueeze(-1))  # r_next(j, i), [i, j]
+    at_next = product.unsqueeze(-2).expand(*following.shape).gather(-1, following)
+    return (at_next - product.unsqueeze(-2)).exp().tril()
+
+
 def statements(seed: int) -> dict[str, dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     ranks = [greatest_rank(torch.mul(*masks(*draw_gates(count, generator)))) for count in RESETS]
@@ -53,6 +69,10 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         "parallel": row(
             "GateRank, Eqs. 13–16", "error of the parallel form, against the recurrence of its mask", IDENTITY,
             error(quadratic, recurrent),
+        ),
+        "printed mask": row(
+            "GateRank, Eqs. 14–16", "largest entry of the printed Λ, whose gates are below 1", NUMBER,
+            printed_mask(slow.squeeze(-1), fast.squeeze(-1)).max(),
         ),
         "printed recurrence": row(
             "GateRank, Eqs. 10–12", "error of the printed recurrence, against Eqs. 13–16", IDENTITY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,6 +227,9 @@ def _filter(operator: Operator, keys: Tensor, query: Tensor, generator: torch.Ge
     answers = [(filtered_readout(normal, power) @ query.unsqueeze(-1)).squeeze(-1) for power in (2, 0)]
     distance = [(answer - target).norm(dim=-1) for answer in answers]
     better = filtered.paper < unfiltered
+    blind = dataclasses.replace(normal, values=normal.values * kinds.unsqueeze(-2))  # reads no transient mode
+    kept, smaller, larger = regime(blind, query)
+    lost = [((filtered_readout(blind, k) @ query.unsqueeze(-1)).squeeze(-1) - kept).norm(dim=-1) for k in (2, 0)]
     moduli = torch.tensor(MODULI, dtype=torch.float64)
     gamma = 1.5
     return {
@@ -243,6 +247,10 @@ def _filter(operator: Operator, keys: Tensor, query: Tensor, generator: torch.Ge
         "regime helped": row(
             "Echo, Cor. I.12", "share of draws where the filter has the smaller bound, and of those where it is nearer",
             NUMBER, [better.double().mean().item(), (distance[0] < distance[1])[better].double().mean().item()],
+        ),
+        "regime lost": row(
+            "Echo, Cor. I.12", "the same if the read-out has no transient modes", NUMBER,
+            [(smaller.paper < larger).double().mean().item(), (lost[0] < lost[1])[better].double().mean().item()],
         ),
         "printed powers": row(
             "Echo, Prop. D.1", "largest difference from the printed tables", NUMBER,
