@@ -221,7 +221,7 @@ def best_endpoints(
     """Find the slowest and the fastest of the geometric rates that approximate t^{−β} best.
 
     Their error is within a few percent of the best, for up to a million tokens. With so many channels that the error is
-    below float64's precision (about 30 at T = 1e3), the result is (0.5/T, 4). More than 64 channels get the result of 64.
+    below float64's precision (about 30 at T = 1e3), the result is (0.5/T, 4). More than 64 channels get that of 64.
 
     `halflife.decay.PoST` uses these end points for `endpoints="optimal"`, in the form `(low · T, high)`.
 
