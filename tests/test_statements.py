@@ -13,7 +13,7 @@ from halflife.theory.statements.decay import median_decay
 from halflife.theory.statements.row import error, quotient
 
 # Identities that do not hold, and bounds that are broken.
-BROKEN = {"printed coherence", "rope vector", "printed recurrence"}
+BROKEN = {"printed coherence", "rope vector", "printed recurrence", "future key"}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,33 @@ def test_ranks_of_masks(found):
     assert max(ranks) == gate_rank.greatest_rank(mask) == 2
 
 
+def test_the_printed_mask_of_six_tokens():
+    """Eqs. 14 to 16 token by token, with resets at 1, 3 and 5 as in Figure 2a; its entries exceed 1."""
+    gates, resets = [0.9, 0.8, 0.75, 0.7, 0.95, 0.85], {1, 3, 5}
+
+    def product(i):  # λ_i of Eq. 15
+        begin = 1 + max((t for t in resets if t <= i), default=0)
+        return math.prod(gates[j - 1] for j in range(begin, i + 1))
+
+    def following(j, i):  # r_next(j, i) of Eq. 14
+        return min((t for t in resets if j <= t <= i), default=i)
+
+    slow = torch.tensor([-0.5 * (t in resets) for t in range(1, 7)]).double()
+    printed = gate_rank.printed_mask(slow, torch.tensor(gates).double().log())
+    for i in range(1, 7):
+        expected = [product(following(j, i)) / product(j) for j in range(1, i + 1)]
+        assert printed[i - 1, :i].tolist() == pytest.approx(expected)
+        assert not printed[i - 1, i:].any()
+    assert printed[2, 1].item() == pytest.approx(1 / 0.8)  # the figure has β₂
+
+
 # --------------------------------------------------------------------------------------------------- Echo
+
+
+def test_a_read_out_without_transient_modes_gains_nothing_from_the_filter(found):
+    """It has no error at K = 0, so the smaller bound of Corollary I.12 improves nothing."""
+    assert found["regime lost"]["value"][1] == 0
+    assert found["regime lost"]["value"][0] == found["regime helped"]["value"][0] > 0
 
 
 def test_recall_of_held_tokens_by_a_literal_operator():

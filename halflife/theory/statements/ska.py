@@ -109,6 +109,7 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         **_retrieval(operator, keys, values, query),
         **_filter(operator, keys, query, generator),
         **_memory(),
+        **_printed(keys, values, query, generator),
     }
 
 
@@ -283,6 +284,34 @@ def _nonlinearity(keys: Tensor, query: Tensor) -> float:
     queries = torch.stack([query, query.flip(0), query + query.flip(0)], 1).unsqueeze(2)
     read, _ = koopman_attention(queries, keys.unsqueeze(2), keys.unsqueeze(2), mode="prefix", backend="reference")
     return error(read[:, 2], read[:, 0] + read[:, 1])
+
+
+def _printed(keys: Tensor, values: Tensor, query: Tensor, generator: torch.Generator) -> dict[str, dict[str, Any]]:
+    """Sentences of §3.2.2 and §3.3."""
+    louder = torch.cat([keys[:, :-1], 10 * keys[:, -1:]], 1)
+    early = [
+        koopman_attention(
+            query[:, None, None].expand(-1, TOKENS, -1, -1), each.unsqueeze(2), values.unsqueeze(2),
+            normalization="sequence", chunk_size=2, backend="reference",
+        )[0][:, : TOKENS // 2]
+        for each in (louder, keys)
+    ]  # fmt: skip
+    modulus, angle = torch.rand(2, DRAWS, generator=generator, dtype=torch.float64)
+    block = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2))
+    return {
+        "future key": row(
+            "Echo, Eq. 3",
+            "change of the outputs of the first half if the last key is ten times as long",
+            IDENTITY,
+            error(*early),
+        ),
+        "rotation": row(
+            "Echo, §3.3",
+            "smallest σ of the blocks of Eq. 14 with moduli from 0 to 1",
+            NUMBER,
+            torch.linalg.svdvals(modulus[:, None, None] * block).min(),
+        ),
+    }
 
 
 def _memory() -> dict[str, dict[str, Any]]:
