@@ -163,7 +163,7 @@ def _token(
 
 
 def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
-    """The paper's masks Γ and Λ `[B, H, T, T]` in closed form, with `o = (Q Kᵀ ⊙ Γ ⊙ Λ) V` (its Eqs. 12 to 16).
+    """The paper's masks Γ and Λ `[B, H, T, T]` in closed form, with `o = (Q Kᵀ ⊙ Γ ⊙ Λ) V` (Eqs. 12 and 13, Figure 2a).
 
     `Γ_ij = e^{A_i − A_j}` and `Λ_ij = e^{B_{min(n(j), i)} − B_j}` for i ≥ j, else 0. A and B are the cumulative
     log-decays, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a log-decay as a
