@@ -97,8 +97,8 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
         cells = [f"{row['perplexity']:.3f} ({row['last_perplexity']:.3f})" for row in one["lengths"]]
         lengths.append(f"| {name} | {' | '.join(cells)} |")
     size = first["validation"] / first["documents"]["documents"]
-    in_rows, carried, zipped, _, guessed = zip(*(one["bits"].values() for one in found), strict=True)
-    across = ", ".join(f"{bits:.1f} ({name})" for name, bits in zip(names, carried, strict=True))
+    in_rows, carried, zipped, _, grams = zip(*(one["bits"].values() for one in found), strict=True)
+    across = ", ".join(f"{bits:.3f} ({name})" for name, bits in zip(names, carried, strict=True))
     commands = [read_json(folder / "versions.json")["command"] for folder in folders]
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
@@ -110,9 +110,8 @@ It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6
 for validation (SHA-256 of the corpus {config.digest[:16]}…).
 Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
-**In such rows the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a byte, where a 5-gram needs
-{guessed[0]:.2f} and gzip {zipped[0]:.2f}.
-Over whole documents, with the state carried, they need {across}.**
+**In such rows the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a byte.
+Over whole documents a 5-gram needs {grams[0]:.2f} and gzip {zipped[0]:.2f}, and the models, with the state carried, {across}.**
 
 <!-- record -->
 ```bash

@@ -16,10 +16,11 @@ from typing import Any
 from join import RESULTS, add, read_table, scores  # beside this file
 
 from halflife.experiments.evidence import koopman_powers
-from halflife.files import read_json, write_json
+from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.report.figures.matplotlib_renderer import save
 
-TRAINED, MAP = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers.json"
+TRAINED, LONGER = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers_double.csv"
+MAP, STEPS = TRAINED.with_suffix(".json"), 1800
 CONTROLS = RESULTS / "koopman_powers_controls.csv"  # models of equal state
 KINDS = (*koopman_powers.KOOPMAN, koopman_powers.RIDGE, *koopman_powers.BASELINES)
 
@@ -31,12 +32,13 @@ def place(model: str) -> tuple[int, str]:
 
 
 def add_folder(folder: Path) -> None:
-    """Add a comparison to the files."""
-    rows = read_table(folder / "results.csv")
-    add(TRAINED, [row for row in rows if "@" not in row["model"]], place)
+    """Add a comparison to the files. One with more steps than `STEPS` has files of its own."""
+    rows, found = read_table(folder / "results.csv"), read_json(folder / "powers.json")
+    path = LONGER if read_json(folder / CONFIG_JSON)["settings"]["steps"] > STEPS else TRAINED
+    add(path, [row for row in rows if "@" not in row["model"]], place)
     add(CONTROLS, [row for row in rows if "@" in row["model"]], place)
-    old, new = read_json(MAP), read_json(folder / "powers.json")
-    write_json(MAP, {part: {**new[part], **old[part]} for part in old})
+    old = read_json(path.with_suffix(".json"))
+    write_json(path.with_suffix(".json"), {part: {**found[part], **old[part]} for part in old})
 
 
 def table(wanted: Mapping[str, Any]) -> str:

@@ -117,7 +117,7 @@ def test_the_printed_mask_of_six_tokens():
         expected = [product(following(j, i)) / product(j) for j in range(1, i + 1)]
         assert printed[i - 1, :i].tolist() == pytest.approx(expected)
         assert not printed[i - 1, i:].any()
-    assert printed[2, 1].item() == pytest.approx(1 / 0.8)  # the figure has β₂
+    assert printed[2, 1].item() == pytest.approx(1 / 0.8)  # 1/β₂, where the figure has β₃
 
 
 # --------------------------------------------------------------------------------------------------- Echo

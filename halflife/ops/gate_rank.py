@@ -6,7 +6,7 @@
 New tokens are written into the *fast state*, which decays at every token. At a reset its content moves to the *slow
 state*, which decays at resets alone. Queries read the sum of both.
 
-This is the recurrence of the paper's mask (its Figure 2a, Eq. 16). The paper's Eqs. 10 and 11 count the new token twice
+This is the recurrence of the paper's mask (its Eq. 13, Figure 2a). The paper's Eqs. 10 and 11 count the new token twice
 (docs/equations.md, section 4). Without resets it is `linear_attention` or `delta_rule` with the log-decay g_fast.
 """
 
@@ -163,7 +163,7 @@ def _token(
 
 
 def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
-    """The paper's masks Γ and Λ `[B, H, T, T]` in closed form, with `o = (Q Kᵀ ⊙ Γ ⊙ Λ) V` (Eqs. 12 and 13, Figure 2a).
+    """The paper's masks Γ and Λ `[B, H, T, T]` in closed form, with `o = (Q Kᵀ ⊙ Γ ⊙ Λ) V` (Eq. 13, Figure 2a).
 
     `Γ_ij = e^{A_i − A_j}` and `Λ_ij = e^{B_{min(n(j), i)} − B_j}` for i ≥ j, else 0. A and B are the cumulative
     log-decays, slow and fast, and n(j) is the first reset after j. Autograd computes the gradient of a log-decay as a

@@ -251,7 +251,7 @@ def _filter(operator: Operator, keys: Tensor, query: Tensor, generator: torch.Ge
         ),
         "regime lost": row(
             "Echo, Cor. I.12", "the same if the read-out has no transient modes", NUMBER,
-            [(smaller.paper < larger).double().mean().item(), (lost[0] < lost[1])[better].double().mean().item()],
+            [(smaller.paper < larger).double().mean().item(), (lost[0] < lost[1])[smaller.paper < larger].double().mean().item()],
         ),
         "printed powers": row(
             "Echo, Prop. D.1", "largest difference from the printed tables", NUMBER,
