@@ -111,7 +111,8 @@ for validation (SHA-256 of the corpus {config.digest[:16]}…).
 Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
 **In such rows the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a byte.
-Over whole documents a 5-gram needs {grams[0]:.2f} and gzip {zipped[0]:.2f}, and the models, with the state carried, {across}.**
+Over whole documents a 5-gram needs {grams[0]:.2f} and gzip {zipped[0]:.2f}, and the models, with the state
+carried, {across}.**
 
 <!-- record -->
 ```bash
