@@ -1,10 +1,11 @@
 """Add the runs of one table of a comparison to a file of results, or those of the decay grid to a regression.
 
     python docs/join.py post_parts_text_norm.csv runs/text/lengths.csv
+    python docs/join.py endpoints.csv mamba2=0.02 runs/finer/results.csv
     python docs/join.py decay_regression.json runs/grid
 
 Runs that the file has (model, learning rate and seed) keep their rows. The rate of a model that both have is
-the one that the table with more rates selects. A regression gets the decays of the selected runs of the folder, before
+the one that the table with more rates selects, or the one of MODEL=RATE: that with the best validation of all. A regression gets the decays of the selected runs of the folder, before
 and after training, and is fitted again.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,12 @@ def scores(path: Path) -> Rows:
     return [dataclasses.asdict(score) for score in read_scores(path, path.read_text(encoding="utf-8"))]
 
 
-def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -> None:
+def add(
+    path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0, rates: Mapping[str, str] | None = None
+) -> None:
     """Add the rows of runs that a file of results has not, sorted by the key `place` of their models.
+
+    `rates` are selected rates of models, in the place of those that the tables select.
 
     Raises:
         ValueError: the new table has other columns.
@@ -49,7 +54,7 @@ def add(path: Path, new: Table, place: Callable[[str], Any] = lambda model: 0) -
         raise ValueError(f"{path} has the columns {', '.join(old[0])}, and the new table {', '.join(new[0])}")
     known = {_run(row) for row in old}
     rows = [*old, *(row for row in new if _run(row) not in known)]
-    selected = {row["model"]: _selected(row["model"], old, new) for row in rows}
+    selected = {row["model"]: _selected(row["model"], old, new) for row in rows} | dict(rates or {})
     for row in rows:
         row["selected"] = str(row["learning_rate"] == selected[row["model"]])
     rows.sort(key=lambda row: place(row["model"]))  # a stable sort: the rows of a model keep their order
@@ -82,12 +87,13 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return
-    name, *tables = arguments
-    for table in map(Path, tables):
+    name, *rest = arguments
+    rates = dict(each.split("=") for each in rest if "=" in each)
+    for table in (Path(each) for each in rest if "=" not in each):
         if name.endswith(".json"):
             add_decays(RESULTS / name, table)
         else:
-            add(RESULTS / name, read_table(table))
+            add(RESULTS / name, read_table(table), rates=rates)
 
 
 if __name__ == "__main__":
