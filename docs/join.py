@@ -4,9 +4,9 @@
     python docs/join.py endpoints.csv mamba2=0.02 runs/finer/results.csv
     python docs/join.py decay_regression.json runs/grid
 
-Runs that the file has (model, learning rate and seed) keep their rows. The rate of a model that both have is
-the one that the table with more rates selects, or the one of MODEL=RATE: that with the best validation of all. A regression gets the decays of the selected runs of the folder, before
-and after training, and is fitted again.
+Runs that the file has (model, learning rate and seed) keep their rows. The rate of a model that both have is the one
+that the table with more rates selects, or the one of MODEL=RATE, which has the best validation of all.
+A regression gets the decays of the selected runs of the folder, before and after training, and is fitted again.
 """
 
 from __future__ import annotations

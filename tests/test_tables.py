@@ -96,6 +96,18 @@ def test_tables_of_other_columns_are_not_joined(tmp_path):
         join.add(tmp_path / "old.csv", [{"model": "b", "length": "3"}])
 
 
+def test_a_rate_may_be_given(tmp_path, monkeypatch):
+    """The table with the most rates selects, but for a model whose rate is an argument."""
+    heading = "model,learning_rate,seed,selected\n"
+    monkeypatch.setattr(join, "RESULTS", tmp_path)
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    old.write_text(heading + "a,1,0,False\na,3,0,True\nb,1,0,True\n", encoding="utf-8")
+    new.write_text(heading + "a,2,0,True\nb,2,0,True\n", encoding="utf-8")
+    join.main(["old.csv", "a=2", str(new)])
+    selected = [row["model"] + row["learning_rate"] for row in join.read_table(old) if row["selected"] == "True"]
+    assert selected == ["b1", "a2"]
+
+
 def test_runs_join_a_regression(tmp_path, monkeypatch):
     """What was taken out comes back, the regressions too. A run that the file has stays as it is."""
     whole = json.loads((DOCS / "results" / "decay_regression.json").read_text())
@@ -184,20 +196,34 @@ def test_runs_are_added_to_models(tmp_path, old, new, expected):
 
 
 def test_comparisons_are_added_to_the_map(tmp_path, monkeypatch):
-    """New models and cells; those that the map has stay as they are."""
+    """New models and cells; those that the map has stay. Controls and longer runs have files of their own."""
     heading, old = "model,learning_rate,seed,selected\n", {"untrained": {"h1": {"K1": 1.0}}, "steps": {"K1:h1": [100]}}
     new = {"untrained": {"h1": {"K1": 0.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [7]}}
-    for name, value in (("TRAINED", tmp_path / "all.csv"), ("MAP", tmp_path / "all.json")):
-        monkeypatch.setattr(powers, name, value)
+    files = {"TRAINED": "all.csv", "MAP": "all.json", "LONGER": "longer.csv", "CONTROLS": "controls.csv"}
+    for name, file in files.items():
+        monkeypatch.setattr(powers, name, tmp_path / file)
+    control = "gated_deltanet:h1@state(K1:h1),1,0,True"
     powers.TRAINED.write_text(heading + "K1:h1,1,0,True\n", encoding="utf-8")
-    powers.MAP.write_text(json.dumps(old), encoding="utf-8")
-    (tmp_path / "results.csv").write_text(heading + "K0:l3,1,0,True\nK1:h1,1,0,True\n", encoding="utf-8")
+    powers.CONTROLS.write_text(heading + control.replace(",0,", ",1,") + "\n", encoding="utf-8")
+    powers.LONGER.write_text(heading + "K1:h9,1,0,True\n", encoding="utf-8")
+    for path in (powers.MAP, powers.LONGER.with_suffix(".json")):
+        path.write_text(json.dumps(old), encoding="utf-8")
+    (tmp_path / "results.csv").write_text(f"{heading}K0:l3,1,0,True\nK1:h1,1,0,True\n{control}\n", encoding="utf-8")
     (tmp_path / "powers.json").write_text(json.dumps(new), encoding="utf-8")
-    powers.add_folder(tmp_path)
-    assert powers.TRAINED.read_text(encoding="utf-8").splitlines()[1:] == ["K0:l3,1,0,True", "K1:h1,1,0,True"]
-    assert json.loads(powers.MAP.read_text(encoding="utf-8")) == {
-        "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
-    }  # fmt: skip
+
+    def rows(path):
+        return path.read_text(encoding="utf-8").splitlines()[1:]
+
+    for steps in (1800, 3600):
+        (tmp_path / "config.json").write_text(json.dumps({"settings": {"steps": steps}}), encoding="utf-8")
+        powers.add_folder(tmp_path)
+    assert rows(powers.TRAINED) == ["K0:l3,1,0,True", "K1:h1,1,0,True"]
+    assert rows(powers.LONGER) == ["K0:l3,1,0,True", "K1:h1,1,0,True", "K1:h9,1,0,True"]
+    assert rows(powers.CONTROLS) == [control.replace(",0,", ",1,"), control]
+    for path in (powers.MAP, powers.LONGER.with_suffix(".json")):
+        assert json.loads(path.read_text(encoding="utf-8")) == {
+            "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
+        }  # fmt: skip
 
 
 def test_rates_of_the_first_seed():
