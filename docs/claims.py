@@ -13,7 +13,7 @@ name:
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
     accuracy(file, model, test, length, pairs)    one number a seed, at the selected learning rate
-    loss(variant)              test losses of the decay grid, [budgets, seeds], at the selected learning rates
+    loss_above(variant, base)  test losses of a row of the decay grid minus those of another, [budgets, seeds of both]
     parameters(variant)        of the decay grid
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
     decays(row)                the trained median λ of a row of the decay grid `[budgets, seeds]`
@@ -199,14 +199,22 @@ class Files:
         self._note(seeds=len(rows), rates=len(tried))
         return np.array([float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])])
 
-    def loss(self, variant: str) -> np.ndarray:
-        """The test losses of every seed of a row of the decay grid, at each budget `[budgets, seeds]`."""
-        return np.array([self.text_loss(name, variant) for name in GRID])
+    def loss_above(self, variant: str, base: str) -> np.ndarray:
+        """The test losses of a row of the decay grid minus those of another, at each budget `[budgets, seeds]`.
+
+        The seeds are those that both have.
+        """
+        rows = (variant, base)
+        return np.array([np.subtract(*differences.paired(*(self._losses(n, row) for row in rows))) for n in GRID])
 
     def text_loss(self, name: str, model: str) -> np.ndarray:
         """The losses on the test text at T, in nats a byte, one number a seed."""
+        return np.array([value for _, value in sorted(self._losses(name, model).items())])
+
+    def _losses(self, name: str, model: str) -> dict[str, float]:
+        """Seed → loss on the test text."""
         rows = self._selected(name, model, lambda row: row["test"] == "text", "text")
-        return np.array([float(row["loss"]) for row in sorted(rows, key=lambda row: row["seed"])])
+        return {row["seed"]: float(row["loss"]) for row in rows}
 
     def parameters(self, variant: str) -> int:
         """The parameters of a row of the decay grid."""
@@ -308,8 +316,8 @@ class Files:
             "abs", "all", "any", "arange", "corrcoef", "cosh", "exp", "log", "max", "mean", "median", "min", "sqrt",
         )  # fmt: skip
         read = (
-            "accuracy", "best_median", "decays", "learned", "loss", "loss_from", "mark", "measured", "medians", "op",
-            "parameters", "perplexity", "perplexity_over", "step", "timescales",
+            "accuracy", "best_median", "decays", "learned", "loss_above", "loss_from", "mark", "measured", "medians",
+            "op", "parameters", "perplexity", "perplexity_over", "step", "timescales",
         )  # fmt: skip
 
         def slopes(spectrum: str, column: str) -> np.ndarray:

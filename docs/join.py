@@ -47,13 +47,15 @@ def add(
     `rates` are selected rates of models, in the place of those that the tables select.
 
     Raises:
-        ValueError: the new table has other columns.
+        ValueError: the new table has other columns, or no run has a rate of `rates`.
     """
     old = read_table(path)
     if new and list(new[0]) != list(old[0]):
         raise ValueError(f"{path} has the columns {', '.join(old[0])}, and the new table {', '.join(new[0])}")
     known = {_run(row) for row in old}
     rows = [*old, *(row for row in new if _run(row) not in known)]
+    if missing := set((rates or {}).items()) - {(row["model"], row["learning_rate"]) for row in rows}:
+        raise ValueError(f"{path} has no run of {', '.join('='.join(pair) for pair in sorted(missing))}")
     selected = {row["model"]: _selected(row["model"], old, new) for row in rows} | dict(rates or {})
     for row in rows:
         row["selected"] = str(row["learning_rate"] == selected[row["model"]])

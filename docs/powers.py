@@ -20,7 +20,8 @@ from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.report.figures.matplotlib_renderer import save
 
 TRAINED, LONGER = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers_double.csv"
-MAP, STEPS = TRAINED.with_suffix(".json"), 1800
+MAP = TRAINED.with_suffix(".json")
+STEPS = 1800  # of the runs in `TRAINED`; longer ones are in `LONGER`
 CONTROLS = RESULTS / "koopman_powers_controls.csv"  # models of equal state
 KINDS = (*koopman_powers.KOOPMAN, koopman_powers.RIDGE, *koopman_powers.BASELINES)
 
@@ -32,13 +33,14 @@ def place(model: str) -> tuple[int, str]:
 
 
 def add_folder(folder: Path) -> None:
-    """Add a comparison to the files. One with more steps than `STEPS` has files of its own."""
+    """Add a comparison to the files, by its steps and by whether a model is a control."""
     rows, found = read_table(folder / "results.csv"), read_json(folder / "powers.json")
     path = LONGER if read_json(folder / CONFIG_JSON)["settings"]["steps"] > STEPS else TRAINED
     add(path, [row for row in rows if "@" not in row["model"]], place)
     add(CONTROLS, [row for row in rows if "@" in row["model"]], place)
-    old = read_json(path.with_suffix(".json"))
-    write_json(path.with_suffix(".json"), {part: {**found[part], **old[part]} for part in old})
+    data = path.with_suffix(".json")
+    old = read_json(data)
+    write_json(data, {part: {**found[part], **old[part]} for part in old})
 
 
 def table(wanted: Mapping[str, Any]) -> str:

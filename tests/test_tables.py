@@ -106,6 +106,8 @@ def test_a_rate_may_be_given(tmp_path, monkeypatch):
     join.main(["old.csv", "a=2", str(new)])
     selected = [row["model"] + row["learning_rate"] for row in join.read_table(old) if row["selected"] == "True"]
     assert selected == ["b1", "a2"]
+    with pytest.raises(ValueError, match="has no run of a=5"):
+        join.main(["old.csv", "a=5", str(new)])
 
 
 def test_runs_join_a_regression(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from halflife.evaluation.memory import layer_states
 from halflife.models import preset
 from halflife.ops import linear_attention
 from halflife.precision import inverse_softplus
-from halflife.theory.approximation import taper
+from halflife.theory.approximation import adapted_rates, geometric_rates, taper
 from halflife.theory.spectra import coherence
 from halflife.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
 
@@ -104,9 +104,8 @@ def _stretched_chunks(generator: torch.Generator) -> float:
     """Compare the chunked op with the token loop, on rates from 1/T to 1 over t^α."""
     tokens = 96
     q, k, v = torch.randn(3, 2, tokens, CHANNELS, 4, generator=generator, dtype=torch.float64)
-    position = torch.arange(1, tokens + 1, dtype=torch.float64).unsqueeze(-1)
-    rates = torch.logspace(-math.log10(tokens), 0, CHANNELS, dtype=torch.float64)
-    g = (-rates * position ** -taper(CHANNELS)).expand(2, -1, -1)
+    rates = geometric_rates(CHANNELS, tokens)
+    g = -torch.stack([adapted_rates(rates, position) for position in range(1, tokens + 1)]).expand(2, -1, -1)
     chunked, _ = linear_attention(q, k, v, g, chunk_size=16, backend="chunked")
     loop, _ = linear_attention(q, k, v, g, backend="reference")
     return error(chunked, loop)

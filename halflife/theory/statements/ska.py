@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halflife.layers.mlp import ClampedEigenvalues
 from halflife.ops import koopman_attention
 from halflife.theory.koopman import (
     Operator,
@@ -193,22 +194,22 @@ def _printed(keys: Tensor, values: Tensor, query: Tensor, generator: torch.Gener
         )[0][:, : TOKENS // 2]
         for each in (louder, keys)
     ]  # fmt: skip
-    modulus, angle = torch.rand(2, DRAWS, generator=generator, dtype=torch.float64)
-    block = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2))
+    eigenvalues = ClampedEigenvalues(DRAWS).double()
+    with torch.no_grad():
+        for part in eigenvalues.parameters():
+            part.copy_(torch.randn(DRAWS, generator=generator, dtype=torch.float64))
+        real, imaginary = eigenvalues()
+    blocks = torch.stack([real, imaginary, -imaginary, real], -1).unflatten(-1, (2, 2))
     return {
         "future key": row(
-            "Echo, Eq. 3",
-            "change of the outputs of the first half if the last key is ten times as long",
-            IDENTITY,
+            "Echo, Eq. 3", "change of the outputs of the first half if the last key is ten times as long", IDENTITY,
             error(*early),
         ),
         "rotation": row(
-            "Echo, §3.3",
-            "smallest σ of the blocks of Eq. 14 with moduli from 0 to 1",
-            NUMBER,
-            torch.linalg.svdvals(modulus[:, None, None] * block).min(),
+            "Echo, §3.3", "smallest σ of the blocks of Eq. 14, with clamped random γ and ω", NUMBER,
+            torch.linalg.svdvals(blocks).min(),
         ),
-    }
+    }  # fmt: skip
 
 
 def _memory() -> dict[str, dict[str, Any]]:
