@@ -22,7 +22,7 @@ from halflife.experiments.decay_design import DecayDesign
 from halflife.experiments.evidence import decay_regression
 from halflife.files import read_json, write_csv, write_json
 from halflife.report.markdown import Rows
-from halflife.runs.scores import read_scores
+from halflife.runs.scores import ADDED, read_scores
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,12 +44,14 @@ def add(
 ) -> None:
     """Add the rows of runs that a file of results has not, sorted by the key `place` of their models.
 
-    `rates` are selected rates of models, in the place of those that the tables select.
+    Columns that earlier versions did not write get empty cells. `rates` are selected rates of models, in the place of
+    those that the tables select.
 
     Raises:
         ValueError: the new table has other columns, or no run has a rate of `rates`.
     """
-    old = read_table(path)
+    old = _widened(read_table(path), new)
+    new = _widened(new, old)
     if new and list(new[0]) != list(old[0]):
         raise ValueError(f"{path} has the columns {', '.join(old[0])}, and the new table {', '.join(new[0])}")
     known = {_run(row) for row in old}
@@ -72,6 +74,12 @@ def add_decays(path: Path, folder: Path) -> None:
     names = list(dict.fromkeys(one["model"] for one in runs))
     runs.sort(key=lambda one: (names.index(one["model"]), one["seed"]))
     write_json(path, {"runs": runs, "regressions": decay_regression.regressions(runs)})
+
+
+def _widened(table: Table, other: Table) -> Table:
+    """A table with the columns of `ADDED` that the other one has."""
+    missing = [name for name in ADDED if table and other and name in other[0] and name not in table[0]]
+    return [row | dict.fromkeys(missing, "") for row in table]
 
 
 def _run(row: dict[str, str]) -> tuple[str, ...]:

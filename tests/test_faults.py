@@ -379,7 +379,8 @@ def test_an_epsilon_that_is_not_positive_is_refused(options):
 
 def test_a_speed_that_is_unknown_is_an_empty_cell(tmp_path):
     """A run that was killed after its last step is not timed when it goes on."""
-    result = {"parameters": 3, "state_size": 2, "tokens_per_second": None, "tests": [{"test": "capacity", "length": 8}]}
+    result = {"parameters": 3, "state_size": 2, "tokens_per_second": None, "validation": 0.5}
+    result["tests"] = [{"test": "capacity", "length": 8}]
     scores = scores_of(result, model="mamba2", learning_rate=0.1, seed=0, selected=True)
     write_scores(tmp_path / "results.csv", scores)
     assert (tmp_path / "results.csv").read_text().splitlines()[1].startswith("mamba2,0.1,0,True,3,2,,capacity,8,")

@@ -96,6 +96,17 @@ def test_tables_of_other_columns_are_not_joined(tmp_path):
         join.add(tmp_path / "old.csv", [{"model": "b", "length": "3"}])
 
 
+def test_tables_of_earlier_versions_are_joined(tmp_path):
+    """They have no validation, whichever of the two is older."""
+    former = "model,learning_rate,seed,selected\na,1,0,True\n"
+    now = "model,learning_rate,seed,selected,validation\nb,1,0,True,0.5\n"
+    for old, new, expected in ((former, now, ["", "0.5"]), (now, former, ["0.5", ""])):
+        (tmp_path / "old.csv").write_text(old, encoding="utf-8")
+        (tmp_path / "new.csv").write_text(new, encoding="utf-8")
+        join.add(tmp_path / "old.csv", join.read_table(tmp_path / "new.csv"))
+        assert [row["validation"] for row in join.read_table(tmp_path / "old.csv")] == expected
+
+
 def test_a_rate_may_be_given(tmp_path, monkeypatch):
     """The table with the most rates selects, but for a model whose rate is an argument."""
     heading = "model,learning_rate,seed,selected\n"

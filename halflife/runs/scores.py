@@ -21,7 +21,9 @@ class Score:
     """One row of `results.csv`: a trained model on one test at one length. The fields are the columns.
 
     `accuracy`, `chance` and `shortcut_accuracy` (see `tasks.Task`) are fractions in [0, 1]. `loss` is in nats per
-    token. A number that does not apply, or that a diverged run does not have, is NaN in memory and an empty cell.
+    token. `validation` is that of the run after its last step, which selects learning rates: an accuracy, or the loss
+    of runs on text. A number that does not apply, or that a diverged run does not have, is NaN in memory and an empty
+    cell.
     """
 
     model: str
@@ -38,10 +40,11 @@ class Score:
     chance: float = math.nan
     shortcut_accuracy: float = math.nan
     loss: float = math.nan
+    validation: float = math.nan
 
 
 COLUMNS = tuple(field.name for field in fields(Score))
-ADDED = ("loss",)  # columns that version 0.1.0 did not write
+ADDED = ("loss", "validation")  # columns that earlier versions did not write
 
 
 def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
@@ -52,7 +55,8 @@ def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
         **cell: the columns `model`, `learning_rate`, `seed` and `selected`.
     """
     shared = {name: result[name] for name in ("parameters", "state_size")}
-    shared["tokens_per_second"] = number(result["tokens_per_second"])  # null after a resume from the last step
+    # null after a resume from the last step, and the validation of a diverged run
+    shared |= {name: number(result[name]) for name in ("tokens_per_second", "validation")}
     # A null, such as the number of pairs of a task without pairs, becomes NaN.
     tests = [{name: value for name, value in test.items() if value is not None} for test in result["tests"]]
     return [Score(**cell, **shared, **test) for test in tests]
