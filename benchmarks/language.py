@@ -103,16 +103,17 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
 
-**Exploratory**: one seed and one learning rate, so [no claim](../contributing.md#claims) rests on this page.
+**This page is exploratory.** Each model has one seed and one learning rate. So small differences mean
+nothing, and no verdict on [a claim](../contributing.md#claims) rests on the page.
 
-These models of bytes were trained on this machine's documentation.
-It has {first["train"] / 1e6:.1f} MB for training and {first["validation"] / 1e6:.2f} MB of other documents
-for validation (SHA-256 of the corpus {config.digest[:16]}…).
+The models read bytes. They were trained on this machine's documentation.
+{first["train"] / 1e6:.1f} MB of it are for training, and {first["validation"] / 1e6:.2f} MB of other documents
+are for validation (SHA-256 of the corpus {config.digest[:16]}…).
 Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
-**In such rows the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a byte.
-Over whole documents a 5-gram needs {grams[0]:.2f} and gzip {zipped[0]:.2f}, and the models, with the state
-carried, {across}.**
+**In rows of {config.context} bytes, as in training, the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a byte.
+Over whole documents, with the state carried, they need {across}.
+There a 5-gram needs {grams[0]:.2f}, and gzip {zipped[0]:.2f}.**
 
 <!-- record -->
 ```bash
@@ -124,17 +125,18 @@ python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results
 
 Bits per byte are those of the validation documents. The bold column has rows of {config.context} bytes as in training.
 For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
-The first byte of a document costs 8 bits. gzip reads the documents as one stream, or each alone. The 5-gram is
+The first byte of a document is counted as 8 bits. gzip has two numbers: for all documents as one stream, and for each
+document alone. The 5-gram is
 interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
-The [MFU](../language-models.md) is the share of the machine's peak. Each model has one seed, so small differences
-mean nothing.
+The [MFU](../language-models.md) is the rate of operations in training, as a share of the rate of a large matrix
+product on this machine.
 
 ![Loss while training]({figures}_loss.png)
 
 {chr(10).join(lengths)}
 
-The perplexity in brackets is that of the last {config.context} bytes. The models were trained at {config.context}.
-All lengths are the starts of the same windows, in which documents follow each other without a boundary.
+The perplexity in brackets is that of the last {config.context} bytes.
+Every length is read from the start of the same windows. In a window documents follow each other without a boundary.
 
 ![Loss by position, perplexity by length]({figures}_length.png)
 
