@@ -111,7 +111,8 @@ The models read bytes. They were trained on this machine's documentation.
 are for validation (SHA-256 of the corpus {config.digest[:16]}…).
 Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
 
-**In rows of {config.context} bytes, as in training, the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a byte.
+**In rows of {config.context} bytes, as in training, the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits
+a byte.
 Over whole documents, with the state carried, they need {across}.
 There a 5-gram needs {grams[0]:.2f}, and gzip {zipped[0]:.2f}.**
 

@@ -69,8 +69,8 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
     yield timing.command()
     yield ""
     yield f"Hidden size {SIZES['hidden_size']}, {SIZES['num_layers']} layers, float32, one thread, torch"
-    yield f"{torch.__version__}. A row is the stretch of tokens that ends at its number. A cell has the median ms a token"
-    yield "in this stretch, and in brackets the MB of the process at its end."
+    yield f"{torch.__version__}. A row is the stretch of tokens that ends at its number. A cell has the median ms a"
+    yield "token in this stretch, and in brackets the MB of the process at its end."
     yield ""
     yield from table(found)
     yield ""
