@@ -244,10 +244,11 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp_path, capsys):
-    variants = ["vector/mamba2", "scalar/mamba2", "tpe/mamba2", "--seeds", "2"]
+    control = "scalar/mamba2@parameters(vector/mamba2)"
+    variants = ["vector/mamba2", "scalar/mamba2", "tpe/mamba2", control, "--seeds", "2"]
     main(arguments(text, tmp_path / "whole", *variants))
     printed = capsys.readouterr().out
-    for expected in ("| vector/mamba2 |", "2.947", "vector decay is better than scalar", "RoPE and TPE are negligible"):
+    for expected in ("| vector/mamba2 |", f"| {control} |", "2.947", "vector decay is better than scalar", "RoPE and TPE are negligible"):
         assert expected in printed
     assert (tmp_path / "whole/summary.md").read_text() in printed
     assert (tmp_path / "whole/figures/results.png").stat().st_size > 10_000

@@ -171,15 +171,15 @@ class DecayDesign(LanguageExperiment):
         return {"schedule": "warmup_stable_decay", "schedule_options": {"num_decay_steps": settings.steps // 3}}
 
     def papers(self, settings: DecayDesignSettings, names: Sequence[str]) -> dict[str, float | None]:
-        return {name: find_variant(name).paper for name in names}
+        """The paper's losses. A control of equal state or of equal parameters has none."""
+        return {name: None if "@" in name else find_variant(name).paper for name in names}
 
     def findings(self, results: dict[str, Any]) -> list[str]:
         return finding_sentences(results)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
-        papers = {name: variant.paper for name, variant in VARIANTS.items()}
-        papers |= {f"{name}:released": VARIANTS[name].paper for name in VARIANTS if _differs(name)}
+        papers = self.papers(settings, list(dict.fromkeys([*VARIANTS, *(row["model"] for row in rows)])))
         found = losses_and_findings(results_by_seed(rows), papers, describe(settings))
         predicted = decay_regression.report(folder, rows, self.decays)
         return f"{found}\n{predicted}" if predicted else found
