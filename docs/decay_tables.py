@@ -97,4 +97,5 @@ def _difference(first: list[dict[str, str]], second: list[dict[str, str]]) -> np
 
 
 def _paper(name: str) -> str:
-    return "–" if (loss := VARIANTS[name].paper) is None else f"{loss:.3f}"
+    row = VARIANTS.get(name)  # a control has none
+    return "–" if row is None or row.paper is None else f"{row.paper:.3f}"
