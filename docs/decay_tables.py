@@ -9,7 +9,7 @@ import numpy as np
 from claims import results
 from join import RESULTS
 
-from halflife.experiments.decay_design import VARIANTS
+from halflife.experiments.decay_design import paper_loss
 from halflife.experiments.decay_findings import FINDINGS
 from halflife.experiments.evidence.decay_regression import HEADING, regression_rows
 from halflife.files import read_json
@@ -38,7 +38,7 @@ def findings(files: Budgets) -> str:
     for finding in FINDINGS:
         for first, second in finding.pairs:
             cells = [differences.write(_difference(grid[first], grid[second]), 3, "+") for grid in grids]
-            paper = [VARIANTS[name].paper for name in (second, first)]
+            paper = [paper_loss(name) for name in (second, first)]
             printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
             lines.append([finding.statement, f"{first}, {second}", *cells, printed])
     names = ["finding", "first, second"]
@@ -97,5 +97,4 @@ def _difference(first: list[dict[str, str]], second: list[dict[str, str]]) -> np
 
 
 def _paper(name: str) -> str:
-    row = VARIANTS.get(name)  # a control has none
-    return "–" if row is None or row.paper is None else f"{row.paper:.3f}"
+    return "–" if (loss := paper_loss(name)) is None else f"{loss:.3f}"

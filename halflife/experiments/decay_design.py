@@ -116,6 +116,11 @@ def find_variant(name: str) -> Variant:
     return released
 
 
+def paper_loss(name: str) -> float | None:
+    """The paper's loss of a variant in nats a token; None for a control or a preset, which its tables have not."""
+    return find_variant(name).paper if "@" not in name and name.partition(":")[0] in VARIANTS else None
+
+
 def _differs(name: str) -> bool:
     try:
         find_variant(f"{name}:released")
@@ -171,16 +176,15 @@ class DecayDesign(LanguageExperiment):
         return {"schedule": "warmup_stable_decay", "schedule_options": {"num_decay_steps": settings.steps // 3}}
 
     def papers(self, settings: DecayDesignSettings, names: Sequence[str]) -> dict[str, float | None]:
-        """The paper's losses. A control of equal state or of equal parameters has none."""
-        return {name: None if "@" in name else find_variant(name).paper for name in names}
+        return {name: paper_loss(name) for name in names}
 
     def findings(self, results: dict[str, Any]) -> list[str]:
         return finding_sentences(results)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
-        papers = self.papers(settings, list(dict.fromkeys([*VARIANTS, *(row["model"] for row in rows)])))
-        found = losses_and_findings(results_by_seed(rows), papers, describe(settings))
+        results = results_by_seed(rows)
+        found = losses_and_findings(results, self.papers(settings, list(results)), describe(settings))
         predicted = decay_regression.report(folder, rows, self.decays)
         return f"{found}\n{predicted}" if predicted else found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from halflife.experiments.base import EXPERIMENTS
-from halflife.experiments.decay_design import VARIANTS, DecayDesign, find_variant, row_or_preset
+from halflife.experiments.decay_design import VARIANTS, DecayDesign, paper_loss, row_or_preset
 from halflife.experiments.decay_findings import finding_sentences
 from halflife.experiments.language_models.base import (
     FINEWEB_EDU,
@@ -82,8 +82,7 @@ class DecayLM(LanguageExperiment):
     build_model: ClassVar = staticmethod(row_or_preset)
 
     def papers(self, settings: DecaySettings, names: Sequence[str]) -> dict[str, float | None]:
-        rows = [name for name in names if name.partition(":")[0] in VARIANTS and settings.size == "decay-160m"]
-        return {**dict.fromkeys(names), **{name: find_variant(name).paper for name in rows}}
+        return {name: paper_loss(name) if settings.size == "decay-160m" else None for name in names}
 
     def findings(self, results: dict[str, Any]) -> list[str]:
         return finding_sentences(results)
