@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from helpers import assert_close, generator
 
 from halflife import layers
+from halflife.hf import HalflifeConfig, HalflifeForCausalLM
 from halflife.layers.parts import rotary
+from halflife.models import PRESETS
 from halflife.ops import causal_conv1d, fused
 from halflife.ops import linear as linear_module
 from halflife.ops.backends.native import build, products
@@ -265,3 +267,20 @@ def test_forward_derivatives_of_a_layer_are_those_of_torch():
     with fused.off():
         expected = tangent()
     assert_close({"tangent": tangent()}, {"tangent": expected}, 4e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_gradient_checkpointing(name):
+    """It unpacks each saved tensor once, so a backward pass reads them once."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_layers": 2, "vocab_size": 9, "num_heads": 2, "train_length": 16}
+    model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **sizes)).train()
+    ids = torch.randint(9, (2, 20))
+    grads = []
+    for enable in (lambda: None, model.gradient_checkpointing_enable):
+        enable()
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        grads.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+    assert_close(*grads, 0)
