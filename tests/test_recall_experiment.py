@@ -12,7 +12,7 @@ from halflife.experiments.recall import grid, recall_model
 from halflife.models import LanguageModel
 from halflife.report.figures.comparison import recall
 from halflife.report.figures.matplotlib_renderer import draw
-from halflife.report.redraw import save_figures
+from halflife.report.redraw import run_figures, save_figures
 from halflife.report.tables.comparison import levels, print_comparison, summarise
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell
@@ -154,7 +154,8 @@ def test_a_mixture_is_compared_on_a_grid(finished):
     assert {row["seed"] for row in rows} == {0, 1}
     assert all(0 <= row["accuracy"] <= 1 for row in rows)
     assert (folder / "report.html").exists()
-    assert {"recall.png", "recall.svg"} <= {path.name for path in save_figures(read(folder))}
+    run = read(folder)
+    assert {"recall.png", "recall.svg"} <= {path.name for path in save_figures(run, run_figures(run))}
 
 
 def test_a_task_of_text_needs_no_tier(tmp_path):

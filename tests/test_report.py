@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from halflife.report.figures import comparison
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison import length as length_by_model
 from halflife.report.figures.comparison_spectrum import spectrum_pages
@@ -25,7 +26,7 @@ from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.page import render
 from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
-from halflife.report.redraw import redraw_analyses, save_figures, write_report
+from halflife.report.redraw import redraw_analyses, run_figures, save_figures, write_report
 from halflife.report.style import model_styles
 from halflife.report.tables.comparison import print_comparison
 from halflife.report.tables.lengths import length_table, write_lengths
@@ -143,8 +144,13 @@ def html(run_dir) -> str:
     return write_report(run_dir).read_text()
 
 
+def draw_files(folder: Path) -> list[Path]:
+    run = results.read(folder)
+    return save_figures(run, run_figures(run))
+
+
 def test_save_figures_writes_every_figure_twice(run_dir):
-    files = save_figures(results.read(run_dir))
+    files = draw_files(run_dir)
     names = ("accuracy", "spectrum", "training")
     assert {path.name for path in files} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     assert all(path.parent == run_dir / "figures" and path.stat().st_size > 2000 for path in files)
@@ -152,8 +158,8 @@ def test_save_figures_writes_every_figure_twice(run_dir):
 
 @pytest.mark.slow
 def test_figures_are_the_same_each_time(run_dir):
-    before = {path: path.read_bytes() for path in save_figures(results.read(run_dir))}
-    assert all(path.read_bytes() == before[path] for path in save_figures(results.read(run_dir)))
+    before = {path: path.read_bytes() for path in draw_files(run_dir)}
+    assert all(path.read_bytes() == before[path] for path in draw_files(run_dir))
 
 
 def assert_same_figure(data):
@@ -322,6 +328,16 @@ def test_the_printed_table_has_intervals_from_three_seeds_on(tmp_path, capsys):
             own = [r for r in rows if r["model"] == model and r["test"] == "in_distribution" and r["selected"]]
             spread = [f"{100 * r['accuracy']:.1f}" for r in sorted(own, key=lambda r: r["accuracy"])]
             assert [end[1] for end in ends if end] == [spread[0], spread[-1]]  # three seeds: the smallest, the largest
+
+
+def test_the_figures_of_a_report_are_made_once(run_dir, monkeypatch):
+    """Files and page are drawn from the same data."""
+    made = []
+    for name in ("accuracy", "training"):
+        make = getattr(comparison, name)
+        monkeypatch.setattr(comparison, name, lambda run, make=make: made.append(make(run)) or made[-1])
+    write_report(run_dir)
+    assert [data.name for data in made] == ["accuracy", "training"]
 
 
 def test_special_characters_are_escaped(tmp_path):
@@ -521,7 +537,7 @@ def test_drawing_leaves_matplotlib_alone(run_dir):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    save_figures(results.read(run_dir))
+    draw_files(run_dir)
     assert dict(matplotlib.rcParams) == before
 
 

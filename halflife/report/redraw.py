@@ -14,6 +14,7 @@ from halflife.report.card import write_card
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum_pages
+from halflife.report.figures.data import FigureData
 from halflife.report.figures.decays import against_paper, decays, grid_figures
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.language import language_figures
@@ -55,17 +56,27 @@ def write_report(run_dir: str | Path) -> Path:
         FileNotFoundError, ValueError: as `runs.folder.read_any`.
     """
     run = read_any(run_dir)
-    save_figures(run)
+    figures = run_figures(run)
+    save_figures(run, figures)
     if isinstance(run, LanguageRun):
         write_card(run)
     else:
         write_timescales(run)
         write_lengths(run)
-    return write_page(run)
+    return write_page(run, figures)
 
 
-def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Draw every figure that a run has data for into its folder `figures/` and return the files.
+def run_figures(run: Comparison | LanguageRun) -> list[FigureData]:
+    """The figures that a run has data for, which its files and its page show."""
+    if isinstance(run, LanguageRun):
+        return language_figures(run)
+    return grid_figures(run) if folder_kind(run.path) is FolderKind.GRID else comparison_figures(run)
+
+
+def save_figures(
+    run: Comparison | LanguageRun, data: Sequence[FigureData], formats: Sequence[str] = FORMATS
+) -> list[Path]:
+    """Draw the figures of a run, and the spectra of a comparison, into its folder `figures/` and return the files.
 
     A figure of many models is divided into several files, `spectrum.png`, `spectrum-2.png` and so on.
 
@@ -73,11 +84,8 @@ def save_figures(run: Comparison | LanguageRun, formats: Sequence[str] = FORMATS
         ValueError: a format is unknown.
     """
     figures: dict[str, list[Figure]] = {}
-    if isinstance(run, LanguageRun):
-        data = language_figures(run)
-    else:
+    if isinstance(run, Comparison):
         on_text = folder_kind(run.path) is FolderKind.GRID
-        data = grid_figures(run) if on_text else comparison_figures(run)
         if not on_text or any(one.spectrum for one in run.trainings):  # earlier versions saved none of models on text
             figures["spectrum"] = spectrum_pages(run)
     figures |= {one.name: draw_pages(one) for one in data}
@@ -107,14 +115,15 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     if files := redraw_analyses(Path(run_dir), formats):
         return files
     run = read_any(run_dir)
-    files = save_figures(run, formats)
+    data = run_figures(run)
+    files = save_figures(run, data, formats)
     folder = run.path / "spectrum"
     for name, figures_of in SPECTRUM_FILES.items():
         if (folder / f"{name}.json").exists():
             for figure_name, figure in figures_of(without_null(read_json(folder / f"{name}.json"), math.nan)).items():
                 files += save(figure, folder, figure_name, formats)
     files += redraw_analyses(run.path / "forecast", formats)
-    return [*files, write_page(run)]
+    return [*files, write_page(run, data)]
 
 
 def redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:

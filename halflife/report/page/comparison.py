@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from halflife.report.figures.comparison import comparison_figures
-from halflife.report.figures.data import FigureData
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
@@ -42,12 +40,12 @@ LEARNING_RATE = Column("learning rate", "learning_rate", {}, lambda value: f"{va
 
 
 def comparison_page(run: Comparison) -> dict[str, Any]:
-    """The variables of the page's template."""
-    return sweep_page(run, findings(run), _table(run), comparison_figures(run))
+    """The variables of the page's template, without the figures."""
+    return sweep_page(run, findings(run), _table(run))
 
 
-def sweep_page(run: Comparison, findings: list[str], table: Table, figures: list[FigureData]) -> dict[str, Any]:
-    """The variables of the page's template, with what a comparison or a grid says about its results."""
+def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, Any]:
+    """What the pages of a comparison and of a grid share, with what each says about its results."""
     scale = run.config.get("scale", "")
     spectra = explorer({model: run.trainings_of(model) for model in run.models}, run.train_length)
     settings = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
@@ -59,7 +57,6 @@ def sweep_page(run: Comparison, findings: list[str], table: Table, figures: list
         "findings": findings,
         "table": table,
         "numbers": {},
-        "figures": figures,
         "spectra": spectra,
         "opened": opened(spectra),
         "without": without(run.models, spectra),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from halflife.report.figures.decays import grid_figures, unit
+from halflife.report.figures.decays import unit
 from halflife.report.numbers import MISSING
 from halflife.report.page.comparison import (
     LEARNING_RATE,
@@ -24,9 +24,9 @@ COLUMNS = [Column("test loss", "loss", {}, "{:.4f}".format, min), PARAMETERS, ST
 
 
 def decay_grid_page(run: Comparison) -> dict[str, Any]:
-    """The variables of the page's template."""
+    """The variables of the page's template, without the figures."""
     data = read_grid(run.path)
-    return sweep_page(run, findings(data, unit(run)), _table(run, data["paper"]), grid_figures(run))
+    return sweep_page(run, findings(data, unit(run)), _table(run, data["paper"]))
 
 
 def findings(data: dict[str, Any], unit: str = "byte") -> list[str]:

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from halflife.data.tokenizers import unit_of
-from halflife.report.figures.language import BITS, language_figures
+from halflife.report.figures.language import BITS
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.page.table import UNFINISHED, Cell, Row, Table
@@ -17,7 +17,7 @@ TOLERANCE = 0.05  # how much a perplexity may exceed that at the training length
 
 
 def language_page(run: LanguageRun) -> dict[str, Any]:
-    """The variables of the page's template."""
+    """The variables of the page's template, without the figures."""
     spectra = explorer({run.model: [run.training]}, run.train_length)
     return {
         "title": f"{run.model}, a language model",
@@ -26,7 +26,6 @@ def language_page(run: LanguageRun) -> dict[str, Any]:
         "findings": findings(run),
         "table": _table(run) if "lengths" in run.result else None,
         "numbers": _numbers(run.result, _unit(run)),
-        "figures": language_figures(run),
         "spectra": spectra,
         "opened": opened(spectra),
         "without": without([run.model], spectra),

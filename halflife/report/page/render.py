@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from base64 import b64encode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from markupsafe import Markup
 from matplotlib.colors import to_hex
 
 from halflife.files import write_text
-from halflife.report.figures.data import NO_DATA
+from halflife.report.figures.data import NO_DATA, FigureData
 from halflife.report.figures.grids import FASTEST, SLOWEST
 from halflife.report.page.comparison import comparison_page
 from halflife.report.page.decay_grid import decay_grid_page
@@ -29,18 +30,15 @@ SCRIPTS = ("vendor/plotly-cartesian.min.js", "report.js", "spectrum.js")
 HEAT_SCALES = {"light": [to_hex(HEAT_COLOURS(x)) for x in (0.0, 0.5, 1.0)], "dark": ["#18222c", "#2a78ad", "#cfe8fb"]}
 
 
-def write_page(run: Comparison | LanguageRun) -> Path:
+def write_page(run: Comparison | LanguageRun, figures: Sequence[FigureData]) -> Path:
     """Write `report.html` into the run's folder and return its path. The file is replaced only when it is complete."""
-    path = run.path / REPORT_HTML
-    write_text(path, render(_variables(run)))
-    return path
-
-
-def _variables(run: Comparison | LanguageRun) -> dict[str, Any]:
-    """The variables of the page's template for a run of any kind."""
     if isinstance(run, LanguageRun):
-        return language_page(run)
-    return decay_grid_page(run) if folder_kind(run.path) is FolderKind.GRID else comparison_page(run)
+        page = language_page(run)
+    else:
+        page = decay_grid_page(run) if folder_kind(run.path) is FolderKind.GRID else comparison_page(run)
+    path = run.path / REPORT_HTML
+    write_text(path, render({**page, "figures": figures}))
+    return path
 
 
 def render(page: dict[str, Any]) -> str:
