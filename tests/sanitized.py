@@ -37,16 +37,6 @@ for beta in (None, "beta"):
         o, _ = ops.gate_rank(q, k, v, g_slow, g, strength, initial_state=(state, state), backend="native")
         o.float().sum().backward()
 for dtype in (torch.float32, torch.bfloat16):
-    for length, states, delta in ((0, 2, True), (1, 8, True), (70, 3, True), (150, 2, False), (60, 1, False)):
-        draw = partial(torch.rand, 1, length, 3, generator=torch.Generator().manual_seed(length))
-        x = [draw(size).to(dtype).requires_grad_() for size in (9, 9, 20)]
-        gates = [-draw(states).requires_grad_(), draw(states - 1).requires_grad_(), draw() if delta else None]
-        bounds = torch.tensor([0, 0, 1, 40, 60]) if length == 60 else None
-        o, _ = ops.cascade(*x, *gates, cu_seqlens=bounds, backend="native" if length else "auto")
-        o.float().sum().backward()
-        with torch.no_grad():
-            ops.cascade(*x, *gates, cu_seqlens=bounds)
-for dtype in (torch.float32, torch.bfloat16):
     for name, function in layer.CASES.items():
         for shape in layer.SHAPES:
             if name != "rotate" or shape[-1] % 2 == 0:

@@ -260,7 +260,7 @@ def test_the_head_in_the_picture():
 
 
 def test_the_picture_of_a_head_has_the_masks_of_its_layer():
-    """A cascade's masks are not those of its first decay."""
+    """The masks of log-linear attention are not those of its decay."""
     slow, fast = map(torch.cat, zip(random_gates(6, 0.3), random_gates(6, 0.3), strict=True))
     masks = (torch.rand(2, 1, 6, 6).tril(), torch.rand(2, 1, 6, 6).tril())
     for gates in (Gates(0, fast, slow), Gates(0, fast, factors=masks)):

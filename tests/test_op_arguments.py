@@ -56,12 +56,10 @@ def test_only_tensors(convert):
 
 def test_gates_are_no_options():
     q = k = v = torch.ones(1, 3, 2, 4)
-    g, beta, ridge, weights = torch.zeros(1, 3, 2), torch.ones(1, 3, 2), torch.ones(2, 4), torch.ones(1, 3, 2, 3)
+    g, beta, ridge = torch.zeros(1, 3, 2), torch.ones(1, 3, 2), torch.ones(2, 4)
     calls = {
         "g_slow": (ops.gate_rank, (None, g)),
         "g_fast": (ops.gate_rank, (g, None)),
-        "g": (ops.cascade, (None, weights)),
-        "r": (ops.cascade, (weights, None)),
         "beta": (ops.ridge_attention, (g, None, ridge)),
         "ridge": (ops.ridge_attention, (g, beta, None)),
         "weights": (ops.log_linear_attention, (g, None)),

@@ -83,7 +83,7 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
         (
             "mamba2",
             "power=1",
-            "as group.option; the groups are model, mixer, decay, post, gate_rank, log_linear, cascade, ska, training",
+            "as group.option; the groups are model, mixer, decay, post, gate_rank, log_linear, ska, training",
         ),
         ("mamba2", "mixer.power", "for example mixer.power=2; got 'mixer.power'"),
         (

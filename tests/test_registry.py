@@ -31,7 +31,7 @@ MODIFIED = (
     "retnet+post_norm", "gla+post",
     "simple+rope", "simple+lrpe", "simple+scalar+tpe", "simple+delta", "simple+dplr", "hgrn2+vector+share",
     "mamba2+gate_rank", "mamba3+gate_rank", "gated_deltanet+gate_rank+post", "retnet+gate_rank",
-    "mamba2+log_linear", "gated_deltanet+cascade",
+    "mamba2+log_linear",
 )  # fmt: skip
 # Echo's parts with other mixers.
 HYBRIDS = ("mamba2+ska", "mamba3+ska", "gla+ska", "rwkv7+ska", "mamba2+attention", "gated_deltanet+koopman_mlp")

@@ -154,16 +154,12 @@ def test_a_state_in_float64_stays_so(case):
 def other_arguments(op):
     """Arguments in float64 of an op that does not take the common call, and its first state."""
     draw = generator("wide", op)
-    shape, states = (1, 20, 2), {"cascade": 3, "log_linear_attention": 6}.get(op)
+    shape, states = (1, 20, 2), 6
 
     def decays(*sizes):
         return -torch.rand(*shape, *sizes, generator=draw, dtype=torch.float64)
 
     x = {name: torch.randn(*shape, 4, generator=draw, dtype=torch.float64) / 2 for name in "qkv"}
-    if op == "cascade":
-        return x | {"g": decays(states), "r": -decays(states - 1), "beta": -decays()}, torch.zeros(
-            1, 2, states, 4, 4
-        ).double()
     if op == "log_linear_attention":
         first = torch.zeros(1, 2, states - 1, 4, 4).double(), torch.zeros(1, dtype=torch.long)
         return x | {"g": decays(), "weights": -decays(states)}, first
@@ -171,7 +167,7 @@ def other_arguments(op):
     return x | ridge | {"g": decays(), "beta": -decays()}, tuple(torch.zeros(1, 2, 4, 4).double() for _ in range(2))
 
 
-@pytest.mark.parametrize("op", ["cascade", "log_linear_attention", "ridge_attention"])
+@pytest.mark.parametrize("op", ["log_linear_attention", "ridge_attention"])
 def test_other_states_in_float64_stay_so(op):
     x, first = other_arguments(op)
     narrow = {name: part.float() for name, part in x.items()}

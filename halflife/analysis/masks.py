@@ -35,7 +35,6 @@ from halflife.analysis.records import Record
 from halflife.analysis.spectrum import layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
 from halflife.files import RUN_JSON, read_json
-from halflife.layers.memory.cascade import Cascade
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import checkpoints, load_any
@@ -56,7 +55,7 @@ class Gates:
         layer: the index of the layer, from 0.
         g_fast: log-decays of the fast state, or of the only state, `[B, T, H]`.
         g_slow: log-decays of the slow state, `[B, T, H]`, 0 where there is no reset. None without GateRank.
-        factors: Γ and Λ `[B, H, T, T]` of a cascade of states or of log-linear attention. None for other layers.
+        factors: Γ and Λ `[B, H, T, T]` of log-linear attention. None for other layers.
     """
 
     layer: int
@@ -198,18 +197,17 @@ def capture_gates(model: LanguageModel, ids: Int[Tensor, "B T"]) -> list[Gates]:
 
 @contextmanager
 def _factors(model: LanguageModel, found: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Put Γ and Λ of the layers with a cascade or with log-linear attention into `found`, as the model reads."""
+    """Put Γ and Λ of the layers with log-linear attention into `found`, as the model reads."""
 
-    def keep(layer: int, module: Cascade | LogLinear, arguments: tuple[Any, ...]) -> None:
+    def keep(layer: int, module: LogLinear, arguments: tuple[Any, ...]) -> None:
         x, g = arguments[0], arguments[4]
         gamma, lam = (factor.cpu() for factor in module.masks(x, g))
         found[layer] = gamma, lam
 
     with ExitStack() as hooks:
         for layer, block in enumerate(model.blocks):
-            for module in (getattr(block.mixer, name, None) for name in ("cascade", "log_linear")):
-                if module is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(partial(keep, layer)))
+            if (module := getattr(block.mixer, "log_linear", None)) is not None:
+                hooks.enter_context(module.register_forward_pre_hook(partial(keep, layer)))
         yield
 
 

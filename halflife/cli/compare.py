@@ -87,7 +87,7 @@ class Compare:
     over it."""
     set: tuple[str, ...] = ()
     """Set options of every model or training by name: group.option=value, with a group of model, mixer, decay, post,
-    gate_rank, log_linear, cascade, ska, training. An unknown name is answered with the known ones."""
+    gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""
     output: Path | None = None
     """The folder to write. Default: runs/<time>-<name>."""
     name: str | None = None

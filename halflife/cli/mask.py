@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class Mask:
-    """Show the decay masks of trained models with one decay a head, with one state, GateRank, a cascade or log-linear
+    """Show the decay masks of trained models with one decay a head, with one state, GateRank or log-linear
     attention.
 
     The table has a row for each head: resets in a sequence, mean tokens between resets, half-lives at the mean

@@ -82,7 +82,7 @@ class Train:
     """Take options from this YAML or JSON file, or from the run.json of another run. The command line wins over it."""
     set: tuple[str, ...] = ()
     """Set options of the model or the training by name: group.option=value, with a group of model, mixer, decay, post,
-    gate_rank, log_linear, cascade, ska, training. An unknown name is answered with the known ones."""
+    gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""
     tokens: str = "20M"
     """Tokens to train on: 500K, 20M, 1B."""
     context: int = 1024

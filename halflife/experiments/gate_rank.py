@@ -30,14 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reset2": {"gate_rank": {"reset_rate": 0.02}},
     "closed": {"gate_rank": {"reset_rate": 1e-6}},  # no reset fires, so the gates get no gradient and stay closed
     "untrained": {"gate_rank": {"trained": False}},  # resets at random: the second state without a learned gate
-    "two": {"cascade": {"num_states": 2}},
-    "four": {"cascade": {"num_states": 4}},
-    "soft": {"cascade": {"resets": "soft"}},
 }
-STATES = tuple(
-    f"{base}{end}" for base in ("mamba2", "gated_deltanet")
-    for end in ("", "+cascade:two", "+cascade", "+cascade:four", "+cascade:soft")
-)  # fmt: skip
 PAIRS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank")
 GATES = tuple(
     f"{base}+gate_rank{end}" for base in ("mamba2", "gated_deltanet") for end in ("", ":closed", ":untrained")
@@ -59,9 +52,8 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     for part in chosen.split("-") if chosen else ():
         if part not in VARIANTS:
             raise unknown("variant", part, [*VARIANTS, *also])
-        for kind in ("gate_rank", "cascade"):
-            if kind in VARIANTS[part] and kind not in base.split("+"):
-                raise ValueError(f"{base} lacks +{kind}, so {part!r} has nothing to set")
+        if "gate_rank" in VARIANTS[part] and "gate_rank" not in base.split("+"):
+            raise ValueError(f"{base} lacks +gate_rank, so {part!r} has nothing to set")
         options = merge(options, VARIANTS[part])
     return base, options
 
@@ -213,8 +205,7 @@ class GateRankS5(Experiment):
 class GateRankMQAR(MQARExperiment):
     """MQAR: each base, the base with GateRank, and the base with twice the rows, whose state is as large.
 
-    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained. The
-    group `states` has cascades of two, three and four states, and of three with soft resets.
+    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
     """
 
     is_paper: ClassVar = True
@@ -224,7 +215,7 @@ class GateRankMQAR(MQARExperiment):
         "large": MQARExperiment.scales["paper"],
     }
     models: ClassVar = (*PAIRS, "mamba2:double", "gated_deltanet:double")
-    groups: ClassVar = {"gates": GATES, "states": STATES}
+    groups: ClassVar = {"gates": GATES}
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         base, _, chosen = name.partition(":")

@@ -42,7 +42,7 @@ MODEL = {
 PLACE: dict[str, str] = dict.fromkeys(
     ("hidden_size", "layer_idx", "num_layers"), "the model sets it for all of its layers"
 )
-PARTS = ("decay", "post", "gate_rank", "log_linear", "cascade", "ska")  # groups of parts that a model may lack
+PARTS = ("decay", "post", "gate_rank", "log_linear", "ska")  # groups of parts that a model may lack
 # Fields of a run that say what it is trained on.
 DATA = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode", "test_split")
 

@@ -56,7 +56,6 @@ class Mamba2(Mixer):
         post: options of `decay.PoST`, which then wraps the decay, or None.
         gate_rank: options of `GateRank`, which adds a slow state, or None.
         log_linear: options of `LogLinear`, which keeps a state for every power of two of the distance, or None.
-        cascade: options of `Cascade`, which keeps a cascade of states, or None.
         stretch_gain: whether PoST stretches Δ in the input Δ x as in the decay, so that the stationary size of the
             state does not grow with the position. The paper leaves the input alone (§5.2).
         output_norm: "after_gate"; "before_gate", `RMSNorm(y) ⊙ silu(z)`; or "none", `y ⊙ silu(z)` (Falcon-H1 has
@@ -87,7 +86,6 @@ class Mamba2(Mixer):
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
         log_linear: Mapping[str, Any] | None = None,
-        cascade: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
         output_norm: str = "after_gate",
         norm_per_head: bool = False,
@@ -115,9 +113,9 @@ class Mamba2(Mixer):
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
             layer_idx=layer_idx, num_layers=num_layers,
         )  # fmt: skip
-        self.gate_rank, self.log_linear, self.cascade = build_states(
+        self.gate_rank, self.log_linear = build_states(
             (hidden_size, num_heads), decay=decay, granularity="scalar", update="linear", gate_rank=gate_rank,
-            log_linear=log_linear, cascade=cascade,
+            log_linear=log_linear,
         )  # fmt: skip
         self.skip = Skip(num_heads)
         if output_norm not in OUTPUT_NORMS:
@@ -137,7 +135,7 @@ class Mamba2(Mixer):
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
         v = scale_heads(values, step)
-        states = self.gate_rank or self.log_linear or self.cascade
+        states = self.gate_rank or self.log_linear
         y, memory = apply_update(
             states, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,

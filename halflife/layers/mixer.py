@@ -126,7 +126,7 @@ class LinearMixer(Mixer):
         decay_options: options of that decay.
         granularity: "scalar" or "vector".
         post: options of `decay.PoST`, which then wraps the decay, or None.
-        gate_rank, cascade: options of `GateRank` or `Cascade`, for a scalar decay and the linear or delta update.
+        gate_rank: options of `GateRank`, for a scalar decay and the linear or delta update.
         log_linear: options of `LogLinear`, for a scalar decay and the linear update.
         stretch_gain: whether PoST stretches what is written as the decay: β of the delta rule, and else k.
         share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
@@ -173,7 +173,6 @@ class LinearMixer(Mixer):
         post: Mapping[str, Any] | None = None,
         gate_rank: Mapping[str, Any] | None = None,
         log_linear: Mapping[str, Any] | None = None,
-        cascade: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
         share_keys: bool = False,
         allow_neg_eigval: bool = False,
@@ -243,9 +242,9 @@ class LinearMixer(Mixer):
         self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
         self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
-        self.gate_rank, self.log_linear, self.cascade = build_states(
+        self.gate_rank, self.log_linear = build_states(
             (hidden_size, num_heads), decay=decay, granularity=granularity, update=update, gate_rank=gate_rank,
-            log_linear=log_linear, cascade=cascade,
+            log_linear=log_linear,
         )  # fmt: skip
         self.gate = GATES[gate](hidden_size, num_heads, self.value_dim, norm_eps)
         self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
@@ -287,7 +286,7 @@ class LinearMixer(Mixer):
                 cu_seqlens=cu_seqlens, **options,
             )  # fmt: skip
         else:
-            states = self.gate_rank or self.log_linear or self.cascade
+            states = self.gate_rank or self.log_linear
             o, new = apply_update(states, x, q, k, v, g, beta, state, cu_seqlens, **options)
         return o, new
 

@@ -1,7 +1,6 @@
 """The ops, which write and read memory: `(q, k, v, g, …, state) → (o, state)`."""
 
 from halflife.ops.backends.dispatch import available_backends, ops
-from halflife.ops.cascade import cascade
 from halflife.ops.conv import causal_conv1d
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.dplr import dplr
@@ -13,6 +12,6 @@ from halflife.ops.ridge_attention import ridge_attention
 from halflife.ops.selfcheck import selfcheck
 
 __all__ = [
-    "available_backends", "cascade", "causal_conv1d", "delta_rule", "dplr", "gate_rank", "koopman_attention",
+    "available_backends", "causal_conv1d", "delta_rule", "dplr", "gate_rank", "koopman_attention",
     "linear_attention", "log_linear_attention", "ops", "ridge_attention", "selfcheck",
 ]  # fmt: skip

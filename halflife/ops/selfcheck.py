@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import CannotRun, available_backends, registered
-from halflife.ops.cascade.op import cascade
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.dplr import dplr
 from halflife.ops.gate_rank import gate_rank
@@ -157,8 +156,6 @@ def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor], dict[str,
         gates = {"g_slow": torch.where(randn(*g_slow.shape) > 1, g_slow, 0), "g_fast": g_fast}
         beta = {"beta": randn(*q.shape[:3]).sigmoid()} if update == "delta" else {}
         yield gate_rank, update, {"q": q, "k": k, "v": v, **gates, **beta}, {}
-        decays, shares = -randn(*q.shape[:3], 3).exp(), randn(*q.shape[:3], 2).sigmoid()
-        yield cascade, update, {"q": q, "k": k, "v": v, "g": decays, "r": shares, **beta}, {}
     g, weights = -randn(*q.shape[:3]).exp(), randn(*q.shape[:3], 5).sigmoid()
     yield log_linear_attention, "scalar", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, {}
     sums = {"g": g, "beta": randn(*q.shape[:3]).sigmoid(), "ridge": 0.1 + randn(*q.shape[2:]).exp()}

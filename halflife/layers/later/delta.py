@@ -78,9 +78,7 @@ class GatedDeltaNet2(KDA):
     UPDATE = "linear"  # the block then has no writing strength β
 
     def __init__(self, hidden_size: int, num_heads: int = 4, *, allow_neg_eigval: bool = False, **options: Any) -> None:
-        fixed = fix_options(
-            "GatedDeltaNet2", options, position="none", gate_rank=None, cascade=None, log_linear=None, qk_norm=True
-        )
+        fixed = fix_options("GatedDeltaNet2", options, position="none", gate_rank=None, log_linear=None, qk_norm=True)
         super().__init__(hidden_size, num_heads, **fixed)
         if self.decay is None:
             raise ValueError("GatedDeltaNet2 needs a decay; got None")
@@ -145,7 +143,7 @@ class Comba(LinearMixer):
     def __init__(self, hidden_size: int, num_heads: int = 4, *, correction: float = 1.0, **options: Any) -> None:
         defaults = {"decay": "mamba2", "conv_size": 4, "gate": "sigmoid"}
         fixed = fix_options(
-            "Comba", options, granularity="scalar", update="delta", position="none", gate_rank=None, cascade=None,
+            "Comba", options, granularity="scalar", update="delta", position="none", gate_rank=None,
             log_linear=None, qk_norm=True,
         )  # fmt: skip
         super().__init__(hidden_size, num_heads, **{**defaults, **fixed, **_wide_rates(options)})
@@ -205,7 +203,7 @@ class DeltaProduct(LinearMixer):
     ) -> None:
         defaults = {"decay": "mamba2", "granularity": "scalar", "conv_size": 4, "gate": "swish"}
         fixed = fix_options(
-            "DeltaProduct", options, update="delta", position="none", gate_rank=None, cascade=None, log_linear=None,
+            "DeltaProduct", options, update="delta", position="none", gate_rank=None, log_linear=None,
             qk_norm=True, share_keys=False,
         )  # fmt: skip
         chosen = {**defaults, **fixed, **_wide_rates(options)}

@@ -73,7 +73,7 @@ class MesaNet(LinearMixer):
             "decay": "gla", **fast, "conv_size": 4, "gate": "none", "decay_bias": True,
             "decay_rank": 0,
         }  # fmt: skip
-        fixed = fix_options("MesaNet", options, granularity="scalar", update="delta", gate_rank=None, cascade=None)
+        fixed = fix_options("MesaNet", options, granularity="scalar", update="delta", gate_rank=None)
         chosen = {**defaults, **fixed}
         if chosen["decay"] is None:
             raise ValueError("MesaNet needs a decay; got None")

@@ -8,12 +8,11 @@ from typing import Any
 from torch import nn
 
 from halflife.layers.gate_rank import GateRank
-from halflife.layers.memory.cascade import Cascade
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.ops.gate_rank import check_reset_law
 
-KINDS: dict[str, type[nn.Module]] = {"gate_rank": GateRank, "log_linear": LogLinear, "cascade": Cascade}
-UPDATES = {"gate_rank": ("linear", "delta"), "log_linear": ("linear",), "cascade": ("linear", "delta")}
+KINDS: dict[str, type[nn.Module]] = {"gate_rank": GateRank, "log_linear": LogLinear}
+UPDATES = {"gate_rank": ("linear", "delta"), "log_linear": ("linear",)}
 Options = Mapping[str, Any] | None
 
 

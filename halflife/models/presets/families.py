@@ -11,7 +11,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "softmax attention": ("llama", "fox"),
     "Koopman attention": ("echo", "echo_paper"),
     "time-scales": ("post", "post_norm", "post_optimal", "post_paper", "post_released", "vector", "scalar", "share"),
-    "update": ("delta", "dplr", "dplr_released", "gate_rank", "gate_rank_paper", "cascade", "log_linear"),
+    "update": ("delta", "dplr", "dplr_released", "gate_rank", "gate_rank_paper", "log_linear"),
     "positions": ("rope", "lrpe", "rope_released", "tpe", "tpe_paper", "tpe_released"),
     "hybrids": ("ska", "ska_decay", "ska_post", "ska_paper", "attention", "swa", "nope"),
     "MLP": ("koopman_mlp",),

@@ -41,7 +41,7 @@ EXCLUSIVE = (
     ({"scalar", "share"}, "k = 1 − λ needs one λ a channel"),
     ({"rope", "lrpe", "tpe", "rope_released", "tpe_paper", "tpe_released"}, "positions are encoded once"),
     ({"delta", "dplr", "dplr_released"}, "a state has one update"),
-    ({"gate_rank", "gate_rank_paper", "log_linear", "cascade"}, "a layer has one set of states"),
+    ({"gate_rank", "gate_rank_paper", "log_linear"}, "a layer has one set of states"),
 )
 
 # Bases, forms of PoST that replace their decay or their positions, and the modifiers that would be lost by it.
@@ -197,15 +197,6 @@ def gate_rank_paper(base: str, model: Options, sizes: PresetSizes) -> Options:
     """GateRank with the paper's gate: one a layer, its bias before the convolution and 0, A as Mamba-2's (Eq. 8)."""
     gates = {"gates": "layer", "bias": "before", "reset_rate": 0.5, "rate_start": "uniform_1_16"}
     return _with_options(gate_rank(base, model, sizes), gate_rank=gates)
-
-
-@MODIFIERS.add("cascade")
-def cascade(base: str, model: Options, sizes: PresetSizes) -> Options:
-    """GateRank with three states, of which each resets into the next, slower one; a scalar decay."""
-    _require_decay(base, model, "cascade")
-    if model["mixer"] != "mamba2" and model["mixer"] not in DESIGN_SPACE:
-        raise ValueError(f"a cascade needs the linear or delta update of Mamba-2 or the design-space block; got {base}")
-    return _with_options(model, cascade={})
 
 
 @MODIFIERS.add("log_linear")

@@ -45,7 +45,7 @@ Work& work_of_thread(Sizes sizes, int64_t wide);
 class Chunk {
  public:
   Chunk(Precision precision, DecayKind kind, Sizes n)
-      : p(precision), sizes(n), decay(make_decay(kind, precision, n.chunk, n.keys, n.states)), wide(decay->states() * n.keys),
+      : p(precision), sizes(n), decay(make_decay(kind, precision, n.chunk, n.keys)), wide(decay->states() * n.keys),
         q(n.chunk, n.keys), k(n.chunk, n.keys), v(n.chunk, n.values), entering(wide, n.values), update(wide, n.values) {}
   virtual ~Chunk() = default;
 

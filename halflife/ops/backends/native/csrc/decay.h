@@ -10,7 +10,7 @@
 
 namespace halflife {
 
-enum class DecayKind { none, scalar, vector, gate, cascade };
+enum class DecayKind { none, scalar, vector, gate };
 
 // The decay of one chunk of `chunk` tokens, for keys of `keys` channels (both multiples of 16).
 //
@@ -21,7 +21,7 @@ class Decay {
   virtual ~Decay() = default;
 
   // Log-decays of a chunk, one row a token; rows without a token are 0. Their columns: 1 (scalar), K (vector),
-  // 2 (gate: slow, fast), 2N − 1 (cascade: entries of D, see cascade.cpp).
+  // 2 (gate: slow, fast).
   Mat log_decays() const { return g_; }
   virtual void prepare() = 0;  // compute the weights from `log_decays()`
 
@@ -54,8 +54,7 @@ class Decay {
   Buffer g_;
 };
 
-std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys, int64_t states);
-std::unique_ptr<Decay> make_cascade(Precision precision, int64_t chunk, int64_t keys, int64_t states);
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys);
 
 // e^g = kept + change, where `kept` is 1 for a slow decay and else 0 (halflife/ops/slow_decay.py): the state becomes
 // kept · S + (change · S + update), which does not drift.

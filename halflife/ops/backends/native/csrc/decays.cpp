@@ -532,8 +532,7 @@ class GateDecay final : public Decay {
 
 }  // namespace
 
-std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys, int64_t states) {
-  if (kind == DecayKind::cascade) return make_cascade(precision, chunk, keys, states);
+std::unique_ptr<Decay> make_decay(DecayKind kind, Precision precision, int64_t chunk, int64_t keys) {
   if (kind == DecayKind::vector) return std::make_unique<VectorDecay>(precision, chunk, keys);
   if (kind == DecayKind::gate) return std::make_unique<GateDecay>(precision, chunk, keys);
   return std::make_unique<ScalarDecay>(kind, precision, chunk, keys);

@@ -99,17 +99,6 @@ void reset(Token& t, const float* old, float* slow_now, int64_t size, float slow
   t.set_decay({-INFINITY});
 }
 
-// A cascade: each state takes over a share of the one before it. `entries` are those of D (cascade.cpp).
-void pass_on(const std::vector<float>& entries, const float* old, float* now, int64_t size, int64_t states) {
-  for (int64_t n = 0; n < states; n++) {
-    const float change = entries[n], moved = n ? entries[states + n - 1] : 0.f;
-    const bool slow = change > -0.5f;
-    const float kept = slow ? 1.f : 0.f, rest = slow ? change : 1.f + change;
-    const float *before = old + n * size, *earlier = n ? before - size : before;
-    for (int64_t i = 0; i < size; i++) now[n * size + i] = kept * before[i] + (rest * before[i] + moved * earlier[i]);
-  }
-}
-
 // out += qᵀ S_n for all states but the first.
 void add_slower(const float* state, const std::vector<float>& q, int64_t size, int64_t states, std::vector<float>& out) {
   std::vector<float> held(out.size());
@@ -122,8 +111,7 @@ void add_slower(const float* state, const std::vector<float>& q, int64_t size, i
 std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, OptionalTensor beta,
                                 OptionalTensor a, OptionalTensor b, OptionalTensor g_slow, Tensor state, double scale) {
   const int64_t sequences = q.size(0), heads = q.size(2), keys = q.size(3), values = v.size(3), size = keys * values;
-  const bool cascade = op == "cascade";
-  const int64_t states = cascade ? (g->size(3) + 1) / 2 : g_slow ? 2 : 1;
+  const int64_t states = g_slow ? 2 : 1;
   Tensor o = at::empty(v.sizes(), v.options()), next = at::empty_like(state);
   const float* before = state.data_ptr<float>();
   float* after = next.data_ptr<float>();
@@ -136,10 +124,7 @@ std::tuple<Tensor, Tensor> step(std::string op, Tensor q, Tensor k, Tensor v, Op
       float* now = after + i * size * states;
       Token t{row(q, n, head), row(k, n, head), row(v, n, head)};
       std::vector<float> out(values), held(values);
-      if (cascade) {
-        pass_on(row(*g, n, head), old, now, size, states);
-        old = now;
-      } else if (g_slow) {
+      if (g_slow) {
         reset(t, old, now + size, size, row(*g_slow, n, head)[0], row(*g, n, head)[0]);
       } else if (g) {
         t.set_decay(row(*g, n, head));

@@ -136,12 +136,12 @@ Call make_call(std::string op, Tensor q, Tensor k, Tensor v, OptionalTensor g, O
     for (size_t n = 0; n + 1 < c.bounds.size(); n++) longest = std::max(longest, c.bounds[n + 1] - c.bounds[n]);
   }
   c.precision = c.q.scalar_type() == at::kBFloat16 ? Precision::bfloat16 : Precision::float32;
-  c.kind = c.op == "cascade" ? DecayKind::cascade
-           : c.g_slow          ? DecayKind::gate
-           : !c.g ? DecayKind::none : c.g->dim() == 4 ? DecayKind::vector : DecayKind::scalar;
+  c.kind = c.g_slow ? DecayKind::gate
+           : !c.g   ? DecayKind::none
+           : c.g->dim() == 4 ? DecayKind::vector : DecayKind::scalar;
   int64_t chunk = kLane;
   while (chunk < std::min(chunk_size, longest)) chunk *= 2;
-  c.states = c.kind == DecayKind::cascade ? (c.g->size(3) + 1) / 2 : c.g_slow ? 2 : 1;
+  c.states = c.g_slow ? 2 : 1;
   c.sizes = {chunk, round_up(c.q.size(3)), round_up(c.v.size(3)), c.states};
   c.sequences = c.bounds.empty() ? c.q.size(0) : static_cast<int64_t>(c.bounds.size()) - 1;
   c.heads = c.q.size(2);
