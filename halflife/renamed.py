@@ -185,7 +185,7 @@ _NAMES_IN = {
     },
     "ops.recurrent": {
         "compute_dtype": "precision.compute_dtype", "check_inputs": "ops.call.OpCall.check",
-        "check_cu_seqlens": "ops.call.check_cu_seqlens", "first_state": "ops.call.OpCall.first_state",
+        "first_state": "ops.call.OpCall.first_state",
     },
     "tasks.base.Task": {"guess": "shortcut_accuracy"},
     "tasks.economy": {"moves_of": "possible_moves"},

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import halflife
 from halflife import ops
 from halflife.models import LanguageModel
-from halflife.ops.arguments import check_integers, check_number, check_tensors
+from halflife.ops.arguments import check_number, check_tensors
+from halflife.packing import check_integers
 
 EVERY = {**OPS, "gate_rank": ops.gate_rank, "koopman_attention": ops.koopman_attention}
 each_of_all = pytest.mark.parametrize("op", EVERY)

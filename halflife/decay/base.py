@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import Registry, check_options, constructor_parameters
 
@@ -91,12 +92,12 @@ class Decay(Float32Module):
         *,
         position: Tensor | None = None,
         state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return `(g, state)` for streaming, with g of `forward`. Only a `stateful` decay has a state."""
         return self(f, position=position), None
 
-    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | Packing | None) -> Tensor:
         """The key under parameter sharing, `1 − λ`, in g's shape. `f`, `state` and `cu_seqlens` are those of `scan`."""
         return -torch.expm1(g)
 

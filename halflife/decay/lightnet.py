@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.decay.base import DECAYS, Decay
+from halflife.packing import Packing
 from halflife.registry import unknown
 
 
@@ -42,17 +43,17 @@ class LightNetDecay(Decay):
         *,
         position: Tensor | None = None,
         state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `g` and the running logsumexp `[N, H(, K)]`, −inf (or 0, by `first`) before the first token."""
         f = f if f.dtype == torch.float64 else f.float()
-        sequences = len(f) if cu_seqlens is None else len(cu_seqlens) - 1
+        packing = Packing.of(cu_seqlens, *f.shape[:2])
         if state is None:
-            state = f.new_full((sequences, *f.shape[2:]), -torch.inf if self.first == "empty" else 0.0)
-        if cu_seqlens is None:
+            state = f.new_full((packing.num_sequences, *f.shape[2:]), -torch.inf if self.first == "empty" else 0.0)
+        if packing.cu_seqlens is None:
             return _running(f, state)
         pieces, states = [], []
-        for row, piece in enumerate(f.split(cu_seqlens.diff().tolist(), dim=1)):
+        for row, piece in enumerate(f.split(packing.counts, dim=1)):
             g, last = _running(piece, state[row : row + 1])
             pieces.append(g)
             states.append(last)
@@ -83,22 +84,22 @@ class ReleasedLightNetDecay(LightNetDecay):
         *,
         position: Tensor | None = None,
         state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `LightNetDecay.scan`. The state is `[N, 2, H]` or `[N, 2, H, K]`: lse, and exp(f − lse) of the last f."""
         g, last = super().scan(f, state=None if state is None else state[:, 0], cu_seqlens=cu_seqlens)
         return g, torch.stack([last, self._weights(g, state, cu_seqlens)[1]], 1)
 
-    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def shared_key(self, f: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | Packing | None) -> Tensor:
         return self._weights(g, state, cu_seqlens)[0] * g.exp()
 
-    def _weights(self, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _weights(self, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | Packing | None) -> tuple[Tensor, Tensor]:
         """`exp(f_{t−1} − lse f_{<t})` at each token, which is 1 − λ_{t−1}, and the last one of each sequence."""
-        lengths = [g.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
-        sequences = len(g) if cu_seqlens is None else len(lengths)
-        first = g.new_ones(sequences, *g.shape[2:]) if state is None else state[:, 1]
-        starts = [first] if cu_seqlens is None else first.split(1)
-        pieces = (-torch.expm1(g)).split(lengths, dim=1)
+        packing = Packing.of(cu_seqlens, *g.shape[:2])
+        packed = packing.cu_seqlens is not None
+        first = g.new_ones(packing.num_sequences, *g.shape[2:]) if state is None else state[:, 1]
+        starts = first.split(1) if packed else [first]
+        pieces = (-torch.expm1(g)).split(packing.counts if packed else [packing.length], dim=1)
         joined = [torch.cat([a.unsqueeze(1), b], 1) for a, b in zip(starts, pieces, strict=True)]
         return torch.cat([part[:, :-1] for part in joined], 1), torch.cat([part[:, -1] for part in joined])
 

@@ -20,8 +20,8 @@ from halflife.layers.init import Linear
 from halflife.layers.memory.choose import KINDS, build_states
 from halflife.layers.parts import GATES, DecayProjection, ShortConv, build_decay, check_gain, check_heads, rotary
 from halflife.ops import dplr
-from halflife.ops.call import check_cu_seqlens
 from halflife.ops.fused import l2_normalize
+from halflife.packing import Packing
 from halflife.position import check_pairs, half_lrpe, lrpe
 from halflife.registry import Registry, check_options, unknown
 
@@ -66,7 +66,7 @@ class Mixer(nn.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"x must be [B, T, D]; got {tuple(x.shape)}")
-        sequences = check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        sequences = Packing.of(cu_seqlens, *x.shape[:2]).num_sequences
         if state and len(state["position"]) != sequences:
             raise ValueError(f"the state has {len(state['position'])} sequences, but the input has {sequences}")
         if attention_mask is None:

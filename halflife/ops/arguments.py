@@ -44,14 +44,6 @@ def check_required(**tensors: Any) -> None:
     check_tensors(**tensors)
 
 
-def check_integers(name: str, x: Any) -> None:
-    """Check that `x` is a tensor of integers; raises as `check_tensors` does."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of integers; got {type(x).__name__}")
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers; got {x.dtype}")
-
-
 def check_number(name: str, x: Any) -> None:
     """Check that `x` is None or a finite number, and not a tensor, whose gradient would be lost."""
     if x is None:

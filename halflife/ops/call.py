@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,11 +11,11 @@ from torch import Tensor
 from halflife.ops.arguments import (
     check_chunk_size,
     check_decay,
-    check_integers,
     check_number,
     check_tensors,
     is_transformed,
 )
+from halflife.packing import Packing
 from halflife.precision import compute_dtype
 
 
@@ -37,7 +36,7 @@ class OpCall:
         g_slow: log-decay of GateRank's slow state `[B, T, H]`.
         scale: factor of the output, or None (see `output_scale`).
         initial_state: `[N, H, num_states · K, V]`, or None for zeros.
-        cu_seqlens: boundaries `[N + 1]` of packed sequences (then B = 1), or None for a batch of equal lengths.
+        cu_seqlens: boundaries `[N + 1]` of packed sequences (then B = 1), their `Packing`, or None for rows.
         chunk_size: tokens a chunk, which implementations may round.
     """
 
@@ -52,7 +51,7 @@ class OpCall:
     g_slow: Tensor | None = None
     scale: float | None = None
     initial_state: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | Packing | None = None
     chunk_size: int = 64
 
     @property
@@ -80,15 +79,15 @@ class OpCall:
         """States a head: 2 in GateRank (the fast one above the slow one), else 1."""
         return 1 if self.g_slow is None else 2
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences N: B, or the number of packed sequences."""
-        return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+    @cached_property
+    def packing(self) -> Packing:
+        """Where the sequences lie."""
+        return Packing.of(self.cu_seqlens, *self.q.shape[:2])
 
     @property
     def is_token(self) -> bool:
         """Whether this is one token of each sequence, as while decoding."""
-        return self.q.shape[1] == 1 and self.cu_seqlens is None
+        return self.q.shape[1] == 1 and self.packing.cu_seqlens is None
 
     @property
     def differentiated(self) -> bool:
@@ -107,7 +106,7 @@ class OpCall:
         if self.initial_state is not None:
             return self.initial_state.to(dtype)
         heads, key = self.q.shape[2:]
-        return self.q.new_zeros(self.num_sequences, heads, self.num_states * key, self.v.shape[-1], dtype=dtype)
+        return self.q.new_zeros(self.packing.num_sequences, heads, self.num_states * key, self.v.shape[-1], dtype=dtype)
 
     def with_wide_inputs(self, initial_state: Tensor | None = None) -> OpCall:
         """The call in float64 if the state before the first token is float64, so that the state stays so."""
@@ -115,7 +114,8 @@ class OpCall:
         if initial is None or initial.dtype != torch.float64 or self.q.dtype == torch.float64:
             return self
         names = ("q", "k", "v", "g", "beta", "a", "b", "g_slow")
-        return replace(self, **{name: x.double() for name in names if (x := getattr(self, name)) is not None})
+        tensors = {name: x.double() for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, cu_seqlens=self.packing, **tensors)
 
     def check(self) -> None:
         """Checks all tensors.
@@ -157,7 +157,7 @@ class OpCall:
         for name, x in (("a", self.a), ("b", self.b)):
             if x is not None and x.shape != vector:
                 raise ValueError(f"{name} must be [B, T, H, K] = {vector}; got {tuple(x.shape)}")
-        sequences = check_cu_seqlens(self.cu_seqlens, *scalar[:2])
+        sequences = self.packing.num_sequences
         if self.initial_state is not None:
             expected = (sequences, scalar[2], self.num_states * vector[3], v.shape[-1])
             if self.initial_state.shape != expected:
@@ -166,27 +166,3 @@ class OpCall:
                     for shape in (expected, tuple(self.initial_state.shape))
                 )
                 raise ValueError(f"initial_state must be [sequences, H, K, V] = {expected}; got {got}")
-
-
-def check_cu_seqlens(cu_seqlens: Tensor | None, batch: int, length: int) -> int:
-    """Return the number of sequences; raise a ValueError unless the boundaries rise from 0 to T and B is 1."""
-    if cu_seqlens is None:
-        return batch
-    if batch != 1:
-        raise ValueError(f"packed input (cu_seqlens) has batch size 1, one row of all tokens; got {batch}")
-    check_integers("cu_seqlens", cu_seqlens)
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
-        raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
-    bounds: Sequence[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {list(bounds)}")
-    return len(bounds) - 1
-
-
-def pieces(length: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice]]:
-    """Yield `(rows of the state, tokens)` of each independent part: the whole batch, or one packed sequence each."""
-    if cu_seqlens is None:
-        yield slice(None), slice(0, length)
-        return
-    for row, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
-        yield slice(row, row + 1), slice(start, stop)

@@ -16,8 +16,8 @@ from torch import Tensor
 from halflife.ops.arguments import check_tensors, is_transformed
 from halflife.ops.backends.dispatch import Implementation, choose, implements
 from halflife.ops.backends.native import unsupported
-from halflife.ops.call import check_cu_seqlens, pieces
 from halflife.ops.fused import usable
+from halflife.packing import Packing
 from halflife.precision import compute_dtype
 from halflife.shapes import Float, Int
 
@@ -32,7 +32,7 @@ def causal_conv1d(
     activation: str | None = "silu",
     initial_state: Float[Tensor, "N D W1"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
 
@@ -59,34 +59,34 @@ def causal_conv1d(
         raise ValueError(f"bias must be [D] = {tuple(x.shape[2:])}; got {tuple(bias.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
-    sequences = check_cu_seqlens(cu_seqlens, x.shape[0], x.shape[1])
-    expected = (sequences, x.shape[2], weight.shape[1] - 1)
+    packing = Packing.of(cu_seqlens, *x.shape[:2])
+    expected = (packing.num_sequences, x.shape[2], weight.shape[1] - 1)
     if initial_state is None:
         initial_state = x.new_zeros(expected)
     elif tuple(initial_state.shape) != expected:
         raise ValueError(f"initial_state must be [sequences, D, W - 1] = {expected}; got {tuple(initial_state.shape)}")
     backend = "reference" if is_transformed() else "auto" if usable(x) else "chunked"
     implementation = choose("causal_conv1d", backend, x.device)
-    y, state = implementation(x, weight, bias, activation, initial_state, cu_seqlens)
+    y, state = implementation(x, weight, bias, activation, initial_state, packing)
     return y, state if output_final_state else None
 
 
 @implements("causal_conv1d", "native", unsupported)
 def native(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, cu_seqlens: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, packing: Packing
 ) -> tuple[Tensor, Tensor]:
     """One pass over memory with the bias and the activation, compiled for this CPU (csrc/conv.cpp)."""
-    return torch.ops.halflife.causal_conv(x, weight, bias, state, cu_seqlens, activation == "silu")
+    return torch.ops.halflife.causal_conv(x, weight, bias, state, packing.cu_seqlens, activation == "silu")
 
 
 def _activated(convolve: Implementation) -> Implementation:
-    """The implementation `convolve(x, weight, state, cu_seqlens)` with a bias and an activation after it."""
+    """The implementation `convolve(x, weight, state, packing)` with a bias and an activation after it."""
 
     @wraps(convolve)
     def run(
-        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, cu_seqlens: Tensor | None
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, packing: Packing
     ) -> tuple[Tensor, Tensor]:
-        y, state = convolve(x, weight, state, cu_seqlens)
+        y, state = convolve(x, weight, state, packing)
         return ACTIVATIONS[activation](y if bias is None else y + bias).to(x.dtype), state
 
     return run
@@ -94,10 +94,10 @@ def _activated(convolve: Implementation) -> Implementation:
 
 @implements("causal_conv1d", "reference")
 @_activated
-def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """The definition: a window of W inputs moves by one token at a time."""
     outputs, finals = [], []
-    for rows, tokens in pieces(x.shape[1], cu_seqlens):
+    for rows, tokens in packing.pieces():
         before = state[rows]
         window = torch.cat([before, before[..., :0].new_zeros(*before.shape[:2], 1)], -1).to(compute_dtype(x))
         for t in range(tokens.start, tokens.stop):
@@ -110,18 +110,18 @@ def reference(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | Non
 
 @implements("causal_conv1d", "chunked")
 @_activated
-def chunked(x: Tensor, weight: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def chunked(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """The sum of W shifted products. The state of each sequence is put before its first token."""
     taps = weight.to(compute_dtype(x)).t().contiguous()
     history, before = len(taps) - 1, state.transpose(1, 2).to(x.dtype)
-    if cu_seqlens is None:
+    if packing.cu_seqlens is None:
         extended = torch.cat([before, x], 1)
         tail = extended[:, x.shape[1] :]
     else:
-        extended, tail = _extend(x, before, cu_seqlens)
+        extended, tail = _extend(x, before, packing)
     y = _shifted_products(extended, taps)
-    if cu_seqlens is not None:
-        y = y.index_select(1, _token_rows(x.shape[1], history, cu_seqlens))
+    if packing.cu_seqlens is not None:
+        y = y.index_select(1, _token_rows(packing, history, x.device))
     return y, tail.transpose(1, 2)
 
 
@@ -162,23 +162,21 @@ class _ShiftedProducts(torch.autograd.Function):
         return dx.to(x.dtype), dtaps
 
 
-def _token_rows(length: int, history: int, cu_seqlens: Tensor) -> Tensor:
+def _token_rows(packing: Packing, history: int, device: torch.device) -> Tensor:
     """For each packed token, the row of the extended inputs at which its window starts: `[T]`."""
-    sequence = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device).repeat_interleave(
-        cu_seqlens.diff(), output_size=length
-    )
-    return torch.arange(length, device=cu_seqlens.device) + sequence * history
+    return torch.arange(packing.length, device=device) + packing.sequence * history
 
 
-def _extend(x: Tensor, before: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _extend(x: Tensor, before: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """Packed inputs with W − 1 rows of state before each sequence, and the last W − 1 rows of each sequence."""
+    bounds = packing.cu_seqlens
+    assert bounds is not None
     sequences, history, channels = before.shape
-    length = x.shape[1]
     offsets = torch.arange(sequences, device=x.device) * history
     window = torch.arange(history, device=x.device)
-    tokens = _token_rows(length, history, cu_seqlens) + history
-    states = (cu_seqlens[:-1] + offsets).unsqueeze(1) + window
-    extended = x.new_zeros(1, length + sequences * history, channels)
+    tokens = _token_rows(packing, history, x.device) + history
+    states = (bounds[:-1] + offsets).unsqueeze(1) + window
+    extended = x.new_zeros(1, packing.length + sequences * history, channels)
     extended = extended.index_copy(1, tokens, x).index_copy(1, states.flatten(), before.reshape(1, -1, channels))
-    tails = (cu_seqlens[1:] + offsets).unsqueeze(1) + window
+    tails = (bounds[1:] + offsets).unsqueeze(1) + window
     return extended, extended[0, tails]

@@ -17,6 +17,7 @@ from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add, split_decay
+from halflife.packing import Packing
 from halflife.shapes import Float, Int
 
 
@@ -30,7 +31,7 @@ def delta_rule(
     scale: float | None = None,
     initial_state: Float[Tensor, "N H K V"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halflife.ops.arguments import check_required, check_tensors
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.call import OpCall, pieces
+from halflife.ops.call import OpCall
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.gate_decay import GateDecay
@@ -28,6 +28,7 @@ from halflife.ops.delta_rule import DeltaBlock
 from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
+from halflife.packing import Packing
 from halflife.precision import compute_dtype, wide
 from halflife.registry import unknown
 from halflife.shapes import Float, Int
@@ -47,7 +48,7 @@ def gate_rank(
     scale: float | None = None,
     initial_state: States | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
     reset_law: str = "mask",
@@ -80,7 +81,9 @@ def gate_rank(
     check_required(g_slow=g_slow, g_fast=g_fast)
     check_reset_law(reset_law, delta=beta is not None)
     if reset_law == "printed":
-        options = {"scale": scale, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "backend": backend}
+        check_tensors(q=q)
+        packing = Packing.of(cu_seqlens, *q.shape[:2])
+        options = {"scale": scale, "cu_seqlens": packing, "chunk_size": chunk_size, "backend": backend}
         return _printed(q, k, v, g_slow, g_fast, initial_state, output_final_state, options)
     call = OpCall(
         "gate_rank", q, k, v, g_fast, beta, g_slow=g_slow, scale=scale, initial_state=join(initial_state),
@@ -198,7 +201,7 @@ def _cumulative(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def mask(call: OpCall) -> tuple[Tensor, Tensor]:
     """The quadratic form with T × T weights, for reading and teaching; its memory is quadratic in T."""
     states, outputs, finals = call.first_state(), [], []
-    for rows, tokens in pieces(call.q.shape[1], call.cu_seqlens):
+    for rows, tokens in call.packing.pieces():
         state = states[rows]
         if tokens.stop > tokens.start:
             o, state = _quadratic(call, tokens, state)

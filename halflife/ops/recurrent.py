@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halflife.ops.call import OpCall, pieces
+from halflife.ops.call import OpCall
 
 
 def token_loop(
@@ -28,7 +28,7 @@ def token_loop(
         g = g.unsqueeze(-1)
     inputs = [None if x is None else x.to(states.dtype) for x in (call.q, call.k, call.v, *others, g)]
     outputs, finals = [], []
-    for rows, tokens in pieces(call.q.shape[1], call.cu_seqlens):
+    for rows, tokens in call.packing.pieces():
         state = states[rows]
         for t in range(tokens.start, tokens.stop):
             o, state = token(state, *(None if x is None else x[:, t] for x in inputs))

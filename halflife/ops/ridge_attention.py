@@ -22,10 +22,11 @@ from torch import Tensor
 
 from halflife.ops.arguments import check_required, check_tensors, is_traced
 from halflife.ops.backends.dispatch import choose, implements
-from halflife.ops.call import OpCall, pieces
+from halflife.ops.call import OpCall
 from halflife.ops.conjugate_gradients import Solution, check_solver, conjugate_gradients
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.slow_decay import decay_and_add
+from halflife.packing import Packing
 from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
@@ -56,7 +57,7 @@ def ridge_attention(
     tolerance: float = 1e-6,
     initial_state: State | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, State | None]:
@@ -98,7 +99,7 @@ def ridge_attention(
     implementation = choose(call.op, backend, call.device)
     with without_autocast(call.device):
         q, k, g, beta = (x.to(dtype) for x in (q, k, g, beta))
-        call = OpCall(call.op, q, k, v.to(dtype), g, beta, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+        call = OpCall(call.op, q, k, v.to(dtype), g, beta, cu_seqlens=call.packing, chunk_size=chunk_size)
         y, *state = implementation(RidgeCall(call, ridge.to(dtype), gram, values, iterations, tolerance))
     return y.to(v.dtype), (state[0], state[1]) if output_final_state else None
 
@@ -106,7 +107,7 @@ def ridge_attention(
 def _first(call: OpCall, initial: Any) -> State:
     """The sums before the first token."""
     (heads, key), value = call.q.shape[2:], call.v.shape[-1]
-    shapes = [(call.num_sequences, heads, key, last) for last in (key, value)]
+    shapes = [(call.packing.num_sequences, heads, key, last) for last in (key, value)]
     if initial is None:
         gram, values = (call.q.new_zeros(shape, dtype=compute_dtype(call.q)) for shape in shapes)
         return gram, values
@@ -123,7 +124,7 @@ def reference(call: RidgeCall) -> tuple[Tensor, Tensor, Tensor]:
     op, outputs, grams, values = call.op, [call.op.v[:, :0]], [], []
     assert op.g is not None
     assert op.beta is not None
-    for rows, tokens in pieces(op.q.shape[1], op.cu_seqlens):
+    for rows, tokens in op.packing.pieces():
         gram, value = call.gram[rows], call.values[rows]
         for t in range(tokens.start, tokens.stop):
             q, k, v = (x[:, t].unsqueeze(-1) for x in (op.q, op.k, op.v))
@@ -142,7 +143,7 @@ def chunked(call: RidgeCall) -> tuple[Tensor, Tensor, Tensor]:
     op = call.op
     assert op.beta is not None
     read = partial(
-        linear_attention, k=op.k, g=op.g, scale=1, output_final_state=True, cu_seqlens=op.cu_seqlens,
+        linear_attention, k=op.k, g=op.g, scale=1, output_final_state=True, cu_seqlens=op.packing,
         chunk_size=op.chunk_size,
     )  # fmt: skip
     written = op.beta.unsqueeze(-1) * op.k

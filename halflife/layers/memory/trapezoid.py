@@ -12,6 +12,7 @@ from torch import Tensor
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.ops.chunked.layout import make_layout
+from halflife.packing import Packing
 from halflife.position import turn
 from halflife.precision import wide
 
@@ -79,7 +80,7 @@ def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
 
 
 def _running_sums(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    layout = make_layout(turns.shape[1], 64, cu_seqlens, turns.device)
+    layout = make_layout(Packing.of(cu_seqlens, *turns.shape[:2]), 64, turns.device)
     inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
     bounds = None if cu_seqlens is None else F.pad(-(-cu_seqlens.diff() // layout.chunk).cumsum(0), (1, 0))
     totals = inside[:, :, -1]

@@ -140,6 +140,7 @@ OPS = {"linear_attention": linear_attention, "delta_rule": delta_rule, "dplr": d
 def _run(name: str, call: OpCall, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
     """Call `fla.ops.<name>` on q, k, v and these gates; return `(o, final state [N, H, K, V])`."""
     module, _, function = name.rpartition(".")
+    bounds = call.packing.cu_seqlens
     o, state = getattr(importlib.import_module(f"fla.ops.{module}"), function)(
         call.q,
         call.k,
@@ -148,7 +149,7 @@ def _run(name: str, call: OpCall, **gates: Tensor | None) -> tuple[Tensor, Tenso
         scale=float(call.output_scale),
         initial_state=None if call.initial_state is None else call.initial_state.float(),
         output_final_state=True,
-        cu_seqlens=None if call.cu_seqlens is None else call.cu_seqlens.to(call.device, torch.int64),
+        cu_seqlens=None if bounds is None else bounds.to(call.device, torch.int64),
     )
     return o.to(call.v.dtype), state
 

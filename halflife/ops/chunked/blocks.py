@@ -160,7 +160,7 @@ def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: OpC
     Returns:
         The outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`.
     """
-    layout = make_layout(call.q.shape[1], call.chunk_size, call.cu_seqlens, call.device)
+    layout = make_layout(call.packing, call.chunk_size, call.device)
     aligned = (None if x is None else layout.align(x) for x in inputs)
     o, state = _ChunkedOp.apply(block_type, call.output_scale, layout, call.num_states, call.first_state(), *aligned)
     return layout.restore(o), state

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from halflife.packing import Packing
 
 # Rows (batch x heads x tokens) of a block. On a CPU this many fit in cache (measured, docs/log.md); an accelerator
 # needs many more to be busy.
@@ -76,17 +77,15 @@ class ChunkLayout:
         return state_rows if self.index is not None or state_rows is None else rows
 
 
-def make_layout(length: int, chunk_size: int, cu_seqlens: Tensor | None, device: torch.device) -> ChunkLayout:
-    """Lay out a batch of equal lengths, or packed sequences with boundaries `cu_seqlens [N + 1]`."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1; got {chunk_size}")
-    if cu_seqlens is None:
+def make_layout(packing: Packing, chunk_size: int, device: torch.device) -> ChunkLayout:
+    """Lay out rows of equal length, or packed sequences."""
+    length = packing.length
+    if packing.cu_seqlens is None:
         chunk = _power_of_two(min(chunk_size, max(length, 1)))
         n = -(-length // chunk)
         every = slice(None)
         return ChunkLayout(length, chunk, n, {0: every} if n else {}, {n - 1: every} if n else {})
-    bounds: list[int] = cu_seqlens.tolist()
-    lengths = [b - a for a, b in pairwise(bounds)]
+    bounds, lengths = packing.bounds, packing.counts
     chunk = _power_of_two(min(chunk_size, max([*lengths, 1])))
     first, last, starts, n = {}, {}, [], 0
     for row, tokens in enumerate(lengths):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from halflife.ops.arguments import check_chunk_size, check_decay, check_number, check_tensors, is_transformed
-from halflife.ops.call import check_cu_seqlens
 from halflife.ops.conjugate_gradients import check_solver
 from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
+from halflife.packing import Packing
 from halflife.registry import unknown
 
 MODES = ("chunk", "prefix", "masked")
@@ -38,7 +39,7 @@ class KoopmanCall:
     refresh: str = "chunk"
     normalization: str = "causal"
     initial_state: KoopmanState | None = None
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | Packing | None = None
     operator: str = "whitened"
     g: Tensor | None = None
     beta: Tensor | None = None
@@ -62,10 +63,10 @@ class KoopmanCall:
         """Tokens that share one operator: `chunk_size`, or 1 under `refresh="token"`."""
         return 1 if self.refresh == "token" else self.chunk_size
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences N: B, or the number of packed sequences."""
-        return self.k.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+    @cached_property
+    def packing(self) -> Packing:
+        """Where the sequences of the keys lie."""
+        return Packing.of(self.cu_seqlens, *self.k.shape[:2])
 
     @property
     def decays(self) -> int:
@@ -80,7 +81,7 @@ class KoopmanCall:
             k, v = k.to(dtype) * root, v.to(dtype) * root
         if g is not None:
             g = g.to(dtype) if g.ndim == 4 else g.to(dtype).unsqueeze(-1)
-        return replace(self, k=k, v=v, g=g, beta=None)
+        return replace(self, k=k, v=v, g=g, beta=None, cu_seqlens=self.packing)
 
     def check(self) -> None:
         """Checks all arguments.
@@ -114,9 +115,8 @@ class KoopmanCall:
             raise ValueError(f"mask must be [B, T] = {tuple(k.shape[:2])}; got {tuple(mask.shape)}")
         if mode == "masked" and mask is None:
             raise ValueError("mode 'masked' needs a mask")
-        if mode != "chunk" and self.cu_seqlens is not None:
+        if mode != "chunk" and self.packing.cu_seqlens is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
-        check_cu_seqlens(self.cu_seqlens, *k.shape[:2])
         self._check_weights()
         check_settings(
             self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator, self.solver,

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from halflife.ops.koopman.decays import Weighted, running_norms
 from halflife.ops.koopman.state import KoopmanMemory, Sums
 from halflife.ops.slow_decay import split_decay
+from halflife.packing import Packing
 
 
 class Segment(NamedTuple):
@@ -30,14 +31,14 @@ class Segment(NamedTuple):
 class KoopmanLayout:
     """The timeline of keys `[B, T, H, R]` that come after the memory's, in chunks of `chunk_size` tokens."""
 
-    def __init__(self, k: Tensor, memory: KoopmanMemory, chunk_size: int, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, k: Tensor, memory: KoopmanMemory, chunk_size: int, packing: Packing) -> None:
         self.size, self.shape = chunk_size, k.shape[:2]
         pending = memory.pending.tolist()
-        new = [k.shape[1]] * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        new = packing.counts
         total = [a + b for a, b in zip(pending, new, strict=True)]
         # Every sequence has at least one chunk, which holds the sums that it starts from.
         counts = [max(1, -(-tokens // chunk_size)) for tokens in total]
-        aligned = cu_seqlens is None and len(set(pending)) == 1
+        aligned = packing.cu_seqlens is None and len(set(pending)) == 1
         self.rows = len(total) if aligned else 1
         bounds = [0, *accumulate(counts[:1] if aligned else counts)]
         self.chunks = bounds[-1]

@@ -47,6 +47,7 @@ from halflife.ops.koopman.state import (
     with_pending,
 )
 from halflife.ops.koopman.tokens import by_tokens, has_token_form
+from halflife.packing import Packing
 from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
@@ -71,7 +72,7 @@ def koopman_attention(
     normalization: str = "causal",
     initial_state: KoopmanState | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
     backend: str = "auto",
     operator: str = "whitened",
     inclusive: bool = False,
@@ -162,13 +163,13 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
         solver = Solver(call.iterations, call.tolerance, call.k) if call.solver == "cg" else None
         readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator, solver)
         memory = initial_memory(
-            call.initial_state, call.k, call.v, call.num_sequences, call.tokens_per_operator, call.decays
+            call.initial_state, call.k, call.v, call.packing.num_sequences, call.tokens_per_operator, call.decays
         )
         if call.normalization == "paper":
-            memory = freeze_norm(memory, call.k.to(dtype), call.cu_seqlens)
+            memory = freeze_norm(memory, call.k.to(dtype), call.packing)
         if call.mode != "chunk":
             implementation = native.run if implementation is native.run else _prefix
-        elif torch.compiler.is_exporting() and call.cu_seqlens is None:
+        elif torch.compiler.is_exporting() and call.packing.cu_seqlens is None:
             implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
@@ -198,7 +199,7 @@ def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
 @implements(OP, "chunked")
 def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """One operator a chunk, all in one batch: sums of each chunk, running sums, one factorisation, K + 1 solves."""
-    layout = KoopmanLayout(call.k, memory, call.tokens_per_operator, call.cu_seqlens)
+    layout = KoopmanLayout(call.k, memory, call.tokens_per_operator, call.packing)
     keys = layout.place(call.k, memory.pending_keys)
     values = layout.place(call.v, memory.pending_values)
     g = None if call.g is None else layout.place(call.g, memory.pending_decays)
@@ -233,7 +234,8 @@ def _with_own(entering: Sums, tokens: Weighted) -> Sums:
 def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
     """Whether the call is one token that leaves its chunk open, or that is a chunk by itself."""
     room = memory.pending_keys.shape[1]
-    return call.k.shape[1] == 1 and call.cu_seqlens is None and (room == 0 or bool((memory.pending < room).all()))
+    single = call.k.shape[1] == 1 and call.packing.cu_seqlens is None
+    return single and (room == 0 or bool((memory.pending < room).all()))
 
 
 def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from halflife.ops.backends.dispatch import implements
-from halflife.ops.call import pieces
 from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.state import KoopmanMemory, Sums, previous_keys, with_pending
@@ -16,7 +15,7 @@ from halflife.ops.koopman.state import KoopmanMemory, Sums, previous_keys, with_
 def reference(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """The definition: the sums change token by token, and for every token an operator is solved."""
     outputs, states, retries = [], [], 0
-    for rows, tokens in pieces(call.k.shape[1], call.cu_seqlens):
+    for rows, tokens in call.packing.pieces():
         part = KoopmanMemory.from_state({name: x[rows] for name, x in memory._replace(inverse=None).to_state().items()})
         y, last, failed = _loop(call, tokens, part, readout)
         outputs.append(y)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from halflife.ops.koopman.decays import SumDecay, Weighted, token_decay, weigh_tokens
 from halflife.ops.slow_decay import split_decay
+from halflife.packing import Packing
 from halflife.precision import compute_dtype
 
 KoopmanState = dict[str, Tensor]
@@ -180,12 +181,12 @@ def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "ca
     return KoopmanMemory(sums, last, slots[0], slots[1], torch.zeros_like(counts), pending_decays=slots[2]).to_state()
 
 
-def freeze_norm(memory: KoopmanMemory, k: Tensor, cu_seqlens: Tensor | None) -> KoopmanMemory:
+def freeze_norm(memory: KoopmanMemory, k: Tensor, packing: Packing) -> KoopmanMemory:
     """Set m² of the sequences that have none yet to the largest squared norm of their keys `k [B, T, H, R]`."""
     if not torch.compiler.is_exporting() and (memory.sums.norm > 0).all():
         return memory  # the same tensors, for `cached_inverse_factor`
     norms = k.square().sum(-1)
-    pieces = norms.unbind(0) if cu_seqlens is None else norms[0].split(cu_seqlens.diff().tolist())
+    pieces = norms.unbind(0) if packing.cu_seqlens is None else norms[0].split(packing.counts)
     largest = [piece.amax(0) if len(piece) else piece.new_zeros(piece.shape[1]) for piece in pieces]
     first = torch.stack(largest) if largest else memory.sums.norm
     known = memory.sums.norm

@@ -32,7 +32,7 @@ def has_token_form(call: KoopmanCall) -> bool:
 
 def by_tokens(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """`chunked` of `koopman.op`, for calls that `has_token_form` accepts."""
-    layout, solver = KoopmanLayout(call.k, memory, 1, call.cu_seqlens), readout.solver
+    layout, solver = KoopmanLayout(call.k, memory, 1, call.packing), readout.solver
     assert solver is not None
     k, v = layout.place(call.k), layout.place(call.v)
     g = k.new_zeros(*k.shape[:3], 1) if call.g is None else layout.place(call.g)

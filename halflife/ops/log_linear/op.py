@@ -15,11 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_integers, check_required, check_tensors, is_transformed
+from halflife.ops.arguments import check_required, check_tensors, is_transformed
 from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.call import OpCall
 from halflife.ops.log_linear.rows import Rows, levels
 from halflife.ops.slow_decay import decay_and_add
+from halflife.packing import Packing, check_integers
 from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
 
@@ -36,7 +37,7 @@ def log_linear_attention(
     scale: float | None = None,
     initial_state: State | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, State | None]:
@@ -83,7 +84,7 @@ def log_linear_attention(
 
 def _first(call: OpCall, num_states: int, initial: State | None) -> tuple[Tensor, Tensor]:
     """The states `[N, H, L − 1, K, V]` before the first token, and its position `[N]`."""
-    batch, (heads, key), value = call.num_sequences, call.q.shape[2:], call.v.shape[-1]
+    batch, (heads, key), value = call.packing.num_sequences, call.q.shape[2:], call.v.shape[-1]
     shape = (batch, heads, num_states, key, value)
     if initial is None:
         return call.q.new_zeros(shape, dtype=compute_dtype(call.q)), torch.zeros(

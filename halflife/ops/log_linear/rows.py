@@ -44,12 +44,11 @@ class Rows:
     @classmethod
     def of(cls, call: OpCall, weights: Tensor, states: Tensor, position: Tensor, fresh: bool) -> Rows:
         tensors = [x.to(states.dtype) for x in (call.q, call.k, call.v, call.g, weights)]  # type: ignore[union-attr]
-        batch, length, index = call.num_sequences, call.q.shape[1], None
-        lengths = torch.full_like(position, length)
-        if call.cu_seqlens is not None:
-            bounds = call.cu_seqlens.to(position)
-            lengths = bounds.diff()
-            longest = int(lengths.max()) if batch else 0
+        packing, length, index = call.packing, call.q.shape[1], None
+        batch, lengths = packing.num_sequences, torch.full_like(position, length)
+        if packing.cu_seqlens is not None:
+            bounds = packing.cu_seqlens.to(position)
+            lengths, longest = bounds.diff(), max(packing.counts, default=0)
             starts = torch.arange(batch, device=bounds.device) * longest - bounds[:-1]
             index = torch.arange(length, device=bounds.device) + starts.repeat_interleave(lengths)
             empty = [x.new_zeros(batch * longest, *x.shape[2:]) for x in tensors]

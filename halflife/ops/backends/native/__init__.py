@@ -50,8 +50,6 @@ def _names(dtypes: set[torch.dtype]) -> str:
 def run(call: OpCall) -> tuple[Tensor, Tensor]:
     """Run an op on a state: outputs `[B, T, H, V]` and final states `[N, H, num_states · K, V]`."""
     load()
-    if call.chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1; got {call.chunk_size}")
     initial = call.first_state().contiguous()
     save = call.differentiated
     q, k, v, a, b = (_dense(x) for x in (call.q, call.k, call.v, call.a, call.b))
@@ -60,7 +58,7 @@ def run(call: OpCall) -> tuple[Tensor, Tensor]:
     if call.is_token and not save:
         return torch.ops.halflife.state_step(*inputs, call.output_scale)
     o, state, _ = torch.ops.halflife.state_op(
-        *inputs, call.cu_seqlens, call.output_scale, min(call.chunk_size, _LARGEST), save
+        *inputs, call.packing.cu_seqlens, call.output_scale, min(call.chunk_size, _LARGEST), save
     )
     return o, state
 

@@ -51,7 +51,7 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
     gamma, mix = readout.gamma.flatten(), readout.mix.flatten()
     save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *entering, gamma, mix))
     y, *sums, last, keys, values, pending, _, _, retries = torch.ops.halflife.koopman(
-        q, k, v, entering, pending.contiguous(), gamma, mix, call.cu_seqlens, readout.ridge, readout.power,
+        q, k, v, entering, pending.contiguous(), gamma, mix, call.packing.cu_seqlens, readout.ridge, readout.power,
         call.tokens_per_operator, call.normalization == "sequence" and not prefix, prefix, save,
     )  # fmt: skip
     return y, type(memory)(type(memory.sums)._make(sums), last, keys, values, pending), int(retries)

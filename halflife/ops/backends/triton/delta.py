@@ -45,7 +45,7 @@ def run(call: OpCall) -> tuple[Tensor, Tensor]:
     Returns:
         The outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`.
     """
-    chunks, gates = make_chunks(call.q, call.chunk_size, call.cu_seqlens), (call.g_slow, call.g)
+    chunks, gates = make_chunks(call.q, call.chunk_size, call.packing.cu_seqlens), (call.g_slow, call.g)
     inputs = (call.q, call.k, call.v, call.beta, *gates, call.first_state(torch.float32))
     given = (None if x is None else x.contiguous() for x in inputs)
     with torch.cuda.device_of(call.q):

@@ -1,0 +1,149 @@
+"""Where the sequences of a batch lie: one in each row, or all packed into one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Packing:
+    """The sequences of tokens `[B, T]`: B rows of T tokens, or N sequences packed along T in a single row.
+
+    A model makes it once in a forward pass and passes it down in the place of `cu_seqlens`. The boundaries are then
+    checked once, and read from their device once.
+
+    Attributes:
+        batch, length: B and T.
+        cu_seqlens: boundaries `[N + 1]` of packed sequences, from 0 to T, or None for rows.
+    """
+
+    def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None = None) -> None:
+        self.batch, self.length, self.cu_seqlens = batch, length, cu_seqlens
+        self._bounds: list[int] | None = None
+        self._sequence: Tensor | None = None
+
+    @classmethod
+    def of(cls, packed: Any, batch: int, length: int) -> Packing:
+        """Return the packing of tokens `[batch, length]` from boundaries `[N + 1]`, None (rows) or a `Packing`.
+
+        A `Packing` has been checked before, and it is returned itself.
+
+        Raises:
+            TypeError: `packed` is no tensor of integers, None or `Packing`.
+            ValueError: the boundaries do not rise from 0 to `length`, or `batch` is not 1; or the `Packing` is one of
+                other tokens.
+        """
+        if isinstance(packed, Packing):
+            if (packed.batch, packed.length) != (batch, length):
+                raise ValueError(f"this {packed} is not for tokens [{batch}, {length}]")
+            return packed
+        if packed is None:
+            return cls(batch, length)
+        if batch != 1:
+            raise ValueError(f"packed input (cu_seqlens) has batch size 1, one row of all tokens; got {batch}")
+        check_integers("cu_seqlens", packed)
+        if packed.ndim != 1 or packed.numel() < 1:
+            raise ValueError("cu_seqlens must be integers [N + 1]: the cumulative lengths, starting with 0")
+        packing = cls(batch, length, packed)
+        bounds = packing.bounds
+        if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
+            raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {bounds}")
+        return packing
+
+    def __repr__(self) -> str:
+        if self.cu_seqlens is None:
+            return f"Packing of {self.batch} rows of {self.length} tokens"
+        return f"Packing of {self.num_sequences} sequences in {self.length} tokens"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences N: B, or the number of packed sequences."""
+        return self.batch if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def bounds(self) -> list[int]:
+        """The boundaries of packed sequences as numbers, which are read from the device at the first use."""
+        if self._bounds is None:
+            assert self.cu_seqlens is not None, "rows have no boundaries"
+            self._bounds = self.cu_seqlens.tolist()
+        return self._bounds
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of tokens of each sequence, as numbers."""
+        if self.cu_seqlens is None:
+            return [self.length] * self.batch
+        return [b - a for a, b in pairwise(self.bounds)]
+
+    def pieces(self) -> Iterator[tuple[slice, slice]]:
+        """Yield `(rows of the state, tokens)` of each independent part: all rows together, or one packed sequence."""
+        if self.cu_seqlens is None:
+            yield slice(None), slice(0, self.length)
+            return
+        for row, (start, stop) in enumerate(pairwise(self.bounds)):
+            yield slice(row, row + 1), slice(start, stop)
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """The number of tokens of each sequence: `[N]`."""
+        if self.cu_seqlens is None:
+            return torch.full((self.batch,), self.length, device=device)
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence(self) -> Tensor:
+        """The sequence to which each packed token belongs: `[T]`."""
+        if self._sequence is None:
+            assert self.cu_seqlens is not None, "rows are not packed"
+            numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+            self._sequence = numbers.repeat_interleave(self.cu_seqlens.diff(), output_size=self.length)
+        return self._sequence
+
+    def positions(self, start: Tensor | None, device: torch.device) -> Tensor:
+        """The positions of the tokens, from 1, `[T]` or `[B, T]`; each packed sequence has its own positions.
+
+        They continue from `start [N]`, the number of tokens that each sequence has seen (None: 0).
+        """
+        count = torch.arange(1, self.length + 1, device=device)
+        if self.cu_seqlens is not None:
+            offset = -self.cu_seqlens[:-1] if start is None else start - self.cu_seqlens[:-1]
+            return (count + offset[self.sequence]).unsqueeze(0)
+        return count if start is None else count + start.unsqueeze(1)
+
+    def delay(self, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the entry before each entry of `x [B, T, …]`, and the last entry of each sequence `[N, …]`.
+
+        `first [N, …]` (None: zeros) stands before the first entry of each sequence. For an empty sequence it is also
+        the last entry.
+        """
+        first = x.new_zeros(self.num_sequences, *x.shape[2:]) if first is None else first.to(x.dtype)
+        if self.cu_seqlens is None:
+            joined = torch.cat([first.unsqueeze(1), x], 1)
+            return joined[:, :-1], joined[:, -1]
+        token = torch.arange(self.length, device=x.device)
+        row = self.length + torch.arange(len(first), device=x.device)  # the row of `first` in `joined` below
+        before = torch.where(token == self.cu_seqlens[self.sequence], row[self.sequence], token - 1)
+        last = torch.where(self.cu_seqlens.diff() > 0, self.cu_seqlens[1:] - 1, row)
+        joined = torch.cat([x[0], first])
+        return joined.index_select(0, before).unsqueeze(0), joined.index_select(0, last)
+
+    def repeated(self, times: int) -> Packing:
+        """The packing of tokens that stand for `times` tokens each."""
+        cu_seqlens = None if self.cu_seqlens is None else times * self.cu_seqlens
+        return Packing(self.batch, times * self.length, cu_seqlens)
+
+
+def check_integers(name: str, x: Any) -> None:
+    """Check that `x` is a tensor of integers.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: its dtype is no integer dtype.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of integers; got {type(x).__name__}")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers; got {x.dtype}")
