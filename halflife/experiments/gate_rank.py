@@ -14,7 +14,7 @@ from halflife.experiments.mqar import SMOKE as MQAR_SMOKE
 from halflife.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.experiments.recall import RecallExperiment, RecallSettings
 from halflife.models import ModelConfig
-from halflife.models.presets.presets import merge
+from halflife.models.presets.modifiers import merge
 from halflife.registry import unknown
 from halflife.report.markdown import Rows
 from halflife.runs.sweep import Cell

@@ -1,6 +1,5 @@
 """Model configurations by name, `base[+modifier…]`: `sizes`, then `modifiers`, then `presets`."""
 
-from halflife.models.presets import hybrids, later  # noqa: F401 (they register modifiers and presets)
 from halflife.models.presets.modifiers import MODIFIERS
 from halflife.models.presets.presets import PRESETS, preset
 from halflife.models.presets.sizes import SIZES

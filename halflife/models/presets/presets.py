@@ -1,159 +1,238 @@
-"""Presets: the bases by name, and `preset`, which applies modifiers to a base (`mamba2+post`, `simple+vector+rope`)."""
+"""Presets: the table of bases, and `preset`, which applies modifiers to a base (`mamba2+post`, `simple+rope`)."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from halflife import layers
 from halflife.models.config import ModelConfig
-from halflife.models.presets.hybrids import hybrid_layers, ska_paper
-from halflife.models.presets.modifiers import MODIFIERS, Options, check_modifiers
+from halflife.models.presets.modifiers import (
+    EXCLUSIVE,
+    HYBRIDS,
+    MODIFIER_TABLE,
+    MODIFIERS,
+    REPLACED,
+    Options,
+    merge,
+)
 from halflife.models.presets.sizes import PresetSizes
 from halflife.registry import Registry, unknown
-
-# A base takes the sizes and returns fields of `ModelConfig`.
-PRESETS: Registry[Callable[[PresetSizes], Options]] = Registry("preset")
 
 # Fields of `ModelConfig` that `preset` takes as they are.
 CONFIG_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "name"]
 
 
-def _base(mixer: str, num_heads: int, fields: Options | None = None, **options: Any) -> Options:
-    return {"mixer": mixer, "mixer_options": {"num_heads": num_heads, **options}, **(fields or {})}
+# (hidden_size, num_layers) → the SKA layers of Echo's models, counted from 0, and the rank of their keys. Source: §3.4.
+ECHO_SKA = {(448, 16): ([3, 7, 11, 15], 56), (768, 24): ([8, 16], 48)}
+SKA_RANK = 48  # at other sizes
 
 
-def _design_space(sizes: PresetSizes, decay: str, granularity: str = "vector", share_keys: bool = False) -> Options:
-    options = {"decay": decay, "granularity": granularity, "share_keys": share_keys}
-    return _base("linear", sizes.heads(), **options)
+@dataclass
+class Base:
+    """A row of the table of bases. Called with the sizes of a model, it returns fields of `ModelConfig`.
 
-
-@PRESETS.add("mamba2")
-def mamba2(sizes: PresetSizes) -> Options:
-    """Mamba-2: scalar data-dependent decay, B and C shared by the heads, short convolution."""
-    return _base("mamba2", sizes.heads(expand=2))
-
-
-@PRESETS.add("mamba3")
-def mamba3(sizes: PresetSizes) -> Options:
-    """Mamba-3 (SISO): trapezoidal steps, rotation by a data-dependent angle, no convolution."""
-    return _base("mamba3", sizes.heads(expand=2))
-
-
-@PRESETS.add("mamba3_echo")
-def mamba3_echo(sizes: PresetSizes) -> Options:
-    """Mamba-3 as the baseline of Echo's tables: a convolution on the values, keys and angles a head (Appendix G)."""
-    return {**_base("mamba3_echo", sizes.heads(expand=2)), "tie_embeddings": False}
-
-
-@PRESETS.add("rwkv7")
-def rwkv7(sizes: PresetSizes) -> Options:
-    """RWKV-7: vector decay and a rank-one correction of the state (DPLR), token shift, value residual."""
-    fields = {"mlp": "rwkv7", "norm": "layer", "embedding_norm": True, "tie_embeddings": False}
-    return _base("rwkv7", sizes.heads(), fields)
-
-
-@PRESETS.add("gated_deltanet")
-def gated_deltanet(sizes: PresetSizes) -> Options:
-    """Gated DeltaNet: the delta rule under Mamba-2's decay."""
-    return _base("gated_deltanet", sizes.heads())
-
-
-@PRESETS.add("deltanet")
-def deltanet(sizes: PresetSizes) -> Options:
-    """DeltaNet: the delta rule without decay."""
-    return _base("deltanet", sizes.heads())
-
-
-@PRESETS.add("gla")
-def gla(sizes: PresetSizes) -> Options:
-    """Gated Linear Attention: vector decay σ(f)^(1/16)."""
-    return _base("gla", sizes.num_heads or 4)
-
-
-@PRESETS.add("retnet")
-def retnet(sizes: PresetSizes) -> Options:
-    """RetNet: one fixed decay a head, RoPE."""
-    return _base("retnet", sizes.heads(head_dim=128))
-
-
-@PRESETS.add("hgrn2")
-def hgrn2(sizes: PresetSizes) -> Options:
-    """HGRN2's decay in the design-space block: its lower bound grows with depth, and k = 1 − λ."""
-    return _design_space(sizes, "hgrn2", share_keys=True)
-
-
-@PRESETS.add("lightnet")
-def lightnet(sizes: PresetSizes) -> Options:
-    """LightNet's decay in the design-space block: a running softmax over the past, and k = 1 − λ."""
-    return _design_space(sizes, "lightnet", share_keys=True)
-
-
-@PRESETS.add("tnl")
-def tnl(sizes: PresetSizes) -> Options:
-    """TransNormerLLM's fixed decays in the design-space block, slower in deeper layers."""
-    return _design_space(sizes, "tnl", granularity="scalar")
-
-
-@PRESETS.add("tnl_released")
-def tnl_released(sizes: PresetSizes) -> Options:
-    """TransNormerLLM's fixed decays as released: half-lives of 1.4 to 177 tokens in the first layer."""
-    return _design_space(sizes, "tnl_released", granularity="scalar")
-
-
-@PRESETS.add("tnl_l")
-def tnl_l(sizes: PresetSizes) -> Options:
-    """TransNormerLLM's decays in the design-space block, made learnable."""
-    return _design_space(sizes, "tnl_l", granularity="scalar")
-
-
-@PRESETS.add("simple")
-def simple(sizes: PresetSizes) -> Options:
-    """Simple Decay in the design-space block: σ(f + logit 0.99)."""
-    return _design_space(sizes, "simple")
-
-
-@PRESETS.add("llama")
-def llama(sizes: PresetSizes) -> Options:
-    """Softmax attention with RoPE: the baseline whose memory grows with the context."""
-    return _base("attention", sizes.heads())
-
-
-@PRESETS.add("echo")
-def echo(sizes: PresetSizes) -> Options:
-    """Our Echo: Mamba-2 with a few layers of our spectral Koopman attention, and Koopman MLPs.
-
-    The layers and sizes are the paper's (§3.4), and so are the sums and the ridge regression of SKA. SKA differs in its
-    power K = 1 for the paper's 2, in a learned mixture with the ridge regression, in queries that start as keys, and in
-    a causal norm. One power maps a key to the key that followed it. `echo_paper` is the paper's form.
-
-    Counted from 0, the SKA layers are {8, 16} of 24 in the 180M model and {3, 7, 11, 15} of 16 in the 50M model. The
-    last layer of the 50M model contradicts the paper's "first and last layers are always Mamba-2". That rule holds here
-    at every other size, except that the second of two layers is SKA. d_state is 64, the paper's value for the 50M
-    model; the paper gives none for the 180M model.
+    Attributes:
+        mixer: name of the mixer.
+        summary: one sentence for `halflife list`.
+        options: options of the mixer beside its number of heads.
+        fields: further fields of `ModelConfig`.
+        modifiers: modifiers that the base consists of.
+        expand, head_dim: see `PresetSizes.heads`.
+        num_heads: heads that the architecture has at every size.
     """
-    model = _base("mamba2", sizes.heads(expand=2), state_size=64)
-    return {**model, "mlp": "koopman", "hybrid": hybrid_layers(sizes, "ska")}
+
+    mixer: str
+    summary: str
+    options: Options = dataclasses.field(default_factory=dict)
+    fields: Options = dataclasses.field(default_factory=dict)
+    modifiers: tuple[str, ...] = ()
+    expand: int = 1
+    head_dim: int = 64
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        self.__doc__ = self.summary
+
+    def __call__(self, sizes: PresetSizes) -> Options:
+        heads = sizes.num_heads or self.num_heads or sizes.heads(expand=self.expand, head_dim=self.head_dim)
+        model = {"mixer": self.mixer, "mixer_options": {"num_heads": heads, **self.options}, **self.fields}
+        for modifier in self.modifiers:
+            model = _modify(modifier, self.mixer, model, sizes)
+        return model
 
 
-@PRESETS.add("echo_paper")
-def echo_paper(sizes: PresetSizes) -> Options:
-    """Echo as its paper prints it: SKA of `ska_paper`, and Koopman MLPs with moduli clamped at 1."""
-    model = ska_paper("echo_paper", _base("mamba2", sizes.heads(expand=2), state_size=64), sizes)
-    return {**model, "mlp": "koopman_paper"}
+def _block(summary: str, decay: str, granularity: str = "vector", share_keys: bool = False) -> Base:
+    """A decay in the design-space block."""
+    return Base("linear", summary, {"decay": decay, "granularity": granularity, "share_keys": share_keys})
 
 
-def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> Options:
-    """Return `old` with the values of `new`. Where both hold a mapping, the two are merged in the same way."""
-    changed = {
-        name: merge(old[name], value) if isinstance(value, Mapping) and isinstance(old.get(name), Mapping) else value
-        for name, value in new.items()
-    }
-    return {**old, **changed}
+UNTIED = {"tie_embeddings": False}
+RWKV7 = {"mlp": "rwkv7", "norm": "layer", "embedding_norm": True, **UNTIED}
+
+# Family, by which `halflife list` orders the bases → name → row.
+BASE_TABLE: dict[str, dict[str, Base]] = {
+    "state space": {
+        "mamba2": Base("mamba2",
+            "Mamba-2: scalar data-dependent decay, B and C shared by the heads, short convolution.", expand=2),
+        "mamba3": Base("mamba3",
+            "Mamba-3 (SISO): trapezoidal steps, rotation by a data-dependent angle, no convolution.", expand=2),
+        "mamba3_mimo": Base("mamba3",
+            "Mamba-3 (MIMO): writes and reads of rank 4 in each token and head.", {"rank": 4}, expand=2),
+        "mamba3_echo": Base("mamba3_echo",
+            "Mamba-3 as the baseline of Echo's tables: a convolution on the values, keys and angles per head.",
+            fields=UNTIED, expand=2),
+        "longhorn": Base("longhorn",
+            "Longhorn: the smallest change of the state that stores the new pair; one step size per head.", expand=2),
+        "longhorn_paper": Base("longhorn",
+            "Longhorn as its paper prints it: one step size for each channel.", {"step": "channel"}, expand=2),
+    },
+    "linear attention": {
+        "gla": Base("gla", "Gated Linear Attention: vector decay σ(f)^(1/16).", num_heads=4),
+        "retnet": Base("retnet", "RetNet: one fixed decay per head, RoPE.", head_dim=128),
+        "hgrn2": _block(
+            "HGRN2's decay in the design-space block: its lower bound grows with depth, and k = 1 − λ.",
+            "hgrn2", share_keys=True),
+        "lightnet": _block(
+            "LightNet's decay in the design-space block: a running softmax over the past, and k = 1 − λ.",
+            "lightnet", share_keys=True),
+        "tnl": _block(
+            "TransNormerLLM's fixed decays in the design-space block, slower in deeper layers.", "tnl", "scalar"),
+        "tnl_released": _block(
+            "TransNormerLLM's fixed decays as released: half-lives of 1.4 to 177 tokens in the first layer.",
+            "tnl_released", "scalar"),
+        "tnl_l": _block("TransNormerLLM's decays in the design-space block, made learnable.", "tnl_l", "scalar"),
+        "simple": _block("Simple Decay in the design-space block: σ(f + logit 0.99).", "simple"),
+    },
+    "delta rule": {
+        "deltanet": Base("deltanet", "DeltaNet: the delta rule without decay."),
+        "gated_deltanet": Base("gated_deltanet", "Gated DeltaNet: the delta rule under Mamba-2's decay."),
+        "kda": Base("kda", "Kimi Delta Attention: the delta rule under a vector decay, with low-rank sigmoid gates."),
+        "gdn2": Base("gdn2",
+            "Gated DeltaNet-2: KDA with an erase gate on the key's channels and a write gate on the value's."),
+        "comba": Base("comba",
+            "Comba: a scalar decay and a fraction of the key that reads the state, also from the output."),
+        "deltaproduct": Base("deltaproduct",
+            "DeltaProduct: two steps of the gated delta rule per token, with negative eigenvalues."),
+        "mesa": Base("mesa",
+            "MesaNet: ridge regression on all tokens so far, which decay, solved per token by conjugate gradients."),
+        "rwkv7": Base("rwkv7",
+            "RWKV-7: vector decay and a rank-one correction of the state (DPLR), token shift, value residual.",
+            fields=RWKV7),
+    },
+    "softmax attention": {
+        "llama": Base("attention",
+            "Softmax attention with RoPE: the baseline whose memory grows with the context."),
+        "fox": Base("fox",
+            "Forgetting attention: softmax attention in which old tokens fade; its memory grows with the context."),
+    },
+    # The layers and sizes of both are the paper's (§3.4), and so are the sums and the ridge regression of SKA. The SKA
+    # of `echo` differs in its power K = 1 for the paper's 2, in a learned mixture with the ridge regression, in queries
+    # that start as keys, and in a causal norm. One power maps a key to the key that followed it.
+    # Counted from 0, the SKA layers are {8, 16} of 24 in the 180M model and {3, 7, 11, 15} of 16 in the 50M model. The
+    # last layer of the 50M model contradicts the paper's "first and last layers are always Mamba-2". That rule holds
+    # here at every other size, except that the second of two layers is SKA. d_state is 64, the paper's value for the
+    # 50M model; the paper gives none for the 180M model.
+    "Koopman attention": {
+        "echo": Base("mamba2",
+            "Our Echo: Mamba-2 with a few layers of our spectral Koopman attention, and Koopman MLPs.",
+            {"state_size": 64}, {"mlp": "koopman"}, ("ska",), expand=2),
+        "echo_paper": Base("mamba2",
+            "Echo as its paper prints it: SKA of `ska_paper`, and Koopman MLPs with moduli clamped at 1.",
+            {"state_size": 64}, {"mlp": "koopman_paper"}, ("ska_paper",), expand=2),
+    },
+}  # fmt: skip
+# A base takes the sizes and returns fields of `ModelConfig`. Those of users may be functions.
+PRESETS: Registry[Callable[[PresetSizes], Options]] = Registry("preset")
+for _rows in BASE_TABLE.values():
+    for _name, _row in _rows.items():
+        PRESETS.add(_name)(_row)
+
+
+def by_family(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names of bases and modifiers, `": family" → names`. Those of users come first, under `""`."""
+    tables = {**BASE_TABLE, **MODIFIER_TABLE}
+    family = {name: f": {family}" for family, rows in tables.items() for name in rows}
+    groups: dict[str, list[str]] = {"": []}
+    for name in names:
+        groups.setdefault(family.get(name, ""), []).append(name)
+    return {title: members for title, members in groups.items() if members}
+
+
+def _check_modifiers(name: str, base: str, written: list[str]) -> None:
+    """Check that no modifier of the preset `name` is repeated and that no two exclude each other."""
+    modifiers = [modifier.partition(":")[0] for modifier in written]
+    for i, modifier in enumerate(modifiers):
+        if modifier in modifiers[:i]:
+            raise ValueError(f"modifier {modifier!r} is given twice in {name!r}")
+    given = set(modifiers)
+    clashes = [(sorted(group & given), why) for group, why in EXCLUSIVE]
+    for bases, forms, lost in REPLACED:
+        if base in bases and forms & given and lost & given:
+            why = f"this form of PoST has its own decay and positions for {base}"
+            clashes.append(([*sorted(forms & given), *sorted(lost & given)], why))
+    hybrids = [modifier for modifier in written if modifier.partition(":")[0] in HYBRIDS]
+    if not all(":" in modifier for modifier in hybrids):
+        clashes.append((sorted(hybrids), "without ratios, as in attention:3, a hybrid has one other mixer"))
+    for clash, why in clashes:
+        if len(clash) > 1:
+            raise ValueError(f"{' and '.join(clash)} exclude each other in {name!r}: {why}")
+
+
+def _modify(written: str, base: str, model: Options, sizes: PresetSizes) -> Options:
+    """Return the fields of `ModelConfig` of a base after a further modifier, as it is written in the preset's name."""
+    name, colon, ratio = written.partition(":")
+    row = MODIFIERS[name]
+    if colon and name not in HYBRIDS:
+        raise ValueError(f"{name} takes no ratio; these modifiers do: {', '.join(HYBRIDS)}")
+    if colon and (not ratio.isdecimal() or int(ratio) < 1):
+        raise ValueError(f"the ratio of {name} is a number of layers of the base, at least 1; got {ratio!r}")
+    for refuses, why in row.refusals:
+        if refuses(base, model):
+            raise ValueError(why.format(base=base, modifier=name))
+    if model["mixer"] in row.unchanged:
+        return model
+    change = copy.deepcopy(row.change(base, sizes) if callable(row.change) else row.change)
+    if name not in HYBRIDS:
+        return merge(model, change)
+    kinds = [model["hybrid"], *model.get("more_hybrids", [])] if "hybrid" in model else []
+    kinds.append(_second_mixer(written, base, kinds, change["hybrid"], sizes))
+    # The first kind is the one whose options `--set` reaches, so it is SKA if the model has SKA.
+    kinds.sort(key=lambda kind: kind["mixer"] != "ska")
+    return {**model, "hybrid": kinds[0], **({"more_hybrids": kinds[1:]} if kinds[1:] else {})}
+
+
+def _second_mixer(written: str, base: str, kinds: list[Options], row: Options, sizes: PresetSizes) -> Options:
+    """Return a further kind of layers, in the form of the field `hybrid` of `ModelConfig`.
+
+    With a ratio n, such a layer follows every n layers that are still the base's. Without one it is one layer in
+    twelve, and at least one. They are evenly spaced. The first layer is never among them, and the last only in a model
+    of two layers. Models of Echo's two sizes use Echo's placement instead, so that every hybrid of such a size has the
+    paper's layers.
+    """
+    depth, ratio = sizes.num_layers, int(written.partition(":")[2] or 0)
+    count = max(1, depth // 12)
+    spaced = [(i + 1) * depth // (count + 1) for i in range(count)]
+    placed, rank = ECHO_SKA.get((sizes.hidden_size, depth), (spaced, SKA_RANK))
+    free = [layer for layer in range(depth) if not any(layer in kind["layers"] for kind in kinds)]
+    if ratio:
+        chosen = free[ratio :: ratio + 1]
+        if not chosen:
+            raise ValueError(f"{written} needs {ratio + 1} layers of {base}, and only {len(free)} are left")
+    elif kinds:
+        raise ValueError(f"{base} has {kinds[0]['mixer']} in some layers already; a hybrid has one other mixer")
+    elif depth < 2:
+        raise ValueError(f"a hybrid has two kinds of layers and needs at least two layers; got num_layers={depth}")
+    else:
+        chosen = list(placed)
+    ranks = {"rank": rank} if row["mixer"] == "ska" else {}
+    return {**row, "options": {"num_heads": sizes.heads(), **ranks, **row["options"]}, "layers": chosen}
 
 
 def preset(
@@ -189,7 +268,7 @@ def preset(
         known = [*inspect.signature(preset).parameters][1:-1] + CONFIG_FIELDS
         raise unknown("option of a preset", min(foreign), list(dict.fromkeys(known)))
     base, *modifiers = name.split("+")
-    check_modifiers(name, modifiers)
+    _check_modifiers(name, base, modifiers)
     given = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size, "num_heads": num_heads}
     for field, size in given.items():
         if size is not None and size < 1:
@@ -197,7 +276,7 @@ def preset(
     sizes = PresetSizes(hidden_size, num_layers, num_heads, train_length)
     model = PRESETS[base](sizes)
     for modifier in modifiers:
-        model = MODIFIERS[modifier](base, model, sizes)
+        model = _modify(modifier, base, model, sizes)
     fields = merge(model, {"mixer_options": mixer_options or {}, **config})
     # Options of another decay or mixer than the preset's do not add to those of the preset's.
     options, hybrid = model["mixer_options"], model.get("hybrid", {})

@@ -13,7 +13,7 @@ from halflife.decay import DECAYS
 from halflife.evaluation.bundles import BUNDLES
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
-from halflife.models.presets.families import by_family
+from halflife.models.presets.presets import by_family
 from halflife.models.presets.sizes import SIZES
 from halflife.ops.backends import dispatch
 from halflife.report.tables.terminal import print_wide
