@@ -3,13 +3,12 @@
 import importlib
 from typing import Any
 
-from halflife import decay, extensions, layers, ops, renamed, tasks
+from halflife import decay, extensions, layers, ops, tasks
 from halflife.extras import require
 from halflife.models import SIZES, LanguageModel, ModelConfig, param_groups, preset
 from halflife.models.session import Session
 
 __version__ = "0.1.0"
-renamed.install()
 
 __all__ = [
     "SIZES",

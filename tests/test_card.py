@@ -11,7 +11,7 @@ from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.card import write_card
 from halflife.runs.folder import read_language
 
-FIXTURE = Path(__file__).parent / "fixtures/version_0_1/language"
+FIXTURE = Path(__file__).parent / "fixtures/language"
 
 
 @pytest.fixture

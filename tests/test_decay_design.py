@@ -162,14 +162,9 @@ def test_a_run_killed_after_its_last_step_repeats_no_step(settings, tmp_path, mo
     assert plain[0] == plain[1]
 
 
-def test_a_run_of_an_older_version_goes_on(settings, tmp_path):
-    """A field that is newer than the run has its default. Any other difference is an error."""
-    result = run(settings, tmp_path)
+def test_a_run_of_another_configuration_is_refused(settings, tmp_path):
+    run(settings, tmp_path)
     saved = json.loads((tmp_path / "run.json").read_text())
-    older = {key: value for key, value in saved.items() if key != "clip"}
-    older["model"] = {key: value for key, value in saved["model"].items() if key not in ("hybrid", "norm")}
-    (tmp_path / "run.json").write_text(json.dumps(older))
-    assert run(settings, tmp_path) == result
     (tmp_path / "run.json").write_text(json.dumps({**saved, "model": {**saved["model"], "norm": "layer"}}))
     with pytest.raises(ValueError, match="another configuration"):
         run(settings, tmp_path)
@@ -273,9 +268,9 @@ def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp
     assert "leave out steps" in capsys.readouterr().err
 
 
-def test_a_folder_of_reproduce_is_not_continued(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"experiment": "decay_design", "variants": [], "sizes": {}}))
-    with pytest.raises(ValueError, match="halflife compare --experiment decay-design"):
+def test_a_comparison_without_settings_is_damaged(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"experiment": "decay-design", "variants": [], "sizes": {}}))
+    with pytest.raises(ValueError, match=r"config\.json is damaged: it has no settings"):
         compare.run_comparison(tmp_path)
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "halflife"
 
 # Floors from the lowest to the highest. A part may import lower floors and the parts named beside it.
 FLOORS = (
-    ("shapes", "registry", "files", "precision", "packing", "renamed", "extras", "extensions", "versions"),
+    ("shapes", "registry", "files", "precision", "packing", "extras", "extensions", "versions"),
     ("decay", "position", "ops", "tasks"),
     ("layers",),
     ("models",),
@@ -48,7 +48,7 @@ CORE = [p for p in MODULES if part_of(p) in LIGHT and p not in KERNELS]
 def allowed(part):
     """Return the parts that a part may import."""
     if part == "__init__":
-        return {"decay", "extensions", "extras", "layers", "models", "ops", "renamed", "tasks"}
+        return {"decay", "extensions", "extras", "layers", "models", "ops", "tasks"}
     rank = next(i for i, floor in enumerate(FLOORS) if part in floor)
     return {name for floor in FLOORS[:rank] for name in floor} | {part} | (set(FLOORS[0]) if rank == 0 else set())
 

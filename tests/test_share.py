@@ -9,7 +9,7 @@ import pytest
 from halflife.cli import main
 from halflife.runs.share import divide_files
 
-FIXTURE = Path(__file__).parent / "fixtures/version_0_1/language"
+FIXTURE = Path(__file__).parent / "fixtures/language"
 PRIVATE = ("run.json", "versions.json", "samples.txt", "report.html", "track.json", "mlflow.db", "wandb/run/x.png")
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_finished_model_is_refused(folder, refused, tmp_path):
     assert "is a checkpoint" in refused("push", str(folder / "checkpoints/checkpoint-8"), "me/x", "--dry-run")
     assert "there is no folder" in refused("push", str(tmp_path / "nowhere"), "me/x", "--dry-run")
     assert "holds no model" in refused("push", str(tmp_path), "me/x", "--dry-run")
-    comparison = FIXTURE.parent / "comparison"
-    assert "is a comparison" in refused("push", str(comparison), "me/x", "--dry-run")
+    (tmp_path / "config.json").write_text('{"models": ["mamba2"]}')
+    assert "is a comparison" in refused("push", str(tmp_path), "me/x", "--dry-run")
     (folder / "result.json").unlink()
     assert "has not ended" in refused("push", str(folder), "me/x", "--dry-run")

@@ -14,7 +14,7 @@ from halflife.experiments.compare import load_experiment
 from halflife.experiments.train import load_config
 from halflife.files import read_json, write_json
 
-FIXTURE = Path(__file__).parent / "fixtures" / "version_0_1" / "language" / "run.json"
+FIXTURE = Path(__file__).parent / "fixtures" / "language" / "run.json"
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_foreign_run_reads_nothing_elsewhere(tmp_path, monkeypatch, data, name
 
 
 def test_a_foreign_run_reads_its_own_text_and_that_of_the_current_folder(tmp_path, monkeypatch):
-    """As a run of version 0.1.0, which has no signature. It does not choose the folder of the cache."""
+    """A run without a signature does not choose the folder of the cache."""
     run = tmp_path / "run"
     saved_run(run, sources=["notes.txt", "../texts"], cache_dir="/elsewhere")
     (run / "notes.txt").write_text("notes")

@@ -20,7 +20,7 @@ def relative_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def absolute_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The inverse of `relative_paths`. Absolute paths, which earlier versions wrote, stay as they are."""
+    """The inverse of `relative_paths`. Absolute paths stay as they are."""
     data = _with_tokenizer(data, lambda name: _located_tokenizer(name, folder))
     return _with_paths(data, lambda path: os.path.normpath(os.path.join(os.path.realpath(folder), path)))
 
@@ -39,11 +39,8 @@ def _relative_tokenizer(name: str, folder: Path) -> str:
 
 
 def _located_tokenizer(name: str, folder: Path) -> str:
-    """The inverse of `_relative_tokenizer`. Earlier versions wrote a path as the user gave it."""
-    if not name.startswith(DOTS):
-        return name
-    path = os.path.normpath(os.path.join(os.path.realpath(folder), name))
-    return path if os.path.isdir(path) else absolute_tokenizer(name) if os.path.isdir(name) else path
+    """The inverse of `_relative_tokenizer`."""
+    return os.path.normpath(os.path.join(os.path.realpath(folder), name)) if name.startswith(DOTS) else name
 
 
 def _with_paths(data: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

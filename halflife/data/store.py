@@ -191,9 +191,8 @@ def read_index(folder: Path, key: str) -> dict[str, Any]:
         size = (folder / f"{split}.tokens").stat().st_size
         if size != found["tokens"] * itemsize:
             raise ValueError(f"{split}.tokens has {size} bytes, not {found['tokens'] * itemsize}")
-        for name, written in (("offsets", found["offsets"]), ("tokens", found.get("sha256"))):
-            # Version 0.1.0 wrote no checksum of the tokens.
-            if written is not None and _file_checksum(folder / f"{split}.{name}") != written:
+        for name, written in (("offsets", found["offsets"]), ("tokens", found["sha256"])):
+            if _file_checksum(folder / f"{split}.{name}") != written:
                 raise ValueError(f"{split}.{name} has another checksum")
     return index
 

@@ -280,7 +280,7 @@ def run_comparison(
 
     Raises:
         FileNotFoundError: the folder holds no comparison.
-        ValueError: the comparison was made by a version that this version cannot continue, somebody else made it and
+        ValueError: `config.json` is damaged, somebody else made it and
             it names a text that lies elsewhere, or `execution` divides the batches of an experiment on tasks.
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
@@ -306,13 +306,8 @@ def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
     if not (folder / CONFIG_JSON).exists():
         raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
     config = read_json_object(folder / CONFIG_JSON)
-    if config.get("experiment") == "decay_design":
-        raise ValueError(
-            f"{folder} was made by `halflife reproduce` of version 0.1.0, which read text in another way; "
-            "start a new grid with `halflife compare --experiment decay-design`"
-        )
     if "settings" not in config or "experiment" not in config:
-        raise ValueError(f"{folder} was written by a version whose comparisons this version cannot continue")
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: it has no settings or no experiment")
     check_content(folder / CONFIG_JSON, config, COMPARISON)
     check_origin(config, folder / CONFIG_JSON)
     extensions.recall(config, folder)

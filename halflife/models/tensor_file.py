@@ -40,7 +40,7 @@ def _sort_metadata(path: Path) -> None:
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file and the strings about them.
 
-    Files of other libraries and of earlier versions have no checksum, and are not checked.
+    Files of other libraries have no checksum, and are not checked.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -63,7 +63,7 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[s
 
 
 def has_checksum(path: Path) -> bool:
-    """Whether `write_tensors` of this version wrote the file."""
+    """Whether `write_tensors` wrote the file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -15,10 +15,10 @@ from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum_pages
 from halflife.report.figures.data import FigureData
-from halflife.report.figures.decays import against_paper, decays, grid_figures
+from halflife.report.figures.decays import decays, grid_figures
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.language import language_figures
-from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw, draw_pages, save
+from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw_pages, save
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
@@ -27,8 +27,6 @@ from halflife.report.tables.lengths import write_lengths
 from halflife.report.tables.timescales import write_timescales
 from halflife.runs.folder import (
     FIGURES,
-    RESULTS_CSV,
-    RESULTS_JSON,
     Comparison,
     FolderKind,
     LanguageRun,
@@ -129,14 +127,9 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 def redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder.
 
-    Version 0.1.0 wrote the Decay paper's grid without a `results.csv`. Its one figure is drawn here too. The
-    `results.json` of `halflife eval` has no figure.
+    The `results.json` of `halflife eval` has no figure.
     """
     files = []
-    if (folder / RESULTS_JSON).exists() and not (folder / RESULTS_CSV).exists():
-        grid = read_json(folder / RESULTS_JSON)
-        if isinstance(grid, dict) and {"results", "paper"} <= grid.keys():
-            files += save(draw(against_paper(grid)), folder, "results", formats)
     if (folder / THEORY_JSON).exists():
         files += theory.draw_all(without_null(read_json(folder / THEORY_JSON), math.nan), folder, formats)
     if (folder / FORECAST_JSON).exists():

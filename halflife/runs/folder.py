@@ -52,7 +52,7 @@ from halflife.runs.records import (
     flatten,
     mean,
 )
-from halflife.runs.scores import FORMER_NAMES, IN_DISTRIBUTION, Score, number, read_scores
+from halflife.runs.scores import IN_DISTRIBUTION, Score, number, read_scores
 
 __all__ = [
     "CONFIG_JSON", "DECAY_REGRESSION_JSON", "FIGURES", "IN_DISTRIBUTION", "LENGTHS_CSV", "METRICS_JSONL",
@@ -117,11 +117,6 @@ def cell_folder(model: str, learning_rate: float, seed: int) -> str:
     return f"{_model_folder(model)}/lr{short if float(short) == learning_rate else repr(learning_rate)}-seed{seed}"
 
 
-def rounded_cell_folder(model: str, learning_rate: float, seed: int) -> str:
-    """`cell_folder` as earlier versions named it, with six digits of the learning rate."""
-    return f"{_model_folder(model)}/lr{learning_rate:g}-seed{seed}"
-
-
 def _model_folder(model: str) -> str:
     return model.replace("/", "-")  # variants of the Decay paper's grid have names such as vector/mamba2
 
@@ -182,13 +177,13 @@ def read_grid(folder: Path) -> dict[str, Any]:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """The `result.json` of a finished run; keys that version 0.1.0 wrote have their present names.
+    """The `result.json` of a finished run.
 
     Raises:
         ValueError: the file is damaged, or holds no result; the message names it.
     """
     path = folder / RESULT_JSON
-    result = _rename(read_json_object(path))
+    result = read_json_object(path)
     if missing := [name for name in ("parameters", "validation") if name not in result]:
         raise ValueError(f"{path} holds no result of a run: it has no {', '.join(missing)}")
     check_content(path, result, RESULT)
@@ -218,15 +213,13 @@ def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: boo
         tasks: whether the trainings are task runs, which all have spectra and may have tests by position.
     """
     trainings = []
+    ended = {(score.model, score.learning_rate, score.seed) for score in scores}
     for path in (sweep / _model_folder(model)).glob("lr*-seed*"):
         name = re.fullmatch(r"lr(.+)-seed(\d+)", path.name)
         if name is None:
             continue
         rate, seed = float(name[1]), int(name[2])
-        finished = any(
-            (score.model, score.seed) == (model, seed) and math.isclose(score.learning_rate, rate, rel_tol=1e-4)
-            for score in scores
-        )
+        finished = (model, rate, seed) in ended
         spectrum = path / SPECTRUM_JSON
         result = read_result(path) if (path / RESULT_JSON).exists() else {}
         trainings.append(
@@ -271,10 +264,3 @@ def _present(reader: Callable[..., Any], path: Path, **options: Any) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {_EXPECTED}")
     return reader(path, **options)
-
-
-def _rename(data: Any) -> Any:
-    """JSON data with the keys of version 0.1.0 replaced by the present ones, at any depth."""
-    if isinstance(data, dict):
-        return {FORMER_NAMES.get(key, key): _rename(value) for key, value in data.items()}
-    return [_rename(value) for value in data] if isinstance(data, list) else data

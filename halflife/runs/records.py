@@ -127,11 +127,7 @@ class Comparison:
         """Trainings of a model at its selected learning rate; all trainings before a rate is selected."""
         runs = [run for run in self.trainings if run.model == model]
         rates = {score.learning_rate for score in self.select(model)}
-        exact = [run for run in runs if run.learning_rate in rates]
-        # Earlier versions rounded the rate in the name of a folder.
-        return exact or [
-            run for run in runs if not rates or any(math.isclose(run.learning_rate, r, rel_tol=1e-4) for r in rates)
-        ]
+        return [run for run in runs if not rates or run.learning_rate in rates]
 
     def cells(self) -> list[tuple[Training, tuple[str, float, int, bool]]]:
         """Each training, with its values in the columns `CELL` of tables that have rows of every run."""

@@ -12,8 +12,6 @@ from typing import Any
 from halflife.files import write_csv
 
 IN_DISTRIBUTION = "in_distribution"
-# Columns of `results.csv` and keys of `result.json` that version 0.1.0 named otherwise.
-FORMER_NAMES = {"state_floats": "state_size", "guess": "shortcut_accuracy"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Score:
 
 
 COLUMNS = tuple(field.name for field in fields(Score))
-ADDED = ("loss", "validation")  # columns that earlier versions did not write
+ADDED = ("loss", "validation")  # columns that a table may lack
 
 
 def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
@@ -93,11 +91,11 @@ def read_scores(path: Path, text: str) -> Iterator[Score]:
         ValueError: the table is truncated or damaged; the message names the file and the line.
     """
     rows = csv.DictReader(text.splitlines(), strict=True)
-    rows.fieldnames = [FORMER_NAMES.get(name, name) for name in rows.fieldnames or ()]
-    missing = set(COLUMNS) - set(ADDED) - set(rows.fieldnames)
+    names = rows.fieldnames or ()
+    missing = set(COLUMNS) - set(ADDED) - set(names)
     if missing:
         raise ValueError(f"{path} is truncated or damaged: it has no column {', '.join(sorted(missing))}")
-    columns = [name for name in COLUMNS if name in rows.fieldnames]
+    columns = [name for name in COLUMNS if name in names]
     try:
         for row in rows:
             if None in row.values():

@@ -6,7 +6,6 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,11 +16,9 @@ from halflife.data.trust import sign
 from halflife.files import (
     METRICS_JSONL,
     RESULT_JSON,
-    RUN_JSON,
     check_new_folder,
     folder_lock,
     read_json,
-    read_json_object,
     read_metrics,
     remove_orphans,
     write_json,
@@ -33,7 +30,6 @@ from halflife.runs.folder import (
     VERSIONS_JSON,
     cell_folder,
     read_result,
-    rounded_cell_folder,
 )
 from halflife.runs.one import CellConfig, run_one
 from halflife.runs.scores import scores_of, write_scores
@@ -191,7 +187,7 @@ def run_sweep(
         write_json(folder / VERSIONS_JSON, versions())
     execution = replace(execution or ExecutionConfig(), sweep=folder.absolute())
     jobs = {
-        cell: Job(configure(cell), _place(folder, cell), cell.title, execution)
+        cell: Job(configure(cell), folder / cell.folder, cell.title, execution)
         for cell in cells(config["learning_rates"], config["seeds"])
     }
     check_seeds(seeds, config["seeds"])
@@ -233,16 +229,6 @@ def check_seeds(chosen: Sequence[int] | None, seeds: Sequence[int]) -> None:
             f"there is no seed {', '.join(map(str, unknown))} to run; the comparison has the seeds {seeds[0]} to "
             f"{seeds[-1]}"
         )
-
-
-def _place(folder: Path, cell: Cell) -> Path:
-    """The folder of a run. Earlier versions rounded the learning rate in its name; their runs stay where they are."""
-    rounded = folder / rounded_cell_folder(cell.model, cell.learning_rate, cell.seed)
-    if rounded != folder / cell.folder and (rounded / RUN_JSON).exists():
-        with suppress(ValueError):
-            if read_json_object(rounded / RUN_JSON).get("learning_rate") == cell.learning_rate:
-                return rounded
-    return folder / cell.folder
 
 
 def _results(jobs: Mapping[Cell, Job]) -> Results:

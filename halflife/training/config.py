@@ -176,10 +176,3 @@ def _from_environment(name: str, default: int) -> int:
 def as_json(data: dict[str, Any]) -> dict[str, Any]:
     """The data as they are after a round trip through JSON, which turns tuples into lists."""
     return json.loads(json.dumps(data))
-
-
-def defaults(config: TrainConfig | ModelConfig) -> dict[str, Any]:
-    """The fields of a configuration that have a default, with that default."""
-    missing = dataclasses.MISSING
-    given = {f.name: f.default for f in dataclasses.fields(config) if f.default is not missing}
-    return given | {f.name: f.default_factory() for f in dataclasses.fields(config) if f.default_factory is not missing}

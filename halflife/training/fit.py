@@ -22,7 +22,7 @@ from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates
-from halflife.training.config import ExecutionConfig, TrainConfig, as_json, defaults, rank, world_size
+from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank, world_size
 from halflife.training.schedules import BY_EPOCH
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def claim_run_folder(config: TrainConfig, folder: Path) -> None:
 
 def _differences(saved: dict[str, Any], config: TrainConfig, folder: Path) -> str:
     """The settings that differ between a `run.json` and a configuration, with both values; "" if none differ."""
-    whole = (config.portable(x, folder) for x in (_with_defaults(saved, config), as_json(config.to_dict())))
+    whole = (config.portable(x, folder) for x in (saved, as_json(config.to_dict())))
     others = (extensions.IMPORTS, SIGNATURE)
     there, here = (_flatten({name: x for name, x in one.items() if name not in others}) for one in whole)
     names = [name for name in {**here, **there} if name not in here or name not in there or here[name] != there[name]]
@@ -121,13 +121,6 @@ def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in data.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
-
-
-def _with_defaults(saved: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """A saved configuration, completed with the defaults of fields that newer versions have added."""
-    model = saved.get("model")
-    model = {**defaults(config.model), **(model if isinstance(model, dict) else {})}
-    return as_json({**defaults(config), **saved, "model": model})
 
 
 def fit(

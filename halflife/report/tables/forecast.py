@@ -174,9 +174,8 @@ def read_forecasts(path: Path) -> dict[str, Any]:
         ValueError: if it is damaged, or another file.
     """
     result = read_json(path)
-    if not isinstance(result, dict) or not isinstance(result.get("models"), list):
+    if not isinstance(result, dict) or not all(isinstance(result.get(key), list) for key in ("models", "texts")):
         raise ValueError(f"{path} is no forecast of `halflife forecast`")
-    result.setdefault("texts", [])  # older files have pairs alone
     for row in (*result["models"], *result["texts"]):
         for key in LAGS:
             if key in row and row[key] is None:
