@@ -47,9 +47,6 @@ SPECTRA_OF_5 = {
 }
 
 
-# ----------------------------------------------------------------------------------------- the minimax error
-
-
 @pytest.mark.parametrize("beta", [0.25, 0.5, 0.9])
 @pytest.mark.parametrize("name", SPECTRA_OF_5)
 def test_equals_a_linear_program(name, beta):
@@ -108,9 +105,6 @@ def test_what_cannot_be_fitted(rates, length, beta):
         approx.random_rates(3, 10, generator(), "normal")
 
 
-# ------------------------------------------------------------------------------------------------- spectra
-
-
 def test_spectra_are_what_they_are_called():
     rates = approx.geometric_rates(5, 1e4)
     assert rates.log().diff().tolist() == pytest.approx([math.log(10)] * 4)
@@ -137,9 +131,6 @@ def test_adapted_rates_are_those_of_the_layer(reference, position):
     assert (1 / post.timescales(position)).tolist() == pytest.approx(rates.tolist(), rel=4 * 4.2e-7)
     if reference == 64:
         assert rates.tolist() == pytest.approx(approx.geometric_rates(6, position, 0.5 / position, 4).tolist())
-
-
-# -------------------------------------------------------------------------- PoST's Table 1, and what is so
 
 
 def test_known_figures():
@@ -234,9 +225,6 @@ def test_the_error_as_run_is_that_of_a_linear_program():
     for name, reference in (("as run", 500), ("as run, t_ref = 1", 1)):
         expected = linear_program(response_as_run(rates, lags, 200, reference).mT, lags.double() ** -0.5)
         assert errors[name][0] == pytest.approx(expected, rel=AGREES)
-
-
-# --------------------------------------------------------------------------------------------------- cache
 
 
 def test_best_endpoints_are_kept(tmp_path, monkeypatch):

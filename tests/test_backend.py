@@ -54,9 +54,6 @@ def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16, value=16):
     return OpCall(op, **found, g_slow=found["g"] if op == "gate_rank" else None)
 
 
-# --------------------------------------------------------------------------------------------------- order
-
-
 def test_the_best_that_fits(op):
     """The choice does not depend on the order of registration. After each refusal the next backend is chosen."""
     for best in ("triton", "fla", "native", "chunked", "reference"):
@@ -106,9 +103,6 @@ def test_limits_see_the_call(op, monkeypatch):
     assert any(device == CPU and given is call for device, given in seen)
     ops.available_backends("op", "cpu")
     assert seen[-1] == (CPU, None)
-
-
-# ---------------------------------------------------------------------------------------------- real limits
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -204,9 +198,6 @@ def test_asking_imports_neither_triton_nor_fla():
     assert run.stdout.strip() == "[]"
 
 
-# ---------------------------------------------------------------------------------------- what is said of it
-
-
 def test_info_says_why_not(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
@@ -214,9 +205,6 @@ def test_info_says_why_not(monkeypatch):
     assert set(found["triton"][1]) == {"linear_attention", "delta_rule", "gate_rank"}
     assert set(found["fla"][1]) == set(OPS)
     assert all("CUDA" in why for name, (why, _) in found.items() if name != "native")
-
-
-# --------------------------------------------------------------------------------------------- selfcheck
 
 
 def test_selfcheck_of_some(monkeypatch):

@@ -76,9 +76,6 @@ class Textbook:
         return (own + sum(taken) * lower) / sum(followers)
 
 
-# ------------------------------------------------------------------------------------------ Kneser-Ney
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_follows_the_textbook(order, seed):
@@ -176,9 +173,6 @@ def test_fit_forgets_what_was_counted_before():
     np.testing.assert_array_equal(model.distribution(b"x"), KneserNey(3).fit([b"xyz"]).distribution(b"x"))
 
 
-# ------------------------------------------------------------------------------------------- discounts
-
-
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
@@ -196,9 +190,6 @@ def test_discounts_and_what_stands_in_for_them(kinds, expected):
     assert discounts(counts) == pytest.approx(expected, rel=1e-15)
 
 
-# ------------------------------------------------------------------------------------------------ gzip
-
-
 def test_gzip_is_counted_whole():
     documents = source("bisect", "heapq")
     size = sum(map(len, documents))
@@ -213,9 +204,6 @@ def test_gzip_by_hand():
     """Stored text has 10 bytes of header, 5 of the block, and 8 of checksum and length."""
     assert gzip_bits_per_byte([b"a" * 60, b"b" * 40], 0) == 8 * 123 / 100
     assert gzip_bits_per_byte([b"a" * 60, b"b" * 40], 0, separately=True) == 8 * 146 / 100
-
-
-# ---------------------------------------------------------------------------------------------- errors
 
 
 def test_errors_name_the_choices():

@@ -99,9 +99,6 @@ def test_blocks_run_again_from_other_states():
     assert torch.equal(empty[0]["memory"], bare[0]["memory"])
 
 
-# ------------------------------------------------------------------------------------------------ records
-
-
 @dataclasses.dataclass(frozen=True)
 class Inner(Record):
     value: float

@@ -105,9 +105,6 @@ def test_no_open_claim_waits_for_a_run_that_was_made():
             assert run(claim.settle) not in {run(COMMANDS[name]) for name in reading.files}, claim.says
 
 
-# ------------------------------------------------------------------------------------------------- rules
-
-
 def written(folder, seeds=3, rates=3, base=0.95):
     """Write results of a model that is better than its base by 0.1 to 0.3."""
     lines = ["model,learning_rate,seed,selected,test,length,num_pairs,accuracy"]

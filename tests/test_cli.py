@@ -138,9 +138,6 @@ def test_help_of_every_command_shows_examples(capsys):
         assert f"halflife {' '.join(arguments)}".strip() in out
 
 
-# --------------------------------------------------------------------------------- options from a file and by name
-
-
 @pytest.fixture
 def text(tmp_path, monkeypatch):
     """Write 40 documents of words below the current folder."""

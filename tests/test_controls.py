@@ -25,8 +25,7 @@ FAST = [("mamba2", "mamba2+gate_rank", "none"), ("gated_deltanet", "mamba2+atten
 
 
 @pytest.mark.parametrize(
-    ("base", "target", "mlp"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ("base", "target", "mlp"), [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_sizes(base, target, mlp):
     one, other = (preset(name, **SIZES, mlp=mlp) for name in (base, target))

@@ -49,9 +49,6 @@ def edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-# ---------------------------------------------------------------------------------------------------- Mamba-2
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_mamba2_equals_transformers(num_groups, tied, tmp_path):
@@ -132,13 +129,7 @@ def test_settings_that_transformers_ignores_are_ignored(tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [
-        ("use_bias", True),
-        ("use_conv_bias", False),
-        ("hidden_act", "gelu"),
-        ("rms_norm", False),
-        ("expand", 4),
-    ],
+    [("use_bias", True), ("use_conv_bias", False), ("hidden_act", "gelu"), ("rms_norm", False), ("expand", 4)],
 )
 def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
     mamba2(tmp_path / "in")
@@ -174,9 +165,6 @@ def test_models_that_transformers_does_not_have_are_refused(name, options, messa
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "ours", tmp_path / "out", to="transformers")
     assert not (tmp_path / "out").exists()
-
-
-# ------------------------------------------------------------------------------------------------- Qwen3-Next
 
 
 def qwen(folder, key_heads=2, value_heads=4):
@@ -234,9 +222,6 @@ def test_a_layers_folder_that_is_broken(tmp_path):
     edit(tmp_path / "out" / "layer.json", format=1)
     with pytest.raises(FileNotFoundError, match=r"layer\.safetensors"):
         load_layer(tmp_path / "out")
-
-
-# ------------------------------------------------------------------------------- folders that do not fit, and the CLI
 
 
 def gla(folder, weights=lambda weights: weights, **changes):

@@ -17,9 +17,6 @@ LENGTH, VOCABULARY, HIDDEN = 21, 19, 32
 EXACT, SINGLE = 4 * 3.9e-15, 4 * 2.8e-6
 
 
-# ------------------------------------------------------------------------------ published names and shapes
-
-
 def widths(c):
     """Return the heads and the head sizes of queries, keys and values of GLA or Gated DeltaNet."""
     heads = c["num_heads"]
@@ -103,9 +100,6 @@ def published(model_type, dtype=torch.float64, **changes):
         layer = rwkv7_shapes(config, i) if model_type == "rwkv7" else linear_shapes(config)
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return config, {name: 0.3 * torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
-
-
-# ------------------------------------------------------------------------- published equations, in float64
 
 
 def gla_loop(q, k, v, g):
@@ -232,8 +226,6 @@ def logits(config, weights, ids, recur):
     head = weights["model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return norm(x, "model.norm") @ head.T
 
-
-# ------------------------------------------------------------------------------------------------------ the tests
 
 FROM = {"gla": from_fla_gla, "gated_deltanet": from_fla_gated_deltanet, "rwkv7": from_fla_rwkv7}
 VARIANTS = [

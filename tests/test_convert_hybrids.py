@@ -164,8 +164,6 @@ def test_queries_that_training_made_different_are_kept(tmp_path):
         assert_close(logits(again, ids), ours(ids)[0], TOLERANCE)
 
 
-# ------------------------------------------------------------------------------------------------- single mixers
-
 MIXERS = [
     ("qwen3_5_moe_text", {}), ("kimi_linear", {}), ("bamba", {"time_step_limit": (0.3, 0.6)}), ("granitemoehybrid", {}),
     ("nemotron_h", {"time_step_min": 0.6}), ("zamba2", {"time_step_min": 0.6}), ("falcon_h1", {}),

@@ -45,9 +45,6 @@ def compare(model, expected, ids):
         assert_close(model(ids[:, 5:], state)[0], expected[:, 5:], EXACT)
 
 
-# ------------------------------------------------------------------------------------------------------------ KDA
-
-
 def kda(**changes):
     config = {
         "model_type": "kda", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 2, "head_dim": 4,
@@ -113,8 +110,6 @@ def test_kda(changes):
     expected = rms(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
     compare(assemble(*from_fla_kda(config, weights)), expected, ids)
 
-
-# -------------------------------------------------------------------------------------------------------- Mamba-3
 
 SIZE, VALUE = 8, 4
 
@@ -227,9 +222,6 @@ def test_a_folder_of_fla(tmp_path):
     save_file({name: x.float() for name, x in weights.items()}, tmp_path / "in" / "model.safetensors")
     model = checkpoint.load(convert(tmp_path / "in", tmp_path / "out"))
     assert (model.config.mixer, model.config.mlp) == ("mamba3", "none")
-
-
-# --------------------------------------------------------------------------------------- RWKV-7 of its author, x070
 
 
 def rwkv7(dtype=torch.float64, heads=2, size=8):

@@ -27,9 +27,6 @@ def tokens_of(corpus):
     return {name: corpus.split(name).files.tokens.tolist() for name in ("train", "validation", "test")}
 
 
-# ---------------------------------------------------------------------------------------------- splits
-
-
 def test_every_document_is_in_one_split(folder, tmp_path):
     corpus = open_corpus(folder, tmp_path)
     found = []
@@ -102,9 +99,6 @@ def test_a_cut_may_fall_anywhere(size):
             found += [b""] if last else []
         starts = [next(i for i in range(cut, 99) if whole[i] & 0xC0 != 0x80) for cut in cuts]
         assert found == [whole[: starts[0]], whole[starts[0] : starts[1]], whole[starts[1] :], b""]
-
-
-# ------------------------------------------------------------------------------------------- the cache
 
 
 def test_the_second_time_nothing_is_tokenised(folder, tmp_path, monkeypatch):
@@ -277,9 +271,6 @@ def test_a_record_of_200_mb_takes_three_times_its_size(tmp_path, name):
     assert read_with_peak(tmp_path, name, 200 << 20) < 4 * (200 << 20)
 
 
-# ---------------------------------------------------------------------------------------- the tokenizer
-
-
 def test_ends_of_documents(folder, tmp_path):
     corpus = open_corpus(folder, tmp_path, tokenizer="bytes+eos")
     assert corpus.split("train").files.tokens.dtype == np.uint16
@@ -359,9 +350,6 @@ def test_bits_per_byte():
     assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="at least one byte"):
         bits_per_byte(1.0, 0, 0)
-
-
-# ---------------------------------------------------------------------------------------- configuration
 
 
 @pytest.mark.parametrize(

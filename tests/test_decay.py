@@ -42,9 +42,6 @@ def build_kind(name, granularity, post):
     return PoST(decay, train_length=64) if post else decay
 
 
-# ------------------------------------------------------------------------- the laws, as Table 1 writes them
-
-
 def lightnet(decay, f):
     """The ratio of two running sums of e^f: over all earlier tokens, and over the tokens so far."""
     seen = torch.stack([f[:, : t + 1].logsumexp(1) for t in range(f.shape[1])], 1)
@@ -180,9 +177,6 @@ def test_mamba2_initialisation():
     assert step.log().mean().item() == pytest.approx(math.log(1e-2), rel=0.05)  # log-uniform rates
 
 
-# ------------------------------------------------------------------------------------------ LightNet's state
-
-
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 @pytest.mark.parametrize("cut", [0, 1, 4, 9])
 def test_lightnet_streams(granularity, cut):
@@ -217,9 +211,6 @@ def test_lightnet_shared_keys_are_a_running_softmax():
     for t in range(1, f.shape[1]):
         weight = weight * g[:, t].exp()
         assert_close(weight, f[:, : t + 1].softmax(1)[:, 0], 1e-13)
-
-
-# ------------------------------------------------------------------------------------------------- numerics
 
 
 @each_kind
@@ -270,9 +261,6 @@ def test_reset_parameters_is_idempotent_and_survives_the_meta_device(name, granu
         torch.manual_seed(1)
         module.reset_parameters()
         assert_same(module.state_dict(), before)
-
-
-# --------------------------------------------------------------------------------------------------- errors
 
 
 def test_unknown_name_lists_the_choices():

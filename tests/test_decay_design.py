@@ -64,9 +64,6 @@ def run(settings, folder, **cell):
     return run_one(config(settings, **cell).open(), folder, name="x", execution=ExecutionConfig(show=False))
 
 
-# ------------------------------------------------------------------------------------------------ the text
-
-
 def test_python_has_five_megabytes_of_text():
     files = standard_library()
     assert files == sorted(files)
@@ -99,9 +96,6 @@ def test_the_three_splits_share_no_document(settings):
     sizes = [corpus.split(name).documents for name in ("train", "validation", "test")]
     assert sum(sizes) == 40
     assert all(sizes)
-
-
-# ------------------------------------------------------------------------------------------------ runs
 
 
 def test_a_run_learns_writes_and_is_not_run_twice(settings, tmp_path):
@@ -168,9 +162,6 @@ def test_a_run_of_another_configuration_is_refused(settings, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({**saved, "model": {**saved["model"], "norm": "layer"}}))
     with pytest.raises(ValueError, match="another configuration"):
         run(settings, tmp_path)
-
-
-# -------------------------------------------------------------------------------------------- the grid
 
 
 @pytest.mark.parametrize("name", decay_design.VARIANTS)

@@ -42,9 +42,6 @@ def loop(layer, x, q, k, v, step):
     return layer.out_proj(layer.gate(outputs, x))
 
 
-# --------------------------------------------------------------------------------------------------- DPLR
-
-
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
 def test_released_dplr(granularity):
     """Scalar: the gated delta rule. Vector: (I − β k kᵀ) diag(λ) S + k vᵀ, without β on v. β lies in (0, 2)."""
@@ -71,9 +68,6 @@ def test_released_dplr_differs_from_dplr():
     other = layers.build("linear", hidden_size=WIDTH, num_heads=HEADS, decay="simple", update="dplr").double()
     other.load_state_dict(one.state_dict())
     assert (one(x)[0] - other(x)[0]).abs().max() > 0.01
-
-
-# --------------------------------------------------------------------------------------- positions and TPE
 
 
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
@@ -140,9 +134,6 @@ def test_released_tpe_replaces_the_embeddings():
     assert given[0].count_nonzero() == 0
 
 
-# --------------------------------------------------------------------------------------------- LightNet
-
-
 def test_released_lightnet_with_shared_keys():
     """λ_t = e^{z_{t−1} − z_t} and k_t = e^{f_{t−1} − z_t}, z the running log-sum-exp of f_0 = 0, f_1, …, f_t."""
     layer, x = layer_of(decay="lightnet_released", share_keys=True)
@@ -174,9 +165,6 @@ def test_released_lightnet_streams_and_packs():
         y, final = layer(x[:1, start:stop], alone)
         assert_close(packed[:, start:stop], y, EXACT)
         assert_close(last["decay"][row], final["decay"][0], EXACT)
-
-
-# ------------------------------------------------------------------------------------------------- values
 
 
 def test_tnl_contradicts_its_text():

@@ -168,9 +168,6 @@ def test_the_recorder_leaves_the_model_as_it_was(name):
         assert torch.equal(model(ids)[0], before)
 
 
-# ---------------------------------------------------------------------------------------------- horizon
-
-
 def loop_energy(g, lag, starts):
     """Compute E[e^{2 Σ g}] over tokens by products, for `g [T]` of floats."""
     return sum(math.exp(2 * sum(g[j + 1 : j + lag + 1])) for j in starts) / len(starts)

@@ -121,9 +121,6 @@ def test_a_full_cache_is_an_error():
     assert model(ids)[1][0]["keys"].shape[1] == 4  # it grows again
 
 
-# --------------------------------------------------------------------------------------- koopman attention as a graph
-
-
 def koopman_inputs(*lengths, rank=5, noise=1.0, dtype=torch.float64):
     draw = generator(lengths, rank, noise)
     for length in lengths:
@@ -276,9 +273,6 @@ def test_what_cannot_be_exported_ends_the_command(tmp_path, refused, monkeypatch
     assert "llama needs max_length, the most tokens of a sequence" in refused(*command)
     assert "max_length must be at least 16" in refused(*command, "--max-length", "15")
     assert "prompt_tokens ≥ 2" in refused(*command, "--prompt-tokens", "1")
-
-
-# ------------------------------------------------------------------------------------------------------ int8 weights
 
 
 def test_an_int8_map_is_the_map_up_to_half_a_step_of_its_scale():

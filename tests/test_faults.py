@@ -26,8 +26,6 @@ from halflife.training.checkpoints import checksums, last_checkpoint
 from halflife.training.fit import StoppedBySignal
 from halflife.training.sharding import SHARDS
 
-# ------------------------------------------------------------------------------------------------ files
-
 
 def test_two_processes_with_one_number_write_two_temporary_files(tmp_path):
     with atomic_path(tmp_path / "a") as first, atomic_path(tmp_path / "a") as second:
@@ -100,9 +98,6 @@ def test_a_small_archive_of_a_large_text_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 1001))
     with pytest.raises(ValueError, match=r"a\.gz unpacks to more than"):
         read_bytes(tmp_path / "a.gz")
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +233,6 @@ def test_a_damaged_line_of_the_metrics_is_counted_and_the_others_stay(cut, whole
     assert comparable(cut) == comparable(whole)
 
 
-# ------------------------------------------------------------------------------------------------ signals
-
-
 @pytest.mark.parametrize(
     "number", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGHUP", "SIGUSR1", "SIGXCPU"))]
 )
@@ -278,9 +270,6 @@ def test_an_ignored_signal_stays_ignored(tmp_path, monkeypatch):
     assert (tmp_path / "result.json").exists()
 
 
-# ------------------------------------------------------------------------------------------------ divergence
-
-
 @pytest.mark.parametrize("what", ["weight", "gradient"])
 def test_a_divergence_in_the_last_step_is_seen(tmp_path, monkeypatch, what):
     def spoil(model, step):
@@ -316,9 +305,6 @@ def test_the_loss_of_the_last_steps_is_written(tmp_path):
     run(tiny(steps=10), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [4, 8, 10]
-
-
-# ------------------------------------------------------------------------------------------------ settings
 
 
 @pytest.mark.parametrize(("key", "value"), [("learning_rate", 0.5), ("model.norm_eps", 0.1)])

@@ -54,9 +54,6 @@ def command(*arguments):
     return 0
 
 
-# ------------------------------------------------------------------------------------------------ comparisons
-
-
 @pytest.mark.slow
 def test_a_model_that_raises_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
     folder = create(tmp_path / "x")
@@ -139,9 +136,6 @@ def test_nothing_that_ended_is_an_error(tmp_path, monkeypatch):
         comparison.run_comparison(folder, show=False)
 
 
-# ------------------------------------------------------------------------------------------------ exit codes
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -208,9 +202,6 @@ def test_training_goes_on_without_the_reader_of_its_bar(tmp_path):
 def test_a_terminal_of_ascii_shows_everything(tmp_path):
     done = shell("halflife list", tmp_path, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
-
-
-# ------------------------------------------------------------------------------------------------ bad settings
 
 
 @pytest.mark.parametrize(

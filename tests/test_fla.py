@@ -169,9 +169,6 @@ def test_low_precision_keeps_its_dtypes(op, on_a_cpu):
     assert relative_error(got["o"], run_op(op, arguments, backend="reference")["o"]) < 2**-8
 
 
-# -------------------------------------------------------------------------------------------------- limits
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """Pretend to be a CUDA machine: `machine(capability=9, triton=(3, 6, 0), fla=(0, 6, 0))`."""

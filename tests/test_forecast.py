@@ -43,9 +43,6 @@ def splits(model, *lags):
     return found[1:]
 
 
-# ----------------------------------------------------------------------------------------------- the parts
-
-
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_pairs_part_is_linear_in_the_first_state(name):
     """Doubling the first memory doubles the pairs' part, and the others' part is the state from an empty memory."""
@@ -108,9 +105,6 @@ def test_a_state_without_decay_keeps_its_pairs_in_the_linear_update():
     assert torch.allclose(kept, torch.ones_like(kept))
     assert torch.allclose(mean, torch.full_like(mean, 4.0))
     assert torch.allclose(noise, torch.full_like(noise, 2.0))
-
-
-# ------------------------------------------------------------------------------------- measured and forecast
 
 
 @pytest.mark.parametrize("spec", [MQAR, NIAH], ids=["mqar", "niah"])
@@ -192,9 +186,6 @@ def test_lags_before_the_window_are_refused():
         recall.forecast_recall(model_of("mamba2"), tasks.build(**MQAR), [16], window=16, examples=1)
 
 
-# -------------------------------------------------------------------------------------------------- texts
-
-
 def texts(length, vocab_size=64, count=4):
     return torch.randint(vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
 
@@ -242,9 +233,6 @@ def test_texts_that_are_too_short_are_refused(length, beginning):
         measure_influence(model_of("mamba2"), texts(length), [0, 16], beginning=beginning)
 
 
-# ------------------------------------------------------------------------------------------- small things
-
-
 def test_crossing():
     assert reading.crossing([0, 1, 3], [1.0, 1.0, 0.0], 0.5) == pytest.approx(math.sqrt(2 * 4) - 1)
     assert reading.crossing([0, 1], [1.0, 0.9], 0.5) == math.inf
@@ -266,9 +254,6 @@ def test_log2_ratio():
 
 def test_lags():
     assert lags_to(16) == [0, 4, 6, 8, 11, 16]
-
-
-# ------------------------------------------------------------------------------------------------ command
 
 
 @pytest.fixture
@@ -341,10 +326,7 @@ def test_a_text_is_asked_for_and_must_be_long_enough(run, tmp_path, refused):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--longest", "0"], "window, text_window and beginning are at least 1"),
-        (["missing"], "there is no folder"),
-    ],
+    [(["--longest", "0"], "window, text_window and beginning are at least 1"), (["missing"], "there is no folder")],
 )
 def test_errors_are_one_line(run, refused, arguments, message):
     assert message in refused("forecast", *([str(run)] if "--" in arguments[0] else []), *arguments)

@@ -144,9 +144,6 @@ def test_every_class_of_transformers_with_a_known_name_is_registered():
     assert mamba1 == {"MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"}
 
 
-# ------------------------------------------------------------------------------------------- measurements
-
-
 def test_measurements_do_not_depend_on_windows():
     """All statistics of a text are those of one pass, also with two sequences and horizons across windows."""
     model, ids = build("zamba2"), torch.randint(256, (2, 90))
@@ -188,9 +185,6 @@ def test_base_spectrum_and_modes():
         assert layer.spectra["1"].timescales == layer.spectra["64"].timescales == pytest.approx(scales)
         assert layer.spectra["64"].too_slow == sum(scale > 64 * (1 + 1e-5) for scale in scales) / 8
         assert 1 <= layer.spectra["64"].modes <= 8
-
-
-# -------------------------------------------------------------------------------------- loading, command
 
 
 @pytest.fixture
@@ -310,8 +304,6 @@ def test_half_a_billion_weights_fit_8_gb():
     assert weights > 0.45e9
     assert most < 8e9
 
-
-# ------------------------------------------------------------------------------------------------ forecast
 
 MQAR = {"name": "mqar", "vocab_size": 256, "length": 32, "num_pairs": 3}
 PURE = {

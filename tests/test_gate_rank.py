@@ -116,12 +116,7 @@ def test_large_heads(update, form):
     check(inputs(update, 20, 0.1, key=256, value=256), *form, chunk_size=16)
 
 
-@crossed(
-    update=UPDATES,
-    form=COMPUTED,
-    fast=[*LOG_DECAYS, "mixed"],
-    slow=[None, -1e-30, -20.0, -1000.0, -math.inf],
-)
+@crossed(update=UPDATES, form=COMPUTED, fast=[*LOG_DECAYS, "mixed"], slow=[None, -1e-30, -20.0, -1000.0, -math.inf])
 def test_decays(update, form, fast, slow):
     """The mask's log-decay gradients are compared on the scale of dq, because they can be as small as 1e-9."""
     backend, dtype = form

@@ -130,9 +130,6 @@ def test_gate_options_are_checked(options, message):
         halflife.preset("mamba2+gate_rank", **SIZES, mixer_options={"gate_rank": options})
 
 
-# ------------------------------------------------------------------------------------ negative eigenvalues
-
-
 def test_beta_up_to_two_flips_the_state():
     """`I − 2 k kᵀ` is a reflection. With β = 2 and v = 0, the state's part along k changes sign at every token."""
     torch.manual_seed(0)
@@ -150,9 +147,6 @@ def test_beta_up_to_two_flips_the_state():
     assert not torch.allclose(mixer(x)[0], half(x)[0])
     with pytest.raises(ValueError, match="the update is linear"):
         halflife.layers.build("linear", hidden_size=32, allow_neg_eigval=True)
-
-
-# ------------------------------------------------------------------------------------------------ statistics
 
 
 def test_statistics_count_what_happened():
@@ -196,9 +190,6 @@ def test_a_layer_with_one_state_is_named_once(bias, word, tmp_path):
     metrics.on_log(None, state, None, {"loss": 1.0}, model=model)  # a second warning would raise an error
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["gates"]["blocks.1.mixer.gate_rank"]["reset_rate"] == (0 if bias < 0 else 1)
-
-
-# ----------------------------------------------------------------------------------------------- experiments
 
 
 def test_by_position_agrees_with_the_mean():

@@ -91,9 +91,6 @@ def test_kernels_of_others_have_their_own_processes():
     assert backend == {"fla"}
 
 
-# ----------------------------------------------------------------------------------------------- parity
-
-
 def breaking(monkeypatch, how):
     """Replace DPLR's chunked form by `how(call, right)`, except in float64, with which the others are compared."""
     right = backends._OPS["dplr"]["chunked"]
@@ -147,9 +144,6 @@ def test_parity_lets_a_backend_refuse(monkeypatch):
     assert all(row["ok"] for row in rows)
     assert {row["dtype"] for row in rows if "refused" in row} == {"float32"}
     assert not any("float32" in line for line in script("parity").table(rows))
-
-
-# ------------------------------------------------------------------------------------------------ speed
 
 
 @pytest.mark.slow
@@ -210,9 +204,6 @@ def test_ratios():
 def test_crossing(ratios, expected):
     got = script("speed").crossing(ratios)
     assert got == expected or abs(int(got) - int(expected)) <= 1
-
-
-# ------------------------------------------------------------------------------------------- processes
 
 
 def finish(job):

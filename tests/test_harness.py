@@ -102,9 +102,6 @@ def letters():
     return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<end>")
 
 
-# ------------------------------------------------------------------------------------------------- in batches
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_loglikelihoods_are_those_of_the_logits(name, monkeypatch):
     """Contexts are shared or not, of one token or many; pieces cross all boundaries; one continuation is empty."""
@@ -151,9 +148,6 @@ def test_generate_writes_what_a_session_does(name, monkeypatch):
     assert batched.generate(model, prompts, 0, lambda tokens: False) == [[], [], [], []]
     sampled = batched.generate(model, prompts, 9, lambda tokens: False, vocab_size=3, temperature=5.0, top_k=3)
     assert {token for row in sampled for token in row} == {0, 1, 2}
-
-
-# ------------------------------------------------------------------------------------- against the harness's own
 
 
 def requests(kind, *arguments):
@@ -250,9 +244,6 @@ def test_settings_of_texts():
     assert len(set(texts)) > 4
     with pytest.raises(ValueError, match=r"num_beams.*temperature, top_k, top_p"):
         ours.generate_until(requests("generate_until", ("the cat", {**asked, "num_beams": 10})))
-
-
-# ------------------------------------------------------------------------------------------ tasks of the harness
 
 
 def direct(model):
@@ -398,9 +389,6 @@ def test_eval_errors_are_one_line(arguments, message, tmp_path, refused):
     before = sorted(tmp_path.iterdir())
     assert message in refused("eval", str(tmp_path), *arguments, "--device", "cpu", "--quiet")
     assert sorted(tmp_path.iterdir()) == before
-
-
-# ------------------------------------------------------------------------------------------- the papers' tasks
 
 
 def test_bundles_are_the_papers():

@@ -42,9 +42,6 @@ def same_weights(one, other):
     assert all(torch.equal(x, other.state_dict()[name]) for name, x in one.state_dict().items())
 
 
-# ------------------------------------------------------------------------------------------------ configuration
-
-
 def test_config_survives_json_and_wraps_the_models(tmp_path):
     config = HalflifeConfig(model=preset("mamba2+post", **SIZES), eos_token_id=3)
     assert config.model_config() == preset("mamba2+post", **SIZES)
@@ -70,9 +67,6 @@ def test_config_errors():
         HalflifeConfig(model=model, vocab_size=40)
     with pytest.raises(TypeError, match=r"got 'mamba2'\. HalflifeConfig\.from_preset takes names"):
         HalflifeConfig(model="mamba2")
-
-
-# ------------------------------------------------------------------------------------------------ forward
 
 
 @pytest.mark.parametrize("name", slow_later(NAMES))
@@ -158,9 +152,6 @@ def test_forward_errors():
             model(**arguments)
     with pytest.raises(TypeError, match="attn_mask"):
         model(ids, attn_mask=None)
-
-
-# ------------------------------------------------------------------------------------------------ parameters
 
 
 def test_it_is_drawn_as_the_library_draws_it():
@@ -356,9 +347,6 @@ def test_device_map_auto(tmp_path):
     model = build("mamba2")
     model.save_pretrained(tmp_path)
     same_weights(AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto").to("cpu"), model)
-
-
-# ------------------------------------------------------------------------------------------------ generate
 
 
 def greedy(model, ids, count):

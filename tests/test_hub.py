@@ -35,8 +35,6 @@ def test_names_that_are_none(source):
         hub.HubSource.parse(source)
 
 
-# ---------------------------------------------------------------- datasets itself, on a folder; the hub cannot be asked
-
 CARD = """---
 configs:
 - config_name: en
@@ -134,9 +132,6 @@ def test_a_data_set_without_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"hf:a/b needs datasets: pip install 'halflife-lm\[train\]'"):
         find([f"hf:a/b@{COMMIT}"], "text", tmp_path)
-
-
-# ------------------------------------------------------------------------------------------- no hub to ask
 
 
 @pytest.mark.parametrize("revision", ["", f"@{COMMIT}"])

@@ -97,9 +97,6 @@ def grads(y, leaves):
     return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
 
 
-# ---------------------------------------------------------------------------------------- the definition
-
-
 @pytest.mark.parametrize("power", [0, 1, 2, 4])
 @pytest.mark.parametrize(("gamma", "mix"), [(1.0, 1.0), (1.5, 1.0), (1.2, 0.3), (1.0, 0.0)])
 @each_form
@@ -234,9 +231,6 @@ def test_the_whitened_operator_never_expands():
         factor = torch.linalg.cholesky(keys.T @ keys + 1e-3 * m**2 * torch.eye(RANK, dtype=torch.float64))
         inverse = torch.linalg.inv(factor)
         assert torch.linalg.matrix_norm(inverse @ keys.T @ before @ inverse.T, 2) <= 1
-
-
-# --------------------------------------------------------------------------------------------- streaming
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 16])
@@ -413,9 +407,6 @@ def test_a_state_has_as_many_numbers_as_the_paper_says():
     assert state["pending"].tolist() == [2, 2]
 
 
-# ------------------------------------------------------------------------------------- packing and masks
-
-
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 7, 64])
 @each_fast_form
 def test_packed_equals_separate(chunk_size, backend):
@@ -509,9 +500,6 @@ def test_what_a_mask_leaves_out_may_be_anything():
     wrong[:, 4] = torch.inf
     assert_same(koopman_attention(q, wrong, v, mask=mask, chunk_size=2)[0],
                 koopman_attention(q, k, v, mask=mask, chunk_size=2)[0])  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------- numerics
 
 
 def extreme(kind, scale, length):
@@ -610,8 +598,6 @@ def test_gradcheck(normalization):
     assert torch.autograd.gradcheck(run, [*x, *settings])
 
 
-# ------------------------------------------------------------------------------------------- compiled kernels
-
 needs_native = pytest.mark.skipif("native" not in FORMS, reason="the native kernels are not built here")
 
 
@@ -708,9 +694,6 @@ def test_native_refuses_options_that_it_does_not_know():
     x = inputs(4, dtype=torch.float32)
     assert "twist=1.0" in unsupported(torch.device("cpu"), Later(*x, twist=1.0))
     assert "twist" not in (unsupported(torch.device("cpu"), Later(*x)) or "")
-
-
-# ------------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,6 @@ def traces(matrix):
     return torch.stack([power.diagonal().sum() for power in powers])
 
 
-# ----------------------------------------------------------------------------------------- the operator
-
-
 def test_sums_are_those_of_the_op_at_every_head():
     draw = generator("op")
     k, v = torch.randn(2, 2, 9, 3, RANK, generator=draw, dtype=torch.float64)
@@ -138,9 +135,6 @@ def test_it_is_the_least_squares_predictor_of_the_next_key():
     assert_close(operator.transition @ torch.linalg.inv(operator.regularised), expected, EXACT)
 
 
-# --------------------------------------------------------------------------------------------- spectrum
-
-
 @anything
 @given(any_tokens())
 def test_whitened_and_both_unwhitened_operators_are_similar(found):
@@ -200,8 +194,7 @@ def test_what_a_key_that_turns_is_called():
 
 
 @pytest.mark.parametrize(
-    ("power", "left"),
-    [(2, [0.902, 0.810, 0.490, 0.250, 0.090]), (4, [0.815, 0.656, 0.240, 0.063, 0.008])],
+    ("power", "left"), [(2, [0.902, 0.810, 0.490, 0.250, 0.090]), (4, [0.815, 0.656, 0.240, 0.063, 0.008])]
 )
 def test_tables_of_proposition_d1(power, left):
     levels = [0.95, 0.9, 0.7, 0.5, 0.3]
@@ -237,9 +230,6 @@ def test_no_eigenvalue_lies_below_the_ridge(found):
         assert koopman.lambda_min(operator) <= operator.ridge + 1e-14 * operator.levels[-1]
     expected = torch.linalg.cond(operator.regularised, 2)
     assert koopman.condition(operator).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-# -------------------------------------------------------------------------------------------- ridge, linear
 
 
 @anything
@@ -307,9 +297,6 @@ def test_the_distance_over_all_queries_is_the_smallest():
     errors = (operator.values - scales[:, None, None] * operator.readout).square().sum((-2, -1)).sqrt()
     expected = errors.min() / operator.values.square().sum().sqrt()
     assert koopman.linear_distance(operator).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-# ---------------------------------------------------------------------------------------- power filter
 
 
 @pytest.mark.parametrize("mix", [1.0, 0.3])
@@ -407,9 +394,6 @@ def test_regime_needs_a_normal_operator_of_two_kinds():
         koopman_bounds.regime(normal([-1.0]), query[:1])
 
 
-# ---------------------------------------------------------------------------------------- perturbation
-
-
 def perturbed(seed, rank, size):
     """An operator, and another one from the same keys with noise."""
     keys, values = tokens("pair", seed, length=3 * rank, rank=rank)
@@ -471,9 +455,6 @@ def test_eigenvectors():
     assert koopman_bounds.eigenvector_condition(normal([0.5 + 0.5j, -0.2, 0.9]).whitened).item() == pytest.approx(1)
     sheared = torch.tensor([[1.0, 1.0], [0.0, 1.0 - 1e-6]], dtype=torch.float64)
     assert koopman_bounds.eigenvector_condition(sheared) > 1e6
-
-
-# ----------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize(("rank", "width"), [(1, 1), (24, 32), (48, 64), (56, 64)])

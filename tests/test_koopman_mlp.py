@@ -43,9 +43,6 @@ def by_hand(layer, x, turned):
     return (turned * gate) @ layer.read.weight.T
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 @each_gate
 def test_equals_equation_14(gated):
     """Pairs are neighbours: the rows of a block are `(γ, ω)` and `(−ω, γ)`."""
@@ -70,8 +67,6 @@ def test_starts_inside_the_unit_disc_with_angles_over_half_a_turn():
     torch.testing.assert_close(real, 0.95 * angles.cos())
     torch.testing.assert_close(imaginary, 0.95 * angles.sin())
 
-
-# -------------------------------------------------------------------------------------- the unit disc
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 EXTREME = st.one_of(FINITE, st.sampled_from([0.0, 17.0, 90.0, -90.0, 1e4, -1e4, 3e38, -3e38]))
@@ -117,9 +112,6 @@ def test_is_orthogonal_at_modulus_one_alone():
     torch.testing.assert_close(matrix.T @ matrix, torch.eye(WIDTH, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-# ------------------------------------------------------------------------------------------- parameters
-
-
 @pytest.mark.parametrize(("size", "width"), [(16, 64), (96, 256), (128, 384), (448, 1216), (768, 2048)])
 def test_parameters(size, width):
     """The width is d_k = ⌈8d/3⌉, rounded up to 64.
@@ -138,9 +130,6 @@ def test_parameters(size, width):
 def test_an_odd_width_is_an_error():
     with pytest.raises(ValueError, match="must be even; got 7"):
         KoopmanMLP(SIZE, 7)
-
-
-# -------------------------------------------------------------------------------------------- gradients
 
 
 @each_gate

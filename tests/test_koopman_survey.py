@@ -57,9 +57,6 @@ def projections(model, layer, ids):
     return [found[name].unflatten(-1, (HEADS, -1)).double() for name in ("k_proj", "v_proj")]
 
 
-# ---------------------------------------------------------------------------------------------- numbers
-
-
 @pytest.mark.parametrize("length", [19, 32])
 @pytest.mark.parametrize("refresh", ["chunk", "token"])
 def test_numbers_are_those_of_the_keys_and_values(refresh, length):
@@ -152,9 +149,6 @@ def test_only_layers_of_ska():
         measure_operators(model, torch.zeros(4, dtype=torch.long))
 
 
-# ------------------------------------------------------------------------------------- tables and files
-
-
 @pytest.fixture
 def run_dir(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)
@@ -232,9 +226,6 @@ def test_a_text_below_a_chunk_is_written_and_drawn(run_dir, tmp_path):
     show_operators(read_operators([run_dir], [tmp_path / "text"], length=5), tmp_path)
     data = json.loads((tmp_path / "koopman.json").read_text(), parse_constant=pytest.fail)
     assert data["models"][0]["layers"][0]["heads"][0]["unexplained"] is None
-
-
-# ---------------------------------------------------------------------------------------------- figure
 
 
 def made_up(layers, heads, power=2):

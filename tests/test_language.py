@@ -119,9 +119,6 @@ def whole(corpus, tmp_path_factory):
     return folder
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
-
-
 def test_the_loss_is_of_the_labels_and_adds_up_over_micro_batches(corpus):
     torch.manual_seed(0)
     config = tiny(corpus)
@@ -232,9 +229,6 @@ def test_schedules_end_at_the_floor(name, last):
 
 def test_a_linear_decay_to_a_floor_of_1_is_constant():
     assert schedule("linear", 100, 2.0, floor=1.0, decay=0.2) == schedule("constant", 100, 2.0, floor=1.0, decay=0.2)
-
-
-# ------------------------------------------------------------------------------------------------ runs
 
 
 def test_a_run_writes_what_it_promises(corpus, whole):
@@ -406,8 +400,6 @@ def test_another_text_is_refused(corpus, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------ the command
-
 RESUMED = 1e-4  # relative error of a loss after 60 steps, some of them summed in another order
 
 
@@ -509,9 +501,6 @@ def test_numbers_of_tokens():
         2 * 10**9,
         1000,
     ]
-
-
-# ------------------------------------------------------------------------------------------------ processes and signals
 
 
 def after_first_checkpoint(folder, process, step=4):

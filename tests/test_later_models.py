@@ -41,9 +41,6 @@ def fla(module, name):
         return getattr(importlib.import_module(f"fla.ops.{module}.naive"), name)
 
 
-# -------------------------------------------------------- the arguments of each op, by hand from a layer's weights
-
-
 def convolved(conv, x):
     taps = F.pad(x.mT, (conv.size - 1, 0)).unfold(-1, conv.size, 1)
     y = (taps * conv.weight.unsqueeze(1)).sum(-1).mT
@@ -108,9 +105,6 @@ def output(name, layer, x, o):
         g = x @ gate.proj.weight.T
         g = g.sigmoid() if name == "comba" else F.silu(g)
     return (normed.flatten(-2) * g) @ layer.out_proj.weight.T
-
-
-# --------------------------------------------------------------------------------------- equations, token by token
 
 
 def outer(k, v):
@@ -209,8 +203,6 @@ def test_more_steps_a_token():
     assert_close(layer(x)[0], output("deltaproduct", layer, x, loop("deltaproduct", found)), EXACT)
 
 
-# ------------------------------------------------------------------------------------ the authors' plain functions
-
 FLA = {
     "kda": ("kda", "naive_recurrent_kda", {}),
     "gdn2": ("gdn2", "naive_recurrent_gdn2", {}),
@@ -244,9 +236,6 @@ def test_two_functions_of_fla_read_combas_state_at_different_times():
     late_by_decay, _ = fla("comba", "naive_recurrent_comba")(**{**found, "p": found["p"] / gamma})
     assert_close(late_by_decay, chunked, FLOAT32)
     assert not torch.allclose(late, chunked, rtol=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------- special cases
 
 
 @torch.no_grad()
@@ -300,9 +289,6 @@ def test_longhorns_decay_of_long_keys():
     assert torch.allclose(g[:, :, 0].double()[slow], (-removed[slow]).log1p(), rtol=1e-6, atol=0)
     assert (g <= 0).all()
     assert torch.autograd.grad(g.sum() + step.sum(), k)[0].isfinite().all()
-
-
-# ------------------------------------------------------------------------------------------------ initial values
 
 
 @torch.no_grad()
@@ -400,9 +386,6 @@ def test_options_of_a_decay_keep_its_initial_rates():
         decay = layers.build(name, hidden_size=HIDDEN, decay_options={"min_step": 0.01}).decay
         assert (decay.rate_start, decay.min_step) == ("uniform_0_16", 0.01)
     assert layers.build("mesa", hidden_size=HIDDEN, decay="simple").decay.shape == (4,)
-
-
-# ---------------------------------------------------------------------------------------- windows and no positions
 
 
 @pytest.mark.parametrize("name", ["attention", "fox"])

@@ -49,13 +49,7 @@ RELEASED = {
     "mamba3+mimo": ("mamba3", {**SMALL["mamba3"], "rate_floor": 1e-4, "output_norm": True, "rank": 2}),
     "attention+gate": (
         "attention",
-        {
-            "head_dim": 12,
-            "qk_norm": "head_plus_one",
-            "gate": True,
-            "rope_fraction": 0.5,
-            "num_kv_heads": 2,
-        },
+        {"head_dim": 12, "qk_norm": "head_plus_one", "gate": True, "rope_fraction": 0.5, "num_kv_heads": 2},
     ),
     "attention+all": ("attention", {"qk_norm": "all", "window": 4, "position": "none"}),
     "gla+map": ("gla", {"feature_map": "relu", "conv_size": 4}),
@@ -100,9 +94,6 @@ def slow_down(layer):
                 if name.endswith(ending):
                     parameter.fill_(value)
     return layer
-
-
-# ----------------------------------------------------------------------------------------------- cuts
 
 
 @each_layer
@@ -166,9 +157,6 @@ def test_rope_depends_on_distance_alone(case):
     _, nothing = layer(x[:, :0])
     later = {**nothing, "position": nothing["position"] + 1000}
     assert_close(layer(x, later)[0], layer(x, nothing)[0], exact(case))
-
-
-# -------------------------------------------------------------------------------- packing and padding
 
 
 @each_layer
@@ -245,9 +233,6 @@ def test_a_full_mask_is_no_mask(case):
     assert_close(layer(x, attention_mask=torch.ones(2, LENGTH))[0], layer(x)[0], exact(case))
 
 
-# -------------------------------------------------------------------------------------------- training
-
-
 @each_layer
 def test_every_parameter_learns(case):
     layer = build(case)
@@ -301,9 +286,6 @@ def test_autocast(case, monkeypatch):
     assert_close(y, exact, BFLOAT16)
     y.sum().backward()
     assert all(parameter.grad.dtype == parameter.dtype for parameter in layer.parameters())
-
-
-# ----------------------------------------------------------------------------------------------- errors
 
 
 @each_layer

@@ -103,9 +103,6 @@ def test_losses_of_tokens(chunks):
         torch.testing.assert_close(token_losses(hidden, weight, labels), expected)
 
 
-# ---------------------------------------------------------------------------------------------------- whole models
-
-
 def model(**sizes):
     return LanguageModel(preset("mamba2", **{"hidden_size": 16, "num_layers": 1, "vocab_size": 32, **sizes})).double()
 

@@ -69,9 +69,6 @@ def predicted(slow, fast, rows, columns):
     return 2 if any(taken) and not all(taken) and len(levels) > 1 else 1
 
 
-# ------------------------------------------------------------------------------------------------- rank
-
-
 @pytest.mark.parametrize("rate", [0, 0.05, 0.3, 0.7, 1])
 def test_every_submatrix_below_the_diagonal_has_rank_2_at_most(rate):
     seen = set()
@@ -137,9 +134,6 @@ def test_what_is_forgotten_has_no_rank():
     assert block_ranks(decay_masks(fast.fill_(-1000.0))[1][0, 0], 8).max() == 0
 
 
-# ---------------------------------------------------------------------------------------------- example
-
-
 def test_the_papers_example():
     """The entries are those of Figure 2a, plus α₅ in the first three of the last row, as Γ = γ_i/γ_j requires."""
     gamma = [["1"], ["α_1", "1"], ["α_1", "1", "1"], ["α_3 α_1", "α_3", "α_3", "1"],
@@ -174,9 +168,6 @@ def test_picture_of_the_example():
         assert len(axes.texts) == 21
         assert axes.get_xticks(minor=True).tolist() == [1, 3, 5]
         assert axes.get_yticks(minor=True).tolist() == [1, 3, 5]
-
-
-# ----------------------------------------------------------------------------------------------- models
 
 
 @pytest.mark.parametrize("name", ["mamba2+gate_rank", "gated_deltanet+gate_rank", "mamba2+post+gate_rank"])
@@ -289,9 +280,6 @@ def test_picture(models):
     one_decay, second, third = (torch.tensor(line.get_ydata())[2:-2] for line in cuts.lines[:3])
     assert max(one_decay.max(), third.max()) <= ROUNDING
     assert second.max() > 1e-3
-
-
-# ---------------------------------------------------------------------------------------- command line
 
 
 @pytest.fixture

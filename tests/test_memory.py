@@ -52,9 +52,6 @@ def real_bytes(model_config, length, dtype):
     return sum(x.numel() * x.element_size() for layer in state for x in layer.values() if x.is_floating_point())
 
 
-# ---------------------------------------------------------------------------------------- measurements
-
-
 @pytest.mark.parametrize(
     "name", slow_beyond({*PRESETS, "mamba2+ska", "llama+ska", "gla+attention", "mamba2+gate_rank"}, combinations()[0])
 )
@@ -142,9 +139,6 @@ def test_a_state_that_grows_unevenly_is_an_error(monkeypatch):
         layer_states(config("mamba2"))
 
 
-# ---------------------------------------------------------------------------- spectral Koopman attention
-
-
 @pytest.mark.parametrize(("rank", "value_dim", "chunk"), [(48, None, 64), (7, 5, 8), (1, 1, 1), (3, 40, 2)])
 @pytest.mark.parametrize("refresh", ["chunk", "token"])
 def test_ska_is_as_small_as_its_proposition(rank, value_dim, chunk, refresh):
@@ -160,9 +154,6 @@ def test_ska_is_as_small_as_its_proposition(rank, value_dim, chunk, refresh):
     assert found["theory"] == found["measured"] == first
     assert first - 1 <= ska_threshold(r, p) < first
     assert found["with_pending"] == next(t for t in range(1, 10**6) if t * (r + p) > committed + waiting)
-
-
-# --------------------------------------------------------------------------------------------- crossover
 
 
 @pytest.mark.parametrize("per_token", [0, 1, 3, 4, 5])
@@ -198,9 +189,6 @@ def test_readable(size, text):
     assert format_bytes(size) == text
 
 
-# ------------------------------------------------------------------------------------------------ errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -232,8 +220,6 @@ def test_unknown_dtypes():
     with pytest.raises(ValueError, match=r"unknown cache dtype 'int8'.*float8"):
         measure_memory(["mamba2"], [8], cache_dtype="int8")
 
-
-# ------------------------------------------------------------------------------------------ command line
 
 COMMAND = ["memory", "mamba2", "mamba2+ska", "llama", "--lengths", "4096", "16", "256"]
 
@@ -271,9 +257,6 @@ def test_help_shows_examples(capsys):
     with pytest.raises(SystemExit):
         main(["memory", "--help"])
     assert "halflife memory mamba2 mamba2+ska" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------------ figure
 
 
 def made_up(sizes, lengths, per_token=1024):

@@ -123,9 +123,6 @@ def test_weights_without_meaning(given, message):
         read_weights(given)
 
 
-# ------------------------------------------------------------------------------------------------------- corpora
-
-
 @pytest.fixture
 def mixture(tmp_path):
     """Documents without "Z" weigh 3, those with it 1."""

@@ -51,9 +51,6 @@ def ids_of(batch, length):
     return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-# ---------------------------------------------------------------------------------------- modes and waste
-
-
 @pytest.mark.parametrize("channels", [1, 5, 64])
 def test_modes_are_the_participation_ratio_of_the_coherence(channels):
     scales = np.geomspace(1, 1000, channels)
@@ -127,9 +124,6 @@ def test_the_mode_of_the_model_changes_nothing():
     assert model_spectrum(model.train(), ids_of(1, 8)) == model_spectrum(model.eval(), ids_of(1, 8))
 
 
-# ------------------------------------------------------------------------------------------------- taper
-
-
 def test_time_scales_that_are_not_stretched_have_no_taper():
     model = tiny("mamba2+post", mixer_options={"post": {"stretch": False}})
     assert [layer.taper for layer in model_spectrum(model).layers] == [None, None]
@@ -157,9 +151,6 @@ def test_a_learned_taper_and_the_slack_that_explains_it():
         bound = getattr(spectra.taper_bound(getattr(report, name), 4), side).numpy()
         inner = slice(1, -1)  # the ends of the taper never deviate
         assert (bound[inner] - d[inner]).min() == pytest.approx(0, abs=ABSOLUTE), name
-
-
-# --------------------------------------------------------------------------------------------- any model
 
 
 @pytest.mark.parametrize(("decay", "granularity", "post"), CASES)
@@ -197,9 +188,6 @@ def test_the_slow_state_has_a_spectrum_of_its_own():
     layer = model_spectrum(tiny("gated_deltanet+gate_rank"), ids_of(2, 40)).layers[0]
     assert layer.spectra["slow text"].timescales == [1 / rate for rate in layer.decays.slow.rates]
     assert layer.spectra["text"].timescales != layer.spectra["slow text"].timescales
-
-
-# ---------------------------------------------------------------------------------------- any checkpoint
 
 
 def mamba2(folder, **saving):
@@ -251,8 +239,7 @@ def gla_rates(tensors, at):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "rates"),
-    [("gated_deltanet", gated_deltanet_rates), ("rwkv7", rwkv7_rates), ("gla", gla_rates)],
+    ("model_type", "rates"), [("gated_deltanet", gated_deltanet_rates), ("rwkv7", rwkv7_rates), ("gla", gla_rates)]
 )
 def test_models_of_fla(tmp_path, model_type, rates):
     tensors = fla(tmp_path / "theirs", model_type)
@@ -300,9 +287,6 @@ def test_each_checkpoint_is_loaded_once(tmp_path, monkeypatch, capsys):
     assert sorted(folder.name for folder in loaded) == ["mamba2", "mamba2+ska"]
     assert (tmp_path / "run" / "spectrum" / "koopman.png").exists()
     assert "Koopman operators" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------- command line and figures
 
 
 def test_without_a_text(tmp_path, capsys):

@@ -27,9 +27,6 @@ def threads(count):
     torch.set_num_threads(before)
 
 
-# -------------------------------------------------------------------------------------------------- results
-
-
 @built
 @each_op
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
@@ -119,9 +116,6 @@ def test_a_missing_gradient_is_no_gradient():
             for backend in ("native", "reference")
         ]  # fmt: skip
         assert_close(dict(enumerate(found[0])), dict(enumerate(found[1])), 4 * 7e-7)
-
-
-# ------------------------------------------------------------------------------------------------- building
 
 
 def test_refusals_of_other_machines(monkeypatch):

@@ -98,9 +98,6 @@ def test_no_sequences_and_no_tokens_are_fine(op, sizes):
             o.sum().backward()
 
 
-# ------------------------------------------------------------------------------------- the sign of decays
-
-
 @pytest.mark.parametrize("op", [*OPS, "gate_rank"])
 def test_a_positive_log_decay_is_refused_by_every_backend(op):
     for name in ("g_slow", "g_fast") if op == "gate_rank" else ("g",):
@@ -123,9 +120,6 @@ def test_tensors_without_values_are_not_checked():
     with FakeTensorMode():
         arguments = {name: torch.empty(x.shape) for name, x in small("delta_rule").items()}
         assert ops.delta_rule(**arguments, backend="chunked")[0].shape == arguments["v"].shape
-
-
-# ----------------------------------------------------------------------- meta, torch.func, second derivatives
 
 
 @pytest.mark.parametrize("op", [*OPS, "gate_rank"])
@@ -183,9 +177,6 @@ def test_other_arguments(op):
             EVERY[op](**small(op), **options)
         raised = traceback.extract_tb(caught.value.__traceback__)[-1].filename
         assert Path(raised).parent.name in ("ops", "koopman")
-
-
-# ---------------------------------------------------------------------------------------------- models
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,7 @@ import pytest
 
 from halflife.cli import main
 from halflife.decay import build
-from halflife.experiments.overrides import (
-    GROUPS,
-    apply_overrides,
-    check_parts,
-    constructor_options,
-    parse_overrides,
-)
+from halflife.experiments.overrides import GROUPS, apply_overrides, check_parts, constructor_options, parse_overrides
 from halflife.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS
 from halflife.layers.memory.choose import KINDS
@@ -86,11 +80,7 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
             "as group.option; the groups are model, mixer, decay, post, gate_rank, log_linear, ska, training",
         ),
         ("mamba2", "mixer.power", "for example mixer.power=2; got 'mixer.power'"),
-        (
-            "mamba2",
-            "post.reference_length=5",
-            r"has no meaning here: mamba2 has no PoST; .*\+post",
-        ),
+        ("mamba2", "post.reference_length=5", r"has no meaning here: mamba2 has no PoST; .*\+post"),
         ("mamba2", "gate_rank.reset_rate=0.5", r"mamba2 has no GateRank; the modifier \+gate_rank adds it"),
         ("rwkv7", "gate_rank.reset_rate=0.5", "rwkv7 has no GateRank"),
         ("mamba2", "ska.power=1", r"no layer of spectral Koopman attention; the modifier \+ska"),
@@ -210,34 +200,14 @@ def test_options_of_a_preset_are_changed_one_by_one():
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        (
-            "mamba2",
-            {"mpl": "none"},
-            r"option of a preset 'mpl'. Did you mean 'mlp'\? Choose from: hidden_size,",
-        ),
-        (
-            "mamba2",
-            {"mixer_options": {"stat_size": 3}},
-            "unknown option of layer mamba2 'stat_size'.*head_dim",
-        ),
-        (
-            "mamba2+post",
-            {"mixer_options": {"post": {"refrence": 3}}},
-            "option of post 'refrence'.*train_length",
-        ),
+        ("mamba2", {"mpl": "none"}, r"option of a preset 'mpl'. Did you mean 'mlp'\? Choose from: hidden_size,"),
+        ("mamba2", {"mixer_options": {"stat_size": 3}}, "unknown option of layer mamba2 'stat_size'.*head_dim"),
+        ("mamba2+post", {"mixer_options": {"post": {"refrence": 3}}}, "option of post 'refrence'.*train_length"),
         ("mamba2+gate_rank", {"mixer_options": {"gate_rank": {"rate": 3}}}, "of gate_rank 'rate'.*from: reset_rate"),
-        (
-            "simple",
-            {"mixer_options": {"decay_options": {"q": 3}}},
-            "option of decay simple 'q'. Choose from: p",
-        ),
+        ("simple", {"mixer_options": {"decay_options": {"q": 3}}}, "option of decay simple 'q'. Choose from: p"),
         ("mamba2", {"mixer_options": {"post": 3}}, "post takes a mapping of options; got 3"),
         ("rwkv7", {"mixer_options": {"gate_rnk": 3}}, "Did you mean 'gate_rank'"),
-        (
-            "mamba2+ska",
-            {"hybrid": {"options": {"pwer": 2}}},
-            "option of layer ska 'pwer'. Did you mean 'power'",
-        ),
+        ("mamba2+ska", {"hybrid": {"options": {"pwer": 2}}}, "option of layer ska 'pwer'. Did you mean 'power'"),
     ],
 )
 def test_an_unknown_option_of_a_preset_lists_the_known_ones(name, given, message):

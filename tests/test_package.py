@@ -107,9 +107,6 @@ def link(requirements, target):
                 (target / part).symlink_to(Path(distribution.locate_file(part)))
 
 
-# -------------------------------------------------------------------------------------------------- the archives
-
-
 def files():
     """The files of the package that git knows or will know."""
     listed = subprocess.run(
@@ -158,9 +155,6 @@ def test_the_version_stands_in_one_place_and_the_citation(archives):
     assert citation["version"] == halflife.__version__
     assert all(halflife.__version__ in path.name for path in archives)
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-
-
-# --------------------------------------------------------------------------------------- what is installed when
 
 
 def test_torch_has_no_upper_cap(requirements):

@@ -390,9 +390,6 @@ def test_commands_are_copied(browser, comparison):
     assert used.page.evaluate("navigator.clipboard.readText()") == "halflife compare"
 
 
-# ------------------------------------------------------------------------------------- without a browser
-
-
 def test_an_unfinished_run_on_text_has_its_curves(trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
     for name in ("result.json", "model.safetensors"):

@@ -55,9 +55,6 @@ def test_two_hops_have_their_own_grid():
     assert lengths["niah"] == {64, 128, 256, 512, 1024, 2048, 4096}
 
 
-# ------------------------------------------------------------------------------------------ Echo's tables
-
-
 def test_echos_grid_of_50m_models():
     """Every cell is its own run; SKA and attention stand in layers 3, 7, 11 and 15, of rank 56 and 7 heads."""
     experiment = EXPERIMENTS["echo-mqar"]()
@@ -117,9 +114,6 @@ def test_echos_tiers_start(tmp_path):
     )  # fmt: skip
     (row,) = compare.run_comparison(folder, show=False)
     assert row["test"] == "amnesia-cot_easy"
-
-
-# ------------------------------------------------------------------------------------------- post-mqar
 
 
 def test_the_curriculum_starts_again_each_epoch():

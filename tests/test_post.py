@@ -60,9 +60,6 @@ def linear_taper(channels):
     return torch.linspace(1, 0, channels)
 
 
-# ----------------------------------------------------------------------------------------- at the start
-
-
 @each_geometric
 def test_starts_geometric_with_a_linear_taper(name, granularity):
     """Time-scales go from T to 1. With reference length 1 the slow end stretches to T·t, and the fast end stays."""
@@ -116,9 +113,6 @@ def test_mamba2_step_starts_at_one_twentieth():
     assert_close(decay.log_rates().exp() * 0.05, geometric(HEADS), TOLERANCE)
 
 
-# -------------------------------------------------------------------------------------- after training
-
-
 @each_spectral
 def test_order_and_taper_survive_training(name, granularity):
     decay = trained(name, granularity)
@@ -150,9 +144,6 @@ def test_spectral_coherence_is_bounded_by_the_smallest_gap(name, granularity):
     bound = 1 / math.cosh(p.diff().min().item() / 2)
     assert coherence.max().item() <= bound * (1 + 1e-12)
     assert bound < 1
-
-
-# --------------------------------------------------------------------------------------------- the law
 
 
 LAWS = {  # −g without the taper, from log-rates p and activations f
@@ -209,9 +200,6 @@ def test_parameters_are_the_spectrum_alone(name, granularity):
     assert own == left.get(name, set())
     decay(torch.randn(2, 9, *decay.shape)).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() and x.grad.any() for x in decay.parameters())
-
-
-# ----------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("name", [name for name in DECAYS if not issubclass(DECAYS[name], SpectralDecay)])

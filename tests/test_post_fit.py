@@ -47,8 +47,7 @@ def test_the_start_has_the_sorted_decays_of_the_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "layers"),
-    [pytest.param("mamba2+post", 2, 1, marks=pytest.mark.slow), ("rwkv7+post", 2, 3)],
+    ("name", "heads", "layers"), [pytest.param("mamba2+post", 2, 1, marks=pytest.mark.slow), ("rwkv7+post", 2, 3)]
 )
 def test_other_numbers_of_channels_and_layers(name, heads, layers, tmp_path):
     """The error is that of the source's quantiles. RWKV-7 cannot reach fast decays, and its error says so."""

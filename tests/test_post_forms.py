@@ -42,9 +42,6 @@ def short_conv(conv, x):
     return F.silu(sum(padded[:, i : i + x.shape[1]] * conv.weight[:, i] for i in range(conv.size)) + bias)
 
 
-# ------------------------------------------------------------------------------------------------- Mamba-2
-
-
 @pytest.mark.parametrize("form", ["paper", "released"])
 def test_mamba2_is_algorithm_2(form):
     """Δ is fixed at 0.05 and not trained; the taper multiplies A in the decay, and not the input Δ x."""
@@ -66,9 +63,6 @@ def test_mamba2_is_algorithm_2(form):
             outputs.append((c[row, t] @ state + layer.skip.D.unsqueeze(-1) * value).flatten())
     y = torch.stack(outputs).view(*u.shape[:2], -1)
     assert_close(layer(u)[0], layer.out_proj(layer.norm(y, z)), EXACT)
-
-
-# ---------------------------------------------------------------------------------------- Gated DeltaNet
 
 
 @pytest.mark.parametrize("form", ["paper", "released"])
@@ -104,9 +98,6 @@ def test_gated_deltanet_ranges():
     assert released.decay.dt_bias.requires_grad
     assert step.unique().numel() == HEADS
     assert ((step > 0.99e-3) & (step < 0.101)).all()
-
-
-# ------------------------------------------------------------------------------------------ GLA and RetNet
 
 
 @pytest.mark.parametrize("form", ["paper", "released"])
@@ -150,9 +141,6 @@ def test_released_gla_starts_from_1_to_16():
     assert released.decay.dt_bias.shape == (HEADS, 4)
 
 
-# --------------------------------------------------------------------------------------------- the taper
-
-
 @each_reference
 @pytest.mark.parametrize("name", ["mamba2", "retnet", "simple", "rwkv7", "mamba2_headwise"])
 def test_proposition_4_16(name, reference_length):
@@ -180,9 +168,6 @@ def test_theorem_form_starts_where_it_did():
     assert_close(post.log_stretch(position), -torch.outer((position / T).log(), torch.linspace(1, 0, 5).double()), 1e-7)
 
 
-# --------------------------------------------------------------------------------------------- from_rates
-
-
 @pytest.mark.parametrize("name", ["mamba2", "mamba2_no_dt", "retnet", "simple", "rwkv7"])
 def test_from_rates_has_the_given_rates(name):
     """Proposition 4.18: every ordered spectrum can be reached; here the shuffled rates of a trained layer."""
@@ -203,9 +188,6 @@ def test_from_rates_separates_equal_rates_and_says_what_is_wrong():
             post.set_rates(wrong)
 
 
-# ------------------------------------------------------------------------------------------ learning rates
-
-
 def test_released_rwkv7_trains_its_base_twice_as_fast():
     model = LanguageModel(preset("rwkv7+post_released", **SIZES))
     post = model.blocks[0].mixer.decay
@@ -216,9 +198,6 @@ def test_released_rwkv7_trains_its_base_twice_as_fast():
     assert sum(len(group["params"]) for group in (*plain, fast)) == len([*model.parameters()])
     with pytest.raises(ValueError, match="needs the learning rate"):
         param_groups(model, 0.1)
-
-
-# --------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("form", ["paper", "released"])

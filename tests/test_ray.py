@@ -38,11 +38,7 @@ def cluster():
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # workers import functions of this file
         patch.setenv("OMP_NUM_THREADS", "1")
         ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 << 20,
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
         )
         yield
         ray.shutdown()
@@ -73,9 +69,6 @@ def result(folder):
     found = json.loads((folder / "result.json").read_text())
     found.pop("tokens_per_second")
     return found, (folder / "model.safetensors").read_bytes()
-
-
-# ------------------------------------------------------------------------------------- what becomes of the runs
 
 
 @pytest.mark.slow
@@ -205,9 +198,6 @@ def test_a_run_is_too_large_for_this_machine(cluster, tmp_path):
     folder = new(tmp_path / "x", ["mamba2"])
     with pytest.raises(ValueError, match="2 processors and 0 GPUs; a run needs 3"):
         comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray", cpus_per_run=3))
-
-
-# ---------------------------------------------------------------------------------- what becomes of our own cluster
 
 
 def descendants(mark):
@@ -355,9 +345,6 @@ def test_processes_with_the_mark_of_a_cluster_end_with_its_driver():
         while cluster_module.members(mark) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not cluster_module.members(mark)
-
-
-# ------------------------------------------------------------------------------------------------ without Ray
 
 
 def test_a_worker_gives_signs_of_life_while_it_computes(tmp_path, monkeypatch):

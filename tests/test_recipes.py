@@ -108,9 +108,6 @@ def test_micro_batches_are_for_text(tmp_path):
         compare.run_comparison(folder, show=False, execution=ExecutionConfig(micro_batch_size=1))
 
 
-# ------------------------------------------------------------------------------------------------- models
-
-
 def configured(experiment, scale, model):
     experiment = EXPERIMENTS[experiment]()
     (rate,) = experiment.learning_rates(model, scale)
@@ -167,9 +164,6 @@ def test_every_row_of_the_decay_grid_can_be_trained(text):
             name, corpus, tokens=99, batch_size=1, learning_rate=1e-3, sizes={"hidden_size": 16, "num_heads": 2}
         )
         assert config.model.name == name
-
-
-# ------------------------------------------------------------------------------------------------ dry runs
 
 
 @pytest.mark.parametrize("name", ["rwkv7", "echo_paper", "llama", "gated_deltanet+gate_rank"])

@@ -124,9 +124,6 @@ def assert_states(got, expected):
         assert_close(a, b, EXACT)
 
 
-# --------------------------------------------------------------------------------------------- learning
-
-
 @pytest.mark.parametrize("name", slow_beyond(EARLIER, CONFIGURATIONS))
 def test_learns_sixteen_sequences_by_heart(name):
     """The loss falls to a thirtieth of that of a uniform guess. A bigram model would stay at 2 nats.
@@ -147,9 +144,6 @@ def test_learns_sixteen_sequences_by_heart(name):
     assert losses[1] == pytest.approx(math.log(VOCABULARY), abs=0.3)
     assert losses[-1] < 0.1
     assert not [key for key, x in model.named_parameters() if torch.equal(x, before[key])]
-
-
-# ------------------------------------------------------------------------ streaming, packing and padding
 
 
 @each_streamed_model
@@ -201,9 +195,6 @@ def test_padding_changes_nothing(name, side):
         assert_close(continued[row], model(steps[row : row + 1], own)[0][0], EXACT)
 
 
-# --------------------------------------------------------------------------------- initialisation and files
-
-
 @each_model
 def test_starts_from_the_meta_device(name):
     """On memory with any content, `reset_parameters` gives the values of the constructor."""
@@ -240,9 +231,6 @@ def test_files_round_trip(name, dtype, tmp_path):
     stored, wide = load_file(tmp_path / "model.safetensors"), kept(model)
     assert {key: x.dtype for key, x in stored.items()} == {key: dtypes[key] for key in stored}
     assert all(stored[key].dtype == torch.float32 for key, x in model.named_parameters() if id(x) in wide)
-
-
-# ---------------------------------------------------------------------------------------------- precision
 
 
 @each_model
@@ -284,9 +272,6 @@ def test_decays_are_made_in_float32(name):
         if DECAYS_DRAWN.isdisjoint(key.split(".")):
             assert_same(found[key], x)
         assert found[key].isfinite().all()
-
-
-# -------------------------------------------------------------------------------------------- torch.compile
 
 
 def compare_compiled(name):

@@ -53,9 +53,6 @@ def solve(name, prompt):
     return [word for word, _ in Counter(text).most_common(4)[1:]]
 
 
-# ------------------------------------------------------------------------------------------ wording
-
-
 @pytest.fixture(scope="module")
 def theirs():
     """RULER of lm-evaluation-harness, without the word lists and the sentence splitter that it would download."""
@@ -208,9 +205,6 @@ def test_frequent_words_are_as_frequent_as_rulers(size, theirs):
     assert parts(draft.render(size)) == parts(text)
 
 
-# ------------------------------------------------------------------------------------------ examples
-
-
 @each_task
 def test_prompts_have_their_answers(name):
     """The references are the answers of a reader, have the requested number, and differ from each other."""
@@ -313,9 +307,6 @@ def test_unknown_tasks_and_missing_essays():
             ValueError, match=r"niah_multiquery needs an essay; without one.* niah_single_1, niah_multikey_2"
         ):
             example("niah_multiquery", 1024, count, essay=essay)
-
-
-# ------------------------------------------------------------------------------------------ evaluation
 
 
 class Reader(LanguageModel):
@@ -428,9 +419,6 @@ def test_settings_of_the_evaluation(capsys):
     with pytest.raises(ValueError, match="vt needs at least"):
         evaluate(model, ["niah_single_1", "vt"], [2048, 700])
     assert not model.calls  # all lengths are checked before the model reads
-
-
-# ------------------------------------------------------------------------------------------ figure
 
 
 def test_the_figure_shows_every_mean(tmp_path):

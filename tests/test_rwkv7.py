@@ -47,9 +47,6 @@ def inputs(batch=2, length=LENGTH, dtype=torch.float64):
     return torch.randn(batch, length, HIDDEN, dtype=dtype)
 
 
-# --------------------------------------------------------------------------------- what the papers' codes say
-
-
 def low_rank(lora, x, inner=lambda x: x):
     return inner(x @ lora.down.T) @ lora.up.T
 
@@ -135,9 +132,6 @@ def test_channel_mix_equals_fla():
     assert_close(with_grads((got, None), arguments), with_grads((y, None), arguments), SINGLE)
 
 
-# ---------------------------------------------------------------------------------------------- token shift
-
-
 def test_delay():
     x = torch.arange(1.0, 7).view(1, 6, 1)
     last = torch.tensor([[-1.0], [-2], [-3], [-4]])
@@ -155,9 +149,6 @@ def test_delay_of_nothing(bounds):
     previous, new = delay(x, last, bounds)
     assert previous.shape == x.shape
     assert_same(new, last)
-
-
-# ---------------------------------------------------------------- cuts, packing, padding: what test_layers leaves
 
 
 def channel_mix():
@@ -260,9 +251,6 @@ def test_post_layer_is_the_layer_with_a_stretched_decay():
     _, nothing = layer(x[:, :0])
     later = {**nothing, "position": nothing["position"] + 1000}
     assert (layer(x, later)[0] - layer(x, nothing)[0]).abs().max() > 1e-3
-
-
-# --------------------------------------------------------------------------------------------- initialisation
 
 
 def test_time_mix_starts_as_its_authors_do():

@@ -18,9 +18,6 @@ SCALE = math.exp(-0.5)
 TOLERANCE = 4 * 1.2e-7
 
 
-# --------------------------------------------------------------------------------------------------- the decay
-
-
 def build_decay(heads=2, channels=3, **options):
     return decays.build("rwkv7", num_heads=heads, head_dim=channels, granularity="vector", **options)
 
@@ -52,9 +49,6 @@ def test_decay_starts_as_its_authors_do():
 def test_zigzag():
     assert_close(zigzag(2, 5), torch.tensor([-1, -0.25, 0, 0.25, 1]).expand(2, 5), TOLERANCE)
     assert_same(zigzag(3, 1), torch.zeros(3, 1))
-
-
-# -------------------------------------------------------------------------------------------- the decay in PoST
 
 
 def build_post(heads=4, channels=8, **options):

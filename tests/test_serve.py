@@ -65,9 +65,6 @@ def alone(model, prompt, count=4, **settings):
     return list(Session(model).feed(prompt).sample(count, **{"temperature": 0, **settings}))
 
 
-# ------------------------------------------------------------------------------------------------------ the engine
-
-
 SLOW = ("rwkv7", "mamba2+ska", "simple+tpe", "gated_deltanet+gate_rank")
 
 
@@ -198,9 +195,6 @@ def test_the_queue_is_bounded_and_closing_ends_what_waits():
     assert all("stopping" in events[-1].message for events in jobs)
 
 
-# ------------------------------------------------------------------------------------------------------ text
-
-
 @pytest.mark.parametrize(
     ("pieces", "stops", "expected"),
     [
@@ -221,9 +215,6 @@ def test_characters_wait_for_their_last_byte():
     stream = StoppableText(unpacker(BYTES, []))
     assert [stream.push([byte]) for byte in "é€".encode()] == ["", "é", "", "", "€"]
     assert [stream.push([0xE2]), stream.push([0x82], final=True)] == ["", "\N{REPLACEMENT CHARACTER}"]
-
-
-# ------------------------------------------------------------------------------------------------------ HTTP
 
 
 @pytest.fixture(scope="module")

@@ -171,9 +171,6 @@ def test_texts_end_the_text():
         session.write(1, stop="")
 
 
-# ------------------------------------------------------------------------------------------------ command line
-
-
 def test_generate_reads_folders_of_both_kinds(tmp_path, capsys):
     model = build("mamba2", vocab_size=256)
     checkpoint.save(model, tmp_path / "ours")

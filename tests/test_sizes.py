@@ -42,8 +42,6 @@ def test_vector_dplr_is_smaller_than_the_papers():
         assert more * 1e9 == pytest.approx(sizes["num_layers"] * sizes["hidden_size"] * sizes["num_heads"])
 
 
-# -------------------------------------------------------------------------------------------------- Echo
-
 ECHO = {"echo-50m": 50e6, "echo-180m": 180e6}
 
 
@@ -67,8 +65,7 @@ def of_the_paper(d, layers, ska_layers, r, heads):
 
 
 @pytest.mark.parametrize(
-    ("size", "shape"),
-    [("echo-50m", (448, 16, [3, 7, 11, 15], 56, 7)), ("echo-180m", (768, 24, [8, 16], 48, 12))],
+    ("size", "shape"), [("echo-50m", (448, 16, [3, 7, 11, 15], 56, 7)), ("echo-180m", (768, 24, [8, 16], 48, 12))]
 )
 def test_echo_is_that_of_its_paper(size, shape):
     """Layers, rank, heads, chunk and d_state are the paper's; the parameter count is within 3 % of the name."""
@@ -114,9 +111,6 @@ def test_the_papers_variants_share_echos_layout():
         assert preset("mamba2", **SIZES[size]).hybrid == {}
 
 
-# -------------------------------------------------------------------------------------------------- PoST
-
-
 def parameters(name, size, **options):
     with torch.device("meta"):
         return LanguageModel(preset(name, **{**SIZES[size], **options})).num_parameters()
@@ -155,8 +149,6 @@ def test_the_other_models_of_post_are_as_large():
             assert count == pytest.approx(published, rel=1e-3)
             assert count == pytest.approx(mamba2, rel=0.011)
 
-
-# ---------------------------------------------------------------------------------------------- GateRank
 
 GATE_RANK = {"mamba2": "gate-rank-760m", "gated_deltanet": "gate-rank-760m-delta"}
 

@@ -39,9 +39,6 @@ def output(layer, q, k, v):
     return layer.out_proj((layer.readout.eta[:, None] * y).flatten(-2))
 
 
-# ------------------------------------------------------------------------------------------- action mask
-
-
 @pytest.mark.parametrize("lift", ["none", "cg"])
 def test_masked_tokens_are_never_written(lift):
     """Masked tokens act as if their keys and values were zero. They still have outputs, from their queries."""
@@ -119,9 +116,6 @@ def test_a_mask_that_does_not_fit():
             build()(inputs(), attention_mask=attention_mask, shared={"action_mask": torch.ones(2, LENGTH - 1)})
 
 
-# ------------------------------------------------------------------------------------------ in the model
-
-
 def model(name):
     torch.manual_seed(0)
     built = LanguageModel(preset(name, hidden_size=HIDDEN, num_layers=3, vocab_size=11, num_heads=HEADS))
@@ -166,9 +160,6 @@ def test_a_model_without_koopman_layers_refuses_a_mask():
         model("mamba2+ska")(ids, action_mask=torch.ones(1, 3))
 
 
-# --------------------------------------------------------------------------------------------------- lift
-
-
 def test_the_lift_by_complex_numbers():
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     z = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous())
@@ -211,9 +202,6 @@ def test_a_narrow_layer_is_lifted_in_float32():
     _, state = layer(inputs().bfloat16())
     keys = clebsch_gordan(seen["k"].double().unflatten(-1, (HEADS, -1)))[:, :12]
     assert_close(state["gram"], torch.einsum("bthr,bths->bhrs", keys, keys), 4 * 3e-7)
-
-
-# ------------------------------------------------------------------------------------------------ options
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,6 @@ def by_chunk(listing, q, k, v, mask, chunk_size, largest, **settings):
     return y
 
 
-# ------------------------------------------------------------------------------------------ the op's forms
-
-
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.parametrize("chunk_size", [1, 3])
 def test_appendix_f(chunk_size, backend):
@@ -188,9 +185,6 @@ def test_states_convert(pending):
     assert_close(y[:, :4], first, EXACT)
 
 
-# --------------------------------------------------------------------------------------------- the layer
-
-
 def build(**options):
     torch.manual_seed(0)
     layer = layers.build("ska", hidden_size=HIDDEN, **{"num_heads": HEADS, "rank": 6, "chunk_size": 4, **options})
@@ -289,9 +283,6 @@ def test_eta_init():
 def test_errors_say_what_is_wrong(options, message):
     with pytest.raises(ValueError, match=message):
         build(**options)
-
-
-# --------------------------------------------------------------------------------------------- the models
 
 
 @pytest.mark.parametrize("name", ["echo_paper", "mamba2+ska_paper"])

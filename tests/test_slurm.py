@@ -27,10 +27,7 @@ ON_SLURM = ["--on", "slurm", "--slurm", "time=30", "partition=tiny", "mem=2GB"]
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--on", "slurm", "--slurm", "time=10"], "login node"),
-        (["--slurm", "time=10"], "give both, or neither"),
-    ],
+    [(["--on", "slurm", "--slurm", "time=10"], "login node"), (["--slurm", "time=10"], "give both, or neither")],
 )
 def test_options_without_slurm_are_refused(options, message, refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -48,9 +45,6 @@ def test_submitit_is_asked_for_before_a_folder_is_made(refused, monkeypatch, tmp
     error = refused("compare", "mamba2", "--on", "slurm")
     assert error == "halflife: --on slurm needs submitit: pip install 'halflife-lm[slurm]'\n"
     assert not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------------------ with submitit
 
 
 @pytest.fixture

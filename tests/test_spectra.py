@@ -33,9 +33,6 @@ def exact(lags, beta):
     return ((s + 1) ** power - 2 * s**power + (s - 1).abs() ** power) / 2
 
 
-# --------------------------------------------------------------------------------------- gaps, coherence
-
-
 def test_the_least_gap_collapses():
     """Uniform draws reach the bound of Lemma 4.1 for every m. Other draws are below it."""
     found = spectra.minimum_gap([2, 5, 20, 60], density=0.25, trials=4000)
@@ -90,9 +87,6 @@ def test_channels_in_use():
         assert abs(default["counted"][0] - default["law"][0]) <= 1
 
 
-# --------------------------------------------------------------------------------------------- responses
-
-
 @pytest.mark.parametrize("reference", [1, 1000])
 def test_responses_are_scale_free(reference):
     """The slowest response depends on s/t, the fastest on s (Corollary 4.13), also with the gates of each position."""
@@ -137,9 +131,6 @@ def test_response_figure():
     figure.canvas.draw()
     assert [len(axes.lines) for axes in figure.axes] == [4] * 12
     assert [axes.get_title()[:9] for axes in figure.axes[::6]] == ["t_ref = T", "t_ref = 1"]
-
-
-# ------------------------------------------------------------------------------------------------ energy
 
 
 @pytest.mark.parametrize("alpha", [0, 0.3, 0.7, 1])
@@ -195,9 +186,6 @@ def test_energy_of_moving_gates():
     assert len(theory_figures.energy_growth({**data, "default": data}).axes) == 6
 
 
-# ------------------------------------------------------------------------------------------------- taper
-
-
 @pytest.mark.parametrize("slack", [0, 0.1, 0.5, 0.9])
 def test_taper_bounds(slack):
     """Corollary 4.15 holds for random information within the slack. The sharp bound is reached, and 0 at both ends."""
@@ -226,9 +214,6 @@ def test_best_taper_by_hand():
     bands = {e: {k: v.tolist() for k, v in spectra.taper_bound(e, 5)._asdict().items()} for e in (0.1, 0.3)}
     bands[0.3]["best"] = taper(5).tolist()
     theory_figures.taper_bands(bands).canvas.draw()
-
-
-# ---------------------------------------------------------------------------------------------- the data
 
 
 def test_autocovariance_is_a_mean_over_pairs():

@@ -31,9 +31,6 @@ def halve(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-# ------------------------------------------------------------------------------------------ text, models
-
-
 def test_pieces_are_evenly_spread():
     ids = torch.arange(100)
     assert pieces(ids, 10, 3)[:, 0].tolist() == [0, 45, 90]
@@ -94,9 +91,6 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
         measure_models([tmp_path / "2"], [text], tokenizer=str(tmp_path / "words"))
     with pytest.raises(FileNotFoundError, match=r"no tokenizer '\./nowhere'"):
         measure_models([tmp_path / "3"], [text], tokenizer="./nowhere")
-
-
-# ---------------------------------------------------------------------------------------- command line
 
 
 @pytest.fixture
@@ -181,9 +175,6 @@ def test_help_shows_examples(capsys):
     with pytest.raises(SystemExit):
         main(["spectrum", "--help"])
     assert "halflife spectrum runs/" in capsys.readouterr().out
-
-
-# --------------------------------------------------------------------------------------------- figures
 
 
 def made_up(models, layers, **values):

@@ -43,9 +43,6 @@ def test_errors_and_quotients():
     assert quotient(value.abs(), torch.tensor([2.0, 5.0])) == pytest.approx(0.8)
 
 
-# --------------------------------------------------------------------------------------------------- PoST
-
-
 def test_the_map_is_a_sum_of_softplus():
     theta, delta = 0.3, [-2.0, 0.5, 1.0]
     expected = [theta]
@@ -77,9 +74,6 @@ def test_the_printed_bound_of_coherence_fails_for_the_fastest_pair():
     pairs = [2 * math.sqrt(a * b) / (a + b) for a, b in ((rates[0], rates[1]), (rates[1], rates[2]))]
     assert largest.item() == pytest.approx(pairs[1])
     assert bound.item() == pytest.approx(pairs[0])
-
-
-# ------------------------------------------------------------------------------------- decays, GateRank
 
 
 def test_median_decays_are_those_of_the_formulas(found):
@@ -118,9 +112,6 @@ def test_the_printed_mask_of_six_tokens():
         assert printed[i - 1, :i].tolist() == pytest.approx(expected)
         assert not printed[i - 1, i:].any()
     assert printed[2, 1].item() == pytest.approx(1 / 0.8)  # 1/β₂, where the figure has β₃
-
-
-# --------------------------------------------------------------------------------------------------- Echo
 
 
 def test_a_read_out_without_transient_modes_gains_nothing_from_the_filter(found):

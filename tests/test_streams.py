@@ -224,9 +224,6 @@ def test_a_decay_is_split_exactly(g):
         assert torch.equal(decay_and_add(state, g.float().view(1, 1, 1), update), update)
 
 
-# ---------------------------------------------------------------------------------------------- angles
-
-
 @pytest.mark.parametrize("encode", [rope, lrpe, half_lrpe])
 @pytest.mark.parametrize("position", [1_000_000, 16_000_000])
 def test_angles_at_a_million_tokens(encode, position):
@@ -255,8 +252,6 @@ def test_equal_steps_of_an_angle_do_not_drift(turns):
         distance = got.double() - expected[:, -1:]
         assert (distance - distance.round()).abs().max() <= 1e-7
 
-
-# ------------------------------------------------------------------------------------- Koopman attention
 
 KOOPMAN = {"causal": (2.8e-3, 3.0e-2), "trace": (3.4e-5, 2.4e-4)}  # after 4,096 and after 200,704 tokens
 
@@ -301,9 +296,6 @@ def test_m_is_that_of_the_normalization_after_waiting_tokens_enter(normalization
     norms = k.square().sum(-1)
     expected = norms.sum(1) if normalization == "trace" else norms[:, :6].amax(1)
     assert torch.allclose(state["norm"], expected, rtol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------- constant memory
 
 
 def resident():

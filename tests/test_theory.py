@@ -59,9 +59,6 @@ def made(inputs):
     return folder
 
 
-# ------------------------------------------------------------------------------------------------- files
-
-
 def test_files(made):
     pictures = {f"theory_{name}.{suffix}" for name in TOPICS for suffix in ("png", "svg")}
     assert {path.name for path in made.iterdir()} == {"theory.json", "theory_ends.json", *pictures}
@@ -111,9 +108,6 @@ def test_a_second_command_keeps_the_other_topics(made, inputs, capsys):
     assert (made / "theory_gaps.png").read_bytes() != picture
     write({"gaps": before["gaps"]}, made)
     draw_all({"gaps": before["gaps"]}, made)
-
-
-# ----------------------------------------------------------------------------------------------- numbers
 
 
 def test_numbers_are_those_of_the_functions(made):
@@ -223,9 +217,6 @@ def test_what_the_tables_say(made, inputs):
     assert "0.721" in next(line for line in lines if line.strip().startswith("tnl"))
     assert "too narrow" in shown
     assert lines[-1].startswith(f"written to {made}: theory.json, theory_errors.png")
-
-
-# ------------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ def norm(matrix):
     return torch.linalg.matrix_norm(matrix, 2)
 
 
-# -------------------------------------------------------------------------------------------- Appendix J
-
-
 @pytest.mark.parametrize(("rank", "width", "length"), [(4, 3, 7), (5, 6, 3), (1, 1, 1), (3, 3, 2)])
 def test_the_jacobian_of_attention(rank, width, length):
     """Prop. J.2: autograd of softmax(K q/√r)ᵀ V, its rank and its bounds; J.3 under large queries."""
@@ -136,9 +133,6 @@ def test_gradient_flow():
     assert found["by depth"][1]["ska bound"] > 100 * found["by depth"][1]["ska"]
 
 
-# ------------------------------------------------------------------------------------------- Prop. C.5
-
-
 def test_operators_of_phases_are_literal_sums():
     content, phases = draw(9, key="content"), draw(9, key="phase")
     keys = [complex(c * math.cos(p), c * math.sin(p)) for c, p in zip(content.tolist(), phases.tolist(), strict=True)]
@@ -169,9 +163,6 @@ def test_phases_attenuate_the_operator_as_expected():
     assert found["rows"][0]["expected invariant"] == pytest.approx(1 / 3)
 
 
-# ------------------------------------------------------------------------------------------- Prop. E.1
-
-
 @pytest.mark.parametrize(("length", "rank"), [(1, 3), (5, 8), (40, 4)])
 def test_the_gram_matrix_is_bounded_by_the_tokens(length, rank):
     keys = draw(length, rank, key="gram")
@@ -192,9 +183,6 @@ def test_equal_keys_reach_the_bound_and_an_outlier_leaves_it():
     assert rows[0]["directions"] > 5.9
     assert rows[1]["directions"] < 4  # the ridge is relative to the one large key
     assert rows[1]["trace"] < 1.1
-
-
-# --------------------------------------------------------------------------------------------- Table 1
 
 
 class Counted(float):

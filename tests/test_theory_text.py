@@ -15,8 +15,6 @@ from halflife.theory.stationarity import block_averages, block_exponents, spectr
 
 EXACT = 4 * 4.5e-16
 
-# ------------------------------------------------------------------------------------------ Condition 3.2
-
 
 def test_block_exponents_are_those_of_literal_sums():
     """R_b(s) is a mean of products of block means, taken segment by segment."""
@@ -78,9 +76,6 @@ def test_short_texts_are_errors():
         spectral_density(noise(1000, 0.2, "short"))
 
 
-# ----------------------------------------------------------------------------------------- Corollary 3.7
-
-
 def test_the_density_is_a_literal_sum():
     sequence, size = noise(256, 0.3, "density"), 64
     found = spectral_density(sequence, blocks=4, mean=0.0, high=0.5)
@@ -111,9 +106,6 @@ def test_fractional_noise_has_the_slope_of_the_corollary(beta):
     assert found["low"] < found["slope"] < found["high"]
     flat = spectral_density(sequence + 4 * torch.randn(1 << 16, generator=generator("flat"), dtype=torch.float64))
     assert flat["slope"] > found["slope"] + 0.15  # the white part of R(0)
-
-
-# --------------------------------------------------------------------------------------- Proposition B.2
 
 
 @pytest.mark.parametrize("reference", [1, 40])

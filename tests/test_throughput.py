@@ -49,9 +49,6 @@ def tokens(*shape):
     return torch.randint(11, shape)
 
 
-# ------------------------------------------------------------------------------------------------ timing
-
-
 def test_candidates_take_turns_and_medians_count(clock):
     """A takes 1, 9 and 2 seconds and B always 5, 27 in all. A fourth round runs only if more seconds are asked for."""
     for seconds, rounds in ((0.0, 3), (26.9, 3), (27.1, 4)):
@@ -80,9 +77,6 @@ def test_pace(clock):
     assert [(stretch.tokens, stretch.seconds) for stretch in pace.stretches] == [(3, 2.0), (6, 4.0)]
     with pytest.raises(ValueError, match="at least 1 token"):
         Pace(0)
-
-
-# ---------------------------------------------------------------------------------------- what is timed
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -128,9 +122,6 @@ def test_a_decoder_reads_first():
         Decoder(small())()
 
 
-# ------------------------------------------------------------------------------------------------ memory
-
-
 def pages():
     """64 MB from the kernel. A tensor might get memory that the allocator of this process holds already."""
     held = mmap.mmap(-1, 64 * MB)
@@ -168,9 +159,6 @@ def test_without_proc(monkeypatch, tmp_path):
 def test_counters_are_no_bytes_of_a_state():
     layer = {"position": torch.ones(3, dtype=torch.long), "memory": torch.zeros(2, 3), "taps": torch.zeros(5).half()}
     assert state_bytes([layer, {"memory": torch.zeros(4), "is_initialized": True}]) == 24 + 10 + 16
-
-
-# ------------------------------------------------------------------------------------------------ tables
 
 
 def test_models_of_the_table_have_as_many_parameters(script):

@@ -84,9 +84,6 @@ def test_decays_are_observed_by_layer_and_a_model_without_decay_has_none():
     assert observe_decays(LanguageModel(llama)) == ({}, {})
 
 
-# ------------------------------------------------------------------------- with the real packages, without a network
-
-
 def halflife(folder, *arguments, end=0, code=0):
     """Run a command in `folder`. Its process gets SIGTERM after the step `end`."""
     environment = {

@@ -182,8 +182,6 @@ def test_an_answer_of_several_characters_counts_as_a_whole():
     assert accuracy(model, task, split="test", seed=0, num_examples=600) == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------------ sweeps
-
 SMALL = {
     "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 6,
     "batch_size": 4, "test_examples": 16, "validation_examples": 16, "save_every": 2, "validate_every": 3,
@@ -317,9 +315,6 @@ def test_bad_comparisons_fail_before_anything_is_written(tmp_path, arguments, me
 def test_resuming_nothing_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no comparison"):
         comparison.run_comparison(tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------ scales
 
 
 SCALED = [(task, scale) for task in EXPERIMENTS for scale in EXPERIMENTS[task].scales]

@@ -127,8 +127,6 @@ def close(update, got, want):
 
 each_update = pytest.mark.parametrize("update", RUN)
 
-# ------------------------------------------------------------------------------------------------ shapes
-
 
 @crossed(strength=1, update=RUN, mode=MODES, length=[0, 1, 7, 32, 65])
 def test_lengths(update, mode, length):
@@ -174,9 +172,6 @@ def test_chunk_sizes(update, chunk_size):
 @pytest.mark.parametrize("update", ["delta", pytest.param("linear", marks=pytest.mark.slow)])
 def test_many_heads_and_sequences(update):
     check(update, inputs(update, "gate_rank", 20, batch=2, heads=3), chunk_size=16)
-
-
-# --------------------------------------------------------------------------------------------- sequences
 
 
 @crossed(strength=1, update=RUN, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
@@ -233,9 +228,6 @@ def test_chunk_table():
     assert chunks.sequences.tolist() == [[0, 1], [1, 0], [1, 2], [3, 2]]
     batch = make_chunks(torch.empty(2, 70, 3, 16), 32, None)
     assert batch.chunks.tolist() == [[s * 70 + c * 32, min(32, 70 - c * 32), s] for s in range(2) for c in range(3)]
-
-
-# ------------------------------------------------------------------------------------------------ decays
 
 
 def at(*steps):
@@ -348,9 +340,6 @@ def test_a_nan_is_seen_from_its_token_on(name):
     assert o[:, 20].isnan().all()
 
 
-# ------------------------------------------------------------------------------- the delta rule's systems
-
-
 @pytest.mark.parametrize("mode", ["scalar", pytest.param("gate_rank", marks=pytest.mark.slow)])
 def test_strength_of_zero_writes_nothing(mode):
     arguments = inputs("delta", mode, 40)
@@ -377,9 +366,6 @@ def test_inverse(size):
     want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + (beta * (k @ k.T)).tril(-1))
     assert relative_error(got, want) <= 4 * 2.6e-7  # measured: 2.6e-7 at 64
     assert got.triu(1).count_nonzero() == 0
-
-
-# ----------------------------------------------------------------------------------------------- refusals
 
 
 def test_second_derivatives_say_what_has_them():
