@@ -51,9 +51,9 @@ def test_the_layer_is_the_op_with_its_decay_and_strength():
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
                 {"granularity": "vector"}, {"granularity": "vector", "post": {"train_length": 8}, "refresh": "token"},
-                {"refresh": "token"}, {"refresh": "token", "solver": "cg", "iterations": 12, "tolerance": 1e-14},
-                {"decay": "lightnet"}, {"decay": "mamba2", "conv_size": 4}, {"decay": "retnet", "lift": "cg"},
-                {"refresh": "token", "normalization": "trace"}, {"normalization": "none"},
+                {"refresh": "token"}, {"decay": "lightnet"}, {"decay": "mamba2", "conv_size": 4},
+                {"decay": "retnet", "lift": "cg"},
+                {"refresh": "token", "normalization": "trace"},
             )
         ),
     ],

@@ -124,7 +124,6 @@ class SKA(Mixer):
         normalization: "causal", "trace", "sequence" or "paper" (`ops.koopman_attention`). In the last two information
             flows from future tokens.
         operator: "whitened", or "main_text" (`ops.koopman_attention`).
-        solver, iterations, tolerance: "exact", or "cg" with its limits (`ops.koopman_attention`).
         eta_init: initial η.
         layer_idx, num_layers: the index of the layer and the number of layers.
         backend: passed to the op.
@@ -163,9 +162,6 @@ class SKA(Mixer):
         mode: str = "chunk",
         decode_refresh: str | None = None,
         operator: str = "whitened",
-        solver: str = "exact",
-        iterations: int = 30,
-        tolerance: float = 1e-6,
         eta_init: float = 1.5,
         layer_idx: int = 0,
         num_layers: int = 1,
@@ -183,7 +179,7 @@ class SKA(Mixer):
             raise ValueError(f"mix 'powers' starts at the first power, so power must be at least 1; got {power}")
         if gamma is not None and gamma <= 0:
             raise ValueError(f"gamma must be positive; got {gamma}")
-        check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator, solver, iterations, tolerance)
+        check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator)
         check_settings(ridge, power, chunk_size, decode_refresh or refresh, normalization)
         if mode == "masked" and decay is not None:
             raise ValueError("mode 'masked' reads in both directions, so its tokens have no age; a decay needs another")
@@ -196,8 +192,7 @@ class SKA(Mixer):
         self.phi = OrthogonalLinear(3 * sizes[lift] // 2, rank) if lift == "cg_projected" else None
         self.options = {
             "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
-            "normalization": normalization, "operator": operator, "backend": backend, "solver": solver,
-            "iterations": iterations, "tolerance": tolerance,
+            "normalization": normalization, "operator": operator, "backend": backend,
         }  # fmt: skip
         self.query_init = query_init
         if query_init == "key":

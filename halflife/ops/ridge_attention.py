@@ -7,7 +7,8 @@ The token's own pair is in both sums, and the ridge Λ = diag(λ) does not decay
 alone, so the systems of all tokens are solved together, without one matrix a token. The derivative of a solution is
 another solution with the same matrix.
 
-It is `koopman_attention` with K = 0, a ridge that is not relative to the keys, and queries that read their own token.
+Koopman attention of power 0 differs in that its ridge is relative to the keys, and its queries do not read their own
+token.
 Source: von Oswald et al. 2025, "MesaNet", §3.
 """
 

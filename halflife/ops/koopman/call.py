@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from halflife.ops.arguments import check_chunk_size, check_decay, check_number, check_tensors, is_transformed
-from halflife.ops.conjugate_gradients import check_solver
 from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
 from halflife.packing import Packing
@@ -17,8 +16,7 @@ from halflife.registry import unknown
 
 MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
-NORMALIZATIONS = ("causal", "sequence", "paper", "trace", "none")
-SOLVERS = ("exact", "cg")
+NORMALIZATIONS = ("causal", "sequence", "paper", "trace")
 OPERATORS = ("whitened", "main_text")
 
 
@@ -31,7 +29,7 @@ class KoopmanCall:
     v: Tensor
     gamma: float | Tensor = 1.0
     mix: float | Tensor = 1.0
-    ridge: float | Tensor = 1e-3
+    ridge: float = 1e-3
     power: int = 2
     mode: str = "chunk"
     mask: Tensor | None = None
@@ -43,18 +41,13 @@ class KoopmanCall:
     operator: str = "whitened"
     g: Tensor | None = None
     beta: Tensor | None = None
-    inclusive: bool = False
-    solver: str = "exact"
-    iterations: int = 30
-    tolerance: float = 1e-6
 
     @property
     def needs_plain_torch(self) -> bool:
         """Whether the call has a form that only the implementations in plain torch have."""
         return (
             self.operator != "whitened"
-            or self.normalization in ("paper", "trace", "none")
-            or isinstance(self.ridge, Tensor)
+            or self.normalization in ("paper", "trace")
             or (isinstance(self.mix, Tensor) and self.mix.ndim == 2)
         )
 
@@ -93,11 +86,12 @@ class KoopmanCall:
         if self.initial_state is not None and not isinstance(self.initial_state, dict):
             raise TypeError(f"initial_state must be the dict that an earlier call returned; got {self.initial_state!r}")
         sums = {name: x for name, x in (self.initial_state or {}).items() if name != "pending"}
-        settings = {"gamma": self.gamma, "mix": self.mix, "ridge": self.ridge}
+        settings = {"gamma": self.gamma, "mix": self.mix}
         tensors = {name: x for name, x in settings.items() if isinstance(x, Tensor)}
         check_tensors(q=self.q, k=self.k, v=self.v, g=self.g, beta=self.beta, **sums, **tensors)
         for name in settings.keys() - tensors.keys():
             check_number(name, settings[name])
+        check_number("ridge", self.ridge)
         if is_transformed():
             raise ValueError("koopman_attention has no rules for torch.func and forward-mode derivatives")
         if self.k.device.type == "meta":
@@ -118,14 +112,11 @@ class KoopmanCall:
         if mode != "chunk" and self.packing.cu_seqlens is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
         self._check_weights()
-        check_settings(
-            self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator, self.solver,
-            self.iterations, self.tolerance, self.inclusive,
-        )  # fmt: skip
+        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
         self._check_filter()
 
     def _check_weights(self) -> None:
-        """Checks the log-decays, the strengths and a ridge a channel."""
+        """Checks the log-decays and the strengths."""
         scalar, vector = self.k.shape[:3], self.k.shape
         if self.g is not None and self.g.shape not in (scalar, vector):
             raise ValueError(
@@ -135,8 +126,6 @@ class KoopmanCall:
         check_decay("g", self.g, ("koopman_attention", "g"))
         if self.beta is not None and (self.beta.shape != scalar or _has_negative(self.beta)):
             raise ValueError(f"beta must be numbers ≥ 0, [B, T, H] = {tuple(scalar)}; got {tuple(self.beta.shape)}")
-        if isinstance(self.ridge, Tensor) and self.ridge.shape != vector[2:]:
-            raise ValueError(f"ridge must be a number or [H, R] = {tuple(vector[2:])}; got {tuple(self.ridge.shape)}")
 
     def _check_filter(self) -> None:
         """Checks γ and μ where they are tensors; a wrong shape would broadcast."""
@@ -156,25 +145,18 @@ def _has_negative(x: Tensor) -> bool:
 
 
 def check_settings(
-    ridge: float | Tensor, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk",
-    operator: str = "whitened", solver: str = "exact", iterations: int = 30, tolerance: float = 1e-6,
-    inclusive: bool = False,
+    ridge: float, power: int, chunk_size: int, refresh: str, normalization: str, mode: str = "chunk",
+    operator: str = "whitened",
 ) -> None:  # fmt: skip
     """Raises a ValueError for a name or a number that `koopman_attention` does not take."""
     for kind, name, choices in (
         ("mode", mode, MODES), ("refresh", refresh, REFRESHES), ("normalization", normalization, NORMALIZATIONS),
-        ("operator", operator, OPERATORS), ("solver", solver, SOLVERS),
+        ("operator", operator, OPERATORS),
     ):  # fmt: skip
         if name not in choices:
             raise unknown(kind, name, list(choices))
     check_chunk_size(chunk_size)
-    check_solver(iterations, tolerance)
-    positive = bool((ridge > 0).all()) if isinstance(ridge, Tensor) else ridge > 0
     if isinstance(power, bool) or not isinstance(power, int) or power < 0:
         raise ValueError(f"power must be an integer of at least 0; got {power!r}")
-    if not positive:
+    if not ridge > 0:
         raise ValueError(f"ridge must be greater than 0; got {ridge}")
-    if operator == "main_text" and solver == "cg":
-        raise ValueError("operator 'main_text' needs the Cholesky factor, so its solver is 'exact'; got 'cg'")
-    if inclusive and (mode != "chunk" or (refresh != "token" and chunk_size != 1)):
-        raise ValueError("inclusive queries read their own token, so they need an operator a token: refresh='token'")

@@ -39,8 +39,7 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
         tokens = weigh_tokens(k, before, v, g, 1)
         after = sum_tokens(tokens).after(entering[-1], tokens.decay)
         entering.append(after.normalized(call.normalization, memory.sums.norm))
-    seen = entering[1:] if call.inclusive else entering[:-1]
-    sums = Sums(*(torch.cat(each) for each in zip(*seen, strict=True)))
+    sums = Sums(*(torch.cat(each) for each in zip(*entering[:-1], strict=True)))
     if call.normalization == "sequence":
         largest = torch.maximum(memory.sums.norm, keys.square().sum(-1).amax(1))
         sums = sums._replace(norm=largest.repeat(chunks, 1))

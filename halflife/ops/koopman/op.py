@@ -29,24 +29,20 @@ from halflife.ops.backends.dispatch import choose, implements
 from halflife.ops.backends.native import koopman as native
 from halflife.ops.koopman import graph, reference  # noqa: F401 (the reference registers itself)
 from halflife.ops.koopman.call import KoopmanCall
-from halflife.ops.koopman.decays import SumDecay, Weighted, weigh_tokens
+from halflife.ops.koopman.decays import weigh_tokens
 from halflife.ops.koopman.layout import KoopmanLayout
-from halflife.ops.koopman.readout import KoopmanReadout, Solver
+from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.solve import Factor, add_token, cached_inverse_factor
 from halflife.ops.koopman.state import (
     KoopmanMemory,
     KoopmanState,
-    Sums,
     add_pending,
-    add_to_sums,
     freeze_norm,
     initial_memory,
     mask_keys,
-    sum_tokens,
     sums_after,
     with_pending,
 )
-from halflife.ops.koopman.tokens import by_tokens, has_token_form
 from halflife.packing import Packing
 from halflife.precision import compute_dtype, without_autocast
 from halflife.shapes import Float, Int
@@ -63,7 +59,7 @@ def koopman_attention(
     mix: float | Tensor = 1.0,
     g: Tensor | None = None,
     beta: Tensor | None = None,
-    ridge: float | Tensor = 1e-3,
+    ridge: float = 1e-3,
     power: int = 2,
     mode: str = "chunk",
     mask: Tensor | None = None,
@@ -75,10 +71,6 @@ def koopman_attention(
     cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
     backend: str = "auto",
     operator: str = "whitened",
-    inclusive: bool = False,
-    solver: str = "exact",
-    iterations: int = 30,
-    tolerance: float = 1e-6,
 ) -> tuple[Tensor, KoopmanState | None]:
     """Spectral Koopman attention; the equations stand at the top of the module.
 
@@ -91,7 +83,7 @@ def koopman_attention(
             decay. A query sees the weights after the last token of the sums that it reads. In modes "prefix" and
             "masked" this is the last token of all. Tokens that a mask leaves out still decay the sums.
         beta: strength β ≥ 0 of each token, `[B, T, H]`; None is 1. Its gradient is 0 where β is 0.
-        ridge: ε, relative to the largest squared norm of the keys seen, a number or one a key channel `[H, R]`.
+        ridge: ε, relative to the largest squared norm of the keys seen.
         power: K; 0 is ridge regression without the filter.
         mode: "chunk": the queries of a chunk of `chunk_size` tokens read the chunks before it; "prefix": all queries
             read all keys; "masked": all queries read the keys where `mask` is not 0.
@@ -100,23 +92,17 @@ def koopman_attention(
         refresh: "token" fits one operator a token, as `chunk_size=1` does, by rank-one updates while decoding.
         normalization: "causal"; "trace": `m² = tr G`, a ridge that grows with the sums, so that the condition number of
             G̃ is at most 1 + 1/ε at any length (docs/streaming.md); "sequence": m over the whole sequence including
-            the future; "paper": m over all keys of the first call with keys, masked ones and the future included,
-            which later calls do not change; or "none": m = 1, so that the ridge is ε itself and does not decay.
+            the future; or "paper": m over all keys of the first call with keys, masked ones and the future included,
+            which later calls do not change.
         initial_state: the state before the first token (see `koopman.state`), or None. A sequence may be cut at any
             token.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), in mode "chunk" only.
         backend: "auto", or one of `available_backends("koopman_attention")`. In modes "prefix" and "masked" the
-            backends "chunked" and "reference" are the same. The forms "trace", "paper", "none" and "main_text", weights
-            of every power, and a ridge a channel run on these two alone. So do g, `inclusive` and "cg".
+            backends "chunked" and "reference" are the same. The forms "trace", "paper" and "main_text", weights of
+            every power, and g run on these two alone.
         operator: "whitened", or "main_text" for the paper's Eqs. 11 to 13, `A = M G̃⁻¹`, `A ← γ A / max(σ_max(A), 1)`
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
-        inclusive: whether queries read their own token too, under `refresh="token"` only. With power 0 and
-            normalization "none" the op is then `ridge_attention`.
-        solver: "exact", by Cholesky factors; or "cg", conjugate gradients in both passes. With "cg", one decay a head
-            and an operator a token, products with G are reads of `linear_attention`, and no matrix a token is stored.
-        iterations, tolerance: of conjugate gradients, steps at most and the residual relative to the right-hand side at
-            which a solve ends. `attend` reports the residual that is left.
 
     Returns:
         `y [B, T, H, P]` in v's dtype (0 where an operator has seen no key), and the state or None.
@@ -126,7 +112,7 @@ def koopman_attention(
     """
     call = KoopmanCall(
         q, k, v, gamma, mix, ridge, power, mode, mask, chunk_size, refresh, normalization, initial_state, cu_seqlens,
-        operator, g, beta, inclusive, solver, iterations, tolerance,
+        operator, g, beta,
     )  # fmt: skip
     result = attend(call, backend)
     return result.y, result.state if output_final_state else None
@@ -139,13 +125,11 @@ class KoopmanResult(NamedTuple):
         y: outputs `[B, T, H, P]` in v's dtype.
         state: the state after the last token.
         retries: operators whose Cholesky factorisation failed and was repeated with a larger ridge.
-        residual: the largest residual of conjugate gradients relative to its right-hand side, or None for exact solves.
     """
 
     y: Tensor
     state: KoopmanState
     retries: int
-    residual: Tensor | None = None
 
 
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
@@ -160,8 +144,7 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     implementation = choose(OP, backend, call.k.device, call)
     with without_autocast(call.k.device):
         masked = replace(call, k=mask_keys(call.k, call.mask))
-        solver = Solver(call.iterations, call.tolerance, call.k) if call.solver == "cg" else None
-        readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator, solver)
+        readout = KoopmanReadout(call.gamma, call.mix, call.ridge, call.power, call.k, call.operator)
         memory = initial_memory(
             call.initial_state, call.k, call.v, call.packing.num_sequences, call.tokens_per_operator, call.decays
         )
@@ -173,12 +156,10 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
             implementation = graph.run
         elif backend != "reference" and call.normalization != "sequence" and _is_step(call, memory):
             implementation = _native_step if implementation is native.run and not _needs_grad(call, memory) else _step
-        elif backend != "reference" and has_token_form(call):
-            implementation = by_tokens
         if implementation not in (native.run, _native_step):  # the kernels read bfloat16 as it is
             masked = replace(masked, **{name: getattr(masked, name).to(dtype) for name in "qkv"})
         y, memory, retries = implementation(masked, memory, readout)
-    return KoopmanResult(y.to(output_dtype), memory.to_state(), retries, None if solver is None else solver.residual)
+    return KoopmanResult(y.to(output_dtype), memory.to_state(), retries)
 
 
 # ------------------------------------------------------------------------------------------ implementations
@@ -209,26 +190,18 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
         None if g is None else layout.split(g), -2,
     )  # fmt: skip
     entering, leaving = layout.running_sums(tokens, memory.sums)
-    seen = _with_own(entering, tokens) if call.inclusive else entering
     norm = None
     if call.normalization == "sequence":
         norm = layout.largest_norm(chunks, memory.sums)
     elif call.normalization == "paper":
         norm = layout.same_norm(memory.sums)
-    elif call.normalization in ("trace", "none"):
-        norm = seen.normalized(call.normalization, seen.norm).norm
+    elif call.normalization == "trace":
+        norm = entering.normalized("trace", entering.norm).norm
     leaving = leaving.normalized(call.normalization, memory.sums.norm)
     queries = layout.split(layout.place(call.q))
-    y, retries = readout.read(seen, queries.flatten(0, 1), norm)
+    y, retries = readout.read(entering, queries.flatten(0, 1), norm)
     y = layout.restore(y.unflatten(0, queries.shape[:2]))
     return y, layout.final(leaving, keys, values, g, memory), retries
-
-
-def _with_own(entering: Sums, tokens: Weighted) -> Sums:
-    """The sums after each chunk of one token, from those before it."""
-    own = sum_tokens(Weighted(*(x.flatten(0, 1).transpose(1, 2) for x in tokens[:4]), decay=None))
-    decay = None if tokens.decay is None else SumDecay(*(x.flatten(0, 1) for x in tokens.decay))
-    return own.after(entering, decay)
 
 
 def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
@@ -241,28 +214,12 @@ def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
 def _step(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """One token in O(K r²). It reads by the inverse factor, and then waits for its chunk or enters the sums."""
     q, key, value, g = call.q.transpose(1, 2), call.k[:, 0], call.v[:, 0], None if call.g is None else call.g[:, 0]
-    waits = memory.pending_keys.shape[1] > 0
-    if readout.solver is not None:
-        after = add_pending(key, value, g, memory) if waits else _with_token(call, key, value, g, memory)
-        y, retries = readout.read(after.sums if call.inclusive else memory.sums, q)
-        return y.transpose(1, 2), after, retries
     inverse, retries = _inverse_of(memory, readout)
-    if waits:
-        y = readout.read_by_inverse(inverse, memory.sums, q)
-        return y.transpose(1, 2), add_pending(key, value, g, memory), retries
+    y = readout.read_by_inverse(inverse, memory.sums, q).transpose(1, 2)
+    if memory.pending_keys.shape[1]:
+        return y, add_pending(key, value, g, memory), retries
     after, more = add_token(key, value, g, memory, inverse, readout.ridge, call.normalization)
-    if call.inclusive:
-        assert after.inverse is not None
-        y = readout.read_by_inverse(after.inverse, after.sums, q)
-    else:
-        y = readout.read_by_inverse(inverse, memory.sums, q)
-    return y.transpose(1, 2), after, retries + more
-
-
-def _with_token(call: KoopmanCall, k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -> KoopmanMemory:
-    """The memory after a token that enters the sums, without an inverse factor."""
-    after = add_to_sums(k, v, g, memory)
-    return after.full_chunks(after.sums.normalized(call.normalization, memory.sums.norm), after.last)
+    return y, after, retries + more
 
 
 def _native_step(

@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from halflife.ops.conjugate_gradients import Product, Solution, conjugate_gradients
 from halflife.ops.koopman.solve import cholesky, inverse_factor, unit_of
 from halflife.ops.koopman.state import Sums
 from halflife.precision import compute_dtype
 
-
-class Solver:
-    """Conjugate gradients for the systems of one call, which also differentiates their solutions by itself.
-
-    Attributes:
-        residual: the largest `‖b − A x‖ / ‖b‖` of the forward solves so far, a tensor.
-    """
-
-    def __init__(self, iterations: int, tolerance: float, like: Tensor) -> None:
-        self.iterations, self.tolerance = iterations, tolerance
-        self.residual = like.new_zeros((), dtype=compute_dtype(like))
-
-    def __call__(self, product: Product, b: Tensor) -> Tensor:
-        """Solve `A x = b` for vectors `[…, R]`; `product` applies A."""
-
-        def solve(b: Tensor) -> Tensor:
-            size = b.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(b.dtype).tiny)
-            return size * conjugate_gradients(product, b / size, iterations=self.iterations, tolerance=self.tolerance)
-
-        with torch.no_grad():
-            x = solve(b)
-        residual = b - product(x)
-        with torch.no_grad():
-            size = b.norm(dim=-1).clamp(min=torch.finfo(b.dtype).tiny)
-            if size.numel():
-                self.residual = torch.maximum(self.residual, (residual.norm(dim=-1) / size).max())
-        return Solution.apply(residual, x, solve) if torch.is_grad_enabled() else x
+Product = Callable[[Tensor], Tensor]  # applies matrices to the rows of a tensor
 
 
 class KoopmanReadout:
     """The power filter `y = C Σ μ_i x_i` with the op's γ, μ, ε and K (see `koopman.op`).
 
     Attributes:
-        ridge: ε, a number or `[H, R]`.
-        solver: conjugate gradients, or None for Cholesky factors.
+        ridge: ε.
         mix: μ as it is given, one a head, `[H, 1, 1]`; one a power and head, `[K + 1, H, 1, 1]`.
         weights: μ_0, …, μ_K, `[K + 1, H, 1, 1]`. One μ a head stands for `(1 − μ, 0, …, 0, μ)`.
     """
 
     def __init__(
-        self, gamma: float | Tensor, mix: float | Tensor, ridge: float | Tensor, power: int, like: Tensor,
-        operator: str = "whitened", solver: Solver | None = None,
-    ) -> None:  # fmt: skip
-        self.operator, self.solver = operator, solver
+        self, gamma: float | Tensor, mix: float | Tensor, ridge: float, power: int, like: Tensor, operator: str
+    ) -> None:
+        self.operator, self.ridge = operator, ridge
         dtype, heads = compute_dtype(like), like.shape[2]
-        self.ridge = ridge.to(dtype) if isinstance(ridge, Tensor) else ridge
         # With μ = 0 as a number the powers would be multiplied by 0, so they are not computed.
         self.power = 0 if isinstance(mix, (int, float)) and mix == 0 else power
         self.gamma, self.mix = (torch.as_tensor(x, dtype=dtype, device=like.device) for x in (gamma, mix))
@@ -76,7 +45,7 @@ class KoopmanReadout:
         return torch.cat([ends[:1], middle, ends[1:]]) if self.power else ends.sum(0, keepdim=True)
 
     def read(self, sums: Sums, q: Tensor, norm: Tensor | None = None) -> tuple[Tensor, int]:
-        """Read operators with `q [n, H, S, R]` through Cholesky factors or by conjugate gradients.
+        """Read operators with `q [n, H, S, R]` through Cholesky factors.
 
         Args:
             sums: the sums of the operators, `[n, H, …]`.
@@ -90,8 +59,6 @@ class KoopmanReadout:
             factor = inverse_factor(sums if norm is None else sums._replace(norm=norm), self.ridge)
             return self._read_main_text(factor.matrix, sums, norm, q), factor.retries
         unit = unit_of(sums.norm if norm is None else norm)[..., None, None]
-        if self.solver is not None:
-            return self._read_by_products(self.solver, sums, unit, q), 0
         with torch.no_grad():  # `_Read` has the gradient
             scaled = sums.gram / unit
             scaled.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
@@ -107,19 +74,6 @@ class KoopmanReadout:
         solve, advance = (lambda b: b @ inverse @ inverse.mT), (lambda x: x @ sums.transition.mT)
         xs = powers(solve, advance, unit, q, self.gamma, self.power)
         return weighted_sum(self.weights, xs) @ sums.values.mT
-
-    def _read_by_products(self, solver: Solver, sums: Sums, unit: Tensor, q: Tensor) -> Tensor:
-        """Read operators with `q [n, H, S, R]` by conjugate gradients."""
-        fixed = unit.detach()  # a constant, see `inverse_factor`
-        scaled, ridge = sums.gram / fixed, self.row_ridge * (unit / fixed)
-        solve = partial(solver, lambda x: x @ scaled + ridge * x)
-        xs = powers(solve, lambda x: x @ sums.transition.mT, fixed, q, self.gamma, self.power)
-        return weighted_sum(self.weights, xs) @ sums.values.mT
-
-    @property
-    def row_ridge(self) -> float | Tensor:
-        """ε as a factor of rows `[…, H, S, R]`."""
-        return self.ridge.unsqueeze(-2) if isinstance(self.ridge, Tensor) else self.ridge
 
     def _read_main_text(self, inverse: Tensor, sums: Sums, norm: Tensor | None, q: Tensor) -> Tensor:
         """Eqs. 11 to 13: `A = M G̃⁻¹`, normalised by its largest singular value, and applied to the whitened query.
@@ -180,7 +134,7 @@ class _Read(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, factor, gram, transition, values, unit, q, gamma, weights, ridge: float | Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, factor, gram, transition, values, unit, q, gamma, weights, ridge: float) -> Tensor:  # type: ignore[override]
         solve, advance = (lambda b: _solve(factor, b)), (lambda x: x @ transition.mT)
         xs = powers(solve, advance, unit, q, gamma, len(weights) - 1)
         ctx.save_for_backward(factor, transition, values, unit, gamma, weights, *xs)
@@ -204,13 +158,8 @@ class _Read(torch.autograd.Function):
         dgram = -torch.cat(bs, -2).mT @ torch.cat(xs[::-1], -2)
         dtransition = gamma * (torch.cat(bs[:-1], -2).mT @ torch.cat(xs[-2::-1], -2)) if len(xs) > 1 else None
         dvalues = dy.mT @ weighted_sum(weights, xs)
-        diagonal, dridge = dgram.diagonal(dim1=-2, dim2=-1), None
-        if isinstance(ctx.ridge, Tensor):
-            dunit = (ctx.ridge * diagonal).sum(-1)[..., None, None]
-            dridge = (unit.squeeze(-1) * diagonal).sum(0)
-        else:
-            dunit = ctx.ridge * diagonal.sum(-1)[..., None, None]
-        dsettings = dgamma[:, None, None], dweights[..., None, None], dridge
+        dunit = ctx.ridge * dgram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        dsettings = dgamma[:, None, None], dweights[..., None, None], None
         return None, dgram, dtransition, dvalues, dunit, bs[-1], *dsettings
 
 

@@ -43,7 +43,7 @@ def _loop(
 
     rows, retries = [], 0
     for t in range(length):
-        seen = (pending + t + call.inclusive) // chunk_size * chunk_size
+        seen = (pending + t) // chunk_size * chunk_size
         y, failed = readout.read(sums[seen], call.q[:, tokens.start + t].unsqueeze(-2), norm)
         rows.append(y.squeeze(-2))
         retries += failed

@@ -56,7 +56,7 @@ def unit_of(norm: Tensor) -> Tensor:
     return torch.where(norm >= torch.finfo(norm.dtype).tiny, norm, 1.0)
 
 
-def inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
+def inverse_factor(sums: Sums, ridge: float) -> Factor:
     """Compute `L⁻ᵀ [N, H, R, R]` for the Cholesky factor L of `G / m² + ε I`.
 
     The unit m² cancels in the output, so its only gradient is that of the ridge ε m². Gradients through the divisions
@@ -65,25 +65,23 @@ def inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
     norm = unit_of(sums.norm)[..., None, None]
     unit = norm.detach()
     eye = torch.eye(sums.gram.shape[-1], dtype=sums.gram.dtype, device=sums.gram.device)
-    diagonal = ridge.unsqueeze(-1) if isinstance(ridge, Tensor) else ridge
-    scaled = sums.gram / unit + diagonal * (norm / unit) * eye
+    scaled = sums.gram / unit + ridge * (norm / unit) * eye
     if torch.compiler.is_exporting():  # torch 2.11 says so of compiled code as well, which has gradients
         return Factor(eliminate(scaled, ridge), 0)
     factor, retries = cholesky(scaled)
     return Factor(torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False).mT, retries)
 
 
-def eliminate(gram: Tensor, ridge: float | Tensor) -> Tensor:
+def eliminate(gram: Tensor, ridge: float) -> Tensor:
     """Compute L⁻ᵀ of `gram [..., R, R]` without branches and factorisations, which graphs cannot express.
 
     Gaussian elimination turns the rows `[L Lᵀ | I]` into `[Lᵀ | L⁻¹]`. In exact arithmetic no pivot is below the
     smallest eigenvalue, which is at least ε. Smaller ones are rounding errors and become ε.
     """
     size, rows = gram.shape[-1], []
-    least = ridge.amin() if isinstance(ridge, Tensor) else ridge
     left = torch.cat([gram, torch.eye(size, dtype=gram.dtype, device=gram.device).expand_as(gram)], -1)
     for done in range(size):  # the finished rows and columns are cut off
-        scale = left[..., :1, :1].clamp(min=least).rsqrt()
+        scale = left[..., :1, :1].clamp(min=ridge).rsqrt()
         row = scale * left[..., :1, 1:]
         rows.append(row[..., size - done - 1 :])
         left = left[..., 1:, 1:] - scale * left[..., 1:, :1] * row
@@ -93,13 +91,13 @@ def eliminate(gram: Tensor, ridge: float | Tensor) -> Tensor:
 _INVERSES = WeakIdKeyDictionary()  # the G of some sums → (their m², the version of G, ε, L⁻ᵀ)
 
 
-def cached_inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
+def cached_inverse_factor(sums: Sums, ridge: float) -> Factor:
     """As `inverse_factor`, computed once for all tokens that read the same sums, except where gradients flow.
 
     The result is remembered as long as G exists. It is not part of the state, because it would enlarge the state by
     half.
     """
-    if sums.gram.requires_grad or sums.norm.requires_grad or isinstance(ridge, Tensor):
+    if sums.gram.requires_grad or sums.norm.requires_grad:
         return inverse_factor(sums, ridge)
     inference = torch.is_inference_mode_enabled()  # tensors made in this mode do not count their versions
     version = 0 if sums.gram.is_inference() else sums.gram._version
@@ -112,15 +110,15 @@ def cached_inverse_factor(sums: Sums, ridge: float | Tensor) -> Factor:
 
 
 def add_token(
-    k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory, inverse: Tensor, ridge: float | Tensor,
+    k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory, inverse: Tensor, ridge: float,
     normalization: str = "causal",
 ) -> tuple[KoopmanMemory, int]:  # fmt: skip
     """Add one token to the sums, and update the inverse factor with them.
 
     A rank-one update gives the new inverse factor. With one decay a head, G and m² decay alike, so that `G / m² + ε I`
     is unchanged before the token enters. Where m² does something else, the factor is computed from the sums instead:
-    where the key sets a new m², under "trace", where every key does, with a decay under "paper" and "none", where m²
-    does not decay, with a decay a channel, and where g has a gradient, since the unit m² is a constant (see
+    where the key sets a new m², under "trace", where every key does, with a decay under "paper", where m² does not
+    decay, with one decay per channel, and where g has a gradient, since the unit m² is a constant (see
     `inverse_factor`) although it decays.
 
     Returns:
@@ -130,7 +128,7 @@ def add_token(
     new = new._replace(sums=new.sums.normalized(normalization, memory.sums.norm))
     if g is None:
         grown = new.sums.norm > memory.sums.norm
-    elif g.shape[-1] > 1 or normalization in ("paper", "none") or g.requires_grad:
+    elif g.shape[-1] > 1 or normalization == "paper" or g.requires_grad:
         grown = torch.ones_like(memory.sums.norm, dtype=torch.bool)
     else:
         grown = new.sums.norm > g.squeeze(-1).exp() * memory.sums.norm

@@ -5,7 +5,7 @@ Users, sessions and checkpoints see a state as a dict of tensors with one row a 
 | name | shape | meaning |
 |---|---|---|
 | `gram`, `transition`, `values` | `[N, H, R, R]`, `[N, H, R, R]`, `[N, H, P, R]` | the sums G, M and C |
-| `norm` | `[N, H]` | m²: the largest squared norm of a key, tr G under `normalization="trace"`, or 1 under "none" |
+| `norm` | `[N, H]` | m²: the largest squared norm of a key, or tr G under `normalization="trace"` |
 | `last` | `[N, H, R]` | the last key of the full chunks |
 | `pending_keys`, `pending_values` | `[N, S − 1, H, R]`, `[N, S − 1, H, P]` | tokens since the last full chunk of S |
 | `pending` | `[N]` | how many of these there are |
@@ -66,8 +66,6 @@ class Sums(NamedTuple):
         """These sums with the m² of a normalisation: `frozen` under "paper", tr G under "trace", else the largest."""
         if normalization == "trace":
             return self._replace(norm=self.gram.diagonal(dim1=-2, dim2=-1).sum(-1))
-        if normalization == "none":
-            return self._replace(norm=torch.ones_like(self.norm))
         return self._replace(norm=frozen) if normalization == "paper" else self
 
 
