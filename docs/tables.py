@@ -81,9 +81,9 @@ TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)(?:\|[^\n]*\n)*\n*", re.DOTALL)
 KEYS = {"file", "models", "also", "words", "rows", "columns", "learned", "minus", "pairs"}
 WHOLE: dict[str, Callable[[Any], str]] = {
     "overview": lambda file: overview_page.table(read_json(RESULTS / file)),
-    "forecast": lambda file: forecast.table(forecast.read_forecasts(RESULTS / file)["models"]),
+    "forecast": lambda file: forecast.table(forecast.read_forecasts(RESULTS / file)["models"]).markdown(),
     "forecast errors": forecasts.errors,
-    "text forecast": lambda file: forecast.text_table(forecast.read_forecasts(RESULTS / file)["texts"]),
+    "text forecast": lambda file: forecast.text_table(forecast.read_forecasts(RESULTS / file)["texts"]).markdown(),
     "losses": decay_tables.losses,
     "findings": decay_tables.findings,
     "regressions": decay_tables.regressions,

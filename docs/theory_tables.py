@@ -8,6 +8,7 @@ from join import RESULTS
 
 from halflife.files import read_json
 from halflife.report.markdown import markdown
+from halflife.report.table import Table
 from halflife.report.tables.theory import TABLES, small
 
 CHANNELS = 16
@@ -27,9 +28,10 @@ def table(topic: str, file: str = "theory.json", number: int = 0, only: Mapping[
         number: the index of the table in the topic.
         only: heading → cells of this column, by which rows are chosen; by default all.
     """
-    _, headings, rows, _ = list(TABLES[topic](read_json(RESULTS / file)[topic]))[number]
-    places = {headings.index(heading): cells for heading, cells in only.items()}
-    return markdown(list(headings), [list(row) for row in rows if all(row[i] in x for i, x in places.items())])
+    shown = list(TABLES[topic](read_json(RESULTS / file)[topic]))[number]
+    places = {list(shown.headings).index(heading): cells for heading, cells in only.items()}
+    rows = [row for row in shown.rows if all(row[i] in x for i, x in places.items())]
+    return Table(shown.headings, rows).markdown()
 
 
 def errors(file: str) -> str:

@@ -104,13 +104,16 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table with a row of headings. None is an empty cell."""
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table with a row of headings as comma-separated values. None is an empty cell."""
     table = StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_text(path, table.getvalue())
+    csv.writer(table, lineterminator="\n").writerows([columns, *rows])
+    return table.getvalue()
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write `csv_text` atomically."""
+    write_text(path, csv_text(columns, rows))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -19,6 +19,7 @@ from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures.decays import decays
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.operators import operators
+from halflife.report.table import show
 from halflife.report.tables import operators as koopman_report
 from halflife.theory import koopman
 from halflife.theory.koopman import Operator
@@ -159,7 +160,7 @@ def run_dir(tmp_path):
 
 def show_operators(result, output):
     """Run the part of `halflife spectrum` that shows operators."""
-    koopman_report.print_operators(result)
+    show(*koopman_report.operator_tables(result))
     return [*koopman_report.write_tables(result, output), *save(operators(result), output, "koopman")]
 
 
@@ -197,7 +198,7 @@ def test_the_table_fits_a_terminal(run_dir, tmp_path, capsys):
     for layer in result["models"][0]["layers"]:
         layer |= {"rank": 64, "retries": 3}
         layer["heads"] = [{**layer["heads"][0], "head": h, "condition": 1.23e6} for h in range(12)]
-    koopman_report.print_operators(result)
+    show(*koopman_report.operator_tables(result))
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "3 factorisations repeated" in "\n".join(lines)

@@ -13,7 +13,8 @@ from halflife.models import LanguageModel
 from halflife.report.figures.comparison import recall
 from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.redraw import run_figures, save_figures
-from halflife.report.tables.comparison import levels, print_comparison, summarise
+from halflife.report.table import show
+from halflife.report.tables.comparison import comparison_tables, levels, summarise
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell
 from halflife.tasks import build
@@ -212,7 +213,7 @@ def test_a_table_of_a_grid_has_the_means_of_its_cells(finished, capsys):
     chance, guess = levels(rows)["commonword", 24]
     assert chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 5) / 3)
     assert guess == pytest.approx((2 / 3 + 2 / 4 + 2 / 6) / 3)
-    print_comparison(rows)
+    show(*comparison_tables(rows))
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("mamba2+ska", "com", "nia", "ignoring the key"))
 

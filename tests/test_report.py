@@ -28,7 +28,8 @@ from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.redraw import redraw_analyses, run_figures, save_figures, write_report
 from halflife.report.style import model_styles
-from halflife.report.tables.comparison import print_comparison
+from halflife.report.table import show
+from halflife.report.tables.comparison import comparison_tables
 from halflife.report.tables.lengths import length_table, write_lengths
 from halflife.runs import folder as results
 
@@ -270,14 +271,16 @@ def test_best_mean_is_emphasised(html):
 def test_the_table_begins_with_accuracies_and_says_nothing_twice(tmp_path, run_dir, html):
     table = _table(results.read(run_dir))
     tested = ["64 (T)", *["128 (2T)", "256 (4T)", "512 (8T)"] * 2]
-    assert table.columns == [*tested, "parameters", "state size", "tokens/s", "learning rate"]
-    assert [(text, len(columns)) for text, columns in table.parts] == [
+    assert table.headings == ["model", *tested, "parameters", "state size", "tokens/s", "learning rate"]
+    assert [(text, len(columns)) for text, columns in table.parts()] == [
         ("in distribution", 1), ("capacity, by length in tokens", 3), ("persist, by length in tokens", 3), ("", 4)
     ]  # fmt: skip
-    assert "also capacity at 64 tokens and persist at 64 tokens" in table.caption
+    assert "also capacity at 64 tokens and persist at 64 tokens" in table.note
     one = _table(results.read(make_run(tmp_path / "one", seeds=(1,))))
-    assert [[(row.name, row.note) for row in rows] for rows in one.groups] == [[(model, "seed 1")] for model in MODELS]
-    assert not _table(results.read(make_run(tmp_path / "none", finished=False))).caption.count("also")
+    assert [[(row[0].text, row[0].note) for row in rows] for rows in one.groups()] == [
+        [(model, "seed 1")] for model in MODELS
+    ]
+    assert not _table(results.read(make_run(tmp_path / "none", finished=False))).note.count("also")
 
 
 def test_the_explorer_opens_on_a_model_whose_spectrum_moves(html):
@@ -287,7 +290,7 @@ def test_the_explorer_opens_on_a_model_whose_spectrum_moves(html):
 
 
 def test_the_printed_table_leaves_out_what_the_one_in_distribution_repeats(run_dir, capsys):
-    print_comparison([vars(score) for score in results.read(run_dir).scores])
+    show(*comparison_tables([vars(score) for score in results.read(run_dir).scores]))
     out = capsys.readouterr().out
     assert "in: in distribution, also cap 64, also per 64." in out
     assert re.search(r" cap +cap +cap +per +per +per *\n", out)
@@ -298,7 +301,7 @@ def test_the_printed_table_has_models_with_tests_of_their_own(tmp_path, capsys):
     """As in `koopman-powers`, where the length follows from the model's cell of the map."""
     rows = [vars(score) for score in results.read(make_run(tmp_path / "x", seeds=(1, 2, 3))).scores]
     other = [row | {"model": "other", "length": 3 * row["length"]} for row in rows if row["model"] == rows[0]["model"]]
-    print_comparison([row for row in rows + other if row["test"] == "in_distribution"])
+    show(*comparison_tables([row for row in rows + other if row["test"] == "in_distribution"]))
     out = capsys.readouterr().out
     assert re.search(r" in +in *\n", out)
     assert re.search(r" 64 +192 *\n", out)
@@ -319,7 +322,7 @@ def test_t_is_the_length_in_distribution(tmp_path):
 def test_the_printed_table_has_intervals_from_three_seeds_on(tmp_path, capsys):
     for seeds in ((1, 2, 3), (1, 2)):
         rows = [vars(score) for score in results.read(make_run(tmp_path / str(len(seeds)), seeds=seeds)).scores]
-        print_comparison(rows)
+        show(*comparison_tables(rows))
         out = capsys.readouterr().out
         ends = [re.search(rf"^ +{end} +([\d.]+)", out, re.MULTILINE) for end in ("low", "high")]
         assert all(ends) == ("95 % interval" in out) == (len(seeds) == 3)

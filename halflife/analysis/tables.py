@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.model_spectrum import training_position
-from halflife.files import DECAYS_JSON, write_json, write_text
+from halflife.files import DECAYS_JSON, write_csv, write_json
 
-SAVED = (
-    "model",
-    "checkpoint",
-    "channels",
-    "train_length",
-    "positions",
-    "mixers",
-    "layers",
-)  # fields of a model in decays.json
+# Fields of a model in decays.json.
+SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "mixers", "layers")
 COLUMNS = (
     "model", "layer", "state", "mean", *QUANTILES, "half_life", "slowest_half_life", "erased", "horizon", "position",
     "fastest", "slowest", "modes", "too_slow", "too_fast",
@@ -38,13 +29,10 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
         The two files.
     """
     models = [{key: model[key] for key in SAVED if key in model} for model in result["models"]]
-    table = StringIO()
-    writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({"model": model["model"], **row} for model in models for row in table_rows(model))
     files = [folder / DECAYS_JSON, folder / "decays.csv"]
     write_json(files[0], {**result, "models": models})
-    write_text(files[1], table.getvalue())
+    rows = ({**row, "model": model["model"]} for model in models for row in table_rows(model))
+    write_csv(files[1], COLUMNS, ([row.get(name) for name in COLUMNS] for row in rows))
     return files
 
 

@@ -170,7 +170,8 @@ class Compare:
 
     def run(self) -> None:
         from halflife.experiments import compare
-        from halflife.report.tables.comparison import print_comparison, rates_at_ends
+        from halflife.report.table import show
+        from halflife.report.tables.comparison import comparison_tables, rates_at_ends
         from halflife.report.tables.estimate import describe_trial
         from halflife.report.tracking import track_options
         from halflife.runs.folder import REPORT_HTML, SUMMARY_MD
@@ -209,7 +210,7 @@ class Compare:
         if rows and compare.load_experiment(folder)[0].measure == "loss":
             say((folder / SUMMARY_MD).read_text(encoding="utf-8"))
         elif rows:
-            print_comparison(rows)
+            show(*comparison_tables(rows))
         for model, (rate, end, further) in rates_at_ends(rows).items():
             command = shlex.join(["halflife", "compare", model, "--resume", str(folder), "--lr", f"{further:g}"])
             say(f"{model} is best at the {end} learning rate that it tried, {rate:g}; try one beyond it: {command}")

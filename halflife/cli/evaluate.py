@@ -79,7 +79,7 @@ class Eval:
         import torch
 
         from halflife.cli.checkpoint import load_model, load_tokenizer
-        from halflife.report.tables.evaluation import print_evaluation, write_evaluation
+        from halflife.report.tables.evaluation import evaluation_table, write_evaluation
         from halflife.versions import versions
 
         needles, others = self._split_tasks()
@@ -109,7 +109,7 @@ class Eval:
                     write_evaluation(result, output)
         finally:
             if result["rows"]:
-                print_evaluation(result["rows"])  # also if they could not be written
+                print(evaluation_table(result["rows"]).terminal())  # also if they could not be written
             elif not any(output.iterdir()):
                 output.rmdir()
                 if self.output is None and not any(output.parent.iterdir()):

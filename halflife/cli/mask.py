@@ -70,14 +70,14 @@ class Mask:
         from halflife.analysis.masks import measure_masks
         from halflife.report.figures import masks as figures
         from halflife.report.figures.matplotlib_renderer import save_as
-        from halflife.report.tables.masks import print_masks
+        from halflife.report.tables.masks import mask_table
 
         gates_of = measure_masks(
             self.folders, text=self.text, task=self.task, tokens=self.tokens, sequences=self.sequences,
             tokenizer=self.tokenizer, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )  # fmt: skip
         heads = [figures.most_resets(label, gates, self.layer, self.head) for label, gates in gates_of.items()]
-        print_masks(gates_of, self.block)
+        print(mask_table(gates_of, self.block).terminal())
         save_as(figures.mask(heads), output)
         if (more := len(heads) - figures.MAX_ROWS) > 0:
             print(f"The picture shows the first {figures.MAX_ROWS} models, not the other {more}.")

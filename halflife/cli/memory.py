@@ -46,13 +46,14 @@ class Memory:
         from halflife.evaluation.memory import measure_memory
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import memory
-        from halflife.report.tables.memory import print_memory, write_memory
+        from halflife.report.table import show
+        from halflife.report.tables.memory import memory_tables, write_memory
 
         result = measure_memory(
             self.models, self.lengths, hidden_size=self.hidden_size, num_layers=self.num_layers,
             num_heads=self.num_heads, vocab_size=self.vocab_size, dtype=self.dtype, cache_dtype=self.cache_dtype,
         )  # fmt: skip
-        print_memory(result)
+        show(*memory_tables(result))
         output = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-memory"
         files = [*write_memory(result, output), *save(memory(result), output, "memory")]
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -67,9 +67,10 @@ class Spectrum:
         from halflife.report.figures.operators import operators
         from halflife.report.figures.spectrum import spectrum_figures
         from halflife.report.page.model_spectrum import write_spectrum_page
-        from halflife.report.tables.operators import operators_of, print_operators
+        from halflife.report.table import show
+        from halflife.report.tables.operators import operator_tables, operators_of
         from halflife.report.tables.operators import write_tables as write_operators
-        from halflife.report.tables.spectrum import print_all
+        from halflife.report.tables.spectrum import spectrum_tables
 
         result = measure_models(
             self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
@@ -77,7 +78,7 @@ class Spectrum:
             device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "spectrum")
-        print_all(result, heads=self.heads)
+        show(*spectrum_tables(result, heads=self.heads))
         files = write_tables(result, output)
         if self.text:
             files += save(decays(result), output, "decays")
@@ -85,7 +86,7 @@ class Spectrum:
             files += save(figure, output, name)
         with_ska = operators_of(result)
         if with_ska["models"]:
-            print_operators(with_ska)
+            show(*operator_tables(with_ska))
             files += [*write_operators(with_ska, output), *save(operators(with_ska), output, "koopman")]
         if any(model["layers"] for model in result["models"]):
             files.append(write_spectrum_page(result, output, shlex.join(["halflife", *sys.argv[1:]])))

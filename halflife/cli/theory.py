@@ -57,12 +57,13 @@ class Theory(TheorySettings):
 
     def run(self) -> None:
         from halflife.report.figures.theory import draw_all
-        from halflife.report.tables.theory import print_tables
+        from halflife.report.table import show
+        from halflife.report.tables.theory import theory_tables
         from halflife.theory.compute import compute, write
 
         self._limit()
         topics = compute(self, self.only, cache=self.output / "theory_ends.json", show=not self.quiet)
-        print_tables(topics)
+        show(*theory_tables(topics))
         data = write(topics, self.output)
         figures = draw_all({name: data[name] for name in topics}, self.output)
         print(f"written to {self.output}: {', '.join(['theory.json', *(file.name for file in figures)])}")

@@ -36,3 +36,12 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
     """Return at most `most` of the items, evenly spaced, with the first and the last one."""
     chosen = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
     return [items[i] for i in chosen]
+
+
+def token_count(number: float | None, longest: int | None = None) -> str:
+    """Format a number of tokens in a few digits: None as "–", infinity as "∞" or, with a longest lag, as ">longest"."""
+    if number is None:
+        return "–"
+    if math.isinf(number):
+        return "∞" if longest is None else f">{longest:,}"
+    return f"{number:,.0f}" if 100 <= number < 1e6 else f"{number:.3g}"

@@ -52,7 +52,8 @@ class Throughput:
         from halflife.evaluation.throughput import measure_steps
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import step_times
-        from halflife.report.tables.throughput import print_throughput, write_throughput
+        from halflife.report.table import show
+        from halflife.report.tables.throughput import throughput_tables, write_throughput
         from halflife.training.speed import keep_freed_memory
 
         device = default_device(self.device)
@@ -63,7 +64,7 @@ class Throughput:
             num_heads=self.num_heads, vocab_size=self.vocab_size, device=device, bf16=self.bf16,
             rounds=self.rounds, seconds=self.seconds,
         )  # fmt: skip
-        print_throughput(result)
+        show(*throughput_tables(result))
         output = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-throughput"
         files = [*write_throughput(result, output), *save(step_times(result), output, "throughput")]
         print(f"written to {output}: {', '.join(file.name for file in files)}")

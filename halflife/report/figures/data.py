@@ -16,6 +16,7 @@ from halflife.runs.folder import mean
 
 MAX_TICKS = 8
 NO_DATA = "no data yet"
+UNFINISHED = "There are no results yet because the run has not finished."
 SEEDS = "Thick lines are means over seeds, and thin lines are single seeds. "
 
 Curve = tuple[Sequence[float], Sequence[float]]  # x and y

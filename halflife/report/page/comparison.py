@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from halflife.report.figures.data import UNFINISHED
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
-from halflife.report.page.table import UNFINISHED, Cell, Row, Table
+from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.runs.folder import IN_DISTRIBUTION, Comparison, Score, flatten, mean
 from halflife.runs.scores import repeated_tests
 
@@ -56,12 +57,12 @@ def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, 
         "finished": bool(run.scores),
         "findings": findings,
         "table": table,
-        "numbers": {},
+        "numbers": None,
         "spectra": spectra,
         "opened": opened(spectra),
         "without": without(run.models, spectra),
-        "settings": flatten(settings | run.config.get("settings", {})),
-        "versions": flatten(run.versions),
+        "settings": pairs("Settings", flatten(settings | run.config.get("settings", {}))),
+        "versions": pairs("Versions", flatten(run.versions)),
         "commands": {
             "Reproduce": run.config.get("command") or "unknown",
             "Resume": f"halflife compare --resume {shlex.quote(str(run.path))}",
@@ -148,27 +149,26 @@ def _table(run: Comparison) -> Table:
         names = " and ".join(f"{test} at {length:,} tokens" for test, length in sorted(repeated))
         levels = f" The test in distribution is also {names}.{levels}"
     return Table(
-        caption="Accuracy of each model, as a mean and for each seed, at the learning rate that validation selected. "
+        ["model", *(column.label for column in _columns(run))],
+        rows_of_models(run, _columns(run), "accuracy"),
+        "Accuracy of each model, as a mean and for each seed, at the learning rate that validation selected. "
         f"The highest mean of a column is marked for accuracies and tokens/s.{levels}",
-        first="model",
-        columns=[column.label for column in _columns(run)],
         spans=[
             ("in distribution", 1),
             *((f"{test}, by length in tokens", len(n)) for test, n in _tests(run).items()),
             ("", 4),
         ],
-        groups=groups_of_rows(run, _columns(run), "accuracy"),
     )
 
 
-def groups_of_rows(run: Comparison, columns: list[Column], measure: str) -> list[list[Row]]:
-    """Return for each model the row of its mean and one row for each seed; of a single seed, one row.
+def rows_of_models(run: Comparison, columns: list[Column], measure: str) -> list[Row]:
+    """Return a group for each model, with the row of its mean and one row for each seed; of a single seed, one row.
 
     Args:
         measure: the attribute of `Score` that is NaN if a run diverged, "accuracy" or "loss".
     """
     best = [_best(run, column) for column in columns]
-    groups = []
+    rows: list[Row] = []
     for model in run.models:
         seeds = run.seeds(model)
         means = [_cell(c, run.mean(model, c.column, **c.where), top) for c, top in zip(columns, best, strict=True)]
@@ -176,14 +176,13 @@ def groups_of_rows(run: Comparison, columns: list[Column], measure: str) -> list
         diverged = sum(not _complete(values) for values in measured)
         counted = f"{len(seeds) - diverged} of {len(seeds)}" if diverged else str(len(seeds))
         if len(seeds) == 1:  # its row would repeat the mean
-            groups.append([Row(model, f"seed {seeds[0]}{', diverged' if diverged else ''}", means)])
+            rows += [[Cell(model, note=f"seed {seeds[0]}{', diverged' if diverged else ''}"), *means], GAP]
             continue
-        rows = [Row(model, f"mean of {counted}" if seeds else "no results", means)]
+        rows.append([Cell(model, note=f"mean of {counted}" if seeds else "no results"), *means])
         for seed in seeds:
-            cells = [_cell(c, run.mean(model, c.column, **c.where, seed=seed)) for c in columns]
-            rows.append(Row(f"seed {seed}", "", cells))
-        groups.append(rows)
-    return groups
+            rows.append([f"seed {seed}", *(_cell(c, run.mean(model, c.column, **c.where, seed=seed)) for c in columns)])
+        rows.append(GAP)
+    return rows
 
 
 def _best(run: Comparison, column: Column) -> float:
@@ -199,7 +198,7 @@ def _cell(column: Column, value: float, best: float = math.nan) -> Cell:
         return Cell(MISSING)
     # Printed numbers are compared, so that models with the same printed number are all marked.
     text = column.show(value)
-    return Cell(text, value, math.isfinite(best) and text == column.show(best))
+    return Cell(text, value, "bold" if math.isfinite(best) and text == column.show(best) else "")
 
 
 def _levels(run: Comparison) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from halflife.report.figures.data import UNFINISHED
 from halflife.report.figures.decays import unit
 from halflife.report.numbers import MISSING
 from halflife.report.page.comparison import (
@@ -13,11 +14,11 @@ from halflife.report.page.comparison import (
     SPEED,
     STATE_SIZE,
     Column,
-    groups_of_rows,
+    rows_of_models,
     spread,
     sweep_page,
 )
-from halflife.report.page.table import UNFINISHED, Cell, Row, Table
+from halflife.report.table import Cell, Row, Table
 from halflife.runs.folder import Comparison, mean, read_grid
 
 COLUMNS = [Column("test loss", "loss", {}, "{:.4f}".format, min), PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE]
@@ -44,17 +45,14 @@ def findings(data: dict[str, Any], unit: str = "byte") -> list[str]:
 
 def _table(run: Comparison, papers: dict[str, float | None]) -> Table:
     return Table(
-        caption=f"Test loss of each model in nats a {unit(run)}, as a mean and for each seed. The paper's loss is in "
+        ["model", COLUMNS[0].label, "paper's loss", *(column.label for column in COLUMNS[1:])],
+        [_with_paper(row, papers) for row in rows_of_models(run, COLUMNS, "loss")],
+        f"Test loss of each model in nats a {unit(run)}, as a mean and for each seed. The paper's loss is in "
         "nats a token. The lowest loss and the highest tokens/s are marked.",
-        first="model",
-        columns=[COLUMNS[0].label, "paper's loss", *(column.label for column in COLUMNS[1:])],
-        spans=[],
-        groups=[
-            [_with_paper(row, papers.get(row.name)) for row in rows] for rows in groups_of_rows(run, COLUMNS, "loss")
-        ],
     )
 
 
-def _with_paper(row: Row, paper: float | None) -> Row:
-    cell = Cell(MISSING) if paper is None else Cell(f"{paper:.3f}", paper)
-    return row._replace(cells=[row.cells[0], cell, *row.cells[1:]])
+def _with_paper(row: Row, papers: dict[str, float | None]) -> Row:
+    """The row with the paper's loss in the third column."""
+    paper = papers.get(row[0].text) if row and isinstance(row[0], Cell) else None
+    return [*row[:2], Cell(MISSING) if paper is None else Cell(f"{paper:.3f}", paper), *row[2:]] if row else row

@@ -7,10 +7,11 @@ import shlex
 from typing import Any
 
 from halflife.data.tokenizers import unit_of
+from halflife.report.figures.data import UNFINISHED
 from halflife.report.figures.language import BITS
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
-from halflife.report.page.table import UNFINISHED, Cell, Row, Table
+from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.runs.folder import LanguageRun, flatten
 
 TOLERANCE = 0.05  # how much a perplexity may exceed that at the training length and still count as equal
@@ -25,12 +26,12 @@ def language_page(run: LanguageRun) -> dict[str, Any]:
         "finished": bool(run.result),
         "findings": findings(run),
         "table": _table(run) if "lengths" in run.result else None,
-        "numbers": _numbers(run.result, _unit(run)),
+        "numbers": pairs("Numbers", _numbers(run.result, _unit(run))),
         "spectra": spectra,
         "opened": opened(spectra),
         "without": without([run.model], spectra),
-        "settings": flatten(run.config),
-        "versions": flatten({name: value for name, value in run.versions.items() if name != "command"}),
+        "settings": pairs("Settings", flatten(run.config)),
+        "versions": pairs("Versions", flatten({k: value for k, value in run.versions.items() if k != "command"})),
         "commands": {
             "Reproduce": run.versions.get("command") or "unknown",
             "Resume": f"halflife train --resume {shlex.quote(str(run.path))}",
@@ -75,16 +76,14 @@ def _table(run: LanguageRun) -> Table:
 
     def table_row(row: dict[str, float]) -> Row:
         times = int(row["length"]) // run.train_length
-        cells = [Cell(f"{row[key]:.3f}", row[key], row[key] == low) for key, low in lowest.items()]
-        return Row(count(row["length"]), "T" if times == 1 else f"{times}T", cells)
+        cells = [Cell(f"{row[key]:.3f}", row[key], "bold" if row[key] == low else "") for key, low in lowest.items()]
+        return [Cell(count(row["length"]), note="T" if times == 1 else f"{times}T"), *cells]
 
     return Table(
-        caption=f"Perplexity of a {unit} of the validation text, by the length of the text: the mean over all {unit}s, "
+        [f"length ({unit}s)", f"perplexity of a {unit}", f"of one among the last {run.train_length:,}"],
+        [each for row in rows for each in (table_row(row), GAP)],
+        f"Perplexity of a {unit} of the validation text, by the length of the text: the mean over all {unit}s, "
         f"and over the last {run.train_length:,} alone. The lowest of a column is marked.",
-        first=f"length ({unit}s)",
-        columns=[f"perplexity of a {unit}", f"of one among the last {run.train_length:,}"],
-        spans=[],
-        groups=[[table_row(row)] for row in rows],
     )
 
 

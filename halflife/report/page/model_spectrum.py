@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from halflife.analysis.model_spectrum import training_position
 from halflife.analysis.tables import table_rows
 from halflife.files import write_text
 from halflife.report.figures.data import Axis, FigureData, Panel, Series
+from halflife.report.numbers import token_count
 from halflife.report.page.render import render
 from halflife.report.page.spectrum import explorer_of_measurements, opened
-from halflife.report.page.table import Cell, Row, Table
 from halflife.report.style import ModelStyle, model_styles
+from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.spectrum import layer_groups
-from halflife.report.tables.terminal import token_count
 from halflife.runs.folder import REPORT_HTML
 from halflife.versions import versions
 
@@ -54,13 +54,16 @@ def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:
         "finished": True,
         "findings": [finding(model) for model in models],
         "table": _table(models, bool(result["text"])),
-        "numbers": {},
+        "numbers": None,
         "figures": _figures(models, bool(result["text"])),
         "spectra": spectra,
         "opened": opened(spectra),
         "without": [model["model"] for model in result["models"] if not model["layers"]],
-        "settings": {**(read if result["text"] else {}), **{f"{m['model']}: folder": m["checkpoint"] for m in models}},
-        "versions": versions(),
+        "settings": pairs(
+            "Settings",
+            {**(read if result["text"] else {}), **{f"{m['model']}: folder": m["checkpoint"] for m in models}},
+        ),
+        "versions": pairs("Versions", versions()),
         "commands": {"Reproduce": command},
     }
 
@@ -86,18 +89,23 @@ def _table(models: Sequence[dict[str, Any]], with_text: bool) -> Table:
     columns = {**(ON_TEXT if with_text else {}), **BASE}
     spans = [("on the text", len(ON_TEXT))] if with_text else []
     return Table(
-        caption="Each layer with a decay. Half-lives, horizons and time-scales are in tokens. The spectrum at zero "
+        ["layer", *columns.values()],
+        [row for model in models for row in [*_rows(model, columns), GAP]],
+        "Each layer with a decay. Half-lives, horizons and time-scales are in tokens. The spectrum at zero "
         "input has the time-scales of the fastest and the slowest channel, the effective number of distinct ones, and "
         "the fractions that are slower than the training length or faster than a token.",
-        first="layer", columns=list(columns.values()), spans=[*spans, ("spectrum at zero input", len(BASE))],
-        groups=[
-            [_row(model["model"], row, list(columns)) for row in table_rows(model)] for model in models
-        ],
-    )  # fmt: skip
+        spans=[*spans, ("spectrum at zero input", len(BASE))],
+    )
 
 
-def _row(model: str, row: dict[str, Any], columns: Sequence[str]) -> Row:
-    return Row(f"{model}, layer {row['layer']}", row.get("state", ""), [_cell(row, key) for key in columns])
+def _rows(model: dict[str, Any], columns: Iterable[str]) -> list[Row]:
+    return [
+        [
+            Cell(f"{model['model']}, layer {row['layer']}", note=row.get("state", "")),
+            *(_cell(row, key) for key in columns),
+        ]
+        for row in table_rows(model)
+    ]
 
 
 def _cell(row: dict[str, Any], key: str) -> Cell:

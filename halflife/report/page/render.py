@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +58,6 @@ def render(page: dict[str, Any]) -> str:
         scripts=[Markup(script) for script in scripts],
         policy=_policy(scripts),
         data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")),
-        as_text=_as_text,
-        parts=re.compile(r"(?<=[+_./:-])").split,  # a name may break after these characters
         ink=INK,
         slowest=f"{SLOWEST:,.0f}",
         fastest=f"{FASTEST:g}",
@@ -80,8 +77,3 @@ def _policy(scripts: list[str]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _as_text(value: Any) -> str:
-    """A setting as it is printed: a string as it is, everything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from halflife import ops
 from halflife.decay import DECAYS
@@ -16,7 +14,7 @@ from halflife.models import MODIFIERS, PRESETS
 from halflife.models.presets.presets import by_family
 from halflife.models.presets.sizes import SIZES
 from halflife.ops.backends import dispatch
-from halflife.report.tables.terminal import print_wide
+from halflife.report.table import Cell, Table, show
 from halflife.tasks import TASKS
 
 REGISTRIES = {
@@ -31,38 +29,31 @@ def print_names(experiments: dict[str, str], rows: Sequence[str]) -> None:
         experiments: name → summary, from the registry of experiments.
         rows: the rows of the Decay paper's grid.
     """
-    for title, registry in REGISTRIES.items():
-        for family, names in by_family(registry).items():
-            print_wide(_two_columns(title + family, {name: registry.summary(name) for name in names}), "")
-    print_wide(_two_columns("experiments (compare --experiment)", experiments), "")
-    sizes = {name: ", ".join(f"{key} {value}" for key, value in size.items()) for name, size in SIZES.items()}
-    print_wide(_two_columns("sizes (train --size)", sizes), "")
-    zero_shot = {name: f"{', '.join(bundle.tasks)} ({bundle.source})" for name, bundle in BUNDLES.items()}
-    print_wide(_two_columns("tasks of papers (eval --tasks)", zero_shot), "")
-    grid = {group: ", ".join(row for row in rows if row.startswith(f"{group}/")) for group in _groups(rows)}
-    print_wide(_two_columns("rows of the Decay paper's grid (train, compare --experiment decay-lm)", grid))
+    groups = list(dict.fromkeys(row.partition("/")[0] for row in rows if "/" in row))
+    tables = {
+        f"{title}{family}": {name: registry.summary(name) for name in names}
+        for title, registry in REGISTRIES.items() for family, names in by_family(registry).items()
+    }  # fmt: skip
+    tables["experiments (compare --experiment)"] = experiments
+    tables["sizes (train --size)"] = {
+        name: ", ".join(f"{key} {value}" for key, value in size.items()) for name, size in SIZES.items()
+    }
+    tables["tasks of papers (eval --tasks)"] = {
+        name: f"{', '.join(bundle.tasks)} ({bundle.source})" for name, bundle in BUNDLES.items()
+    }
+    tables["rows of the Decay paper's grid (train, compare --experiment decay-lm)"] = {
+        group: ", ".join(row for row in rows if row.startswith(f"{group}/")) for group in groups
+    }
+    for title, texts in tables.items():
+        show(
+            Table((), [(Cell(f"  {name}", style="bold"), text) for name, text in texts.items()], title=title, note=" ")
+        )
 
 
 def print_options(groups: Mapping[str, Sequence[tuple[str, str, str, str]]]) -> None:
     """Print the options of a model, group by group: name, type, value and meaning."""
-    for rows in groups.values():
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading, width in (("option", None), ("type", 22), ("value", 24), ("meaning", None)):
-            table.add_column(heading, overflow="fold", no_wrap=heading == "option", max_width=width)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        print_wide(table, "")
-
-
-def _groups(rows: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(row.partition("/")[0] for row in rows if "/" in row))
-
-
-def _two_columns(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for name, text in rows.items():
-        table.add_row(f"[bold]{name}[/]", text)
-    return table
+    headings = ("option", "type", "value", "meaning")
+    show(*(Table(headings, rows, left=headings) for rows in groups.values()))
 
 
 def print_backends(device: torch.device | str) -> None:

@@ -7,18 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from halflife.report.intervals import SEEDS, bootstrap
-from halflife.report.tables.terminal import print_wide
+from halflife.report.table import Table, styled
 from halflife.runs.scores import repeated_tests
 
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
 
-def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print what was trained, and its accuracy on every test, in two tables that fit 80 columns.
+def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
+    """What was trained, and its accuracy on every test, in two tables that fit 80 columns.
 
     Args:
         rows: the rows of `results.csv`.
@@ -27,31 +24,32 @@ def print_comparison(rows: Sequence[Mapping[str, Any]]) -> None:
     keys, summary = {key: own for key, own in levels(rows).items() if key not in repeated}, summarise(rows)
     if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells
         keys, summary = _over_lengths(keys), [{**row, "accuracy": _over_lengths(row["accuracy"])} for row in summary]
-    runs = _table("runs", ("model", "lr", "seed", "parameters", "state", "tokens/s"))
-    tests = _table("accuracy, %", ("model", "seed", *_headings(keys)))
+    runs, tests, notes = [], [], ["lr*: the learning rate with the best validation accuracy in distribution."]
     for row in summary:
-        mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else None
+        mark, style = "*" if row["selected"] else "", "bold" if isinstance(row["seed"], str) else ""
         rate, seed = f"{row['learning_rate']:g}{mark}", str(row["seed"])
         sizes = (f"{row['parameters']:,}", f"{row['state_size']:,}", f"{row['tokens_per_second']:,.0f}")
-        runs.add_row(row["model"], rate, seed, *sizes, style=style)
+        runs.append(styled(style, row["model"], rate, seed, *sizes))
         label = row["model"] if row["selected"] else f"{row['model']} {rate}"
-        tests.add_row(label, seed, *(_percent(row["accuracy"].get(key)) for key in keys), style=style)
+        tests.append(styled(style, label, seed, *(_percent(row["accuracy"].get(key)) for key in keys)))
         if style:
             for end, values in _intervals(summary, row["model"], keys).items():
-                tests.add_row("", end, *(_percent(value) for value in values), style="dim")
+                tests.append(styled("dim", "", end, *map(_percent, values)))
     for i, level in enumerate(("chance", "ignoring the key")):
-        tests.add_row(level, "", *(f"{100 * values[i]:.1f}" for values in keys.values()), style="dim")
-    print_wide(runs, tests)
-    print("lr*: the learning rate with the best validation accuracy in distribution.")
+        tests.append(styled("dim", level, "", *(f"{100 * values[i]:.1f}" for values in keys.values())))
     if any(_intervals(summary, row["model"], keys) for row in summary):
-        print("low, high: the ends of the 95 % interval of a mean, by bootstrap over seeds.")
-    print("state: the numbers that a model stores of one sequence.")
+        notes.append("low, high: the ends of the 95 % interval of a mean, by bootstrap over seeds.")
+    notes.append("state: the numbers that a model stores of one sequence.")
     if any(test == "capacity" for test, _ in keys):
         also = "".join(f", also {test[:3]} {length}" for test, length in sorted(repeated))
-        print(f"in: in distribution{also}. Under cap and per: the length T.")
-        print("cap: `capacity`, K grows with T. per: `persist`, the training K.")
+        notes.append(f"in: in distribution{also}. Under cap and per: the length T.")
+        notes.append("cap: `capacity`, K grows with T. per: `persist`, the training K.")
     elif any(length is None for _, length in keys):
-        print("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
+        notes.append("in: in distribution. Other tests: means over the lengths and the numbers of pairs.")
+    return (
+        Table(("model", "lr", "seed", "parameters", "state", "tokens/s"), runs, title="runs"),
+        Table(("model", "seed", *_headings(keys)), tests, "\n".join(notes), "accuracy, %"),
+    )
 
 
 def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[Any]) -> dict[str, list[float | None]]:
@@ -65,13 +63,6 @@ def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[
         return {}
     found = [bootstrap([run[key] for run in runs]) if key in runs[0] else None for key in keys]
     return {"low": [one.low if one else None for one in found], "high": [one.high if one else None for one in found]}
-
-
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
-    return table
 
 
 def _over_lengths(cells: Mapping[tuple[str, int], Any]) -> dict[tuple[str, None], Any]:

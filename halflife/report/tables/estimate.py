@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
 
 from halflife.evaluation.memory import format_bytes
 from halflife.models import ModelConfig
-from halflife.report.tables.terminal import print_wide
+from halflife.report.table import Table, show, styled
 from halflife.runs.one import training_device
 from halflife.training.estimate import Estimate
 from halflife.training.speed import gemm_rate
@@ -22,9 +19,7 @@ from halflife.training.trial import Trial
 HEADINGS = (
     "model", "runs", "parameters", "steps", "tokens", "weights + AdamW", "activations", "FLOPs a run", "at least"
 )  # fmt: skip
-
-
-SLOW = 2.0  # times as long as in float32 from which products in bfloat16 are worth a line
+BF16_SLOWDOWN = 2.0  # times as long as in float32 from which products in bfloat16 are worth a line
 
 
 def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool) -> None:
@@ -41,24 +36,24 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
         for name, value in values.items():
             if value not in ("", {}, []):
                 print(f"  {name}: {_text(value)}")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title="needs", title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for need, runs in needs:
-        table.add_row(
-            escape(need.model), f"{runs}", f"{need.parameters:,}", f"{need.steps:,}", f"{need.tokens:,}",
+    table: list[Any] = [
+        (
+            need.model, f"{runs}", f"{need.parameters:,}", f"{need.steps:,}", f"{need.tokens:,}",
             format_bytes(need.state_bytes), format_bytes(need.activation_bytes), f"{need.operations:.3g}",
             format_seconds(need.operations / rate),
-        )  # fmt: skip
+        )
+        for need, runs in needs
+    ]  # fmt: skip
     runs, tokens = sum(runs for _, runs in needs), sum(need.tokens * runs for need, runs in needs)
     total = sum(need.operations * runs for need, runs in needs)
     cells = ("all runs", f"{runs}", "", "", f"{tokens:,}", "", "", f"{total:.3g}", format_seconds(total / rate))
-    table.add_row(*cells, style="bold")
-    print_wide(table)
     arithmetic = "bfloat16" if bf16 else "float32"
-    print(f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.")
     rows = ", ".join(f"{count:,}" for count in dict.fromkeys(need.rows for need, _ in needs))
-    print(f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once.")
+    note = (
+        f"at least: the time at {rate:.3g} FLOP/s, which this machine reaches in {arithmetic} matrix products.\n"
+        f"activations: what the forward pass of {rows} sequences saves. --micro-batch-size holds fewer at once."
+    )
+    show(Table(HEADINGS, [*table, styled("bold", *cells)], note, "needs"))
 
 
 def describe_trial(trial: Trial, here: bool = True) -> str:
@@ -77,7 +72,7 @@ def describe_trial(trial: Trial, here: bool = True) -> str:
     least = "at least " if trial.seconds is None else ""
     space = f"{least}{format_bytes(trial.memory)} of memory, {format_bytes(trial.disk)} of disk"
     slow = ""
-    if here and trial.bf16_slowdown > SLOW:
+    if here and trial.bf16_slowdown > BF16_SLOWDOWN:
         slow = (
             f"\nbfloat16 takes {trial.bf16_slowdown:.0f} times as long as float32 on this machine; train without it"
             " (compare: --set training.bf16=false)"

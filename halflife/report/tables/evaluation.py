@@ -6,36 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
-
 from halflife.files import write_json, write_text
-from halflife.report.tables.terminal import print_wide
-
-HEADINGS = ("task", "metric", "value", "± stderr")
+from halflife.report.table import Table
 
 
 def write_evaluation(result: dict[str, Any], output: Path) -> None:
     """Write `results.json`, which holds all of `result`, and `table.md`, which shows its rows."""
     write_json(output / "results.json", result)
-    lines = [HEADINGS, ("---", "---", "---:", "---:"), *_cells(result["rows"])]
-    write_text(output / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    write_text(output / "table.md", evaluation_table(result["rows"]).markdown() + "\n")
 
 
-def print_evaluation(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows `{"task", "metric", "filter", "value", "stderr"}` of an evaluation."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("task", "metric") else "right")
-    for row in _cells(rows):
-        table.add_row(*map(escape, row))
-    print_wide(table)
+def evaluation_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The table of the rows `{"task", "metric", "filter", "value", "stderr"}` of an evaluation.
 
-
-def _cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows as text. The filter that extracts an answer from a text stands in brackets after the metric."""
-    return [
+    The filter that extracts an answer from a text stands in brackets after the metric.
+    """
+    cells = [
         (
             row["task"],
             row["metric"] if row.get("filter", "none") == "none" else f"{row['metric']} ({row['filter']})",
@@ -44,6 +30,7 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         )
         for row in rows
     ]
+    return Table(("task", "metric", "value", "± stderr"), cells, left=("task", "metric"))
 
 
 def _number(value: Any) -> str:

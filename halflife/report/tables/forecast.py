@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from halflife.files import FORECAST_JSON, read_json, write_json, write_text
+from halflife.report.table import Table, show
 
 LAGS = (
     "half_lag", "forecast_half_lag", "forgotten_lag", "forecast_forgotten_lag", "fade_lag", "fill_lag", "energy_lag",
@@ -77,36 +78,28 @@ def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
     return table
 
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """Return tables of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below each."""
-    parts = []
+def forecast_tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """The tables of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below each."""
     for rows, write, legend in (
         (result["models"], table, LEGEND), (result.get("texts", []), text_table, TEXT_LEGEND)
     ):  # fmt: skip
         if rows:
             errors = (
-                f"\n{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
+                f"{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
                 f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
                 for name, errors in forecast_errors(rows).items()
             )
-            parts.append("\n".join([write(rows), *errors, "", legend]))
-    return "\n\n".join(parts) + "\n"
+            yield write(rows, "\n\n".join([*errors, legend]))
 
 
-def table(models: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each model that was asked for pairs, in Markdown."""
-    return _table(HEADINGS, 3, map(_cells, models))
+def table(models: Sequence[Mapping[str, Any]], note: str = "") -> Table:
+    """A row for each model that was asked for pairs."""
+    return Table(HEADINGS, [_cells(row) for row in models], note, left=HEADINGS[:3])
 
 
-def text_table(texts: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each model that read a text, in Markdown."""
-    return _table(TEXT_HEADINGS, 2, map(_text_cells, texts))
-
-
-def _table(headings: Sequence[str], names: int, rows: Iterable[Sequence[str]]) -> str:
-    """The first columns, as many as `names`, are aligned to the left."""
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * names + "---:|" * (len(headings) - names)]
-    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)])
+def text_table(texts: Sequence[Mapping[str, Any]], note: str = "") -> Table:
+    """A row for each model that read a text."""
+    return Table(TEXT_HEADINGS, [_text_cells(row) for row in texts], note, left=TEXT_HEADINGS[:2])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -148,12 +141,8 @@ def _lag(row: Mapping[str, Any], key: str) -> str:
 
 
 def print_forecasts(result: Mapping[str, Any]) -> None:
-    """Print the table, and the models for which there is no forecast."""
-    from rich.markdown import Markdown
-
-    from halflife.report.tables.terminal import print_wide
-
-    print_wide(Markdown(markdown(result)))
+    """Print the tables, and the models for which there is no forecast."""
+    show(*forecast_tables(result))
     for label, why in result["refused"].items():
         print(f"left out: {label}: {why}")
 
@@ -162,7 +151,8 @@ def write_forecasts(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `forecast.json` (null for a lag beyond the longest one) and `forecast.md`; return both files."""
     files = [folder / FORECAST_JSON, folder / "forecast.md"]
     write_json(files[0], result)
-    write_text(files[1], markdown(result))
+    parts = [f"{each.markdown()}\n\n{each.note}\n" for each in forecast_tables(result)]
+    write_text(files[1], "\n".join(parts))
     return files
 
 

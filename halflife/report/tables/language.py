@@ -6,9 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from halflife.report.tables.terminal import print_wide
+from halflife.report.table import Table, show
 from halflife.runs.scores import number
 
 
@@ -20,18 +18,17 @@ def print_language_run(result: dict[str, Any], folder: Path) -> None:
         folder: the folder of the run.
     """
     if "diverged" in result:
-        print_wide(f"[bold]diverged[/bold]: {result['diverged']}; try a lower --lr")
+        print(f"diverged: {result['diverged']}; try a lower --lr")
         return
-    table = Table(title=f"{result['parameters']:,} parameters, {result['tokens']:,} tokens")
-    for column in ("length", "perplexity a token", "of its last context"):
-        table.add_column(column, justify="right")
-    for row in result["lengths"]:
-        table.add_row(f"{row['length']:,}", f"{row['perplexity']:.3f}", f"{row['last_perplexity']:.3f}")
-    print_wide(table)
+    headings = ("length", "perplexity a token", "of its last context")
+    rows = [
+        (f"{row['length']:,}", f"{row['perplexity']:.3f}", f"{row['last_perplexity']:.3f}") for row in result["lengths"]
+    ]
+    show(Table(headings, rows, title=f"{result['parameters']:,} parameters, {result['tokens']:,} tokens"))
     rows, documents = result["bits_per_byte"], result["bits_per_byte_of_documents"]
-    print_wide(f"validation: {rows:.4f} bits per byte in rows as in training, {documents:.4f} of whole documents")
+    print(f"validation: {rows:.4f} bits per byte in rows as in training, {documents:.4f} of whole documents")
     speed, share = (number(result[name]) for name in ("tokens_per_second", "mfu"))
     if math.isfinite(speed):  # it is unknown after a resume from the last step
-        print_wide(f"training: {speed:,.0f} tokens/s, MFU {share:.1%}")
-    print_wide(f"report: {folder / 'report.html'}")
-    print_wide(f'continue a text with: halflife generate {folder} "…"')
+        print(f"training: {speed:,.0f} tokens/s, MFU {share:.1%}")
+    print(f"report: {folder / 'report.html'}")
+    print(f'continue a text with: halflife generate {folder} "…"')

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from halflife.files import write_csv
+from halflife.files import write_text
 from halflife.report.intervals import with_interval
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 from halflife.runs.folder import LENGTHS_CSV, Comparison
 from halflife.runs.records import CELL
 
@@ -18,7 +18,7 @@ def write_lengths(run: Comparison) -> None:
     """
     rows = [(*cell, *(at[key] for key in COLUMNS)) for one, cell in run.cells() for at in one.lengths]
     if rows:
-        write_csv(run.path / LENGTHS_CSV, (*CELL, *COLUMNS), rows)
+        write_text(run.path / LENGTHS_CSV, Table((*CELL, *COLUMNS), rows).csv())
 
 
 def length_table(run: Comparison) -> str:
@@ -29,4 +29,4 @@ def length_table(run: Comparison) -> str:
         found = [{at["length"]: at["last_perplexity"] for at in one.lengths} for one in run.trainings_of(model)]
         values = ([each[n] for each in found if n in each] for n in lengths)
         table.append([model, *(with_interval(own, 3) if own else "–" for own in values)])
-    return markdown(["perplexity of the last T of", *(f"{n:,}" for n in lengths)], table) if lengths else ""
+    return Table(["perplexity of the last T of", *(f"{n:,}" for n in lengths)], table).markdown() if lengths else ""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from io import StringIO
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.operators import DELTA, KEPT, RHO
 from halflife.files import KOOPMAN_JSON, write_json, write_text
-from halflife.report.tables.terminal import print_sections
+from halflife.report.table import Table, grouped
 
 LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_size", "crossover")
 HEAD = (
@@ -39,32 +38,23 @@ def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
 
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write the result of `operators_of` as `koopman.json` (null if not finite) and `koopman.csv` (a row a head)."""
-    table = StringIO()
-    writer = csv.DictWriter(table, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
+    heads = (
         {"model": model["model"], **layer, **head}
         for model in result["models"] for layer in model["layers"] for head in layer["heads"]
     )  # fmt: skip
     files = [folder / KOOPMAN_JSON, folder / "koopman.csv"]
     write_json(files[0], result)
-    write_text(files[1], table.getvalue())
+    write_text(files[1], Table(COLUMNS, [[head[name] for name in COLUMNS] for head in heads]).csv())
     return files
 
 
-def print_operators(result: dict[str, Any]) -> None:
-    """Print the result of `operators_of`, a table for each model that fits 80 columns, with a row for each head."""
-    from rich.markup import escape
-
-    for model in result["models"]:
-        sections = [
-            [("" if head["head"] else str(layer["layer"]), *_cells(layer, head)) for head in layer["heads"]]
-            for layer in model["layers"]
-        ]
-        print_sections(f"Koopman operators of {escape(model['model'])}", HEADINGS, sections, padding=(0, 0, 0, 0))
-        for layer in model["layers"]:
-            print(_sentence(layer))
-    _print_legend(result)
+def operator_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """A table for each model of the result of `operators_of` that fits 80 columns, with a row for each head."""
+    for i, model in enumerate(result["models"], 1):
+        layers = model["layers"]
+        rows = grouped((str(layer["layer"]), [_cells(layer, head) for head in layer["heads"]]) for layer in layers)
+        note = "\n".join([*map(_sentence, layers), *([_legend(result)] if i == len(result["models"]) else [])])
+        yield Table(HEADINGS, rows, note, f"Koopman operators of {model['model']}")
 
 
 def _cells(layer: dict[str, Any], head: dict[str, Any]) -> list[str]:
@@ -84,8 +74,8 @@ def _sentence(layer: dict[str, Any]) -> str:
     )
 
 
-def _print_legend(result: dict[str, Any]) -> None:
-    print(
+def _legend(result: dict[str, Any]) -> str:
+    return (
         f"text: {result['sequences']} × {result['length']:,} tokens. Numbers are medians over sequences.\n"
         f"|λ|: median and 95 % quantile of the modes. lasts: modes with |1 − γλ| ≤ {result['delta']:g}.\n"
         "kept: mean of |γλ|². left: fraction of the values' energy that ridge regression\n"

@@ -5,25 +5,24 @@ All functions take `ModelMeasurements.to_dict()` or a part of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from halflife.analysis.model_spectrum import training_position
 from halflife.analysis.tables import table_rows
-from halflife.report.tables.terminal import print_sections, token_count
+from halflife.report.numbers import token_count
+from halflife.report.table import GAP, Row, Table, grouped
 
 Rows = list[tuple[str, ...]]
 
 
-def print_all(result: dict[str, Any], *, heads: bool = False) -> None:
-    """Print the tables: decays if a text was read, base spectra, and if asked for, a table of all heads."""
+def spectrum_tables(result: dict[str, Any], *, heads: bool = False) -> Iterator[Table]:
+    """The tables: decays if a text was read, base spectra, and if asked for, one of the heads of each model."""
     if result["text"]:
-        print_decays(result)
-    print_spectra(result)
+        yield decay_table(result)
+    yield base_table(result)
     if heads:
-        print_heads(result)
-    for model in result["models"]:
-        if kinds := layer_groups(model):
-            print(f"{model['model']}: {kinds}.")
+        yield from head_tables(result)
 
 
 def layer_groups(model: dict[str, Any]) -> str:
@@ -46,17 +45,19 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-def print_decays(result: dict[str, Any]) -> None:
-    """Print the decays on the text, a row for each layer, two under GateRank."""
+def decay_table(result: dict[str, Any]) -> Table:
+    """The decays on the text, a row for each layer, two under GateRank."""
     headings = ("model", "layer", "median", "quartiles", "half-life", "slowest", "horizon")
     rows = [[_decay_cells(row) for row in table_rows(model)] for model in result["models"]]
-    print_sections("decay λ", headings, _labelled(result, rows))
-    print(f"text: {result['sequences']} × {result['length']:,} tokens. half-life: tokens, at the median decay.")
-    print("slowest: half-life of the slowest channel, from its mean log-decay.")
-    print("horizon: lag at which 1/e of a write is left (RMS), in the slowest head.")
+    note = (
+        f"text: {result['sequences']} × {result['length']:,} tokens. half-life: tokens, at the median decay.\n"
+        "slowest: half-life of the slowest channel, from its mean log-decay.\n"
+        "horizon: lag at which 1/e of a write is left (RMS), in the slowest head."
+    )
     if any("slow" in layer for model in result["models"] for layer in model["layers"]):
-        print("GateRank: the horizon beside the fast state is that of both states.")
-        print("The slow state has λ = 1 at tokens that do not reset.")
+        note += "\nGateRank: the horizon beside the fast state is that of both states."
+        note += "\nThe slow state has λ = 1 at tokens that do not reset."
+    return Table(headings, _labelled(result, rows), note, "decay λ")
 
 
 def _decay_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -67,21 +68,24 @@ def _decay_cells(row: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def print_spectra(result: dict[str, Any]) -> None:
-    """Print the base spectra at T, a row for each layer."""
+def base_table(result: dict[str, Any]) -> Table:
+    """The base spectra at T, a row for each layer, and how layers mix and taper below."""
     headings = ("model", "layer", "T", "N", "time-scales", "modes", "text", "slow", "fast")
     rows = [_spectrum_rows(model) for model in result["models"]]
-    print_sections("base spectrum", headings, _labelled(result, rows))
-    print("time-scales: tokens to 1/e, of N channels at position T, at zero input.")
-    print("modes: effective number of distinct time-scales. text: the same on the text.")
-    print("slow, fast: wasted channels, with a time-scale beyond T, or below 1 token.")
+    notes = [
+        "time-scales: tokens to 1/e, of N channels at position T, at zero input.",
+        "modes: effective number of distinct time-scales. text: the same on the text.",
+        "slow, fast: wasted channels, with a time-scale beyond T, or below 1 token.",
+    ]
     for model in result["models"]:
         if tapers := [layer["taper"] for layer in model["layers"] if "taper" in layer]:
             worst = max(tapers, key=lambda taper: taper["deviation"])
-            print(
+            notes.append(
                 f"{model['model']}: taper up to {worst['deviation']:.3f} from the ideal one "
                 f"(octaves uneven by ε = {worst['sharp_slack']:.2f})."
             )
+    notes += [f"{model['model']}: {kinds}." for model in result["models"] if (kinds := layer_groups(model))]
+    return Table(headings, _labelled(result, rows), "\n".join(notes), "base spectrum")
 
 
 def _spectrum_rows(model: dict[str, Any]) -> Rows:
@@ -97,18 +101,15 @@ def _spectrum_rows(model: dict[str, Any]) -> Rows:
     return rows
 
 
-def print_heads(result: dict[str, Any]) -> None:
-    """Print the base time-scales at T of every head and, with a text, its decays. Slow states follow the fast ones."""
-    from rich.markup import escape
-
+def head_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """The base time-scales at T of every head and, with a text, its decays. Slow states follow the fast ones."""
     headings = ("layer", "head", "time-scales", "median", "quartiles", "erased", "horizon")
     headings = headings if result["text"] else headings[:3]
+    note = "erased: fraction of tokens that leave less than half of the memory, λ < 0.5." if result["text"] else ""
     for model in result["models"]:
         if model["layers"]:
-            sections = [_head_rows(model, layer) for layer in model["layers"]]
-            print_sections(f"heads of {escape(model['model'])}", headings, sections)
-    if result["text"]:
-        print("erased: fraction of tokens that leave less than half of the memory, λ < 0.5.")
+            rows = [row for layer in model["layers"] for row in [*_head_rows(model, layer), GAP]]
+            yield Table(headings, rows, note, f"heads of {model['model']}")
 
 
 def _head_rows(model: dict[str, Any], layer: dict[str, Any]) -> Rows:
@@ -128,15 +129,10 @@ def _head_cells(layer: dict[str, Any], head: dict[str, Any]) -> tuple[str, ...]:
     return f"{head['median']:.4f}", quartiles, f"{head['erased']:.1%}", horizon
 
 
-def _labelled(result: dict[str, Any], rows: list[Rows]) -> list[Rows]:
-    """One section for each model, with the model's name in the first row."""
-    from rich.markup import escape
-
-    sections = []
-    for model, section in zip(result["models"], rows, strict=True):
-        label = escape(model["model"])
-        sections.append([("" if i else label, *row) for i, row in enumerate(section)] or [(label, "", "no decay")])
-    return sections
+def _labelled(result: dict[str, Any], rows: list[Rows]) -> list[Row]:
+    """A group of rows for each model."""
+    names = [model["model"] for model in result["models"]]
+    return grouped((name, own or [("", "no decay")]) for name, own in zip(names, rows, strict=True))
 
 
 def _range(scales: list[float]) -> str:

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
-from halflife.files import write_csv, write_json
-from halflife.report.tables.terminal import print_sections
+from halflife.files import write_json, write_text
+from halflife.report.table import Table
 
 COLUMNS = ("model", "length", "seconds", "tokens_per_second")
 SOFTMAX = "llama"
 
 
-def print_throughput(result: dict[str, Any]) -> None:
-    """Print milliseconds of a step and tokens/s of each model at each length.
+def throughput_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """Milliseconds of a step, and tokens/s, of each model at each length.
 
     Args:
         result: as `evaluation.throughput.measure_steps` returns it.
     """
-    lengths = [f"{length:,}" for length in result["lengths"]]
     firsts = faster_from(result)
-    beside = ["faster from"] if firsts else []
-    for title, key, scale, form in (
-        ("a training step, ms", "seconds", 1e3, ",.1f"), ("tokens/s", "tokens_per_second", 1, ",.0f")
-    ):  # fmt: skip
-        rows = [
-            [escape(row["model"]), f"{row['parameters']:,}", *(_number(x, scale, form) for x in row[key]),
-             *([firsts[row["model"]]] if firsts else [])]
-            for row in result["models"]
-        ]  # fmt: skip
-        print_sections(title, ("model", "parameters", *lengths, *beside), [rows])
-    print(f"{result['device']}, {result['dtype']}; a step has {result['tokens']:,} tokens, or one sequence if longer.")
+    headings = ("model", "parameters", *(f"{n:,}" for n in result["lengths"]), *(["faster from"] if firsts else []))
+    note = f"{result['device']}, {result['dtype']}; a step has {result['tokens']:,} tokens, or one sequence if longer."
     if firsts:
-        print(f"faster from: the first of these lengths from which on a model is faster than {SOFTMAX}.")
-
-
-def _number(value: float | None, scale: float, form: str) -> str:
-    return "no memory" if value is None else format(scale * value, form)
+        note += f"\nfaster from: the first of these lengths from which on a model is faster than {SOFTMAX}."
+    for title, key, scale, form, below in (
+        ("a training step, ms", "seconds", 1e3, ",.1f", ""),
+        ("tokens/s", "tokens_per_second", 1, ",.0f", note),
+    ):
+        rows = []
+        for row in result["models"]:
+            numbers = ("no memory" if x is None else format(scale * x, form) for x in row[key])
+            rows.append((row["model"], f"{row['parameters']:,}", *numbers, *([firsts[row["model"]]] if firsts else [])))
+        yield Table(headings, rows, below, title)
 
 
 def faster_from(result: dict[str, Any]) -> dict[str, str]:
@@ -68,10 +61,10 @@ def write_throughput(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `throughput.json` with all of `result`, and `throughput.csv` with a row a model and length."""
     files = [folder / "throughput.json", folder / "throughput.csv"]
     write_json(files[0], result)
-    rows = (
+    rows = [
         (model["model"], *cells)
         for model in result["models"]
         for cells in zip(result["lengths"], model["seconds"], model["tokens_per_second"], strict=True)
-    )
-    write_csv(files[1], COLUMNS, rows)
+    ]
+    write_text(files[1], Table(COLUMNS, rows).csv())
     return files

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from halflife.files import write_csv
+from halflife.files import write_text
 from halflife.report.numbers import evenly
+from halflife.report.table import Table
 from halflife.runs.folder import TIMESCALES_CSV, Comparison
 from halflife.runs.records import CELL
 
@@ -31,7 +32,7 @@ def write_timescales(run: Comparison) -> None:
         for row in _rows_of(layer, run.train_length)
     ]
     if rows:
-        write_csv(run.path / TIMESCALES_CSV, (*CELL, *COLUMNS), rows)
+        write_text(run.path / TIMESCALES_CSV, Table((*CELL, *COLUMNS), rows).csv())
 
 
 def _rows_of(layer: dict[str, Any], train_length: int | None) -> Iterator[tuple[Any, ...]]:
