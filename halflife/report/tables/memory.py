@@ -8,7 +8,7 @@ from typing import Any
 
 from halflife.evaluation.memory import format_bytes
 from halflife.files import write_json, write_text
-from halflife.report.table import Table, styled
+from halflife.report.table import Row, Table, styled
 
 COLUMNS = ("model", "length", "bytes", "cache_bytes", "smaller_from")
 CACHE = "KV cache"
@@ -22,10 +22,10 @@ def memory_tables(result: dict[str, Any]) -> Iterator[Table]:
         result: as `evaluation.memory.measure_memory` returns it.
     """
     cache, models = result["cache"], result["models"]
-    sizes = [(row["model"], *map(format_bytes, row["bytes"])) for row in models]
+    sizes: list[Row] = [(row["model"], *map(format_bytes, row["bytes"])) for row in models]
     sizes.append(styled("dim", CACHE, *map(format_bytes, cache["bytes"])))
     yield Table(("model", *(f"{n:,}" for n in result["lengths"])), sizes, title="state of one sequence")
-    growth = [
+    growth: list[Row] = [
         (row["model"], f"{row['parameters']:,}", format_bytes(row["constant"]), format_bytes(row["per_token"]),
          format_bytes(row["per_digit"]), _count(row["smaller_from"]))
         for row in models
