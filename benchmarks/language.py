@@ -103,18 +103,30 @@ def markdown(folders: list[Path], found: list[dict[str, Any]], figures: str) -> 
     samples = [sample(folder, name) for folder, name in zip(folders, names, strict=True)]
     return f"""# Language models on documentation
 
-**This page is exploratory.** Each model has one seed and one learning rate. So small differences mean
-nothing, and no verdict on [a claim](../contributing.md#claims) rests on the page.
+**In rows of {config.context} bytes, as in training, the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits a \
+byte; over whole documents, with the state carried, they need {across}, where a 5-gram needs {grams[0]:.2f} and gzip \
+{zipped[0]:.2f}. The page is exploratory: each model has one seed and one learning rate, so small differences mean \
+nothing, and no verdict on [a claim](../contributing.md#claims) rests on it.**
 
-The models read bytes. They were trained on this machine's documentation.
-{first["train"] / 1e6:.1f} MB of it are for training, and {first["validation"] / 1e6:.2f} MB of other documents
-are for validation (SHA-256 of the corpus {config.digest[:16]}…).
-Each model saw {first["seen"] / 1e6:.2f} MB, less than one epoch, in rows of {config.context} bytes.
+![Loss by position, perplexity by length]({figures}_length.png)
 
-**In rows of {config.context} bytes, as in training, the models need {min(in_rows):.2f} to {max(in_rows):.2f} bits
-a byte.
-Over whole documents, with the state carried, they need {across}.
-There a 5-gram needs {grams[0]:.2f}, and gzip {zipped[0]:.2f}.**
+{chr(10).join(table)}
+
+The models read bytes of this machine's documentation, each {first["seen"] / 1e6:.2f} MB in rows of {config.context} \
+bytes, which is less than one epoch.
+Bits per byte are those of the validation documents: in rows as in training (bold), and over whole documents, with the \
+state carried from the first byte to the last ({size:,.0f} bytes on average).
+gzip has two numbers: for all documents as one stream, and for each document alone.
+The 5-gram is interpolated Kneser-Ney on exactly the bytes that the model saw.
+The [MFU](../language-models.md) is the rate of operations in training, as a share of that of a large matrix product \
+on this machine.
+
+<details markdown="1">
+<summary>How it was measured</summary>
+
+The corpus has {first["train"] / 1e6:.1f} MB for training, and {first["validation"] / 1e6:.2f} MB of other documents \
+for validation (SHA-256 {config.digest[:16]}…). The first byte of a document is counted as 8 bits. Minutes count the \
+training steps without validation ([loss while training]({figures}_loss.png)).
 
 <!-- record -->
 ```bash
@@ -122,30 +134,26 @@ There a 5-gram needs {grams[0]:.2f}, and gzip {zipped[0]:.2f}.**
 python benchmarks/language.py {" ".join(map(str, folders))} --write docs/results/language.md
 ```
 
-{chr(10).join(table)}
+</details>
 
-Bits per byte are those of the validation documents. The bold column has rows of {config.context} bytes as in training.
-For "whole documents" the state is carried from the first byte of a document to its last ({size:,.0f} bytes on average).
-The first byte of a document is counted as 8 bits. gzip has two numbers: for all documents as one stream, and for each
-document alone. The 5-gram is
-interpolated Kneser-Ney on exactly the bytes that the model saw. Minutes count the training steps without validation.
-The [MFU](../language-models.md) is the rate of operations in training, as a share of the rate of a large matrix
-product on this machine.
+<details markdown="1">
+<summary>Perplexity by length</summary>
 
-![Loss while training]({figures}_loss.png)
+The perplexity in brackets is that of the last {config.context} bytes. Every length is read from the start of the same \
+windows, in which documents follow each other without a boundary.
 
 {chr(10).join(lengths)}
 
-The perplexity in brackets is that of the last {config.context} bytes.
-Every length is read from the start of the same windows. In a window documents follow each other without a boundary.
+</details>
 
-![Loss by position, perplexity by length]({figures}_length.png)
-
-## Samples
+<details markdown="1">
+<summary>Samples</summary>
 
 Each sample follows the start of a validation document, at temperature 0.8. The model's text begins at ⟨…⟩.
 
-{chr(10).join(samples)}"""
+{chr(10).join(samples)}
+</details>
+"""
 
 
 def sample(folder: Path, name: str) -> str:

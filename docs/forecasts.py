@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from halflife.files import read_json, write_json
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.markdown import markdown
-from halflife.report.tables.forecast import log2_ratio, read_forecasts
+from halflife.report.tables.forecast import FORECASTS, is_text, log2_ratio, measured_lag, read_forecasts
 
 KINDS = ("models", "texts")
 
@@ -35,37 +35,44 @@ def replaced(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[
     return list(({key(row): row for row in old} | {key(row): row for row in new}).values())
 
 
-def errors(file: str) -> str:
-    """The table of errors of a `forecast.json` of pairs, by whether the half-lag and its forecast were reached.
+def errors(files: Mapping[str, str]) -> str:
+    """The table of errors of forecasts by model.
 
-    Raises:
-        ValueError: the longest lags of the models are different multiples of T.
+    Args:
+        files: what the models are → their `forecast.json`.
     """
-    models = read_forecasts(RESULTS / file)["models"]
-    (longest,) = {row["lags"][-1] // row["train_length"] for row in models}
-    reached = [row for row in models if math.isfinite(row["half_lag"])]
-    beyond = [row for row in models if math.isinf(row["half_lag"])]
-    aged, energy = (_sizes(reached, key) for key in ("forecast_half_lag", "energy_lag"))
-    least = _sizes(beyond, "forecast_half_lag")  # a forecast beyond has no error that is known
+    lines = []
+    for label, file in files.items():
+        found = read_forecasts(RESULTS / file)
+        rows = [*found["models"], *found["texts"]]
+        for model in dict.fromkeys(row["model"] for row in rows):
+            lines.append([f"{label}: `{model}`", *_errors([row for row in rows if row["model"] == model])])
     return markdown(
-        ["", "models and tasks", "aged state: error in octaves, median", "largest", "energy: median"],
         [
-            [
-                f"half-lag within {longest} T", f"{len(aged)}", f"{median(aged):.2f}", f"{max(aged):.2f}",
-                f"{median(energy):.1f}",
-            ],
-            [f"beyond {longest} T, forecast beyond", f"{len(beyond) - len(least)}", "–", "–", "–"],
-            [
-                f"beyond {longest} T, forecast within", f"{len(least)}",
-                f"at least {min(least):.1f} to {max(least):.1f}", "–", "–",
-            ],
+            "model",
+            "forecasts",
+            "right to an octave",
+            "off by more",
+            "beyond the longest lag",
+            "median error",
+            "largest",
         ],
-    )  # fmt: skip
+        lines,
+    )
 
 
-def _sizes(models: list[dict[str, Any]], key: str) -> list[float]:
-    """The absolute errors of a forecast in octaves, where they are known."""
-    return [abs(error) for row in models if (error := log2_ratio(row, key)) is not None]
+def _errors(rows: list[dict[str, Any]]) -> list[str]:
+    """The cells of a model: how many forecasts are right, and their errors in octaves.
+
+    A lag beyond the longest one is not measured, so that the error of its forecast is not known.
+    """
+    reached = [row for row in rows if math.isfinite(measured_lag(row))]
+    keys = FORECASTS["aged state"]
+    found = [error for row in reached if (error := log2_ratio(row, keys[is_text(row)])) is not None]
+    right = sum(abs(error) <= 1 for error in found)
+    counts = [len(rows), right, len(found) - right, len(rows) - len(found)]
+    sizes = [f"{median(found):+.2f}", f"{max(found, key=abs):+.2f}"] if found else ["–", "–"]
+    return [*map(str, counts), *sizes]
 
 
 def main(arguments: Sequence[str]) -> None:

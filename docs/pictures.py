@@ -1,8 +1,9 @@
-"""Draw the pictures of the concept pages, and two of results, with `python docs/pictures.py` in half a minute."""
+"""Draw the pictures of the concept pages, and some of results, with `python docs/pictures.py` in half a minute."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import claims  # beside this file
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 
 from halflife import decay
 from halflife.experiments.evidence.post_parts import PARTS
+from halflife.files import read_json
 from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.intervals import bootstrap
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, ModelStyle, model_styles, styled
@@ -198,6 +200,8 @@ TEXT_FILES = {
     "retnet": ("post_parts_text_retnet.csv",),
 }
 OTHER_BASES = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "rwkv7": "RWKV-7", "retnet": "RetNet"}
+BASES = {"mamba2": "Mamba-2", **OTHER_BASES}
+RECALL_FILES = {base: f"post_parts_{base}.csv" for base in OTHER_BASES} | {"mamba2": "post_parts_mqar.csv"}
 
 
 @styled
@@ -225,19 +229,85 @@ def post_parts_text() -> Figure:
 def post_parts_text_others() -> Figure:
     """Draw the same for the other architectures, with T and 16 T in one panel."""
     parts = {base: parts_on_text(base) for base in OTHER_BASES}
-    order = [part for part in PARTS if any(part in own for own in parts.values())][::-1]
-    figure = Figure(figsize=(1.2 * WIDTH, 5), layout="constrained")
-    panels = figure.subplots(1, len(OTHER_BASES), sharex=True, sharey=True)
+    figure, panels, order = panels_of_parts(parts)
     lengths = {"T": LENGTH, "16 T": 16 * LENGTH}
     looks = model_styles(tuple(lengths))
-    for axes, (base, title) in zip(panels, OTHER_BASES.items(), strict=True):
+    for axes, base in zip(panels, parts, strict=True):
         for part in parts[base]:
             for shift, (name, length) in zip((0.17, -0.17), lengths.items(), strict=True):
                 draw_seeds(axes, order.index(part) + shift, over_base(part, length, base), looks[name], name)
         axes.axvline(1, **REFERENCE_LINE)
-        axes.set(title=title, xlabel=f"over that of {title}")
-    panels[0].set(yticks=range(len(order)), yticklabels=order, xlabel="perplexity over that of GLA")
+        axes.set(xlabel=f"over that of {BASES[base]}")
+    panels[0].set(xlabel="perplexity over that of GLA")
     name_looks(figure, panels[0])
+    return figure
+
+
+@styled
+def post_parts() -> Figure:
+    """Draw the recall of 32 pairs at 4 T of each part of PoST minus that of its architecture, by seed."""
+    read = claims.Files()
+    parts = {base: [part for part in PARTS if read.measured(RECALL_FILES[base], f"{base}:{part}")] for base in BASES}
+    figure, panels, order = panels_of_parts(parts)
+    (look,) = model_styles(("recall",)).values()
+    for axes, base in zip(panels, parts, strict=True):
+        of_base = read.accuracy(RECALL_FILES[base], base, "capacity", 128, 32)
+        for part in parts[base]:
+            own = read.accuracy(RECALL_FILES[base], f"{base}:{part}", "capacity", 128, 32)
+            draw_seeds(axes, order.index(part), 100 * (own - of_base), look, "")
+        axes.axvline(0, **REFERENCE_LINE)
+    figure.supxlabel("points of 32 pairs at 4 T", fontsize="medium")
+    return figure
+
+
+def panels_of_parts(parts: Mapping[str, Sequence[str]]) -> tuple[Figure, Sequence[Axes], list[str]]:
+    """Return a figure with a panel for each architecture of `parts`, and the parts in the order of their rows."""
+    order = [part for part in PARTS if any(part in own for own in parts.values())][::-1]
+    figure = Figure(figsize=(0.3 * len(parts) * WIDTH, 5), layout="constrained")
+    panels = figure.subplots(1, len(parts), sharex=True, sharey=True)
+    for axes, base in zip(panels, parts, strict=True):
+        axes.set(title=BASES[base])
+    panels[0].set(yticks=range(len(order)), yticklabels=order)
+    return figure, panels, order
+
+
+@styled
+def endpoints() -> Figure:
+    """Draw recall by length with a quarter of the length in pairs, and with 16 pairs, of three models, by seed."""
+    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    looks = model_styles(("mamba2", "mamba2+post", "mamba2+post_optimal"))
+    for axes, test, lengths in zip(panels, ("capacity", "persist"), ((128, 256, 512), (256, 512)), strict=True):
+        tests = [("in_distribution", 64), *((test, length) for length in lengths)]
+        for model, look in looks.items():
+            values = [100 * claims.Files().accuracy("endpoints.csv", model, *each) for each in tests]
+            where = [length for _, length in tests]
+            axes.plot(where, [seeds.mean() for seeds in values], **look._asdict(), label=model)
+            for length, seeds in zip(where, values, strict=True):
+                axes.plot([length] * len(seeds), seeds, look.marker, color=look.color, markersize=3, alpha=0.5)
+        axes.set_xscale("log", base=2)
+        axes.set(xticks=(64, *lengths), xticklabels=(64, *lengths), xlabel="tokens")
+        axes.minorticks_off()
+    panels[0].set(title="a quarter of the length in pairs", ylabel="recalled, %")
+    panels[1].set(title="16 pairs")
+    panels[1].legend(loc="lower left")
+    return figure
+
+
+@styled
+def speed() -> Figure:
+    """Draw the milliseconds of a training step of 65,536 tokens on one H100 by the length of its sequences."""
+    data = read_json(RESULTS / "speed_attention.json")
+    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
+    axes = figure.subplots()
+    looks = model_styles(tuple(row["model"] for row in data["models"]))
+    for row, look in zip(data["models"], looks.values(), strict=True):
+        axes.plot(data["lengths"], [1e3 * seconds for seconds in row["seconds"]], **look._asdict(), label=row["model"])
+    axes.set_xscale("log", base=2)
+    axes.set(xticks=data["lengths"], xticklabels=[f"{length:,}" for length in data["lengths"]], ylim=(0, None))
+    axes.set(xlabel="tokens of a sequence", ylabel="milliseconds of a training step")
+    axes.minorticks_off()
+    axes.legend(loc="lower right")
     return figure
 
 
@@ -280,7 +350,7 @@ def stretched(part: str) -> str:
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     pages = dict.fromkeys((decays, spectra, stretching, gate_rank_reset, koopman), IMAGES)
-    pages |= dict.fromkeys((post_parts_text, post_parts_text_others), RESULTS)
+    pages |= dict.fromkeys((post_parts, post_parts_text, post_parts_text_others, endpoints, speed), RESULTS)
     for draw, folder in pages.items():
         path = folder / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150)

@@ -47,16 +47,14 @@ def test_cells_are_those_of_the_file():
     base, part = ({seed: 100 * value for seed, value in found[model].items()} for model in ("llama", "lightnet"))
     assert (len(base), len(part)) == (5, 3)
     mean, low, high = sum(part.values()) / 3, min(part.values()), max(part.values())
-    every = ", ".join(f"{value:.1f}" for value in part.values())
-    assert f"| `lightnet` | {mean:.1f} [{low:.1f}, {high:.1f}] ({every}) |" in tables.table(wanted)
+    assert f"| `lightnet` | {mean:.1f} [{low:.1f}, {high:.1f}] |" in tables.table(wanted)
     gains = [part[seed] - base[seed] for seed in part]
     assert min(gains) > 0
     gain = f"**{sum(gains) / 3:.1f} [{min(gains):.1f}, {max(gains):.1f}]**"
-    table = tables.table({**wanted, "minus": "llama"})
-    assert f"| `lightnet` | {gain} |" in table
-    assert "| `llama` |" not in table
-    pairs = {"LightNet − Llama": ["lightnet", "llama"]}
-    assert tables.table({**wanted, "pairs": pairs}).endswith(f"| LightNet − Llama | {gain} |")
+    pairs = {"LightNet": "lightnet", "LightNet − Llama": ["lightnet", "llama"]}
+    *_, alone, difference = tables.table({**wanted, "pairs": pairs}).splitlines()
+    assert alone == f"| LightNet | {mean:.1f} [{low:.1f}, {high:.1f}] |"
+    assert difference == f"| LightNet − Llama | {gain} |"
 
 
 def test_bits_are_those_of_the_losses():
@@ -65,8 +63,7 @@ def test_bits_are_those_of_the_losses():
     found = selected(file, "loss", test="text")
     own, base = ([value / math.log(2) for _, value in sorted(found[model].items())] for model in models)
     wanted = {"file": file, "columns": {"bits": "bits"}}
-    every = ", ".join(f"{value:.2f}" for value in own)
-    assert f"| {statistics.mean(own):.2f} [{min(own):.2f}, {max(own):.2f}] ({every}) |" in tables.table(wanted)
+    assert f"| {statistics.mean(own):.2f} [{min(own):.2f}, {max(own):.2f}] |" in tables.table(wanted)
     away = [x - y for x, y in zip(own, base, strict=True)]
     text = f"**{statistics.mean(away):+.2f} [{min(away):+.2f}, {max(away):+.2f}]**".replace("-", "−")
     assert tables.table({**wanted, "pairs": {"SKA": models}}).endswith(f"| SKA | {text} |")
@@ -78,13 +75,13 @@ def test_a_model_that_has_not_learned_says_so():
         assert f"| `gla`{mark} | 77." in tables.table({**GLA, "learned": column})
 
 
-def test_bold_differences_are_told_from_0():
+def test_significant_differences_are_bold():
     """By Student's t: |mean| √n / s against its quantile, 4.30 for three seeds and 2.78 for five."""
     for found in ([1.0, 2.0, 3.0], [1.0, 1.2, 1.5], [-4.0, -1.0, -2.0, -3.0, -2.5], [3.0, -1.0, 4.0, 1.0, -0.5]):
         quantile = {3: 4.303, 5: 2.776}[len(found)]
-        told = abs(statistics.mean(found)) * math.sqrt(len(found)) / statistics.stdev(found) > quantile
+        significant = abs(statistics.mean(found)) * math.sqrt(len(found)) / statistics.stdev(found) > quantile
         text = differences.write(np.array(found), 1, "+")
-        assert text.startswith("**") == text.endswith("**") == told
+        assert text.startswith("**") == text.endswith("**") == significant
         assert text.strip("*").startswith(f"{statistics.mean(found):+.1f} [")
     assert differences.write(np.array([0.0, 1e-12, 0.0]), 1) == "0.0 [0.0, 0.0]"
     assert differences.write(np.array([2.0, 2.0, 2.0]), 1) == "**2.0 [2.0, 2.0]**"
@@ -141,15 +138,16 @@ def test_runs_join_a_regression(tmp_path, monkeypatch):
 
 
 def test_signs_of_differences():
-    assert tables.table({**GLA, "minus": "gla", "models": ["gla:gain"]}).count("−") == 3
-    assert "-" not in tables.table({**GLA, "minus": "gla", "models": ["gla:gain"]}).splitlines()[-1]
+    *_, difference = tables.table({**GLA, "pairs": {"gain": ["gla:gain", "gla"]}}).splitlines()
+    assert difference.count("−") == 3
+    assert "-" not in difference
     assert tables.table({**GLA, "pairs": {"itself": ["gla", "gla"]}}).endswith("| 0.0 [0.0, 0.0] |")
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"collumns": {}}, "a table has no collumns; it may have also, at each rate, columns"),
+        ({"collumns": {}}, "a table has no collumns; it may have also, columns"),
         ({"models": ["gla", "glo"]}, "post_parts_gla.csv has no results of glo"),
         ({"file": {"post_parts_gla.csv": ["glo"]}, "also": ["rate"]}, "post_parts_gla.csv has no results of glo"),
         ({"columns": {"niah": "niah"}}, "has no results of gla in niah"),
@@ -238,12 +236,3 @@ def test_comparisons_are_added_to_the_map(tmp_path, monkeypatch):
         assert json.loads(path.read_text(encoding="utf-8")) == {
             "untrained": {"h1": {"K1": 1.0}, "l3": {"K1": 0.5}}, "steps": {"K0:l3": [None], "K1:h1": [100]},
         }  # fmt: skip
-
-
-def test_rates_of_the_first_seed():
-    """Each run of seed 0 is a cell, the chosen rate is bold, and what has not learned has no number."""
-    table = tables.table({"rates": {"file": "overview.csv", "column": "mqar 1024 16", "learned": "mqar 64 16"}})
-    lines = {line.split("|")[1].strip(): line for line in table.splitlines()}
-    assert lines["model"].startswith("| model | 0.001 | 0.003 | 0.01 | 0.03 |")
-    assert lines["`rwkv7`"].startswith("| `rwkv7` | 96.1 | **88.4** | 99.2 | – |")
-    assert lines["`mamba2`"].startswith("| `mamba2` | not learned | **74.7** | not learned | – |")
