@@ -18,8 +18,8 @@ import numpy as np
 
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.baselines import gzip_bits_per_byte, kneser_ney_bits_per_byte
-from halflife.experiments.train import load_config
 from halflife.files import read_json, write_text
+from halflife.lab.experiments.train import load_config
 from halflife.models import checkpoint
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, save_as

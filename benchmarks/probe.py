@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from halflife.experiments import EXPERIMENTS
+from halflife.lab.experiments import EXPERIMENTS
 from halflife.runs.one import run_one
 from halflife.runs.sweep import Cell
 from halflife.training.config import ExecutionConfig

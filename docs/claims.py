@@ -441,7 +441,7 @@ def _hours(cost: Mapping[str, float]) -> str:
 def costs() -> dict[str, dict[str, float]]:
     """Command → "operations", "runs" and "hours" of an H200 at 40 % of its peak, for `halflife compare` commands."""
     from halflife.cli import read_command
-    from halflife.experiments import compare
+    from halflife.lab.experiments import compare
 
     found = {}
     for command in _comparisons():

@@ -8,8 +8,8 @@ import differences
 import numpy as np
 from claims import results
 
-from halflife.experiments.decay_design import paper_loss
-from halflife.experiments.decay_findings import FINDINGS
+from halflife.lab.experiments.decay_design import paper_loss
+from halflife.lab.experiments.decay_findings import FINDINGS
 from halflife.report.markdown import markdown
 
 Budgets = Mapping[int, str]  # steps → file of results

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halflife.experiments.decay_design import DecayDesign
-from halflife.experiments.evidence import decay_regression
 from halflife.files import read_json, write_csv, write_json
+from halflife.lab.experiments.decay_design import DecayDesign
+from halflife.lab.experiments.evidence import decay_regression
 from halflife.report.markdown import Rows
 from halflife.runs.scores import ADDED, read_scores
 

@@ -20,9 +20,9 @@ import torch
 from join import RESULTS, add, read_table, scores  # beside this file
 
 from halflife.evaluation.throughput import device_name
-from halflife.experiments.evidence import overview_page
-from halflife.experiments.evidence.overview import Overview
 from halflife.files import CONFIG_JSON, read_json, write_json
+from halflife.lab.experiments.evidence import overview_page
+from halflife.lab.experiments.evidence.overview import Overview
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.overview import overview
 from halflife.report.markdown import models

@@ -13,14 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
-from halflife.experiments.evidence.post_parts import PARTS
 from halflife.files import read_json
+from halflife.lab.experiments.evidence.post_parts import PARTS
 from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.intervals import bootstrap
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, ModelStyle, model_styles, styled
-from halflife.theory import approximation
-from halflife.theory.koopman import crossover, state_size
-from halflife.theory.spectra import coherence
 
 DOCS = Path(__file__).parent
 IMAGES, RESULTS = DOCS / "images", DOCS / "results"

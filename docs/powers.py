@@ -15,8 +15,8 @@ from typing import Any
 
 from join import RESULTS, add, read_table, scores  # beside this file
 
-from halflife.experiments.evidence import koopman_powers
 from halflife.files import CONFIG_JSON, read_json, write_json
+from halflife.lab.experiments.evidence import koopman_powers
 from halflife.report.figures.matplotlib_renderer import save
 
 TRAINED, LONGER = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers_double.csv"

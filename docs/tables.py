@@ -57,8 +57,8 @@ import yaml
 from claims import Files, results
 from join import RESULTS
 
-from halflife.experiments.evidence import overview_page
 from halflife.files import read_json
+from halflife.lab.experiments.evidence import overview_page
 from halflife.report.intervals import has_learned, with_interval
 from halflife.report.markdown import markdown
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from halflife.cli import read_command
-from halflife.experiments import EXPERIMENTS
-from halflife.experiments.compare import expanded
+from halflife.lab.experiments import EXPERIMENTS
+from halflife.lab.experiments.compare import expanded
 
 DOCS = Path(__file__).parent.parent / "docs"
 

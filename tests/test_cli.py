@@ -17,7 +17,7 @@ from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
 from halflife.decay import DECAYS
 from halflife.evaluation.bundles import BUNDLES
-from halflife.experiments.decay_design import VARIANTS
+from halflife.lab.experiments.decay_design import VARIANTS
 from halflife.models import MODIFIERS, PRESETS
 from halflife.tasks import TASKS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halflife import LanguageModel, preset
-from halflife.experiments import EXPERIMENTS, compare
+from halflife.lab.experiments import EXPERIMENTS, compare
 from halflife.models.controls import TOLERANCE, control, split_control
 from halflife.runs.sweep import Cell
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from halflife import LanguageModel
-from halflife.analysis.spectrum import timescales
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON, standard_library
-from halflife.experiments import EXPERIMENTS, compare, decay_design
-from halflife.experiments.decay_findings import FINDINGS, verdict
+from halflife.lab.experiments import EXPERIMENTS, compare, decay_design
+from halflife.lab.experiments.decay_findings import FINDINGS, verdict
 from halflife.models import checkpoint
+from halflife.models.timescales import timescales
 from halflife.report.redraw import redraw
 from halflife.runs.one import run_one
 from halflife.runs.sweep import Cell

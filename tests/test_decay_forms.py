@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_close
 
 from halflife import LanguageModel, decay, layers, preset
-from halflife.experiments import decay_design
+from halflife.lab.experiments import decay_design
 from halflife.position import half_lrpe
 
 WIDTH, HEADS, LENGTH, CHANNELS = 16, 2, 9, 8

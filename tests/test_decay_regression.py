@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from halflife.experiments import compare
-from halflife.experiments.evidence.decay_regression import FEWEST, regress, regressions
+from halflife.lab.experiments import compare
+from halflife.lab.experiments.evidence.decay_regression import FEWEST, regress, regressions
 from halflife.report.figures.decays import loss_by_decay
 from halflife.report.figures.matplotlib_renderer import draw, save
 from halflife.report.labels import PLACES

@@ -9,8 +9,8 @@ from halflife.analysis import decays as recorder
 from halflife.analysis import horizon as horizons
 from halflife.analysis.capture import capture
 from halflife.analysis.decays import half_life, measure_decays
-from halflife.analysis.spectrum import layer_decays
 from halflife.models import PRESETS, LanguageModel, preset
+from halflife.models.timescales import layer_decays
 from halflife.ops.gate_rank import masks
 
 WITHOUT = ("llama", "deltanet")

@@ -3,8 +3,8 @@
 import json
 import math
 
-from halflife.experiments import echo_tables
-from halflife.experiments.echo_tables import TABLE_2, TABLE_3
+from halflife.lab.experiments import echo_tables
+from halflife.lab.experiments.echo_tables import TABLE_2, TABLE_3
 from halflife.report.markdown import in_distribution, percent
 
 

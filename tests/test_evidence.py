@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from halflife import LanguageModel
-from halflife.experiments import EXPERIMENTS, compare
-from halflife.experiments.evidence import koopman_powers, overview_page, post_parts
+from halflife.lab.experiments import EXPERIMENTS, compare
+from halflife.lab.experiments.evidence import koopman_powers, overview_page, post_parts
 from halflife.models import ModelConfig
 from halflife.report.figures.operators import power_map
 from halflife.runs.records import Training

@@ -12,8 +12,8 @@ from halflife import LanguageModel, extensions, preset
 from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.decay import DECAYS
-from halflife.experiments.compare import create_comparison, load_experiment
 from halflife.files import read_json, write_json
+from halflife.lab.experiments.compare import create_comparison, load_experiment
 from halflife.models import checkpoint
 from halflife.registry import Registry
 from halflife.runs.sweep import Job, run_job

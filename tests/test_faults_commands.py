@@ -16,8 +16,8 @@ from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.data import store
 from halflife.data.documents import find
-from halflife.experiments import compare as comparison
 from halflife.files import write_text
+from halflife.lab.experiments import compare as comparison
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs import sweep
 from halflife.runs.folder import read
@@ -331,7 +331,7 @@ def test_a_command_that_is_refused_leaves_no_versions(place, refused):
 
 
 def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, monkeypatch, capsys):
-    from halflife.experiments import train
+    from halflife.lab.experiments import train
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt

@@ -9,7 +9,7 @@ import torch
 
 from halflife import decay, preset
 from halflife.decay import DECAYS, PoST
-from halflife.experiments.overrides import constructor_options
+from halflife.lab.experiments.overrides import constructor_options
 from halflife.layers import LAYERS, GateRank
 from halflife.models import MODIFIERS, PRESETS
 from halflife.models.config import ATTACHMENTS, INITIALIZATIONS

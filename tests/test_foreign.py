@@ -22,7 +22,7 @@ from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.horizon import RetainedEnergy, horizon_lags, retained_energy
 from halflife.analysis.model_spectrum import model_spectrum
 from halflife.analysis.readable import layer_kinds
-from halflife.analysis.spectrum import layer_decays
+from halflife.models.timescales import layer_decays
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 FAST = ("zamba2", "recurrent_gemma")  # scalar and vector decays; importing the code of Qwen takes seconds

@@ -10,9 +10,9 @@ from helpers import assert_close, assert_same
 
 import halflife
 from halflife.evaluation.recall import accuracy, by_position
-from halflife.experiments import EXPERIMENTS, compare, gate_rank_tables
-from halflife.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.files import read_json
+from halflife.lab.experiments import EXPERIMENTS, compare, gate_rank_tables
+from halflife.lab.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.layers import GateRank, gate_statistics
 from halflife.layers.gate_rank import SlowGate
 from halflife.runs.records import Comparison

@@ -9,9 +9,10 @@ from helpers import assert_close, generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halflife.analysis import koopman
+from halflife.analysis.koopman import Operator, norm
+from halflife.lab.theory import koopman_bounds
 from halflife.ops.koopman.op import koopman_attention
-from halflife.theory import koopman, koopman_bounds
-from halflife.theory.koopman import Operator, norm
 
 RANK, WIDTH = 5, 4
 
@@ -422,7 +423,7 @@ def test_perturbation_bounds(seed, rank, size):
     assert bound.sharp <= bound.paper * SLACK
     far = farthest(ours.eigenvalues, theirs.eigenvalues)
     # Rounding moves eigenvalues too, by κ(V) times the error in A_w.
-    rounding = 1e-12 * koopman_bounds.eigenvector_condition(ours.whitened)
+    rounding = 1e-12 * koopman.eigenvector_condition(ours.whitened)
     assert all(far <= x * SLACK + rounding for x in koopman_bounds.eigenvalue_bound(ours, theirs))
     assert far <= koopman_bounds.bauer_fike(unwhitened(ours), moved) * SLACK + rounding
     assert far <= koopman_bounds.bauer_fike(ours.whitened, theirs.whitened - ours.whitened) * SLACK + rounding
@@ -452,9 +453,9 @@ def test_theorem_c1_is_too_large_by_the_condition():
 
 
 def test_eigenvectors():
-    assert koopman_bounds.eigenvector_condition(normal([0.5 + 0.5j, -0.2, 0.9]).whitened).item() == pytest.approx(1)
+    assert koopman.eigenvector_condition(normal([0.5 + 0.5j, -0.2, 0.9]).whitened).item() == pytest.approx(1)
     sheared = torch.tensor([[1.0, 1.0], [0.0, 1.0 - 1e-6]], dtype=torch.float64)
-    assert koopman_bounds.eigenvector_condition(sheared) > 1e6
+    assert koopman.eigenvector_condition(sheared) > 1e6
 
 
 @pytest.mark.parametrize(("rank", "width"), [(1, 1), (24, 32), (48, 64), (56, 64)])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import assert_close, generator
 
+from halflife.analysis import koopman
 from halflife.ops import available_backends
 from halflife.ops.koopman import convert_state, koopman_attention
-from halflife.theory import koopman
 
 HEADS, RANK, WIDTH = 2, 4, 3
 EXACT = 1e-9  # float64, where the condition number is up to 1/ε

@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers import generator
 
-from halflife.analysis import tables
+from halflife.analysis import koopman, tables
 from halflife.analysis.capture import ska_layers
 from halflife.analysis.decays import measure_decays
+from halflife.analysis.koopman import Operator, eigenvector_condition
 from halflife.analysis.operators import measure_operators
 from halflife.analysis.survey import measure_models
 from halflife.cli import main
@@ -21,9 +22,6 @@ from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.operators import operators
 from halflife.report.table import show
 from halflife.report.tables import operators as koopman_report
-from halflife.theory import koopman
-from halflife.theory.koopman import Operator
-from halflife.theory.koopman_bounds import eigenvector_condition
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 SINGLE = 4 * 4.4e-6  # the state is float32; worst measured error, relative

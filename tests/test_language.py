@@ -28,9 +28,9 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.trust import confirm
 from halflife.evaluation.language import by_position, document_loss, octave_means, perplexity
-from halflife.experiments import train as language
-from halflife.experiments.values import parse_count
 from halflife.files import folder_lock
+from halflife.lab.experiments import train as language
+from halflife.lab.experiments.values import parse_count
 from halflife.models import LanguageModel, checkpoint
 from halflife.runs import language_run, samples
 from halflife.runs.language_run import CorpusRun, MicroBatches
@@ -571,7 +571,7 @@ def trial(data, folder):
 @pytest.mark.parametrize("seed", range(20))
 def test_kill_9_at_any_moment_loses_no_checkpoint_and_changes_no_number(corpus, long, tmp_path, seed):
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["halflife.experiments.train", "halflife.training.trainer"])
+    processes.set_forkserver_preload(["halflife.lab.experiments.train", "halflife.training.trainer"])
     draw, kept, kills = random.Random(seed), 0, 0
     while not (tmp_path / "result.json").exists():
         process = processes.Process(target=trial, args=(corpus.config.to_dict(), tmp_path))

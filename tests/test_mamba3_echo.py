@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from helpers import assert_close
 
 from halflife import LanguageModel, layers
-from halflife.experiments.echo import PAPER, EchoTransfer
-from halflife.experiments.recall import recall_model
+from halflife.lab.experiments.echo import PAPER, EchoTransfer
+from halflife.lab.experiments.recall import recall_model
 
 HEADS, SIZE, LENGTH = 2, 6, 11
 

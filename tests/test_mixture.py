@@ -13,7 +13,7 @@ from corpora import text
 from halflife.data.batches import TokenFiles
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.mixture import PERIOD, Concatenated, MixedBatches, MixedFiles, read_weights, shares
-from halflife.experiments import train
+from halflife.lab.experiments import train
 from halflife.models import LanguageModel
 from halflife.runs.language_run import documents, evaluate
 from halflife.tasks import IGNORED

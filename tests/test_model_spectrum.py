@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
 from halflife.analysis import survey, tables
-from halflife.analysis.model_spectrum import model_spectrum, spectrum_at, taper_report
-from halflife.analysis.spectrum import effective_modes, layer_decays
+from halflife.analysis.model_spectrum import effective_modes, model_spectrum, spectrum_at, taper_report
 from halflife.cli import main
 from halflife.decay import DECAYS, SpectralDecay
 from halflife.files import finite
+from halflife.lab.theory import spectra
 from halflife.models import LanguageModel, ModelConfig, checkpoint, preset
 from halflife.models.load import checkpoints, load_any
+from halflife.models.timescales import layer_decays
 from halflife.report.figures import spectrum as model_spectrum_figures
-from halflife.theory import spectra
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured error

@@ -10,8 +10,14 @@ import pytest
 
 from halflife.cli import main
 from halflife.decay import build
-from halflife.experiments.overrides import GROUPS, apply_overrides, check_parts, constructor_options, parse_overrides
-from halflife.experiments.values import convert, load_yaml
+from halflife.lab.experiments.overrides import (
+    GROUPS,
+    apply_overrides,
+    check_parts,
+    constructor_options,
+    parse_overrides,
+)
+from halflife.lab.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS
 from halflife.layers.memory.choose import KINDS
 from halflife.models import PRESETS, preset

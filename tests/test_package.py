@@ -37,7 +37,7 @@ logits.logsumexp(-1).mean().backward()
 assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 session = halflife.Session(model)
 assert len(list(session.feed("x").write(3))) > 0
-for room in ("analysis", "evaluation", "theory", "data.corpus", "models.load", "models.convert", "cli"):
+for room in ("analysis", "evaluation", "lab.theory", "data.corpus", "models.load", "models.convert", "cli"):
     __import__("halflife." + room)
 try:
     halflife.hf

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halflife.analysis.spectrum import layer_decays
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.decay import PoST
-from halflife.experiments import compare
-from halflife.experiments import train as language
 from halflife.files import read_json
+from halflife.lab.experiments import compare
+from halflife.lab.experiments import train as language
 from halflife.models import checkpoint
+from halflife.models.timescales import layer_decays
 from halflife.report.page.decay_grid import findings as decay_findings
 from halflife.report.page.spectrum import grid
 from halflife.report.redraw import write_report

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from halflife import LanguageModel
-from halflife.experiments import EXPERIMENTS, compare, paper_experiments
-from halflife.experiments.mqar import STATES, PostMQAR, selections
+from halflife.lab.experiments import EXPERIMENTS, compare, paper_experiments
+from halflife.lab.experiments.mqar import STATES, PostMQAR, selections
 from halflife.runs.sweep import Cell
 from halflife.tasks import build
 from halflife.training.checkpoints import CheckpointStore

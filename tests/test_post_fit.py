@@ -7,13 +7,18 @@ import torch
 from test_start import SIZES, saved, text, train  # noqa: F401 (text is a fixture)
 
 from halflife import LanguageModel, preset
-from halflife.analysis.post_fit import fit_post, plan_fit, quantiles, resting_rates
+from halflife.analysis.survey import load_readable
 from halflife.cli.train import Train
 from halflife.models import checkpoint
+from halflife.training.post_fit import fit_post, plan_fit, quantiles, resting_rates
 
 
 def target(name="mamba2+post", **options):
     return LanguageModel(preset(name, vocab_size=256, train_length=32, **{**SIZES, "num_heads": 4, **options}))
+
+
+def rates_of(folder):
+    return resting_rates(load_readable(folder), folder)
 
 
 def static(mixer):
@@ -35,7 +40,7 @@ def source(folder, **options):
 
 def test_the_start_has_the_sorted_decays_of_the_source(tmp_path):
     theirs, ours = source(tmp_path), target()
-    fit = fit_post(ours, resting_rates(tmp_path))
+    fit = fit_post(ours, rates_of(tmp_path))
     assert (fit.layers, fit.channels) == ((0, 1), (4, 4))
     assert 0 < fit.error < 1e-6
     for old, new in zip(theirs.blocks, ours.blocks, strict=True):
@@ -43,7 +48,7 @@ def test_the_start_has_the_sorted_decays_of_the_source(tmp_path):
         torch.testing.assert_close(start_of(new.mixer.decay), expected, rtol=0, atol=fit.error * (1 + 1e-9))
     with torch.device("meta"):
         planned = target()
-    assert plan_fit(planned, tmp_path) == fit
+    assert plan_fit(planned, rates_of(tmp_path)) == fit
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def test_other_numbers_of_channels_and_layers(name, heads, layers, tmp_path):
     theirs, ours = source(tmp_path, num_layers=2), target(name, num_heads=heads, num_layers=layers)
     theirs.blocks[1].mixer.decay.dt_bias.data[0] = 2.0  # one fast decay
     checkpoint.save(theirs, tmp_path)
-    fit = fit_post(ours, resting_rates(tmp_path))
+    fit = fit_post(ours, rates_of(tmp_path))
     assert fit.layers == {1: (0,), 3: (0, 0, 1)}[layers]
     differences = [
         (quantiles(start_of(ours.blocks[i].mixer.decay).flatten().log().neg().log(), 4).exp().neg().exp()
@@ -69,7 +74,7 @@ def test_transformers_models_are_read_in_place(tmp_path):
     from foreign_models import build
 
     build("qwen3_5_text").save_pretrained(tmp_path)
-    rates = resting_rates(tmp_path)
+    rates = rates_of(tmp_path)
     assert [len(x) for x in rates] == [4, 4, 4]  # the last of four layers has softmax attention
     ours = target("gated_deltanet+post", num_layers=3)
     fit = fit_post(ours, rates)
@@ -80,16 +85,16 @@ def test_transformers_models_are_read_in_place(tmp_path):
 def test_what_is_refused(tmp_path):
     saved(tmp_path / "deltanet", "deltanet")
     with pytest.raises(ValueError, match=r"no layer of the model in .*deltanet has a decay"):
-        resting_rates(tmp_path / "deltanet")
+        rates_of(tmp_path / "deltanet")
     source(tmp_path / "mamba2")
-    rates = resting_rates(tmp_path / "mamba2")
+    rates = rates_of(tmp_path / "mamba2")
     with pytest.raises(ValueError, match=r"--post-fit needs layers with PoST.*mamba2 has none"):
         fit_post(target("mamba2"), rates)
     broken = checkpoint.load(tmp_path / "mamba2")
     broken.blocks[1].mixer.decay.A_log.data.fill_(-1e4)
     checkpoint.save(broken, tmp_path / "constant")
     with pytest.raises(ValueError, match=r"layer 1 of the model in .*constant has decay rates from 0 to 0"):
-        resting_rates(tmp_path / "constant")
+        rates_of(tmp_path / "constant")
     for options in ({"model": "mamba2+post"}, {"from_weights": "old"}):
         with pytest.raises(ValueError, match="--post-fit needs a model with PoST and --from"):
             Train(post_fit=True, data=("text",), **options)._folder()

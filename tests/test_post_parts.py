@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from halflife import LanguageModel, decay, layers, preset
 from halflife.decay import PoST
 from halflife.decay.minimax import best_endpoints, best_weights, geometric_rates, moving_error
+from halflife.lab.theory.spectra import response_as_run
 from halflife.ops import dplr
-from halflife.theory.spectra import response_as_run
 
 T, HEADS = 32, 4
 

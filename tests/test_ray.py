@@ -18,7 +18,7 @@ import ray
 from filelock import FileLock
 
 from halflife.cli import main
-from halflife.experiments import compare as comparison
+from halflife.lab.experiments import compare as comparison
 from halflife.runs import cluster as cluster_module
 from halflife.runs import pool, worker
 from halflife.runs.sweep import Cell, Job, RunsFailed, run_job

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from halflife.experiments import EXPERIMENTS, compare
-from halflife.experiments.echo import VARIANTS, variant
-from halflife.experiments.recall import grid, recall_model
+from halflife.lab.experiments import EXPERIMENTS, compare
+from halflife.lab.experiments.echo import VARIANTS, variant
+from halflife.lab.experiments.recall import grid, recall_model
 from halflife.models import LanguageModel
 from halflife.report.figures.comparison import recall
 from halflife.report.figures.matplotlib_renderer import draw

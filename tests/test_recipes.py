@@ -12,10 +12,10 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.evaluation.bundles import BUNDLES
-from halflife.experiments import EXPERIMENTS, compare
-from halflife.experiments import train as language
-from halflife.experiments.decay_design import VARIANTS
-from halflife.experiments.language_models.base import LanguageExperiment
+from halflife.lab.experiments import EXPERIMENTS, compare
+from halflife.lab.experiments import train as language
+from halflife.lab.experiments.decay_design import VARIANTS
+from halflife.lab.experiments.language_models.base import LanguageExperiment
 from halflife.models import SIZES
 from halflife.report.tables.estimate import format_seconds
 from halflife.runs.one import run_one

@@ -8,8 +8,8 @@ import halflife
 from halflife import layers
 from halflife.analysis.forecast.reading import require_linear_memory
 from halflife.analysis.operators import measure_operators
-from halflife.analysis.spectrum import granularity, timescales
-from halflife.experiments.overrides import apply_overrides
+from halflife.lab.experiments.overrides import apply_overrides
+from halflife.models.timescales import granularity, timescales
 from halflife.ops import koopman_attention
 from halflife.training.config import TrainConfig
 

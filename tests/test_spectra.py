@@ -8,9 +8,9 @@ from helpers import generator
 
 from halflife import decay
 from halflife.evaluation.language import octave_means
+from halflife.lab.theory import correlations, spectra
+from halflife.lab.theory.approximation import geometric_rates, linear_rates, taper
 from halflife.report.figures import theory as theory_figures
-from halflife.theory import correlations, spectra
-from halflife.theory.approximation import geometric_rates, linear_rates, taper
 
 EXACT = 4 * 4.5e-16  # relative, four times the worst measured error, as all multiples of 4 below
 PAIRS = [(1, 2), (2, 3), (3, 10), (10, 1000)]  # positions t₁ < t₂

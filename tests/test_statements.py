@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import generator
 
+from halflife.analysis.koopman import Operator
+from halflife.lab.theory.statements import BOUND, IDENTITY, NUMBER, gate_rank, post, ska, ska_filter, statements
+from halflife.lab.theory.statements.decay import median_decay
+from halflife.lab.theory.statements.row import error, quotient
 from halflife.ops.gate_rank import masks
-from halflife.theory.koopman import Operator
-from halflife.theory.statements import BOUND, IDENTITY, NUMBER, gate_rank, post, ska, ska_filter, statements
-from halflife.theory.statements.decay import median_decay
-from halflife.theory.statements.row import error, quotient
 
 # Identities that do not hold, and bounds that are broken.
 BROKEN = {"printed coherence", "rope vector", "printed recurrence", "future key"}

@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import generator
 
-from halflife.theory import costs
-from halflife.theory.covariances import gram_bounds, gram_sizes, operators_of_phases, phase_attenuation
-from halflife.theory.gradients import (
+from halflife.analysis.koopman import Operator
+from halflife.lab.theory import costs
+from halflife.lab.theory.covariances import gram_bounds, gram_sizes, operators_of_phases, phase_attenuation
+from halflife.lab.theory.gradients import (
     SILU_SLOPE,
     attention_bound,
     attention_jacobian,
@@ -21,7 +22,6 @@ from halflife.theory.gradients import (
     ska_lower,
     ska_upper,
 )
-from halflife.theory.koopman import Operator
 
 EXACT = 1e-12
 

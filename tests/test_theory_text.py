@@ -8,10 +8,10 @@ import torch
 from helpers import generator
 from test_spectra import noise
 
-from halflife.theory import correlations, spectra
-from halflife.theory.approximation import geometric_rates, taper
-from halflife.theory.normalization import FORMS, energy_at, relative_energies
-from halflife.theory.stationarity import block_averages, block_exponents, spectral_density
+from halflife.lab.theory import correlations, spectra
+from halflife.lab.theory.approximation import geometric_rates, taper
+from halflife.lab.theory.normalization import FORMS, energy_at, relative_energies
+from halflife.lab.theory.stationarity import block_averages, block_exponents, spectral_density
 
 EXACT = 4 * 4.5e-16
 

@@ -18,11 +18,11 @@ from tiny_runs import TASK, comparable, interrupt_after, run, tiny
 from halflife import tasks
 from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy
-from halflife.experiments import EXPERIMENTS, SCALES
-from halflife.experiments import compare as comparison
-from halflife.experiments.mqar import mqar_model
-from halflife.experiments.saved import compare_options
 from halflife.files import write_json
+from halflife.lab.experiments import EXPERIMENTS, SCALES
+from halflife.lab.experiments import compare as comparison
+from halflife.lab.experiments.mqar import mqar_model
+from halflife.lab.experiments.saved import compare_options
 from halflife.models import PRESETS, LanguageModel, checkpoint
 from halflife.report.tables.comparison import rates_at_ends, summarise
 from halflife.report.tables.estimate import describe_trial
@@ -268,7 +268,7 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     comparison.run_comparison(whole, show=False)
     killed = comparison.create_comparison(["mamba2", "gated_deltanet"], settings=SMALL, output=tmp_path / "killed")
     code = (
-        "from pathlib import Path; from halflife.experiments import compare;"
+        "from pathlib import Path; from halflife.lab.experiments import compare;"
         f"compare.run_comparison(Path({str(killed)!r}), show=False)"
     )
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stderr=subprocess.DEVNULL)

@@ -10,9 +10,9 @@ from test_faults_commands import TRAIN, command, place  # noqa: F401 (a fixture)
 
 from halflife import extensions
 from halflife.data import trust
-from halflife.experiments.compare import load_experiment
-from halflife.experiments.train import load_config
 from halflife.files import read_json, write_json
+from halflife.lab.experiments.compare import load_experiment
+from halflife.lab.experiments.train import load_config
 
 FIXTURE = Path(__file__).parent / "fixtures" / "language" / "run.json"
 
@@ -120,7 +120,7 @@ def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     config = {"experiment": "decay-design", "models": ["vector/gla"], "settings": {"text": ["../../secret.txt"]}}
     write_json(folder / "config.json", config)
-    monkeypatch.setattr("halflife.experiments.base.ExperimentSettings.from_dict", from_text)
+    monkeypatch.setattr("halflife.lab.experiments.base.ExperimentSettings.from_dict", from_text)
     with pytest.raises(ValueError, match=r"/secret\.txt. If you want this, give --trust-data"):
         load_experiment(folder)
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from halflife.analysis.foreign.mixer_decay import MixerDecay
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.readable import Readable
-from halflife.analysis.spectrum import layer_decays
 from halflife.decay import Decay
 from halflife.layers import State
 from halflife.layers.gate_rank import SlowGate
 from halflife.layers.ska import SKA
 from halflife.models import LanguageModel, ModelState
+from halflife.models.timescales import layer_decays
 from halflife.ops.koopman import KoopmanResult
 
 SKALayer = Any  # an SKA; behind the registry's decorator the type checker sees any Mixer

@@ -14,7 +14,7 @@ from halflife.analysis.capture import capture, evaluating, slow_gates
 from halflife.analysis.horizon import RetainedEnergy, horizon, horizon_lags, next_reset, retained_energy
 from halflife.analysis.readable import Progress, Readable, ignore, read_text
 from halflife.analysis.records import Record
-from halflife.analysis.spectrum import layer_decays
+from halflife.models.timescales import layer_decays
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 MAX_VALUES = 1 << 22  # values of a layer from which quantiles are taken; with more values, every n-th token counts

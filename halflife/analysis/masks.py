@@ -32,12 +32,12 @@ from torch import Tensor
 from halflife.analysis.capture import capture, evaluating
 from halflife.analysis.decays import half_life
 from halflife.analysis.records import Record
-from halflife.analysis.spectrum import layer_decays
 from halflife.data.tokenizers import check_ids, pieces, read_ids
 from halflife.files import RUN_JSON, read_json
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import checkpoints, load_any
+from halflife.models.timescales import layer_decays
 from halflife.ops.gate_rank import masks
 from halflife.registry import unknown
 from halflife.shapes import Float, Int

@@ -12,9 +12,9 @@ from torch import Tensor
 from halflife.analysis.decays import LayerDecays, measure_decays
 from halflife.analysis.readable import Progress, Readable, ignore
 from halflife.analysis.records import Record
-from halflife.analysis.spectrum import effective_modes, layer_decays, timescales
 from halflife.decay import PoST
-from halflife.theory import approximation
+from halflife.decay.minimax import taper
+from halflife.models.timescales import layer_decays, timescales
 
 MULTIPLES = (1, 4, 16)  # of the training length T, the positions of base spectra besides 1
 EDGE = 1e-5  # relative float32 error of a time-scale that equals a limit
@@ -143,6 +143,28 @@ def post_length(model: Readable) -> int | None:
     return next((decay.train_length for _, decay in layer_decays(model) if isinstance(decay, PoST)), None)
 
 
+def coherence(log_rates: Tensor) -> Tensor:
+    """Return the spectral coherence of channels, `sech(|p_i − p_j| / 2)`, 1 on the diagonal: `[N]` → `[N, N]`.
+
+    This is the cosine between two decaying exponentials on [0, ∞) with rates e^{p_i} and e^{p_j}. PoST, Def. 2.3, has
+    rates in place of log-rates. If all gaps are at least δ, it is at most sech(δ/2) off the diagonal (Prop. 4.5).
+    """
+    return 1 / torch.cosh((log_rates.unsqueeze(-1) - log_rates).abs() / 2)
+
+
+def effective_modes(timescales: Tensor) -> float:
+    """The effective number of distinct exponentials, `(tr C)² / tr C² = N² / Σ_ij μ_ij²`, with C their `coherence`.
+
+    This is the participation ratio of the eigenvalues of C. It is N if no two channels resemble each other, 1 if all
+    channels are equal, and between 1 and N otherwise, because 0 < μ_ij ≤ 1 = μ_ii.
+
+    Args:
+        timescales: `[N]`, in tokens.
+    """
+    log_rates = -torch.as_tensor(timescales, dtype=torch.float64).clamp(1e-30, 1e30).log()
+    return (len(log_rates) ** 2 / coherence(log_rates).square().sum()).item()
+
+
 def spectrum_at(scales: Tensor, position: int) -> Spectrum:
     """Return the spectrum of time-scales `[N]` (tokens) at a position."""
     return Spectrum(
@@ -156,7 +178,7 @@ def spectrum_at(scales: Tensor, position: int) -> Spectrum:
 def taper_report(decay: PoST) -> Taper:
     """Compare the learned taper of a PoST decay with the ideal one."""
     learned = decay.taper().double().cpu()
-    q = approximation.taper(len(learned))
+    q = taper(len(learned))
     d = (learned - q).abs()
     slacks = (d / (2 * q + d), d / (2 * q * (1 - q) + d * (1 - 2 * torch.minimum(q, 1 - q))))
     paper, sharp = (torch.where(d > 0, slack, 0).amax().item() for slack in slacks)

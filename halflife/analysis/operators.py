@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halflife.analysis import koopman
 from halflife.analysis.capture import KoopmanReading, SKALayer, capture, evaluating, ska_layers
 from halflife.analysis.decays import QUANTILES
+from halflife.analysis.koopman import Operator
 from halflife.analysis.records import Record
 from halflife.models import LanguageModel
 from halflife.ops.koopman.decays import weigh_tokens
-from halflife.theory import koopman
-from halflife.theory.koopman import Operator
-from halflife.theory.koopman_bounds import eigenvector_condition
 
 KEPT = (2, 4)  # powers of the filter in the paper's tables (Prop. D.1)
 DELTA, RHO = 0.3, 0.7  # limits of persistent and of transient modes, see `koopman.modes`
@@ -102,7 +101,7 @@ class LayerOperators(Record):
 
 @torch.no_grad()
 def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]:
-    """Measure the operators of every SKA layer at the end of a text, with the functions of `halflife.theory.koopman`.
+    """Measure the operators of every SKA layer at the end of a text, with the functions of `halflife.analysis.koopman`.
 
     The operator is the one in the op's state, so it is made of all full chunks.
 
@@ -180,7 +179,7 @@ def _numbers(
     """The numbers of `HeadOperator` from statistics `[N, H, …]` and `energy [N, H]`, Σ ‖v‖²; each `[H]`."""
     numbers = {
         "sigma_max": koopman.sigma_max(operator),
-        "eigenvector_condition": eigenvector_condition(operator.whitened),
+        "eigenvector_condition": koopman.eigenvector_condition(operator.whitened),
         "condition": koopman.condition(operator),
         "lambda_min": koopman.lambda_min(operator) * ridge / operator.ridge,
         "unexplained": koopman.residual(operator, operator.readout, energy) / energy,

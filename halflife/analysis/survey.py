@@ -15,12 +15,12 @@ from halflife.analysis.model_spectrum import LayerSpectrum, model_spectrum, post
 from halflife.analysis.operators import LayerOperators, measure_operators
 from halflife.analysis.readable import Progress, Readable, TextIds, ignore, layer_kinds
 from halflife.analysis.records import Record
-from halflife.analysis.spectrum import granularity, layer_decays
 from halflife.data.tokenizers import check_ids
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json_object
 from halflife.models import LanguageModel
 from halflife.models.checkpoint import is_ours
 from halflife.models.load import checkpoints, convertible, load_any
+from halflife.models.timescales import granularity, layer_decays
 
 
 @dataclass(frozen=True)

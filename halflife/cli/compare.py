@@ -164,12 +164,12 @@ class Compare:
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
         """The options of a comparison whose `config.json` holds `written`; None for a file that a user wrote."""
-        from halflife.experiments.saved import compare_options
+        from halflife.lab.experiments.saved import compare_options
 
         return compare_options(written) if isinstance(written.get("learning_rates"), Mapping) else None
 
     def run(self) -> None:
-        from halflife.experiments import compare
+        from halflife.lab.experiments import compare
         from halflife.report.table import show
         from halflife.report.tables.comparison import comparison_tables, rates_at_ends
         from halflife.report.tables.estimate import describe_trial
@@ -241,14 +241,14 @@ class Compare:
             raise SystemExit(FAILED)
 
     def _create(self) -> Path:
-        from halflife.experiments import compare
+        from halflife.lab.experiments import compare
 
         command = shlex.join(["halflife", *sys.argv[1:]])
         return compare.create_comparison(**self._choices(), output=self.output, name=self.name, command=command)
 
     def _extend(self, folder: Path) -> None:
         """Add the models, learning rates and seeds that are given with --resume to the comparison."""
-        from halflife.experiments import compare
+        from halflife.lab.experiments import compare
 
         seeds = None if self.seeds == Compare.seeds else self.seeds
         if self.models or self.lr or seeds:
@@ -257,7 +257,7 @@ class Compare:
 
     def _estimate(self) -> None:
         """Print the settings, and what the runs need."""
-        from halflife.experiments import compare
+        from halflife.lab.experiments import compare
         from halflife.report.tables.estimate import describe_model, print_needs
 
         plan = compare.plan_comparison(**self._choices())
@@ -272,9 +272,9 @@ class Compare:
 
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""
-        from halflife.experiments import ExperimentSettings
-        from halflife.experiments.saved import RECIPE, SETTINGS
-        from halflife.experiments.values import convert
+        from halflife.lab.experiments import ExperimentSettings
+        from halflife.lab.experiments.saved import RECIPE, SETTINGS
+        from halflife.lab.experiments.values import convert
 
         self._check_task()
         command, overrides = take_overrides(self, OPTIONS)
@@ -293,7 +293,7 @@ class Compare:
         }  # fmt: skip
 
     def _check_task(self) -> None:
-        from halflife.experiments import paper_experiments
+        from halflife.lab.experiments import paper_experiments
         from halflife.registry import unknown
         from halflife.tasks import TASKS
 

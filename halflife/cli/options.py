@@ -32,7 +32,7 @@ def read_options(command: Command) -> Command:
         FileNotFoundError, ValueError: no such file, an unknown key (the message lists the known ones), or a value of
             the wrong type.
     """
-    from halflife.experiments.values import convert, load_yaml
+    from halflife.lab.experiments.values import convert, load_yaml
 
     file: Path = command.config  # pyright: ignore[reportAttributeAccessIssue] (commands with a file have it)
     if not file.is_file():
@@ -91,8 +91,8 @@ def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Comman
         command: the command, with the entries in `command.set`.
         options: names of overrides that are options of the command, and the names of those options.
     """
-    from halflife.experiments.overrides import parse_overrides
-    from halflife.experiments.values import convert
+    from halflife.lab.experiments.overrides import parse_overrides
+    from halflife.lab.experiments.values import convert
 
     overrides = parse_overrides(command.set)  # pyright: ignore[reportAttributeAccessIssue]
     hints = get_type_hints(type(command))

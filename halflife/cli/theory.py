@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from halflife.theory.settings import TheorySettings
+from halflife.lab.theory.settings import TheorySettings
 
 CELLS = 16_000_000  # channels × length: some topics hold a number for each, at up to 16 times the length
 
@@ -56,10 +56,10 @@ class Theory(TheorySettings):
     """Do not draw a progress bar."""
 
     def run(self) -> None:
+        from halflife.lab.theory.compute import compute, write
         from halflife.report.figures.theory import draw_all
         from halflife.report.table import show
         from halflife.report.tables.theory import theory_tables
-        from halflife.theory.compute import compute, write
 
         self._limit()
         topics = compute(self, self.only, cache=self.output / "theory_ends.json", show=not self.quiet)

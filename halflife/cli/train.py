@@ -156,7 +156,7 @@ class Train:
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
         """The options of a run whose `run.json` holds `written`; None for a file that a user wrote."""
-        from halflife.experiments.saved import train_options
+        from halflife.lab.experiments.saved import train_options
 
         if not isinstance(written.get("model"), Mapping):
             return None
@@ -167,7 +167,7 @@ class Train:
         return train_options(written)
 
     def run(self) -> None:
-        from halflife.experiments import train as language
+        from halflife.lab.experiments import train as language
         from halflife.report.tables.estimate import describe_trial
         from halflife.report.tables.language import print_language_run
         from halflife.report.tracking import track_options
@@ -227,9 +227,9 @@ class Train:
     def _configure(self, overrides: dict[str, Any], show: bool) -> LanguageConfig:
         from halflife.data.corpus import Corpus, CorpusConfig
         from halflife.data.mixture import read_weights
-        from halflife.experiments import train as language
-        from halflife.experiments.overrides import apply_overrides
-        from halflife.experiments.values import convert, parse_count
+        from halflife.lab.experiments import train as language
+        from halflife.lab.experiments.overrides import apply_overrides
+        from halflife.lab.experiments.values import convert, parse_count
 
         if self.carry_state and self.documents != "concatenated":
             raise ValueError("--carry-state needs --documents concatenated: the state crosses documents, too")
@@ -279,14 +279,15 @@ class Train:
         """The configuration with PoST from the rates of trained weights."""
         import torch
 
-        from halflife.analysis.post_fit import plan_fit
+        from halflife.analysis.survey import load_readable
         from halflife.models import LanguageModel
+        from halflife.training.post_fit import plan_fit, resting_rates
         from halflife.training.start import digest, local_folder
 
         folder = local_folder(self.from_weights or "").resolve()
         with torch.device("meta"):
             model = LanguageModel(config.model)
-        fit = plan_fit(model, folder)
+        fit = plan_fit(model, resting_rates(load_readable(folder), folder))
         before, after = fit.channels
         say(
             f"PoST starts from the rates of layers {', '.join(map(str, fit.layers))} with a decay in {folder}, "

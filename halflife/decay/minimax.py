@@ -210,6 +210,14 @@ def geometric_rates(channels: int, length: float, low: float | None = None, high
     return torch.linspace(math.log(low), math.log(high), channels, dtype=torch.float64).exp()
 
 
+def taper(channels: int) -> Tensor:
+    """Return the exponents α_k = (N−k)/(N−1) of Theorem 4.11, `[N]`: 1 for the slowest channel, 0 for the fastest.
+
+    A single channel has α = 0.
+    """
+    return torch.linspace(1, 0, channels, dtype=torch.float64) if channels > 1 else torch.zeros(1).double()
+
+
 # ---------------------------------------------------------------------------------------- best end points
 
 _FOUND: dict[str, list[float]] = {}

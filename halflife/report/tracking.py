@@ -9,9 +9,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from halflife.analysis.model_spectrum import model_spectrum
-from halflife.analysis.spectrum import granularity
 from halflife.files import finite
 from halflife.models import LanguageModel
+from halflife.models.timescales import granularity
 from halflife.report.figures.spectrum import timescales
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from halflife.analysis.post_fit import fit_post, resting_rates
 from halflife.data.corpus import Corpus, CorpusConfig, Split, bits_per_byte
 from halflife.data.paths import absolute_paths, relative_paths
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary
@@ -24,6 +23,7 @@ from halflife.tasks import IGNORED
 from halflife.training.carried import require_constant_state
 from halflife.training.config import ExecutionConfig, rank, world_size
 from halflife.training.fit import Objective
+from halflife.training.post_fit import fit_post, resting_rates
 from halflife.training.speed import Speed, gemm_rate, operations
 from halflife.training.start import check_unchanged, freeze, load_start
 
@@ -141,8 +141,10 @@ class CorpusRun(ModelRun):
         if config.start is not None and not resumed:
             folder, digest = Path(config.start), config.start_digest or ""
             if config.post_fit:
+                from halflife.analysis.survey import load_readable
+
                 check_unchanged(folder, digest)
-                fit_post(model, resting_rates(folder))
+                fit_post(model, resting_rates(load_readable(folder), folder))
             else:
                 load_start(model, folder, digest)
         if config.mode == "continued":

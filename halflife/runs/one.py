@@ -7,7 +7,7 @@ import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from halflife.analysis.spectrum import LayerTimescales, granularity, timescales
 from halflife.files import CHECKPOINTS, RESULT_JSON, write_json
 from halflife.models import LanguageModel, checkpoint
+from halflife.models.timescales import LayerTimescales, granularity, timescales
 from halflife.runs.folder import SPECTRUM_JSON, read_result
 from halflife.training.checkpoints import CheckpointStore, UnreadableCheckpoint
 from halflife.training.config import ExecutionConfig, TrainConfig, rank
@@ -165,7 +165,7 @@ def run_one(
 def _write_spectrum(folder: Path, model: LanguageModel, initial: list[LayerTimescales], positions: list[int]) -> None:
     """Write the decay time-scales before and after training."""
     pairs = zip(initial, timescales(model, positions), strict=True)
-    layers = [{"layer": before.layer, "init": before.to_dict(), "trained": after.to_dict()} for before, after in pairs]
+    layers = [{"layer": before.layer, "init": asdict(before), "trained": asdict(after)} for before, after in pairs]
     write_json(folder / SPECTRUM_JSON, {"channels": granularity(model), "layers": layers})
 
 

@@ -54,7 +54,7 @@ COMPARED = {
 
 def compare(folder, models=("mamba2", "llama")):
     """A comparison of models, from its start or from where it is."""
-    from halflife.experiments.compare import create_comparison, run_comparison
+    from halflife.lab.experiments.compare import create_comparison, run_comparison
 
     if not (folder / "config.json").exists():
         create_comparison(models, settings=COMPARED, output=folder)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.readable import Readable
-from halflife.analysis.spectrum import layer_decays
 from halflife.layers import State
 from halflife.models import ModelState
+from halflife.models.timescales import layer_decays
 
 MEMORIES = ("memory", "fast", "slow")  # names of the states that are linear in what was written
 FADED = 1e-9  # fraction of the energy at half the window; float64 cannot tell the rate of a row that has faded further

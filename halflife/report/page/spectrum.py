@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from halflife.analysis.spectrum import granularity, layer_decays, timescales
 from halflife.decay import PoST
 from halflife.models import LanguageModel, checkpoint
+from halflife.models.timescales import granularity, layer_decays, timescales
 from halflife.report.figures.grids import FASTEST, SLOWEST
 from halflife.report.numbers import evenly, rounded
 from halflife.report.tables.timescales import MAX_CHANNELS

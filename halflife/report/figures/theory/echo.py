@@ -1,4 +1,4 @@
-"""Figures of Echo's statements about gradients, covariances and costs, from the results of `halflife.theory`."""
+"""Figures of Echo's statements about gradients, covariances and costs, from the results of `halflife.lab.theory`."""
 
 from __future__ import annotations
 

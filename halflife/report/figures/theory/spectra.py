@@ -1,4 +1,4 @@
-"""Figures of PoST's decay spectra, each from the result of one function of `halflife.theory`."""
+"""Figures of PoST's decay spectra, each from the result of one function of `halflife.lab.theory`."""
 
 from __future__ import annotations
 

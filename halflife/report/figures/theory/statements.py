@@ -1,4 +1,4 @@
-"""The figure of `halflife.theory.statements`."""
+"""The figure of `halflife.lab.theory.statements`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of what a text shows of PoST's assumptions, each from the result of one function of `halflife.theory`."""
+"""Figures of what a text shows of PoST's assumptions, each from the result of one function of `halflife.lab.theory`."""
 
 from __future__ import annotations
 

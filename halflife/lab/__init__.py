@@ -1,0 +1,1 @@
+"""The laboratory: the papers' experiments and what their statements say, computed. The library does not import it."""

@@ -1,0 +1,321 @@
+"""The main job: train several models, test them, and write tables, figures and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halflife import extensions
+from halflife.data.paths import absolute_paths, relative_paths
+from halflife.data.trust import check_origin, sign
+from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object, write_json
+from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
+from halflife.lab.experiments.overrides import check_parts
+from halflife.models.controls import split_control
+from halflife.registry import unknown
+from halflife.runs.folder import check_content
+from halflife.runs.one import training_device
+from halflife.runs.records import COMPARISON
+from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
+from halflife.runs.sweep import cells as sweep_cells
+from halflife.training.config import ExecutionConfig
+from halflife.training.estimate import Estimate, estimate
+from halflife.training.trial import Trial, try_runs
+
+MIXTURE = "recall"  # the experiment of all tasks but mqar alone
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison whose choices have been checked.
+
+    Attributes:
+        kind: the name of the experiment.
+        settings: its resolved settings.
+        label: the task or the experiment that is named.
+        scale: the scale.
+        learning_rates: model → the rates that are tried.
+        seeds: number of seeds.
+        tune_seeds: how many of them try all rates; None for all. The others run at the best rate.
+    """
+
+    kind: str
+    settings: ExperimentSettings
+    label: str
+    scale: str
+    learning_rates: dict[str, list[float]]
+    seeds: int
+    tune_seeds: int | None = None
+
+    @property
+    def experiment(self) -> Experiment:
+        return EXPERIMENTS[self.kind]()
+
+    def cells(self) -> list[Cell]:
+        """One cell for each model and rate."""
+        return list(sweep_cells(self.learning_rates, [0]))
+
+
+def plan_comparison(
+    models: Sequence[str],
+    *,
+    tasks: Sequence[str] = ("mqar",),
+    experiment: str | None = None,
+    scale: str = "smoke",
+    seeds: int = 1,
+    tune_seeds: int | None = None,
+    learning_rates: Sequence[float] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Check every choice of a comparison, without reading data or writing files.
+
+    Args:
+        models: preset names, or names that the experiment defines; none for the models of the experiment.
+        tasks: the tasks to train on when no experiment is given: `mqar` alone, or a mixture of `name` or `name:tier`.
+        experiment: the name of a paper's experiment; None for an experiment on `tasks`.
+        scale: smoke, small, large or paper; an experiment has some of them.
+        seeds: the number of seeds, counted from 0.
+        tune_seeds: how many of them try all learning rates; None for all. The others run at each model's best one.
+        learning_rates: tried for every model; None for those of the experiment.
+        settings: settings of the experiment that replace those of the scale.
+        overrides: options of every run by their dotted names (see `experiments.base.resolve`).
+
+    Raises:
+        ValueError: an unknown name, a combination without meaning, or sizes that do not fit.
+    """
+    kind, tested = _experiment_name(tasks, experiment)
+    chosen = EXPERIMENTS[kind]()
+    changes = {**({"tasks": tuple(tasks)} if kind == MIXTURE else {}), **(settings or {})}
+    if overrides:
+        changes["overrides"] = dict(overrides)
+    resolved = chosen.settings_at(scale, changes)
+    models = expanded(chosen, models or chosen.models_at(scale))
+    if not models or len(set(models)) != len(models):
+        raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
+    _check_count(seeds)
+    if tune_seeds is not None and not 1 <= tune_seeds <= seeds:
+        raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
+    rates = {model: list(dict.fromkeys(learning_rates or default_rates(chosen, model, scale))) for model in models}
+    plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
+    check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
+    for cell in plan.cells():
+        chosen.configure(resolved, cell)
+    return plan
+
+
+def default_rates(experiment: Experiment, model: str, scale: str) -> tuple[float, ...]:
+    """The learning rates of an experiment for a model; a control has those of its base."""
+    return experiment.learning_rates((split_control(model) or (model,))[0], scale)
+
+
+def expanded(experiment: Experiment, models: Sequence[str]) -> list[str]:
+    """The models, with those of a group in the place of its name."""
+    return [each for given in models for each in experiment.groups.get(given, (given,))]
+
+
+def _check_count(seeds: int) -> None:
+    if not 1 <= seeds <= 10_000:
+        raise ValueError(f"seeds is the number of seeds, at least 1 and at most 10,000; got {seeds}")
+
+
+def create_comparison(
+    models: Sequence[str], *, output: Path | None = None, name: str | None = None, command: str = "", **choices: Any
+) -> Path:
+    """Create the folder of a comparison: check every choice, open the data, and write the resolved configuration.
+
+    Args:
+        models: see `plan_comparison`.
+        output: the folder; None for `runs/<time>-<name>`.
+        name: the name of that folder; None for the task or experiment and the scale.
+        command: the command line that the report shows.
+        **choices: the other arguments of `plan_comparison`.
+
+    Returns:
+        The folder, for `run_comparison`.
+
+    Raises:
+        ValueError: as `plan_comparison`, or the data cannot be read.
+        FileExistsError: `output` holds a comparison already.
+    """
+    plan = plan_comparison(models, **choices)
+    settings = plan.experiment.open_data(plan.settings)
+    config = {
+        "command": command, "models": list(plan.learning_rates), "experiment": plan.kind,
+        "task": plan.label, "scale": plan.scale, "seeds": list(range(plan.seeds)),
+        "learning_rates": plan.learning_rates, "tune_seeds": plan.tune_seeds, **extensions.record(),
+    }  # fmt: skip
+    label = re.sub(r"[^\w.+-]", "-", name or f"{plan.label}-{plan.scale}")
+    folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    config["settings"] = _with_text(dataclasses.asdict(settings), folder, relative_paths)
+    return create_sweep(folder, config)
+
+
+def extend_comparison(
+    folder: Path, models: Sequence[str] = (), *, learning_rates: Sequence[float] = (), seeds: int | None = None,
+    command: str = "",
+) -> None:  # fmt: skip
+    """Add models, learning rates or seeds to the comparison in `folder`. `run_comparison` then runs what is new.
+
+    Args:
+        models: those that get the learning rates. One that is not in the comparison joins it. None named: all.
+        learning_rates: to try beside those of a model; none for a new model means those of the experiment.
+        seeds: the number of seeds from now on, counted from 0; None for as many as before.
+        command: the command line that the report shows behind the first one.
+
+    Raises:
+        FileNotFoundError: the folder holds no comparison.
+        ValueError: as `plan_comparison`, or nothing is added to a model that is named, or seeds would be taken away.
+    """
+    experiment, settings = load_experiment(folder)
+    config = read_json(folder / CONFIG_JSON)
+    rates, count = config["learning_rates"], len(config["seeds"])
+    _check_count(seeds := count if seeds is None else seeds)
+    if seeds < count:
+        raise ValueError(f"the comparison in {folder} has {count} seeds; seeds can only be added, got {seeds}")
+    for model in dict.fromkeys(expanded(experiment, models) or rates):
+        tried = rates.get(model, [])
+        given = learning_rates or (() if tried else default_rates(experiment, model, config["scale"]))
+        added = [rate for rate in dict.fromkeys(given) if rate not in tried]
+        if models and not added:
+            raise ValueError(
+                f"{model} is in the comparison already: add a learning rate that it has not tried, or continue with "
+                "--resume alone"
+            )
+        for rate in added:
+            experiment.configure(settings, Cell(model, rate, 0))
+        rates[model] = [*tried, *added]
+    config |= {"models": list(rates), "learning_rates": rates, "seeds": list(range(seeds))}
+    if command:
+        config["command"] = f"{config.get('command', '')}; {command}"
+    write_json(folder / CONFIG_JSON, sign(config))
+
+
+def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Settings whose paths of texts and tokenizer, if there are some, `relative_paths` or `absolute_paths` changed."""
+    names = {name: key for name, key in (("text", "sources"), ("tokenizer", "tokenizer")) if name in settings}
+    changed = change({key: settings[name] for name, key in names.items()}, folder)
+    return {**settings, **{name: changed[key] for name, key in names.items()}}
+
+
+def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:
+    """What the runs of the comparison in `folder` that have no result yet will take; see `training.trial.try_runs`.
+
+    Args:
+        only_seeds: the seeds to run; None for all.
+        rows: sequences of a micro-batch; None for whole batches.
+    """
+    experiment, settings = load_experiment(folder)
+    config = read_json(folder / CONFIG_JSON)
+    trials = first_cells(config["learning_rates"], config["seeds"], tune := config.get("tune_seeds"))
+    seeds = set(config["seeds"][len(config["seeds"]) if tune is None else tune :])
+    later = [Cell(model, rates[0], seed) for model, rates in config["learning_rates"].items() for seed in seeds]
+    chosen = [cell for cell in [*trials, *later] if only_seeds is None or cell.seed in only_seeds]
+    left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell.seed in seeds)]
+    configs = [experiment.configure(settings, cell) for cell in left]
+    return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
+
+
+def _ended(folder: Path, cell: Cell, any_rate: bool) -> bool:
+    """Whether a cell has a result, or the same model and seed have one at another learning rate."""
+    place = folder / cell.folder
+    names = f"lr*-seed{cell.seed}" if any_rate else place.name
+    return any((found / RESULT_JSON).exists() for found in place.parent.glob(names))
+
+
+def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
+    """What a run of each model needs, and the number of its runs. Nothing is read or written.
+
+    Args:
+        rows: sequences of a micro-batch; None for whole batches.
+
+    Raises:
+        ValueError: micro-batches of an experiment on tasks.
+    """
+    _check_micro_batches(plan.experiment, rows)
+    found = []
+    for model, rates in plan.learning_rates.items():
+        config = plan.experiment.configure(plan.settings, Cell(model, rates[0], 0))
+        needs = dataclasses.replace(estimate(config, config.sequences(), rows), model=model)
+        found.append((needs, count_runs(len(rates), plan.seeds, plan.tune_seeds)))
+    return found
+
+
+def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str, str]:
+    """The experiment that trains on these tasks or has this name, and its label."""
+    papers = paper_experiments()
+    if experiment is not None:
+        if experiment not in papers:
+            raise unknown("experiment", experiment, papers)
+        return experiment, experiment
+    if named := [task for task in tasks if task in papers]:
+        raise ValueError(f"{named[0]} is not a task but a paper's experiment; choose it with --experiment {named[0]}")
+    return ("mqar" if list(tasks) == ["mqar"] else MIXTURE), "+".join(tasks)
+
+
+def run_comparison(
+    folder: Path,
+    *,
+    only_seeds: Sequence[int] | None = None,
+    show: bool = True,
+    runner: Runner = one_by_one,
+    execution: ExecutionConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Run, or continue, the comparison in `folder`; then write its table, figures and report.
+
+    Args:
+        only_seeds: the seeds to run now, so that several processes can share the work; None for all. The table
+            contains every finished run.
+        show: whether to draw progress bars.
+        runner: runs the cells (`runs.pool.make_runner`).
+        execution: how the runs use memory; None for the defaults.
+
+    Returns:
+        The rows of `results.csv`.
+
+    Raises:
+        FileNotFoundError: the folder holds no comparison.
+        ValueError: `config.json` is damaged, somebody else made it and
+            it names a text that lies elsewhere, or `execution` divides the batches of an experiment on tasks.
+        RunsFailed: some runs raised an error. The others have ended, and the report shows them.
+    """
+    experiment, settings = load_experiment(folder)
+    _check_micro_batches(experiment, execution.micro_batch_size if execution else None)
+    rows, failed = run_sweep(
+        folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner,
+        execution=execution,
+    )  # fmt: skip
+    experiment.write_report(folder, rows)
+    if failed:
+        raise RunsFailed(failed, rows)
+    return rows
+
+
+def _check_micro_batches(experiment: Experiment, rows: int | None) -> None:
+    if rows is not None and experiment.measure != "loss":
+        raise ValueError("micro-batches are for experiments on text; an experiment on tasks reads whole batches")
+
+
+def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
+    """The experiment of a comparison's folder and its saved settings; raises as `run_comparison`."""
+    if not (folder / CONFIG_JSON).exists():
+        raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
+    config = read_json_object(folder / CONFIG_JSON)
+    if "settings" not in config or "experiment" not in config:
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: it has no settings or no experiment")
+    check_content(folder / CONFIG_JSON, config, COMPARISON)
+    check_origin(config, folder / CONFIG_JSON)
+    extensions.recall(config, folder)
+    experiment = EXPERIMENTS[config["experiment"]]()
+    try:
+        settings: Any = experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG_JSON} is damaged: a setting cannot be ({error})") from error
+    if "text" in config["settings"]:
+        check_origin(config, folder / CONFIG_JSON, settings.text, tokenizer=settings.tokenizer)
+    return experiment, settings

@@ -1,0 +1,268 @@
+"""Echo's experiments: transfer between recall tasks, MQAR, and ablations of spectral Koopman attention (SKA)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from halflife.lab.experiments import echo_tables
+from halflife.lab.experiments.base import EXPERIMENTS
+from halflife.lab.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
+from halflife.lab.experiments.recall import SMOKE as RECALL_SMOKE
+from halflife.lab.experiments.recall import RecallExperiment, RecallSettings, recall_model
+from halflife.models import SIZES as MODEL_SIZES
+from halflife.models import LanguageModel, ModelConfig, preset
+from halflife.registry import unknown
+from halflife.report.markdown import Rows
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
+
+
+def _ska(power: int, mix: str = "learned", **options: Any) -> dict[str, Any]:
+    return {"power": power, "mix": mix, "query_init": "key", **options}
+
+
+# Variant → options of the SKA layers; `preset:variant` names a model. "own": query and key projections start from
+# different values, as in the paper. "full": μ = 1, the paper's filter; otherwise μ is learned.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "K0-own": _ska(0, "ridge", query_init="own"),
+    "K1-full-own": _ska(1, "koopman", query_init="own"),
+    "K2-full-own": _ska(2, "koopman", query_init="own"),  # the paper
+    "K4-full-own": _ska(4, "koopman", query_init="own"),
+    "K1-own": _ska(1, query_init="own"),
+    "K2-own": _ska(2, query_init="own"),
+    "K4-own": _ska(4, query_init="own"),
+    "K0": _ska(0, "ridge"),
+    "K1-full": _ska(1, "koopman"),
+    "K2-full": _ska(2, "koopman"),
+    "K4-full": _ska(4, "koopman"),
+    "K1": _ska(1),
+    "K2": _ska(2),
+    "K4": _ska(4),
+    "K1-sequence": _ska(1, normalization="sequence"),
+    "K1-S1": _ska(1, chunk_size=1),
+    "K1-S8": _ska(1, chunk_size=8),
+    "K1-S16": _ska(1, chunk_size=16),
+}
+
+
+def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
+    """The preset of a name `preset:variant`, and the options of its SKA layers.
+
+    Args:
+        name: the name of a model.
+        also: names that the experiment has beside the variants, for the message.
+
+    Raises:
+        ValueError: an unknown variant (the message lists them), or a variant of a preset without SKA.
+    """
+    base, _, chosen = name.partition(":")
+    if not chosen:
+        return base, {}
+    if chosen not in VARIANTS:
+        raise unknown("variant", chosen, [*VARIANTS, *also])
+    if "ska" not in base.split("+"):
+        raise ValueError(f"{base} has no SKA layers, so {chosen!r} cannot be a variant of it")
+    return base, VARIANTS[chosen]
+
+
+# The paper trains for 6,000 steps of 16 examples at 3e-4, which takes 15 minutes per model here. This scale has a third
+# of the steps, twice the examples, a higher rate, and short sequences in the first half of the steps (docs/log.md).
+SMALL = RecallSettings(
+    hidden_size=128, num_layers=4, num_heads=4, train_length=64, pairs=tuple(range(1, 9)), warm_length=24,
+    warm_pairs=(1, 2, 3, 4), steps=2000, batch_size=32, weight_decay=0.01, warmup=0.05, schedule="cosine", bf16=True,
+    chunk_size=32, test_tasks=("mqar", "sysprompt", "tooltrace", "niah", "multihop", "commonword"),
+    lengths=(64, 128, 256, 512, 1024, 2048, 4096), test_pairs=(1, 4, 8), validation_examples=32, test_examples=128,
+    validate_every=500, save_every=500,
+)  # fmt: skip
+PAPER = dataclasses.replace(
+    SMALL,
+    warm_length=0,
+    steps=6000,
+    batch_size=16,
+    test_pairs=(1, 3, 4, 8),
+    test_examples=512,
+    test_tokens=1 << 22,
+    hop_lengths=(16, 32, 64, 128, 256),
+)
+
+
+@EXPERIMENTS.add("echo-transfer")
+class EchoTransfer(RecallExperiment):
+    """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T.
+
+    At the scale "paper", the models are `mamba3_echo` alone, with attention and with `ska_paper` in the last two of
+    four layers, and the settings are:
+
+    | setting | the paper | here |
+    |---|---|---|
+    | hidden_size | 128 | 128 |
+    | num_layers | 4 | 4 |
+    | num_heads | 4 | 4 |
+    | train_length | 64 | 64 |
+    | steps | 6,000 | 6000 |
+    | batch_size | 16 | 16 |
+    | weight_decay | Table 6 | 0.01 |
+    | betas | Table 6 | (0.9, 0.95) |
+    | schedule | Table 6, cosine with warm-up | cosine |
+    | hop_lengths | Figure 1 | (16, 32, 64, 128, 256) |
+
+    Departures: embeddings start with a standard deviation of 1. The paper does not give the chunk of SKA at T = 64
+    (`ska_chunk`, 4 here), the numbers of pairs in training (1 to 8 here), the share of the warm-up (5 % here), or its
+    action masks here (none).
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(RECALL_SMOKE, num_layers=4, tasks=("sysprompt", "tooltrace")),
+        "small": SMALL,
+        "paper": PAPER,
+    }
+    models: ClassVar = ("mamba2", "mamba2+attention", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        paper = ("mamba3_echo", "mamba3_echo+attention", "mamba3_echo+ska_paper")
+        return paper if scale == "paper" else self.models
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (3e-4,) if scale == "paper" else (2e-3,)
+
+    def model(self, name: str, settings: RecallSettings) -> ModelConfig:
+        base, options = variant(name)
+        return recall_model(base, settings, **options)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return echo_tables.transfer(rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EchoMQARSettings(MQARSettings):
+    """The settings of MQAR with SKA.
+
+    Attributes:
+        rank: the rank of the SKA layers.
+        ska_chunk: tokens of a chunk of the SKA layers.
+    """
+
+    rank: int = 24
+    ska_chunk: int = 2
+
+
+def with_ska(config: ModelConfig, name: str, settings: EchoMQARSettings, options: dict[str, Any]) -> ModelConfig:
+    """The hybrid `config` with SKA layers of the sizes of the settings and of further options."""
+    own = {"num_heads": settings.num_heads, "rank": settings.rank, "chunk_size": settings.ska_chunk, **options}
+    return dataclasses.replace(config, name=name, hybrid={**config.hybrid, "options": own})
+
+
+MQAR = EchoMQARSettings(
+    hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=64, pairs=(4, 8, 16, 16), steps=800,
+    batch_size=32, length_factors=(1, 2, 4), test_examples=512, chunk_size=16,
+)  # fmt: skip
+
+
+# Echo's grid: pairs × fillers in the gap.
+CELLS = tuple(f"{pairs}x{gap}" for pairs in (4, 8, 16, 32) for gap in (64, 128, 256, 512, 1024, 2048, 4096))
+MODELS_50M = ("mamba2", "mamba2+attention", "mamba2+ska_paper")
+MQAR_50M = EchoMQARSettings(
+    hidden_size=448, num_layers=16, num_heads=7, vocab_size=8192, train_length=192, pairs=(4, 8, 16, 32), steps=6000,
+    batch_size=16, weight_decay=0.01, schedule="cosine", bf16=True, rank=56, ska_chunk=64, test_examples=1024,
+)  # fmt: skip
+
+
+@EXPERIMENTS.add("echo-mqar")
+class EchoMQAR(MQARExperiment):
+    """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state.
+
+    At the scale "paper" it is Echo's grid (§4.2) with the 50M sizes of §3.4. A model `preset:KxG` is trained and tested
+    on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell.
+
+    | setting | the paper | here |
+    |---|---|---|
+    | hidden_size | 448 | 448 |
+    | num_layers | 16 | 16 |
+    | num_heads | 7 | 7 |
+    | rank | 56 | 56 |
+    | ska_chunk | 64 | 64 |
+    | steps | not given; §4.1 has 6,000 | 6000 |
+    | batch_size | not given; Table 6 has 16 | 16 |
+    | weight_decay | Table 6 | 0.01 |
+    | schedule | Table 6 | cosine |
+    | vocab_size | not given | 8192 |
+
+    Departures: the paper does not give the layout of a cell. Here the queries follow the gap in every second token.
+    The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the task.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(MQAR, train_length=32, pairs=(2, 4, 8, 8), steps=400),
+        "small": MQAR,
+        "paper": MQAR_50M,
+    }
+    settings = EchoMQARSettings
+    models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
+    groups: ClassVar = {cell: tuple(f"{name}:{cell}" for name in MODELS_50M) for cell in CELLS}
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        return tuple(self.groups) if scale == "paper" else self.models
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (3e-4,) if scale == "paper" else super().learning_rates(model, scale)
+
+    def build_cell(self, settings: EchoMQARSettings, cell: Cell) -> RunConfig:
+        base, _, place = cell.model.partition(":")
+        if place not in CELLS:
+            return super().build_cell(settings, cell)
+        pairs, gap = map(int, place.split("x"))
+        sizes = {"vocab_size": settings.vocab_size, "length": 4 * pairs + gap, "num_pairs": pairs, "gap": gap}
+        task = {"name": "mqar", **sizes}
+        chosen = {name: getattr(settings, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+        known = {**MODEL_SIZES["echo-50m"], **chosen}
+        model = preset(base, **known, train_length=sizes["length"], mixer_options={"state_size": 64})
+        return RunConfig(
+            model=dataclasses.replace(model, name=cell.model),
+            stages=((task,),),
+            validation=(task,),
+            tests=(TestSpec(name="in_distribution", task=task),),
+            learning_rate=cell.learning_rate,
+            seed=cell.seed,
+            **settings.shared_with(RunConfig),
+        )
+
+    def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
+        if name == "mamba2:equal-state":
+            return self._equal_state(settings)
+        base, options = variant(name, ["equal-state", *CELLS])
+        config = mqar_model(base, settings)
+        if config.hybrid.get("mixer") != "ska":
+            return config
+        return with_ska(config, name, settings, options)
+
+    def _equal_state(self, settings: EchoMQARSettings) -> ModelConfig:
+        """Mamba-2 with the smallest d_state at which its state is at least as large as that of the model with SKA."""
+        target = _state_size(self.model("mamba2+ska", settings))
+        plain = self.model("mamba2", settings)
+        row = settings.num_layers * 2 * settings.hidden_size  # numbers that one more row adds to all states
+        size = plain.mixer_options["state_size"] + math.ceil((target - _state_size(plain)) / row)
+        return dataclasses.replace(
+            plain, name="mamba2:equal-state", mixer_options={**plain.mixer_options, "state_size": size}
+        )
+
+
+def _state_size(config: ModelConfig) -> int:
+    return LanguageModel(config).state_size()
+
+
+@EXPERIMENTS.add("echo-ablations")
+class EchoAblations(EchoMQAR):
+    """Ablations of SKA on MQAR: the power K, the mixture μ, the start of the queries, normalisation, chunk."""
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {name: EchoMQAR.scales[name] for name in ("smoke", "small")}
+    models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return echo_tables.learning(folder, rows)

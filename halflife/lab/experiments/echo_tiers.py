@@ -1,0 +1,136 @@
+"""Echo's Appendix G: tool calls, an economy and system prompts in text, for Mamba-3 with SKA beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
+from halflife.models import ModelConfig, preset
+from halflife.models.presets.modifiers import SKA_PAPER
+from halflife.registry import unknown
+from halflife.report.markdown import Rows, in_distribution
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
+from halflife.tasks import TASKS
+
+# Model → options of its SKA layers beside the last two; None for no SKA.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "mamba3": None,
+    "cg-ska-1.5": {"lift": "cg_projected", "eta_init": 1.5},
+    "cg-ska-2.5": {"lift": "cg_projected", "eta_init": 2.5},
+    "ska-1.5": {"eta_init": 1.5},
+    "ska-2.5": {"eta_init": 2.5},
+}
+TEXT_TASKS = ("toolcalling", "economy", "amnesia")
+# "task-tier" → the task and its settings.
+TIERS = {
+    f"{task}-{tier}": {"name": task, **own}
+    for task in TEXT_TASKS
+    for tier, own in getattr(TASKS[task], "tiers", {}).items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings(TaskSettings):
+    """The settings of the tiers.
+
+    Attributes:
+        amnesia_layers: layers and heads of the models for `amnesia`; those of the others are `num_layers`, `num_heads`.
+        amnesia_steps: of training on `amnesia`.
+        rank, ska_chunk: r and S of the SKA layers.
+    """
+
+    amnesia_layers: int
+    amnesia_steps: int
+    rank: int = 24
+    ska_chunk: int = 64
+
+
+PAPER = TierSettings(
+    hidden_size=96, num_layers=3, num_heads=3, train_length=400, steps=2500, amnesia_layers=4, amnesia_steps=6000,
+    batch_size=16, weight_decay=0.01, schedule="cosine", bf16=True, validate_every=250, action_mask=True,
+    test_examples=512,
+)  # fmt: skip
+SMOKE = dataclasses.replace(PAPER, steps=60, amnesia_steps=60, bf16=False, test_examples=64, validation_examples=64)
+SMALL = dataclasses.replace(PAPER, steps=500, amnesia_steps=500)
+
+
+@EXPERIMENTS.add("echo-tiers")
+class EchoTiers(Experiment):
+    """Echo's Appendix G: every model is trained and tested on one tier of one task in text.
+
+    A model is `variant:task-tier`, such as `cg-ska-1.5:toolcalling-hard`. `toolcalling-hard` names all models of that
+    tier. SKA stands beside the last two layers, on the residual stream, and gets action masks. At the scale "paper":
+
+    | setting | the paper | here |
+    |---|---|---|
+    | hidden_size | 96 | 96 |
+    | num_layers | 3 | 3 |
+    | num_heads | 3 | 3 |
+    | amnesia_layers | 4, with 4 heads | 4 |
+    | rank | 24 | 24 |
+    | ska_chunk | 64 | 64 |
+    | steps | 2,500 | 2500 |
+    | amnesia_steps | 6,000 | 6000 |
+    | batch_size | 16 | 16 |
+    | weight_decay | 0.01 | 0.01 |
+    | betas | 0.9, 0.95 | (0.9, 0.95) |
+    | schedule | cosine with warm-up | cosine |
+    | validate_every | 250 | 250 |
+    | action_mask | yes | True |
+
+    Departures: bfloat16 in the place of float16. The sizes for `economy` are those of tool calls, because Table 5 does
+    not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
+    settings = TierSettings
+    models: ClassVar = tuple(f"{name}:toolcalling-easy" for name in VARIANTS)
+    groups: ClassVar = {tier: tuple(f"{name}:{tier}" for name in VARIANTS) for tier in TIERS}
+
+    def models_at(self, scale: str) -> tuple[str, ...]:
+        return tuple(self.groups) if scale == "paper" else self.models
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (3e-4,) if scale == "paper" else (1e-3,)
+
+    def build_cell(self, settings: TierSettings, cell: Cell) -> RunConfig:
+        name, _, place = cell.model.partition(":")
+        if place not in TIERS:
+            raise unknown("tier", place, list(TIERS))
+        chosen = TIERS[place]
+        task = chosen["name"]
+        steps = settings.amnesia_steps if task == "amnesia" else settings.steps
+        return RunConfig(
+            **{**settings.shared_with(RunConfig), "steps": steps},
+            model=dataclasses.replace(self.model(name, task, settings), name=cell.model),
+            stages=((chosen,),),
+            validation=(chosen,),
+            tests=(TestSpec(name=place, task=chosen),),
+            learning_rate=cell.learning_rate,
+            seed=cell.seed,
+        )
+
+    def model(self, name: str, task: str, settings: TierSettings) -> ModelConfig:
+        """The model of a variant for a task."""
+        if name not in VARIANTS:
+            raise unknown("model of echo-tiers", name, list(VARIANTS))
+        amnesia = task == "amnesia"
+        depth, heads = (settings.amnesia_layers,) * 2 if amnesia else (settings.num_layers, settings.num_heads)
+        config = preset(
+            "mamba3_echo", hidden_size=settings.hidden_size, num_layers=depth, vocab_size=128, num_heads=heads,
+            norm="layer", mixer_options={"chunk_size": settings.chunk_size},
+        )  # fmt: skip
+        options = VARIANTS[name]
+        if options is None:
+            return config
+        sizes = {"num_heads": heads, "rank": settings.rank, "chunk_size": settings.ska_chunk}
+        hybrid = {"mixer": "ska", "options": {**SKA_PAPER, **sizes, **options}, "layers": [depth - 2, depth - 1]}
+        return dataclasses.replace(config, hybrid={**hybrid, "attach": "beside"})
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return in_distribution(rows)

@@ -1,0 +1,269 @@
+"""GateRank's experiments: state tracking in S5, and recall (MQAR, hard needles), each with and without GateRank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from halflife.lab.experiments import gate_rank_tables
+from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
+from halflife.lab.experiments.mqar import SMALL as MQAR_SMALL
+from halflife.lab.experiments.mqar import SMOKE as MQAR_SMOKE
+from halflife.lab.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
+from halflife.lab.experiments.recall import RecallExperiment, RecallSettings
+from halflife.models import ModelConfig
+from halflife.models.presets.modifiers import merge
+from halflife.registry import unknown
+from halflife.report.markdown import Rows
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
+from halflife.tasks import build
+
+# Variant → options of the mixers; `preset:variant` names a model, and `preset:neg-closed` has two variants.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "neg": {"allow_neg_eigval": True},
+    "n4": {"num_householder": 4},  # DeltaProduct: an element of S5 takes up to four reflections
+    "reset50": {"gate_rank": {"reset_rate": 0.5}},
+    "reset10": {"gate_rank": {"reset_rate": 0.1}},
+    "reset2": {"gate_rank": {"reset_rate": 0.02}},
+    "closed": {"gate_rank": {"reset_rate": 1e-6}},  # no reset fires, so the gates get no gradient and stay closed
+    "untrained": {"gate_rank": {"trained": False}},  # resets at random: the second state without a learned gate
+}
+PAIRS = ("mamba2", "mamba2+gate_rank", "gated_deltanet", "gated_deltanet+gate_rank")
+GATES = tuple(
+    f"{base}+gate_rank{end}" for base in ("mamba2", "gated_deltanet") for end in ("", ":closed", ":untrained")
+)
+
+
+def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
+    """The preset of a name `preset:variant-variant`, and the options of its mixers that the variants change.
+
+    Args:
+        name: the name of a model.
+        also: names that the experiment has beside the variants, for the message.
+
+    Raises:
+        ValueError: an unknown variant (the message lists them), or options of states that the preset lacks.
+    """
+    base, _, chosen = name.partition(":")
+    options: dict[str, Any] = {}
+    for part in chosen.split("-") if chosen else ():
+        if part not in VARIANTS:
+            raise unknown("variant", part, [*VARIANTS, *also])
+        if "gate_rank" in VARIANTS[part] and "gate_rank" not in base.split("+"):
+            raise ValueError(f"{base} lacks +gate_rank, so {part!r} has nothing to set")
+        options = merge(options, VARIANTS[part])
+    return base, options
+
+
+def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfig:
+    return dataclasses.replace(config, name=name, mixer_options={**config.mixer_options, **options})
+
+
+def _sizes(settings: TaskSettings, vocab_size: int) -> MQARSettings:
+    """Settings for `mqar_model`, with the sizes of other settings."""
+    common = {field.name: getattr(settings, field.name) for field in dataclasses.fields(TaskSettings)}
+    return MQARSettings(**common, vocab_size=vocab_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class S5Settings(TaskSettings):
+    """The settings of state tracking.
+
+    Attributes:
+        group, words: settings of the task s5.
+        lengths: the lengths of the tests, in tokens.
+        validation_length: tokens of a validation sequence; 0 for the training length.
+    """
+
+    group: str = "s5"
+    words: str = "all"
+    lengths: tuple[int, ...] = (16, 64, 256)
+    validation_length: int = 0
+
+
+# The paper has one layer, T = 16, 4,000 steps of 128 examples, AdamW with 0.01 decaying linearly to 0, weight decay
+# 0.01 and 128 steps of warm-up. It gives no model sizes, so these are ours.
+PAPER = S5Settings(
+    hidden_size=256, num_layers=1, num_heads=4, train_length=16, pairs=(), steps=4000, batch_size=128,
+    weight_decay=0.01, warmup=0.032, bf16=True, validation_examples=512, test_examples=2048, validate_every=200,
+    save_every=1000, chunk_size=16, validation_length=64,
+)  # fmt: skip
+SMALL = dataclasses.replace(PAPER, hidden_size=64, bf16=False, test_examples=512, validation_length=0)
+
+
+DEPTHS = {"d2": 2, "d4": 4}  # parts of a model's name that set its layers
+Stages = tuple[tuple[tuple[int, str | None], ...], ...]  # for each stage its tasks, as (T over the length, words)
+SWAPS, MIXED, ALL = "swaps", "mixed", None  # all: the words of the settings
+# Parts that set the stages of training, which have equally many steps.
+CURRICULA: dict[str, Stages] = {
+    "curriculum": (((8, ALL),), ((4, ALL),), ((2, ALL),), ((1, ALL),)),
+    "swaps": (((1, SWAPS),), *4 * (((1, MIXED),),), *3 * (((1, ALL),),)),
+}
+WHOLE: Stages = (((1, ALL),),)
+
+
+def recipe(name: str) -> tuple[str, int | None, Stages]:
+    """Take the depth and the curriculum from a name: `mamba2:neg-d4-swaps` → `mamba2:neg`, 4, `CURRICULA["swaps"]`.
+
+    Returns:
+        The name that is left, the layers (None for those of the settings), and the stages of training.
+
+    Raises:
+        ValueError: the name has two depths, or two curricula.
+    """
+    base, _, chosen = name.partition(":")
+    parts = chosen.split("-") if chosen else []
+    for kind, known in (("depths", DEPTHS), ("curricula", CURRICULA)):
+        if len(both := [part for part in parts if part in known]) > 1:
+            raise ValueError(f"{name} has two {kind}, {' and '.join(both)}")
+    left = "-".join(part for part in parts if part not in DEPTHS and part not in CURRICULA)
+    depth = next((DEPTHS[part] for part in parts if part in DEPTHS), None)
+    stages = next((CURRICULA[part] for part in parts if part in CURRICULA), WHOLE)
+    return f"{base}:{left}" if left else base, depth, stages
+
+
+@EXPERIMENTS.add("gate-rank-s5")
+class GateRankS5(Experiment):
+    """Words in S5 (GateRank, §4.4 and Figure 4): training at T = 16, tests up to 16 T, by position.
+
+    `preset:neg` has β in (0, 2), `preset:d4` four layers, and `preset:curriculum` trains on words of T/8, T/4, T/2 and
+    T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. `preset:swaps` trains on words
+    of transpositions for an eighth of the steps, then on mixed words for half of them. `deltaproduct:n4` has four
+    reflections a token. The group `learnable` has them.
+
+    At the scale "paper", the settings are:
+
+    | setting | the paper | here |
+    |---|---|---|
+    | num_layers | a single attention layer | 1 |
+    | train_length | 16 | 16 |
+    | validation_length | 64, Figure 4 | 64 |
+    | steps | 4000 | 4000 |
+    | batch_size | 128 | 128 |
+    | weight_decay | 0.01 | 0.01 |
+    | warmup | 128 steps | 0.032 |
+    | bf16 | yes | True |
+
+    Departures: the paper gives no model sizes and no β of AdamW, so these are ours. Validation measures accuracy, and
+    Figure 4 the loss; the tests have both by position.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(SMALL, group="s3", steps=400, lengths=(16, 64), save_every=200),
+        "small": SMALL,
+        "paper": PAPER,
+    }
+    settings = S5Settings
+    models: ClassVar = (*PAIRS, "gated_deltanet:neg", "gated_deltanet+gate_rank:neg")
+    groups: ClassVar = {
+        "learnable": tuple(
+            f"{base}{depth}{curriculum}"
+            for base, depths in (
+                ("gated_deltanet:neg", ("", "-d2", "-d4")),
+                ("gated_deltanet+gate_rank:neg", ("", "-d2", "-d4")),
+                ("deltaproduct:n4", ("",)),
+            )
+            for depth in depths
+            for curriculum in ("", *(f"-{name}" for name in CURRICULA))
+        )
+    }
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (1e-2,)
+
+    def build_cell(self, settings: S5Settings, cell: Cell) -> RunConfig:
+        def task(length: int, words: str | None = None) -> dict[str, Any]:
+            return {"name": "s5", "group": settings.group, "words": words or settings.words, "length": length}
+
+        name, depth, stages = recipe(cell.model)
+        length = settings.train_length
+        sized = dataclasses.replace(settings, num_layers=depth or settings.num_layers)
+        return RunConfig(
+            model=dataclasses.replace(self.model(name, sized), name=cell.model),
+            stages=tuple(tuple(task(max(1, length // part), words) for part, words in stage) for stage in stages),
+            validation=(task(settings.validation_length or settings.train_length),),
+            tests=tuple(TestSpec(name=settings.group, task=task(length)) for length in settings.lengths),
+            learning_rate=cell.learning_rate,
+            seed=cell.seed,
+            **settings.shared_with(RunConfig),
+        )
+
+    def model(self, name: str, settings: S5Settings) -> ModelConfig:
+        """One mixer between embedding and head, the paper's "single attention layer", with equal state sizes."""
+        base, options = variant(name, [*DEPTHS, *CURRICULA])
+        return _with(mqar_model(base, _sizes(settings, build("s5", group=settings.group).vocab_size)), name, options)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return gate_rank_tables.tracking(folder, rows)
+
+
+@EXPERIMENTS.add("gate-rank-mqar")
+class GateRankMQAR(MQARExperiment):
+    """MQAR: each base, the base with GateRank, and the base with twice the rows, whose state is as large.
+
+    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(MQAR_SMOKE, length_factors=(1, 2, 4)),
+        "small": dataclasses.replace(MQAR_SMALL, length_factors=(1, 2, 4)),
+        "large": MQARExperiment.scales["paper"],
+    }
+    models: ClassVar = (*PAIRS, "mamba2:double", "gated_deltanet:double")
+    groups: ClassVar = {"gates": GATES}
+
+    def model(self, name: str, settings: MQARSettings) -> ModelConfig:
+        base, _, chosen = name.partition(":")
+        if chosen != "double":
+            base, options = variant(name, ["double"])
+            return _with(mqar_model(base, settings), name, options)
+        config = mqar_model(base, settings)
+        rows = "state_size" if "state_size" in config.mixer_options else "head_dim"
+        return _with(config, name, {rows: 2 * config.mixer_options[rows]})
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return gate_rank_tables.recall(folder, rows)
+
+
+# With one answer per sequence, recall is learned slowly. Half of each batch is therefore MQAR with the same ids, which
+# has one answer per key.
+NIAH = RecallSettings(
+    hidden_size=64, num_layers=2, num_heads=4, train_length=32, pairs=(1, 2, 4), tasks=("mqar", "niah:hard"),
+    warm_length=16, warm_pairs=(1, 2), steps=800, batch_size=128, schedule="linear", chunk_size=16,
+    test_tasks=("niah:hard",), lengths=(32, 64, 128, 256), test_pairs=(1, 4, 8), test_examples=512, test_tokens=1 << 17,
+)  # fmt: skip
+
+
+@EXPERIMENTS.add("gate-rank-niah")
+class GateRankNIAH(RecallExperiment):
+    """Needles among decoys (niah:hard) instead of the paper's RULER tests: training at T = 32, tests up to 8 T.
+
+    The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(NIAH, steps=200, lengths=(32, 64), test_pairs=(1, 4)),
+        "small": NIAH,
+        "large": dataclasses.replace(
+            NIAH, hidden_size=512, train_length=512, pairs=(4, 8, 16), steps=20000, lengths=(512, 1024, 2048, 4096),
+            test_pairs=(1, 8, 16), bf16=True, chunk_size=64,
+        ),
+    }  # fmt: skip
+    models: ClassVar = PAIRS
+    groups: ClassVar = {"gates": GATES}
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        return (1e-3,) if scale == "large" else (1e-2,)
+
+    def model(self, name: str, settings: RecallSettings) -> ModelConfig:
+        base, options = variant(name)
+        return _with(mqar_model(base, _sizes(settings, 128)), name, options)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return gate_rank_tables.recall(folder, rows)

@@ -1,0 +1,233 @@
+"""PoST's experiment: multi-query associative recall, trained at T and tested to 8 T."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
+from halflife.models import ModelConfig, preset
+from halflife.registry import unknown
+from halflife.report.markdown import Rows, in_distribution, markdown, models
+from halflife.runs.sweep import Cell
+from halflife.runs.task_run import RunConfig, TestSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MQARSettings(TaskSettings):
+    """The settings of MQAR.
+
+    Attributes:
+        vocab_size: number of token ids of the task.
+        length_factors: the tests have the training length times these factors.
+        filler: see the task.
+        tie_embeddings, initializer_range, embedding_dropout: see `ModelConfig`.
+        zoology: whether the models are those of zoology, PoST's framework: RetNet has RoPE, and Gated DeltaNet no
+            output gate.
+    """
+
+    vocab_size: int
+    length_factors: tuple[int, ...] = (1, 2, 4, 8)
+    filler: str = "disjoint"
+    tie_embeddings: bool = False
+    initializer_range: float = 1.0  # with small embeddings, recall appears later (docs/log.md)
+    embedding_dropout: float = 0.0
+    zoology: bool = False
+
+
+# Half of the steps have fewer pairs, and half have K = T/4. Without the easy start, the delta rule often never learns
+# to recall. With equal stages, Mamba-2 has too few steps at the end (docs/log.md).
+SMOKE = MQARSettings(
+    hidden_size=64, num_layers=2, num_heads=4, vocab_size=256, train_length=32, pairs=(2, 4, 8, 8), steps=1400,
+    batch_size=128, test_examples=512, chunk_size=16,
+)  # fmt: skip
+SMALL = MQARSettings(
+    hidden_size=128, num_layers=2, num_heads=4, vocab_size=1024, train_length=128, pairs=(8, 16, 32, 32), steps=3000,
+    batch_size=64, test_examples=512, chunk_size=32, save_every=500,
+)  # fmt: skip
+# A batch has 2^18 tokens. Each of the four stages reads its 2^18 examples twice, which makes 8 epochs in all.
+PAPER = MQARSettings(
+    hidden_size=512, num_layers=2, num_heads=4, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
+    batch_size=512, bf16=True, test_examples=3000, validation_examples=1024, save_every=512,
+)  # fmt: skip
+
+
+@EXPERIMENTS.add("mqar")
+class MQARExperiment(Experiment):
+    """MQAR with two layers without MLP and equal states; tests `capacity` and `persist` at T to 8T.
+
+    The scale "paper" has the sizes of PoST (§6.1, App. C) and our recipe. `post-mqar` is PoST's experiment.
+    """
+
+    scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
+    settings = MQARSettings
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        if scale not in ("large", "paper"):
+            return (1e-2,)
+        if model.split("+")[0] in ("gated_deltanet", "deltanet"):
+            return (10**-3.5, 1e-3, 10**-2.5)
+        return (1e-3, 10**-2.5, 1e-2)
+
+    def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:
+        settings = super().settings_at(scale, changes)
+        if isinstance(settings, MQARSettings) and not settings.pairs:
+            raise ValueError("pairs needs at least one number of key-value pairs; got none")
+        return settings
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return in_distribution(rows)
+
+    def build_cell(self, settings: MQARSettings, cell: Cell) -> RunConfig:
+        length, largest = settings.train_length, settings.train_length // 4
+
+        def task(length: int, pairs: int) -> dict[str, Any]:
+            sizes = {"vocab_size": settings.vocab_size, "length": length, "num_pairs": pairs}
+            return {"name": "mqar", **sizes, **({} if settings.filler == "disjoint" else {"filler": settings.filler})}
+
+        lengths = [length * factor for factor in settings.length_factors]
+        return RunConfig(
+            model=self.model(cell.model, settings),
+            stages=tuple((task(length, pairs),) for pairs in settings.pairs),
+            validation=(task(length, largest),),
+            tests=(
+                TestSpec(name="in_distribution", task=task(length, settings.pairs[-1])),
+                *(TestSpec(name="capacity", task=task(t, t // 4)) for t in lengths),
+                *(TestSpec(name="persist", task=task(t, largest)) for t in lengths),
+            ),
+            learning_rate=cell.learning_rate,
+            seed=cell.seed,
+            **settings.shared_with(RunConfig),
+        )
+
+    def model(self, name: str, settings: MQARSettings) -> ModelConfig:
+        """The configuration of a model by its name."""
+        return mqar_model(name, settings)
+
+
+def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
+    """The preset with a state of d²/h numbers per layer, no MLP and no positional encoding (PoST, App. C)."""
+    if settings.num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1; got {settings.num_heads}")
+    head = settings.hidden_size // settings.num_heads
+    base = name.split("+")[0]
+    mixer = preset(base).mixer
+    # The inner width of Mamba-2 and Mamba-3 is 2d, so half the rows give a state of the same size.
+    half: dict[str, Any] = {"state_size": max(1, head // 2)}
+    equal_state: dict[str, Any] = {
+        "mamba2": half,
+        "mamba3": half,
+        "mamba3_echo": half,
+        "rwkv7": {"head_dim": head},
+        "longhorn": half,
+        "attention": {},
+        "fox": {},
+    }.get(mixer, {"head_dim": head, "value_dim": head})
+    if base in ("gla", "retnet"):
+        # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
+        equal_state["conv_size"] = 4
+    if base == "retnet" and "rope" not in name and not settings.zoology:
+        equal_state["position"] = "none"
+    if base == "gated_deltanet" and settings.zoology:
+        equal_state["gate"] = "none"
+    if mixer not in ("attention", "fox"):
+        equal_state["chunk_size"] = settings.chunk_size
+    return preset(
+        name,
+        hidden_size=settings.hidden_size,
+        num_layers=settings.num_layers,
+        vocab_size=settings.vocab_size,
+        num_heads=settings.num_heads,
+        train_length=settings.train_length,
+        mlp="none",
+        tie_embeddings=settings.tie_embeddings,
+        initializer_range=settings.initializer_range,
+        embedding_dropout=settings.embedding_dropout,
+        mixer_options=equal_state,
+    )
+
+
+# 8 epochs of 4 stages of 512 batches, and a batch of 2^18 tokens. Every epoch begins again with 16 pairs.
+POST = dataclasses.replace(
+    PAPER, pairs=(16, 32, 64, 128) * 8, steps=8 * 4 * 512, schedule="linear_by_epoch", schedule_options={"epochs": 8},
+    warmup=0.0, betas=(0.9, 0.999), filler="zoology", tie_embeddings=True, initializer_range=0.02,
+    embedding_dropout=0.1, zoology=True,
+)  # fmt: skip
+FORMS = ("mamba2", "rwkv7", "gated_deltanet", "gla", "retnet")
+# Table 2, where GLA and RetNet with PoST are one model.
+TABLE = (*FORMS, "mamba2+post_released", "rwkv7+post_released", "gated_deltanet+post_released", "gla+post_released")
+STATES = {"64k": (512, 4), "32k": (512, 8), "16k": (256, 4)}  # state size → hidden size and heads
+
+
+@EXPERIMENTS.add("post-mqar")
+class PostMQAR(MQARExperiment):
+    """MQAR as PoST ran it (§6.1, Appendix C, released configuration), with its three sizes of the state.
+
+    A model is a preset, or `preset:state` with a state of 64k, 32k or 16k numbers a layer; 64k is the default. Rates
+    are those of the released configuration. At the scale "paper", the settings are:
+
+    | setting | the paper | here |
+    |---|---|---|
+    | steps | 8 epochs × 4 stages × 512 batches | 16384 |
+    | batch_size | 2^18 tokens of 512 | 512 |
+    | schedule | linear, once an epoch | linear_by_epoch |
+    | warmup | none | 0.0 |
+    | weight_decay | 0.1 | 0.1 |
+    | betas | AdamW's default | (0.9, 0.999) |
+    | filler | random tokens | zoology |
+    | tie_embeddings | released | True |
+    | initializer_range | released | 0.02 |
+    | embedding_dropout | released | 0.1 |
+    | bf16 | yes | True |
+    | test_examples | 3,000 | 3000 |
+
+    Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is
+    selected, and not the checkpoint as in the paper. `summary.md` has the rates that validation and the tests select.
+    """
+
+    is_paper: ClassVar = True
+    scales: ClassVar = {
+        "smoke": dataclasses.replace(SMOKE, filler="zoology", zoology=True, length_factors=(1, 2)),
+        "small": dataclasses.replace(SMALL, filler="zoology", zoology=True),
+        "paper": POST,
+    }
+    models: ClassVar = TABLE
+    groups: ClassVar = {state: tuple(f"{name}:{state}" for name in TABLE) for state in STATES}
+
+    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        if scale == "paper" and model.startswith("rwkv7"):
+            return (10**-4.5, 1e-4, 10**-3.5)
+        return super().learning_rates(model, scale)
+
+    def model(self, name: str, settings: MQARSettings) -> ModelConfig:
+        base, _, state = name.partition(":")
+        if state and state not in STATES:
+            raise unknown("size of the state", state, list(STATES))
+        if state:
+            hidden_size, num_heads = STATES[state]
+            settings = dataclasses.replace(settings, hidden_size=hidden_size, num_heads=num_heads)
+        return dataclasses.replace(mqar_model(base, settings), name=name)
+
+    def summary(self, folder: Path, rows: Rows) -> str:
+        return f"{super().summary(folder, rows)}\n\n{selections(rows)}"
+
+
+def selections(rows: Rows) -> str:
+    """The mean accuracy of `capacity`, percent, at the rate that validation selects and at the rate that is best in it.
+
+    The paper selects on its tests. The difference is what that adds.
+    """
+    table = []
+    for model in models(rows):
+        own = [row for row in rows if row["model"] == model and row["test"] == "capacity"]
+        scores = dict.fromkeys(dict.fromkeys(row["learning_rate"] for row in own), 0.0)
+        for rate in scores:
+            scores[rate] = 100 * fmean(row["accuracy"] for row in own if row["learning_rate"] == rate)
+        chosen = [scores[row["learning_rate"]] for row in own if row["selected"]]
+        if chosen:
+            table.append([model, f"{chosen[0]:.1f}", f"{max(scores.values()):.1f}"])
+    return markdown(["model", "rate selected by validation", "rate selected by the tests"], table)

@@ -1,0 +1,121 @@
+"""The configurations that runs save, as options of the commands that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halflife.lab.experiments.base import EXPERIMENTS
+from halflife.lab.experiments.compare import default_rates
+from halflife.lab.experiments.decay_design import row_or_preset
+from halflife.lab.experiments.overrides import model_overrides
+from halflife.models import ModelConfig
+from halflife.tasks import TASKS
+
+Options = dict[str, Any]
+
+# Options of `halflife train` that a run saves under the same name.
+SAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
+# Fields of a run on text that `--set training.…` alone sets.
+SET_ONLY = ("betas", "epsilon", "validation_tokens", "test_tokens")
+BYTES = {"bytes": 256, "bytes+eos": 257}
+# Options of `halflife compare` that replace a setting of the scale, and that a comparison saves among its settings.
+SETTINGS = (
+    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
+    "warm_length", "warm_pairs", "test_examples", "test_tokens", "save_every", "group", "words", "text", "tokenizer",
+    "test_tasks", "lengths", "test_pairs",
+)  # fmt: skip
+# Settings of a comparison that `--set training.…` sets.
+RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
+
+
+def train_options(run: Mapping[str, Any]) -> Options:
+    """Return the options of `halflife train` that give the run whose `run.json` holds `run`.
+
+    "set" has what the preset and the options do not give.
+    """
+    model, data = ModelConfig.from_dict(run["model"]), run["data"]
+    fitted = {"from_weights": run["start"], "post_fit": True} if run.get("post_fit") else {}
+    if run.get("start") and not fitted:
+        return _continued_options(run)
+    sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
+    base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
+    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
+    if model.vocab_size != BYTES.get(data["tokenizer"]):
+        overrides["model.vocab_size"] = model.vocab_size
+    return _with_schedule(run, {"model": model.name, **sizes, **fitted, **_data_options(run)}, overrides)
+
+
+def _continued_options(run: Mapping[str, Any]) -> Options:
+    """The options of a run that started from trained weights, which give its model."""
+    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run}
+    return _with_schedule(run, {"from_weights": run["start"], **_data_options(run)}, overrides)
+
+
+def _data_options(run: Mapping[str, Any]) -> Options:
+    """The options of the text and of the recipe."""
+    data = run["data"]
+    frozen = {"freeze": list(run["freeze"])} if run.get("freeze") else {}
+    carried = run["mode"] == "continued"
+    mode = {"documents": "concatenated", "carry_state": True} if carried else {"documents": run["mode"]}
+    return {
+        "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
+        "held_out": data["fractions"][0], **mode, "lr": run["learning_rate"],
+        "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME},
+        **frozen,
+    }  # fmt: skip
+
+
+def _with_schedule(run: Mapping[str, Any], options: Options, overrides: Options) -> Options:
+    """The options with those of the schedule and with "set"."""
+    if schedule := _schedule(run):
+        return {**options, **schedule, "set": overrides}
+    kept = {"training.schedule": run["schedule"], "training.schedule_options": run["schedule_options"]}
+    return {**options, "set": overrides | kept}
+
+
+def _sources(data: Mapping[str, Any]) -> list[str]:
+    """The values of --data that give the sources and weights of a `CorpusConfig`."""
+    if not (weights := data.get("weights")):
+        return data["sources"]
+    return [f"{source}={weight:g}" for source, weight in zip(data["sources"], weights, strict=True)]
+
+
+def _schedule(run: Mapping[str, Any]) -> Options | None:
+    """The inverse of `training.schedules.schedule`; None for a schedule that it does not give."""
+    settings = run["schedule_options"]
+    names = run["schedule"], *sorted(settings)
+    if names == ("cosine_with_min_lr", "min_lr_rate"):
+        return {"schedule": "cosine", "floor": settings["min_lr_rate"]}
+    if names == ("warmup_stable_decay", "decay_type", "min_lr_ratio", "num_decay_steps"):
+        share = settings["num_decay_steps"] / run["steps"]
+        return {"schedule": "wsd", "floor": settings["min_lr_ratio"], "decay": share}
+    if names == ("polynomial", "lr_end", "power"):
+        return {"schedule": "linear", "floor": settings["lr_end"] / run["learning_rate"]}
+    return {"schedule": "constant"} if names == ("constant_with_warmup",) else None
+
+
+def compare_options(comparison: Mapping[str, Any]) -> Options:
+    """Return the options of `halflife compare` that give the comparison whose `config.json` holds `comparison`."""
+    settings, tried = comparison["settings"], comparison["learning_rates"]
+    rates = list(tried.values())
+    experiment = comparison["experiment"]
+    chosen: Options = {"experiment": experiment}
+    if experiment in TASKS:
+        chosen = {"task": [experiment]}
+    elif "tasks" in settings and comparison["task"] != experiment:
+        chosen = {"task": settings["tasks"]}
+    recipe = {f"training.{name}": settings[name] for name in RECIPE}
+    options = {
+        "models": comparison["models"], **chosen, "scale": comparison["scale"], "seeds": len(comparison["seeds"]),
+        "tune_seeds": comparison.get("tune_seeds"),
+        **{name: settings[name] for name in SETTINGS if name in settings},
+        "set": recipe | settings.get("overrides", {}),
+    }  # fmt: skip
+    if all(rate == rates[0] for rate in rates):
+        return {**options, "lr": rates[0]}
+    kind = EXPERIMENTS[experiment]()
+    if all([*default_rates(kind, model, comparison["scale"])] == own for model, own in tried.items()):
+        return options
+    # The grid of some models was extended. One option holds the rates of all models, so each tries them all.
+    return {**options, "lr": sorted({rate for own in rates for rate in own})}

@@ -1,0 +1,174 @@
+"""Statements of PoST about its map of parameters, its taper, and its form of RWKV-7."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halflife.analysis.model_spectrum import coherence
+from halflife.evaluation.memory import layer_states
+from halflife.lab.theory.approximation import adapted_rates, geometric_rates, taper
+from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
+from halflife.models import preset
+from halflife.ops import linear_attention
+from halflife.precision import inverse_softplus
+
+CHANNELS, LENGTH, DRAWS = 16, 10_000, 200
+RWKV7_SCALE = math.exp(-0.5)  # λ of §5.3
+PAIRS = ("mamba2", "gated_deltanet", "rwkv7", "gla", "retnet")
+
+
+def reparameterise(theta: Tensor, delta: Tensor) -> Tensor:
+    """Return `p_k = θ + Σ_{j<k} softplus(δ_j)` (Def. 4.4) for `theta […]` and `delta […, N − 1]`: `[…, N]`."""
+    return theta.unsqueeze(-1) + F.pad(F.softplus(delta).cumsum(-1), (1, 0))
+
+
+def adapted_taper(log_rates: Tensor, reference: float) -> Tensor:
+    """Return α of Prop. 4.16 for ascending `log_rates […, N]`, where Eq. 9 has logarithms of rates."""
+    offsets = log_rates - log_rates[..., :1]
+    gap = offsets[..., -1:] / (log_rates.shape[-1] - 1)
+    index = torch.arange(log_rates.shape[-1], dtype=log_rates.dtype)
+    return taper(log_rates.shape[-1]) + (offsets - index * gap) / math.log(reference)
+
+
+def rwkv7_logits(channels: int, length: float) -> Tensor:
+    """Return the initial base logits `[N]` of RWKV-7 under PoST (Eq. 12)."""
+    slowest = torch.logit(torch.tensor(1 / (RWKV7_SCALE * length), dtype=torch.float64)).item()
+    return torch.linspace(slowest, 0.5, channels, dtype=torch.float64)
+
+
+def rwkv7_timescales(logits: Tensor, tapers: Tensor, position: float) -> Tensor:
+    """Return `1 / (λ σ(w − α log t))`, the time-scales of §5.3 at position t without input: `[N]`."""
+    return 1 / (RWKV7_SCALE * torch.sigmoid(logits - tapers * math.log(position)))
+
+
+def printed_coherence(anchor: Tensor, gap: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return the largest coherence of rates θ + (k − 1) ζ(c), and the bound that Prop. 4.5 prints for it.
+
+    The proposition takes the p of Def. 4.4 as rates. The ratio of neighbouring rates then falls with k.
+
+    Args:
+        anchor, gap: θ > 0 and ζ(c), `[…]`.
+        channels: N.
+    """
+    rates = anchor.unsqueeze(-1) + gap.unsqueeze(-1) * torch.arange(channels, dtype=anchor.dtype)
+    largest = torch.stack([coherence(one.log()).fill_diagonal_(0).max() for one in rates.reshape(-1, channels)])
+    return largest.reshape(anchor.shape), 1 / torch.cosh(torch.log1p(gap / anchor) / 2)
+
+
+def added_state() -> list[int]:
+    """Return the numbers that `+post` adds to the state of each of `PAIRS` after one token, with 2 layers of width 64.
+
+    The position, an integer, does not count.
+    """
+    sizes: Any = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 16, "train_length": 64}
+
+    def numbers(name: str) -> int:
+        return sum(layer.bytes.at(1) for layer in layer_states(preset(name, **sizes), "float32")) // 4
+
+    return [numbers(f"{name}+post") - numbers(name) for name in PAIRS]
+
+
+def fractional_noise(beta: float = 0.5, blocks: int = 8, lags: int = 64) -> list[float]:
+    """Return how well fractional Gaussian noise meets Condition 3.2, and R(1) over the power law of its long lags.
+
+    Its autocovariance is `R(s) = (|s + 1|^h − 2 |s|^h + |s − 1|^h) / 2` with h = 2 − β. It tends to h (h − 1)/2 s^−β.
+    The autocovariance of averages over b numbers is the sum of R over all pairs of two blocks, divided by b².
+
+    Args:
+        beta: β.
+        blocks: the largest b.
+        lags: the largest s.
+
+    Returns:
+        The largest relative error of `R_b(s) = b^−β R(s)`, and `R(1) / (h (h − 1)/2)`.
+    """
+    h = 2 - beta
+
+    def covariance(s: Tensor) -> Tensor:
+        return ((s + 1).abs() ** h - 2 * s.abs() ** h + (s - 1).abs() ** h) / 2
+
+    errors, s = [], torch.arange(1, lags + 1, dtype=torch.float64)
+    for b in range(2, blocks + 1):
+        inside = torch.arange(b, dtype=torch.float64)
+        apart = s[:, None, None] * b + inside[:, None] - inside
+        errors.append(error(covariance(apart).mean((-2, -1)), b**-beta * covariance(s)))
+    return [max(errors), covariance(s)[0].item() / (h * (h - 1) / 2)]
+
+
+def _stretched_chunks(generator: torch.Generator) -> float:
+    """Compare the chunked op with the token loop, on rates from 1/T to 1 over t^α."""
+    tokens = 96
+    q, k, v = torch.randn(3, 2, tokens, CHANNELS, 4, generator=generator, dtype=torch.float64)
+    rates = geometric_rates(CHANNELS, tokens)
+    g = -torch.stack([adapted_rates(rates, position) for position in range(1, tokens + 1)]).expand(2, -1, -1)
+    chunked, _ = linear_attention(q, k, v, g, chunk_size=16, backend="chunked")
+    loop, _ = linear_attention(q, k, v, g, backend="reference")
+    return error(chunked, loop)
+
+
+def statements(seed: int) -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    wanted = uniform(DRAWS, CHANNELS).sort(-1).values * 20 - 10
+    gaps = wanted.diff(dim=-1)
+    reached = reparameterise(wanted[:, 0], inverse_softplus(gaps))
+    alpha = adapted_taper(wanted, LENGTH)
+    even = (wanted - alpha * math.log(LENGTH)).diff(dim=-1)
+    scales, bound = printed_coherence(0.1 + uniform(DRAWS), 0.1 + uniform(DRAWS), CHANNELS)
+    logits, exponents = rwkv7_logits(CHANNELS, LENGTH), taper(CHANNELS)
+    slowest = rwkv7_timescales(logits, exponents, LENGTH)
+    start = rwkv7_timescales(logits, exponents, 1)
+    return {
+        "surjective": row(
+            "PoST, Prop. 4.18", "error of p after Φ(θ, softplus⁻¹(gaps))", IDENTITY, error(reached, wanted)
+        ),
+        "ordered": row(
+            "PoST, Def. 4.4", "smallest gap of p for normal δ",
+            NUMBER, reparameterise(wanted[:, 0], 4 * uniform(DRAWS, CHANNELS - 1) - 8).diff(dim=-1).min(),
+        ),
+        "stretched chunks": row(
+            "PoST, §5.2", "error of the chunked op with decays that t^−α changes at every token", IDENTITY,
+            _stretched_chunks(generator),
+        ),
+        "spacing restored": row(
+            "PoST, Prop. 4.16", "spread of the gaps of log-rates at t_ref", IDENTITY,
+            error(even, even.mean(-1, keepdim=True).expand_as(even)),
+        ),
+        "printed coherence": row(
+            "PoST, Prop. 4.5", "largest coherence / printed bound, rates with equal gaps", BOUND,
+            quotient(scales, bound),
+        ),
+        "printed coherence of the slowest pair": row(
+            "PoST, Remark 4.6", "coherence of channels 1 and 2 − printed bound", IDENTITY,
+            _slowest_pair(uniform(DRAWS) + 0.1, uniform(DRAWS) + 0.1),
+        ),
+        "rwkv7 slowest": row("PoST, §5.3", "τ_1 / T at t = 1 and t = T", NUMBER, [
+            start[0].item() / LENGTH, slowest[0].item() / LENGTH,
+        ]),
+        "rwkv7 fastest": row("PoST, §5.3", "τ_C at t = 1 and t = T", NUMBER, [start[-1].item(), slowest[-1].item()]),
+        "rwkv7 law": row(
+            "PoST, Remark 5.2", "τ_k(T) / (τ_k(1) T^α), slowest and middle channel", NUMBER,
+            [(slowest / start / LENGTH**exponents)[k].item() for k in (0, CHANNELS // 2)],
+        ),
+        "fractional noise": row(
+            "PoST, Lemma 3.6", "error of Condition 3.2, and R(1) over the power law of long lags", NUMBER,
+            fractional_noise(),
+        ),
+        "added state": row(
+            "PoST, Prop. 4.17", f"numbers that PoST adds to the state of {', '.join(PAIRS)}", NUMBER, added_state()
+        ),
+    }  # fmt: skip
+
+
+def _slowest_pair(anchor: Tensor, gap: Tensor) -> float:
+    """Compare the coherence of rates θ and θ + ζ(c) with the bound of Prop. 4.5."""
+    pair = 2 * (anchor * (anchor + gap)).sqrt() / (2 * anchor + gap)
+    return error(pair, 1 / torch.cosh(torch.log1p(gap / anchor) / 2))

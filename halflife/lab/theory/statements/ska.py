@@ -1,0 +1,229 @@
+"""Statements of Echo about the operator of its keys and ridge retrieval (Appendices A to C and I)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halflife.analysis.koopman import (
+    Operator,
+    crossover,
+    excess_risk,
+    filtered_readout,
+    lambda_min,
+    linear_bound,
+    linear_scale,
+    loss,
+    norm,
+    sigma_max,
+    state_size,
+)
+from halflife.lab.theory.koopman_bounds import bauer_fike, eigenvalue_bound, perturbation_bound
+from halflife.lab.theory.statements import ska_filter
+from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
+from halflife.lab.theory.statements.ska_filter import DRAWS, EPSILON, RANK
+from halflife.layers.mlp import ClampedEigenvalues
+from halflife.ops import koopman_attention
+
+TOKENS, WIDTH = 40, 8
+PAIRS = (8, 16, 24, 48, 96, 192)
+
+
+def recall_of_ridge(pairs: Sequence[int], *, rank: int = 24, draws: int = 8, seed: int = 0) -> dict[str, list[float]]:
+    """Recall random pairs by ridge regression (K = 0), with so many pairs in a state of one size.
+
+    Args:
+        pairs: numbers of pairs T.
+        rank: r, the size of keys and of values.
+        draws, seed: number of sequences, and their seed.
+
+    Returns:
+        "recall", the share of pairs whose value is the nearest one, and "least", the mean λ_min(G̃), by T.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    columns: dict[str, list[float]] = {"recall": [], "least": []}
+    for count in pairs:
+        keys, values = torch.nn.functional.normalize(
+            torch.randn(2, draws, count, rank, generator=generator, dtype=torch.float64), dim=-1
+        )
+        operator = Operator.of_tokens(keys, values, EPSILON)
+        found = (keys @ operator.readout.mT @ values.mT).argmax(-1)
+        columns["recall"].append((found == torch.arange(count)).double().mean().item())
+        columns["least"].append(lambda_min(operator).mean().item())
+    return columns
+
+
+def power_traces(matrix: Tensor) -> Tensor:
+    """Return tr A, tr A², … tr A^R `[…, R]`, which are equal if and only if the eigenvalues are."""
+    return torch.stack([
+        torch.linalg.matrix_power(matrix, n).diagonal(dim1=-2, dim2=-1).sum(-1) for n in range(1, matrix.shape[-1] + 1)
+    ], -1)  # fmt: skip
+
+
+def statements(seed: int) -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    keys, values, query = normal(DRAWS, TOKENS, RANK), normal(DRAWS, TOKENS, WIDTH), normal(DRAWS, RANK)
+    operator = Operator.of_tokens(keys, values, EPSILON)
+    noisy = Operator.of_tokens(keys + 0.1 * normal(*keys.shape), values, EPSILON)
+    return {
+        **_operators(operator, noisy, keys),
+        **_retrieval(operator, keys, values, query),
+        **ska_filter.statements(operator, keys, query, generator),
+        **_memory(),
+        **_printed(keys, values, query, generator),
+    }
+
+
+def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, dict[str, Any]]:
+    """Appendices A to C."""
+    inverse = torch.linalg.inv(operator.regularised)
+    unwhitened, reversed_order = operator.transition @ inverse, inverse @ operator.transition
+    traces = power_traces(operator.whitened)
+    before, after = keys[:, :-1], keys[:, 1:]
+    fitted = torch.linalg.lstsq(before, after).solution.mT  # z_{t+1} ≈ A z_t
+    least_squares = (after.mT @ before) @ torch.linalg.inv(before.mT @ before)
+    other = noisy.transition @ torch.linalg.inv(noisy.regularised)
+    moved = (noisy.eigenvalues.unsqueeze(-1) - operator.eigenvalues.unsqueeze(-2)).abs().amin(-1).amax(-1)
+    change = noisy.whitened - operator.whitened
+    angle = 7 * keys[..., :4]
+    turned = torch.polar(keys[..., 4:].abs(), angle).abs() ** 2
+    return {
+        "least squares": row("Echo, Prop. A.1", "error of M G⁻¹", IDENTITY, error(least_squares, fitted)),
+        "whitened": row(
+            "Echo, Props. A.3, I.4", "difference of tr A_wⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
+            error(power_traces(unwhitened), traces),
+        ),
+        "reversed": row(
+            "Echo, Remark 2", "difference of tr (G̃⁻¹ M)ⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
+            error(power_traces(reversed_order), traces),
+        ),
+        "positive definite": row(
+            "Echo, Lemmas A.4, I.1", "ε / λ_min(G̃)", BOUND,
+            quotient(operator.ridge, torch.linalg.eigvalsh(operator.regularised)[..., 0]),
+        ),
+        "lift": row("Echo, Thm B.2", "change of |k|² under a phase", IDENTITY, error(turned, keys[..., 4:] ** 2)),
+        "perturbation": row(
+            "Echo, Thm C.1", "‖Â − A‖ / bound", BOUND,
+            quotient(norm(other - unwhitened), perturbation_bound(operator, noisy).paper),
+        ),
+        "bauer fike": row(
+            "Echo, Thm C.3", "movement of an eigenvalue / bound", BOUND,
+            quotient(moved, bauer_fike(operator.whitened, change)),
+        ),
+        "combined": row(
+            "Echo, Cor. C.4", "movement of an eigenvalue / bound", BOUND,
+            quotient(moved, eigenvalue_bound(operator, noisy).paper),
+        ),
+        "largest whitened": row(
+            "Echo, Eq. 12, Prop. D.2", "largest σ_max(A_w) before normalisation", NUMBER, sigma_max(operator).max()
+        ),
+        "largest main text": row(
+            "Echo, Eq. 11", "least and largest σ_max(M G̃⁻¹)", NUMBER,
+            [norm(unwhitened).min().item(), norm(unwhitened).max().item()],
+        ),
+    }  # fmt: skip
+
+
+def _retrieval(operator: Operator, keys: Tensor, values: Tensor, query: Tensor) -> dict[str, dict[str, Any]]:
+    """Appendix I, without the filter."""
+    ridge, best = operator.ridge[..., None, None], operator.readout
+    stacked = torch.cat([keys, (ridge.sqrt() * torch.eye(RANK, dtype=keys.dtype)).expand(DRAWS, -1, -1)], 1)
+    padded = torch.nn.functional.pad(values, (0, 0, 0, RANK))
+    fitted = torch.linalg.lstsq(stacked, padded).solution.mT
+    energy = values.square().sum((-2, -1))
+    linear = operator.values
+    excess = loss(operator, linear, energy) - loss(operator, best, energy)
+    start = torch.zeros_like(linear, requires_grad=True)
+    loss(operator, start, energy).sum().backward()
+    assert start.grad is not None
+    read, scaled = (linear @ query.unsqueeze(-1)), (best @ query.unsqueeze(-1))
+    distance = (read - linear_scale(operator)[..., None, None] * scaled).squeeze(-1).norm(dim=-1)
+    bound = norm(linear) * linear_bound(operator) * query.norm(dim=-1)
+    direction = torch.linalg.eigh(operator.regularised).eigenvectors[..., 0:1]  # a query that linear attention solves
+    along, solved = linear @ direction, best @ direction
+    size = (along * solved).sum((-2, -1)) / solved.square().sum((-2, -1))
+    answers = [
+        koopman_attention(
+            query[:, None, None], keys.unsqueeze(2), values.unsqueeze(2), power=power, ridge=EPSILON, mode="prefix",
+            backend="reference",
+        )[0][:, 0, 0]
+        for power in (0, 2)
+    ]  # fmt: skip
+    filtered = (filtered_readout(operator, 2) @ query.unsqueeze(-1)).squeeze(-1)
+    ridge_recall = recall_of_ridge(PAIRS)
+    return {
+        "ridge": row("Echo, Prop. I.2", "error of C G̃⁻¹ as a least-squares solution", IDENTITY, error(best, fitted)),
+        "excess": row(
+            "Echo, Prop. I.3", "error of the excess risk of C", IDENTITY, error(excess_risk(operator, linear), excess)
+        ),
+        "gradient step": row(
+            "Echo, Prop. I.5", "C against half a gradient step from 0", IDENTITY, error(-0.5 * start.grad, linear)
+        ),
+        "linear distance": row("Echo, Thm I.6", "‖C q − a* B* q‖ / bound", BOUND, quotient(distance, bound)),
+        "unavoidable": row(
+            "Echo, §I.10", "distance of C q from a B* q for an eigenvector q", IDENTITY,
+            error(size[..., None, None] * solved, along),
+        ),
+        "ridge at K = 0": row(
+            "Echo, Props. I.7, I.8, Cor. I.9", "error of the op at K = 0", IDENTITY,
+            error(answers[0], scaled.squeeze(-1)),
+        ),
+        "pipeline": row("Echo, Prop. I.8", "error of the op at K = 2", IDENTITY, error(answers[1], filtered)),
+        "pairs": row("Echo, §3.2.2", "pairs in a state of rank 24", NUMBER, list(PAIRS)),
+        "pairs recalled": row(
+            "Echo, §3.2.2", "share that ridge regression recalls, by pairs", NUMBER, ridge_recall["recall"]
+        ),
+        "pairs least": row("Echo, §3.2.2", "mean λ_min(G̃), by pairs", NUMBER, ridge_recall["least"]),
+    }  # fmt: skip
+
+
+def _printed(keys: Tensor, values: Tensor, query: Tensor, generator: torch.Generator) -> dict[str, dict[str, Any]]:
+    """Sentences of §3.2.2 and §3.3."""
+    louder = torch.cat([keys[:, :-1], 10 * keys[:, -1:]], 1)
+    early = [
+        koopman_attention(
+            query[:, None, None].expand(-1, TOKENS, -1, -1), each.unsqueeze(2), values.unsqueeze(2),
+            normalization="sequence", chunk_size=2, backend="reference",
+        )[0][:, : TOKENS // 2]
+        for each in (louder, keys)
+    ]  # fmt: skip
+    eigenvalues = ClampedEigenvalues(DRAWS).double()
+    with torch.no_grad():
+        for part in eigenvalues.parameters():
+            part.copy_(torch.randn(DRAWS, generator=generator, dtype=torch.float64))
+        real, imaginary = eigenvalues()
+    blocks = torch.stack([real, imaginary, -imaginary, real], -1).unflatten(-1, (2, 2))
+    return {
+        "future key": row(
+            "Echo, Eq. 3", "change of the outputs of the first half if the last key is ten times as long", IDENTITY,
+            error(*early),
+        ),
+        "rotation": row(
+            "Echo, §3.3", "smallest σ of the blocks of Eq. 14, with clamped random γ and ω", NUMBER,
+            torch.linalg.svdvals(blocks).min(),
+        ),
+    }  # fmt: skip
+
+
+def _memory() -> dict[str, dict[str, Any]]:
+    """§3.5, §6.2 and Prop. I.14."""
+    rank, width = 56, 64
+    cache = [length * (rank + width) for length in range(1, 1000)]
+    smaller = next(length for length, size in enumerate(cache, 1) if size > state_size(rank, width))
+    return {
+        "crossover": row(
+            "Echo, Prop. I.14", "first length at which a cache is larger, counted and by the formula (r 56, P 64)",
+            NUMBER, [smaller, crossover(rank, width)],
+        ),
+        "state kB": row(
+            "Echo, §3.5", "kB of the SKA states of the 50M model in float32", NUMBER,
+            4 * 4 * 7 * state_size(rank, width) / 1000,
+        ),
+    }  # fmt: skip
