@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close
+from helpers import assert_close, assert_streams
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.lab.experiments import decay_design
@@ -153,10 +153,7 @@ def test_released_lightnet_with_shared_keys():
 def test_released_lightnet_streams_and_packs():
     """At every cut, and in packed rows with an empty one."""
     layer, x = layer_of(decay="lightnet_released", share_keys=True)
-    whole, _ = layer(x)
-    for cut in range(LENGTH + 1):
-        first, state = layer(x[:, :cut])
-        assert_close(torch.cat([first, layer(x[:, cut:], state)[0]], 1), whole, EXACT)
+    assert_streams(layer, x, EXACT)
     bounds = [0, 4, 4, 5, 9]
     _, state = layer(torch.randn(4, 3, WIDTH, dtype=torch.float64))
     packed, last = layer(x[:1], state, cu_seqlens=torch.tensor(bounds))

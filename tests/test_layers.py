@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_same, slices
+from helpers import assert_close, assert_packs, assert_pads, assert_same, assert_streams
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers import LAYERS
@@ -85,6 +85,10 @@ def inputs(batch=2, length=LENGTH, dtype=torch.float64):
     return torch.randn(batch, length, HIDDEN, dtype=dtype)
 
 
+def gradient_inputs(batch, length):
+    return inputs(batch, length).requires_grad_()
+
+
 def slow_down(layer):
     """Make memory last, so that a leak from one sequence to another is visible."""
     slow = {"A_log": -9.0, "theta": -12.0, "decay.delta": 9.0, "decay.logit": -9.0}
@@ -98,27 +102,7 @@ def slow_down(layer):
 
 @each_layer
 def test_streams_like_the_full_pass(case):
-    """Outputs and states agree for every cut, with empty pieces too."""
-    layer, x = build(case).double(), inputs()
-    whole, last = layer(x)
-    for cut in range(LENGTH + 1):
-        first, state = layer(x[:, :cut])
-        second, state = layer(x[:, cut:], state)
-        assert_close(torch.cat([first, second], 1), whole, exact(case))
-        state.pop("inverse", None)  # SKA caches it between single tokens, and computes it again where it is missing
-        assert_close(state, last, exact(case))
-
-
-@each_layer
-def test_decodes_like_the_full_pass(case):
-    """Single tokens from an empty state, then several tokens after a filled state, give the full pass."""
-    layer, x = build(case).double(), inputs()
-    whole, _ = layer(x)
-    state, outputs = None, []
-    for tokens in slices([*range(8), LENGTH]):
-        y, state = layer(x[:, tokens], state)
-        outputs.append(y)
-    assert_close(torch.cat(outputs, 1), whole, exact(case))
+    assert_streams(build(case).double(), inputs(), exact(case))
 
 
 @each_layer
@@ -161,16 +145,7 @@ def test_rope_depends_on_distance_alone(case):
 
 @each_layer
 def test_packed_equals_separate(case):
-    """A second call continues from the first, so that states of sequences of different lengths are tested as well."""
-    layer = build(case).double()
-    state, alone = None, [None] * 4
-    for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
-        x = inputs(batch=1, length=sum(lengths))
-        y, state = layer(x, state, cu_seqlens=bounds.int())
-        for row, tokens in enumerate(slices(bounds.tolist())):
-            expected, alone[row] = layer(x[:, tokens], alone[row])
-            assert_close(y[:, tokens], expected, exact(case))
+    state, _ = assert_packs(build(case).double(), gradient_inputs, exact(case))
     assert state["position"].tolist() == [7, 3, 1, 8]
 
 
@@ -203,28 +178,8 @@ def test_nothing_looks_ahead(case):
 @each_layer
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(case, side):
-    """Outputs equal those of the unpadded rows, and are 0 at pads. Pads get no gradient. Decoding continues."""
-    layer, lengths = build(case).double(), [4, LENGTH]
-    x, steps = inputs(), inputs(length=3)
-    position = torch.arange(LENGTH).expand(2, -1)
-    mask = position < torch.tensor(lengths).unsqueeze(1)
-    mask = mask.flip(1) if side == "left" else mask
-    x[~mask] = 1e3
-    x.requires_grad_()
-    y, state = layer(x, attention_mask=mask.long())
-    assert y[~mask].count_nonzero() == 0
-    (grad,) = torch.autograd.grad(y.square().sum(), x)
-    assert grad[~mask].count_nonzero() == 0
-    assert grad[mask].any()
-    continued = []
-    for t in range(3):
-        more, state = layer(steps[:, t : t + 1], state)
-        continued.append(more)
-    for row in range(2):
-        alone, own = layer(x[row : row + 1, mask[row]])
-        assert_close(y[row, mask[row]], alone[0], exact(case))
-        assert_close(torch.cat(continued, 1)[row], layer(steps[row : row + 1], own)[0][0], exact(case))
-    assert state["position"].tolist() == [7, LENGTH + 3]
+    state = assert_pads(build(case).double(), gradient_inputs, side, exact(case))
+    assert state["position"].tolist() == [7, 3, LENGTH + 3]
 
 
 @each_layer

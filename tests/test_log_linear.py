@@ -115,16 +115,11 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.parametrize("name", ["mamba2+log_linear", "retnet+log_linear", "simple+scalar+log_linear+post"])
-def test_models_stream_and_learn(name):
+def test_models_learn(name):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
     model = halflife.LanguageModel(halflife.preset(name, **sizes)).double()
-    ids = torch.randint(31, (2, 40))
-    whole, _ = model(ids)
-    first, state = model(ids[:, :13])
-    second, _ = model(ids[:, 13:], state)
-    assert_equal(torch.cat([first, second], 1), whole)
-    whole.square().sum().backward()
+    model(torch.randint(31, (2, 40)))[0].square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert model.blocks[0].mixer.log_linear.scale.c.grad.abs().max() > 0
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, unchecked, with_grads
+from helpers import assert_close, assert_streams, at, unchecked, with_grads
 
 import halflife
 from halflife.layers import build
@@ -56,20 +56,15 @@ def test_conjugate_gradients_equal_exact_solves(cut):
 
 def test_tokens_one_by_one_and_packed():
     inputs = {name: x.detach() for name, x in arguments(12, batch=1).items()}
-    whole, last = ridge_attention(**inputs, output_final_state=True)
-    state, outputs = None, []
-    for t in range(12):
-        y, state = ridge_attention(**part(inputs, slice(t, t + 1)), initial_state=state, output_final_state=True)
-        outputs.append(y)
-    assert_close(torch.cat(outputs, 1), whole, EXACT)
-    assert_close(state[0], last[0], EXACT)
-    bounds = torch.tensor([0, 5, 5, 12])
-    packed, _ = ridge_attention(**inputs, cu_seqlens=bounds)
-    assert_close(packed[:, :5], whole[:, :5], EXACT)
-    alone, _ = ridge_attention(**part(inputs, slice(5, 12)))
-    assert_close(packed[:, 5:], alone, EXACT)
-    none, _ = ridge_attention(**part(inputs, slice(0)))
-    assert none.shape == (1, 0, 2, 4)
+    ridge = inputs.pop("ridge")
+
+    def run(x, state, **options):
+        return ridge_attention(**x, ridge=ridge, initial_state=state, output_final_state=True, **options)
+
+    assert_streams(run, inputs, EXACT)
+    packed, _ = run(inputs, None, cu_seqlens=torch.tensor([0, 5, 5, 12]))
+    for tokens in (slice(5), slice(5, 12)):
+        assert_close(packed[:, tokens], run(at(inputs, tokens), None)[0], EXACT)
 
 
 def test_a_tolerance_ends_the_iteration_of_each_vector():
@@ -130,22 +125,7 @@ def test_options_that_define_it_cannot_change():
             build("mesa", hidden_size=12, num_heads=2, **options)
 
 
-def test_models_stream_and_have_gradients():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4}
-    model = halflife.LanguageModel(halflife.preset("mesa", **sizes)).double()
-    ids = torch.randint(31, (2, 40))
-    whole, _ = model(ids)
-    first, state = model(ids[:, :13])
-    assert_close(torch.cat([first, model(ids[:, 13:], state)[0]], 1), whole, 1e-12)
-    whole.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("position", ["lrpe", "half_lrpe"])
 def test_the_ridge_has_a_number_for_every_row_of_a_key(position):
     layer = halflife.layers.build("mesa", hidden_size=32, num_heads=2, position=position)
-    x = torch.randn(1, 6, 32)
-    whole, _ = layer(x)
-    first, state = layer(x[:, :4])
-    torch.testing.assert_close(torch.cat([first, layer(x[:, 4:], state)[0]], 1), whole, rtol=1e-4, atol=1e-5)
+    assert_streams(layer, torch.randn(1, 6, 32), 4e-5)

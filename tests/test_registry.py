@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import EARLIER, LATER, SIZES
-from helpers import add_noise, assert_close, assert_same, slices
+from helpers import add_noise, assert_close, assert_packs, assert_pads, assert_same, assert_streams
 from pairwise import slow_beyond
 from safetensors.torch import load_file
 
@@ -31,6 +31,7 @@ MODIFIED = (
     "retnet+post_norm", "gla+post",
     "simple+rope", "simple+lrpe", "simple+scalar+tpe", "simple+delta", "simple+dplr", "hgrn2+vector+share",
     "mamba2+gate_rank", "mamba3+gate_rank", "gated_deltanet+gate_rank+post", "retnet+gate_rank",
+    "lightnet+scalar+delta+gate_rank", "echo+gate_rank",
     "mamba2+log_linear",
 )  # fmt: skip
 # Echo's parts with other mixers.
@@ -118,12 +119,6 @@ def kept(model):
     return {id(x) for module in modules for x in (*module.parameters(), *module.buffers())}
 
 
-def assert_states(got, expected):
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        assert_close(a, b, EXACT)
-
-
 @pytest.mark.parametrize("name", slow_beyond(EARLIER, CONFIGURATIONS))
 def test_learns_sixteen_sequences_by_heart(name):
     """The loss falls to a thirtieth of that of a uniform guess. A bigram model would stay at 2 nats.
@@ -148,51 +143,18 @@ def test_learns_sixteen_sequences_by_heart(name):
 
 @each_streamed_model
 def test_streams_like_the_full_pass(name):
-    """Logits and the states of every layer agree at every cut, with empty pieces too, and token by token."""
-    model, ids = trained(name), tokens(2, LENGTH)
-    whole, last = model(ids)
-    stepped = None
-    for cut in range(LENGTH + 1):
-        first, state = model(ids[:, :cut])
-        second, final = model(ids[:, cut:], state)
-        assert_close(torch.cat([first, second], 1), whole, EXACT)
-        assert_states(final, last)
-        if cut:
-            logits, stepped = model(ids[:, cut - 1 : cut], stepped)
-            assert_close(logits, whole[:, cut - 1 : cut], EXACT)
-            assert_states(stepped, state)
+    assert_streams(trained(name), tokens(2, LENGTH), EXACT)
 
 
 @each_model
 def test_packed_equals_separate(name):
-    """One sequence is empty. A second call continues from the first, with states of different lengths."""
-    model = trained(name)
-    state, alone = None, [None] * 4
-    for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
-        ids = tokens(1, sum(lengths))
-        logits, state = model(ids, state, cu_seqlens=bounds)
-        for row, piece in enumerate(slices(bounds.tolist())):
-            expected, alone[row] = model(ids[:, piece], alone[row])
-            assert_close(logits[:, piece], expected, EXACT)
+    assert_packs(trained(name), tokens, EXACT)
 
 
 @each_model
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(name, side):
-    """Logits equal those of the unpadded rows, and are 0 at pads, for any pads. Decoding continues from there."""
-    model, lengths = trained(name), torch.tensor([4, 0, LENGTH])
-    mask = torch.arange(LENGTH) < lengths.unsqueeze(1)
-    mask = mask.flip(1) if side == "left" else mask
-    ids, steps = tokens(3, LENGTH), tokens(3, 2)
-    logits, state = model(ids, attention_mask=mask.long())
-    assert logits[~mask].count_nonzero() == 0
-    assert_same(model(ids.where(mask, 0), attention_mask=mask)[0], logits)
-    continued, _ = model(steps, state)
-    for row in range(3):
-        expected, own = model(ids[row : row + 1, mask[row]])
-        assert_close(logits[row, mask[row]], expected[0], EXACT)
-        assert_close(continued[row], model(steps[row : row + 1], own)[0][0], EXACT)
+    assert_pads(trained(name), tokens, side, EXACT)
 
 
 @each_model

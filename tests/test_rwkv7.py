@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same, leaves, slices, with_grads
+from helpers import assert_close, assert_packs, assert_pads, assert_same, assert_streams, leaves, with_grads
 from test_parity import fla, heads_first, on_linux
 
 from halflife import layers
@@ -158,10 +158,10 @@ def channel_mix():
 def two_layers():
     mixers = noisy(stack(post={"train_length": 16}))
 
-    def run(x, state=None, **options):
+    def run(x, state, **options):
         before = state and [{name[2:]: part for name, part in state.items() if name[0] == i} for i in "01"]
         y, states = run_stack(mixers, x, before, **options)
-        return y, {f"{i}.{name}": part for i, own in enumerate(states) for name, part in own.items()}
+        return y - x, {f"{i}.{name}": part for i, own in enumerate(states) for name, part in own.items()}
 
     return run
 
@@ -171,44 +171,20 @@ each_module = pytest.mark.parametrize("make", [channel_mix, two_layers])
 
 @each_module
 def test_streams_like_the_full_pass(make):
-    run, x = make(), inputs()
-    whole, last = run(x)
-    for cut in range(LENGTH + 1):
-        first, state = run(x[:, :cut])
-        second, state = run(x[:, cut:], state)
-        assert_close(torch.cat([first, second], 1), whole, EXACT)
-        assert_close(state, last, EXACT)
+    assert_streams(make(), inputs(), EXACT)
 
 
 @each_module
 def test_packed_equals_separate(make):
-    run = make()
-    state, alone = None, [None] * 4
-    for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
-        x = inputs(batch=1, length=sum(lengths)).requires_grad_()
-        y, state = run(x, state, cu_seqlens=bounds)
-        for row, tokens in enumerate(slices(bounds.tolist())):
-            expected, alone[row] = run(x[:, tokens], alone[row])
-            assert_close(y[:, tokens], expected, EXACT)
-            assert_close({name: part[row : row + 1] for name, part in state.items()}, alone[row], EXACT)
-        (grad,) = torch.autograd.grad(y[:, -1].sum(), x, retain_graph=True)
-        assert grad[:, : bounds[-2]].count_nonzero() == 0
+    state, alone = assert_packs(make(), lambda *size: inputs(*size).requires_grad_(), EXACT)
+    for row, own in enumerate(alone):
+        assert_close({name: part[row : row + 1] for name, part in state.items()}, own, EXACT)
 
 
 @each_module
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(make, side):
-    run, x, more = make(), inputs(), inputs(length=2)
-    mask = torch.arange(LENGTH) < torch.tensor([[4], [LENGTH]])
-    mask = mask.flip(1) if side == "left" else mask
-    x[~mask] = 1e3
-    y, state = run(x, attention_mask=mask)
-    continued, _ = run(more, state)
-    for row in range(2):
-        alone, own = run(x[row : row + 1, mask[row]])
-        assert_close(y[row, mask[row]], alone[0], EXACT)
-        assert_close(continued[row], run(more[row : row + 1], own)[0][0], EXACT)
+    assert_pads(make(), inputs, side, EXACT)
 
 
 def test_deeper_layers_mix_in_the_first_values():

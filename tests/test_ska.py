@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_same, generator, slices
+from helpers import assert_close, assert_same, assert_streams, generator, slices
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
@@ -72,16 +72,9 @@ def test_a_mask_of_ones_changes_nothing_and_one_of_zeros_writes_nothing():
 
 @pytest.mark.parametrize("refresh", ["chunk", "token"])
 def test_a_masked_sequence_streams_like_the_whole(refresh):
-    """Cuts at every place agree, and so do single tokens, which take the rank-one path with an operator a token."""
+    """Single tokens take the rank-one path where every token has an operator."""
     layer, x, mask = build(refresh=refresh), inputs(), action_mask()
-    whole, last = layer(x, shared={"action_mask": mask})
-    for bounds in (*([0, cut, LENGTH] for cut in range(LENGTH + 1)), range(LENGTH + 1)):
-        state, outputs = None, []
-        for tokens in slices(bounds):
-            y, state = layer(x[:, tokens], state, shared={"action_mask": mask[:, tokens]})
-            outputs.append(y)
-        assert_close(torch.cat(outputs, 1), whole, EXACT)
-        assert_close({name: state[name] for name in last}, last, EXACT)
+    assert_streams(lambda x, state: layer(x[0], state, shared={"action_mask": x[1]}), (x, mask), EXACT)
 
 
 def test_a_masked_sequence_packed_and_padded():
@@ -252,9 +245,8 @@ def test_a_fixed_gain_is_no_parameter():
 
 def test_a_short_convolution_streams_and_packs():
     layer, x = build(conv_size=3, mix="ridge", query_init="own", chunk_size=2), inputs()
+    assert_streams(layer, x, EXACT)
     whole = layer(x)[0]
-    first, state = layer(x[:, :3])
-    assert_close(torch.cat([first, layer(x[:, 3:], state)[0]], 1), whole, EXACT)
     bounds = torch.arange(len(x) + 1) * x.shape[1]
     assert_same(layer(x.flatten(0, 1)[None], cu_seqlens=bounds)[0].view_as(whole), whole)
     assert not torch.allclose(build(mix="ridge", query_init="own", chunk_size=2)(x)[0], whole)
