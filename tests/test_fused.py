@@ -12,9 +12,7 @@ from halflife.hf import HalflifeConfig, HalflifeForCausalLM
 from halflife.layers.parts import rotary
 from halflife.models import PRESETS
 from halflife.ops import causal_conv1d, fused
-from halflife.ops import linear as linear_module
-from halflife.ops.backends.native import build, products
-from halflife.ops.linear import linear
+from halflife.ops.backends.native import build
 from halflife.position import rope, rotate
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -226,34 +224,6 @@ def test_custom_ops_are_well_formed(name, monkeypatch):
         torch.library.opcheck(
             op, [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
         )
-
-
-@pytest.mark.parametrize("wins", [(True, True, True), (True, False, True), (False, True, False)], ids=str)
-@pytest.mark.parametrize("shape", [(2, 40, 3, 16), (33, 1, 1, 7), (1, 50, 2, 80)], ids=str)
-def test_linear_map_by_onednn(shape, wins, monkeypatch):
-    monkeypatch.setattr(linear_module, "faster", lambda: dict(zip(("forward", "input", "weight"), wins, strict=True)))
-    leaves = arguments(shape, torch.float32)
-    compare(lambda x, z, w, c, s, h: linear(flat(x), w.t(), None), leaves, torch.float32)
-    compare(lambda x, z, w, c, s, h: linear(flat(x), w.t(), c[:4].clone()), leaves, torch.float32)
-    x, weight = flat(leaves[0]), leaves[2].t()
-    torch.library.opcheck(linear_module._linear, (x.flatten(0, 1).detach(), weight.detach().requires_grad_()))
-
-
-def test_linear_map_is_torchs_without_a_gain(monkeypatch):
-    x, weight, bias = torch.randn(64, 8), torch.randn(5, 8), torch.randn(5)
-    monkeypatch.setattr(linear_module, "faster", lambda: {})
-    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-    monkeypatch.setattr(linear_module, "faster", lambda: {"forward": True, "input": True, "weight": True})
-    for change in (lambda x: x.bfloat16(), lambda x: x.double()):
-        assert torch.equal(linear(change(x), change(weight)), F.linear(change(x), change(weight)))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x, weight).dtype == torch.bfloat16
-
-
-def test_products_are_measured():
-    assert set(products.measure()) == {"forward", "input", "weight"}
-    x, weight = torch.randn(6, 4), torch.randn(3, 4)
-    torch.testing.assert_close(products.by_onednn(x, weight), x @ weight.t())
 
 
 def test_forward_derivatives_of_a_layer_are_those_of_torch():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.models import LanguageModel, param_groups, preset
+from halflife.ops.linear import fast_linears
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -74,7 +76,7 @@ def train_step(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Te
     optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1, 1e-4), lr=1e-4)
 
     def step(ids: Tensor) -> Tensor:
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
+        with fast_linears(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
             logits = model(ids)[0]
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
         loss.backward()
@@ -190,7 +192,8 @@ class Decoder:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Decoder:
         """Read `ids [B, T]`, T ≥ 1, in one pass, and return the decoder."""
-        logits, self.state = self.model(ids, self.state)
+        with fast_linears(self.model) if ids.shape[1] > 1 else nullcontext():
+            logits, self.state = self.model(ids, self.state)
         self.token, self.position = logits[:, -1:].argmax(-1), self.position + ids.shape[1]
         return self
 

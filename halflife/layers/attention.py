@@ -6,10 +6,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from halflife.layers import packing
-from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, check_heads, rotary
 from halflife.position import check_pairs
@@ -88,12 +87,12 @@ class Attention(Mixer):
         self.rope_base, self.position, self.window = rope_base, position, window
         queries, keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.splits = [queries, keys, keys] + [queries] * gate
-        self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         norm = PlusOneRMSNorm if qk_norm == "head_plus_one" else RMSNorm
         self.over_all = qk_norm == "all"
         sizes = (queries, keys) if self.over_all else (self.head_dim, self.head_dim)
         self.q_norm, self.k_norm = (None if qk_norm == "none" else norm(size, eps=norm_eps) for size in sizes)
-        self.out_proj = Linear(queries, hidden_size, bias=False)
+        self.out_proj = nn.Linear(queries, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         q, k, v, *gate = self.qkv_proj(x).split(self.splits, -1)

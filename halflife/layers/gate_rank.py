@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.init import UniformLinear
+from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.ops import causal_conv1d, delta_rule, gate_rank, linear_attention
 from halflife.ops.gate_rank import check_reset_law
 from halflife.precision import Float32Module, compute_dtype, without_autocast
@@ -109,6 +109,10 @@ class GateRank(nn.Module):
             it into x, which tells the effect of a second state from that of a learned gate.
     """
 
+    initial: ClassVar[dict[str, Law]] = {
+        "proj": uniform(math.sqrt(3))
+    }  # x of unit mean square gives f of unit variance
+
     def __init__(
         self,
         hidden_size: int,
@@ -124,12 +128,14 @@ class GateRank(nn.Module):
     ) -> None:
         super().__init__()
         self.slow_gate = SlowGate(num_heads, reset_rate, conv_size, gates, bias, rate_start)
-        # x of unit mean square gives f of unit variance
-        self.proj = UniformLinear(hidden_size, self.slow_gate.num_gates, gain=math.sqrt(3))
+        self.proj = drawn(hidden_size, self.slow_gate.num_gates, self.initial["proj"])
         check_reset_law(reset_law, delta=False)
         self.reset_law, self.trained = reset_law, trained
         self.requires_grad_(trained)
         self.counts: Tensor | None = None  # sums since the last call of `statistics`
+
+    def reset_parameters(self) -> None:
+        reset(self, self.initial)
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,

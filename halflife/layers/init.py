@@ -1,42 +1,67 @@
-"""Linear maps, some with special initial weights."""
+"""Initial values of linear maps.
+
+A linear map is an `nn.Linear`, which starts by torch's law. Where a layer's maps start by another one, the layer has
+`initial`, the laws by the maps' names, and its `reset_parameters` draws the whole layer.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from halflife.ops.linear import linear
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` with `ops.linear`, the faster of two libraries in float32."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+Law = Callable[[nn.Linear], None]
 
 
-class UniformLinear(Linear):
-    """`x W` with initial W uniform in ±`gain`/√D for D inputs. With gain 0, W starts at zero."""
-
-    def __init__(self, inputs: int, outputs: int, gain: float) -> None:
-        self.bound = gain / math.sqrt(inputs)  # before the base class's constructor, which calls reset_parameters
-        super().__init__(inputs, outputs, bias=False)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        drawn = torch.empty_like(self.weight, dtype=torch.float32)
-        self.weight.copy_(drawn.uniform_(-self.bound, self.bound))
+@torch.no_grad()
+def _draw_uniform(linear: nn.Linear, gain: float) -> None:
+    bound = gain / math.sqrt(linear.in_features)
+    drawn = torch.empty_like(linear.weight, dtype=torch.float32)
+    linear.weight.copy_(drawn.uniform_(-bound, bound))
 
 
-class OrthogonalLinear(Linear):
-    """`x W` with initial W orthonormal in its rows, or in its columns if there are fewer of them."""
+def uniform(gain: float) -> Law:
+    """W uniform in ±`gain`/√D for D inputs; zero for gain 0. There is no bias."""
+    return partial(_draw_uniform, gain=gain)
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=torch.float32)))
+@torch.no_grad()
+def orthogonal(linear: nn.Linear) -> None:
+    """W orthonormal in its rows, or in its columns if there are fewer of them. There is no bias."""
+    if not linear.weight.is_meta:
+        linear.weight.copy_(nn.init.orthogonal_(torch.empty_like(linear.weight, dtype=torch.float32)))
+
+
+def zero_bias(linear: nn.Linear) -> None:
+    """torch's law for W, and a bias of zero."""
+    linear.reset_parameters()
+    nn.init.zeros_(linear.bias)
+
+
+def drawn(inputs: int, outputs: int, law: Law, bias: bool = False) -> nn.Linear:
+    """A linear map that starts by `law`."""
+    with torch.device("meta"):
+        linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.to_empty(device=torch.get_default_device())
+    law(linear)
+    return linear
+
+
+def reset(module: nn.Module, initial: Mapping[str, Law] | None = None) -> None:
+    """Draw the parameters of all modules inside `module` again, in their order, parents first.
+
+    Args:
+        module: its own parameters stay as they are.
+        initial: the laws of those of its maps that do not start by torch's.
+    """
+    for name, child in module.named_children():
+        if initial and name in initial:
+            initial[name](child)  # pyright: ignore[reportArgumentType] (the names are those of linear maps)
+            continue
+        if callable(draw := getattr(child, "reset_parameters", None)):
+            draw()
+        if not hasattr(child, "initial"):  # otherwise it has drawn its children too
+            reset(child)

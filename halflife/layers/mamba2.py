@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from halflife.decay import Decay, PoST
 from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
-from halflife.layers.init import Linear
 from halflife.layers.memory.choose import build_states
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import OUTPUT_NORMS, ShortConv, build_decay, check_gain, check_heads, check_step
@@ -107,7 +106,7 @@ class Mamba2(Mixer):
         inner, shared = num_heads * self.head_dim, num_groups * state_size
         self.splits = [inner, inner + 2 * shared, num_heads]
         self.conv_splits = [inner, shared, shared]
-        self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.conv_splits), conv_size, bias=True)
         self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
             decay, decay_options, post, num_heads=num_heads, head_dim=state_size, granularity="scalar",
@@ -121,7 +120,7 @@ class Mamba2(Mixer):
         if output_norm not in OUTPUT_NORMS:
             raise unknown("output_norm", output_norm, list(OUTPUT_NORMS))
         self.norm = OUTPUT_NORMS[output_norm](inner, num_heads if norm_per_head else num_groups, norm_eps)
-        self.out_proj = Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank
-from halflife.layers.init import Linear
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.memory.mimo import MIMO
 from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
@@ -146,7 +145,7 @@ class Mamba3(Mixer):
         )
         per_head = [num_heads] * (2 if rate_floor is None else 3)
         self.splits = [inner, inner, shared, shared, *per_head, pairs]
-        self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.key = NormBias(rank * num_heads, state_size, norm_eps)
         self.query = NormBias(rank * num_heads, state_size, norm_eps)
         self.mimo = MIMO(num_heads, rank, self.head_dim) if rank > 1 else None
@@ -159,7 +158,7 @@ class Mamba3(Mixer):
         self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
         self.skip = Skip(num_heads)
         self.norm = NormBeforeGate(inner, num_heads, norm_eps) if output_norm else None
-        self.out_proj = Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(x, state.get("position"), cu_seqlens)
@@ -270,12 +269,12 @@ class EchoMamba3(Mixer):
         self.chunk_size, self.backend = chunk_size, backend
         inner, keys = num_heads * self.head_dim, num_heads * state_size
         self.splits = [inner, inner, keys, keys, num_heads, num_heads, num_heads, keys // 2]
-        self.in_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.decay = ChosenRateDecay(
             num_heads=num_heads, head_dim=state_size, layer_idx=layer_idx, num_layers=num_layers
         )
         self.conv = ShortConv(inner, conv_size, bias=True)
-        self.out_proj = Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)

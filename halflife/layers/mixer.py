@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from halflife import decay as decays
 from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
-from halflife.layers.init import Linear
 from halflife.layers.memory.choose import KINDS, build_states
 from halflife.layers.parts import GATES, DecayProjection, ShortConv, build_decay, check_gain, check_heads, rotary
 from halflife.ops import dplr
@@ -239,15 +238,15 @@ class LinearMixer(Mixer):
             rank = None if share_keys else (hidden_size // num_heads if decay_rank is None else decay_rank) or None
             self.decay_proj = DecayProjection(hidden_size, self.decay.shape, rank, decay_bias)
         self.splits = [num_heads * self.head_dim] * (1 if share_keys else 2) + [num_heads * self.value_dim]
-        self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
-        self.beta_proj = Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
+        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if update != "linear" else None
         self.gate_rank, self.log_linear = build_states(
             (hidden_size, num_heads), decay=decay, granularity=granularity, update=update, gate_rank=gate_rank,
             log_linear=log_linear,
         )  # fmt: skip
         self.gate = GATES[gate](hidden_size, num_heads, self.value_dim, norm_eps)
-        self.out_proj = Linear(num_heads * self.value_dim, hidden_size, bias=False)
+        self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         new: dict[str, Any] = {}

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.init import Linear
 from halflife.ops.fused import swiglu
 from halflife.precision import Float32Module
 
@@ -86,9 +85,9 @@ class KoopmanMLP(nn.Module):
             raise ValueError(
                 f"the Koopman MLP rotates pairs of channels, so intermediate_size must be even; got {width}"
             )
-        self.lift = Linear(hidden_size, width, bias=False)
-        self.gate = Linear(hidden_size, width, bias=False) if gated else None
-        self.read = Linear(width, hidden_size, bias=False)
+        self.lift = nn.Linear(hidden_size, width, bias=False)
+        self.gate = nn.Linear(hidden_size, width, bias=False) if gated else None
+        self.read = nn.Linear(width, hidden_size, bias=False)
         self.eigenvalues = ClampedEigenvalues(width // 2) if clamped else Eigenvalues(width // 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,9 +108,9 @@ class SwiGLU(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int | None = None) -> None:
         super().__init__()
         width = intermediate_size or -(-8 * hidden_size // 3 // 64) * 64
-        self.gate = Linear(hidden_size, width, bias=False)
-        self.up = Linear(hidden_size, width, bias=False)
-        self.down = Linear(width, hidden_size, bias=False)
+        self.gate = nn.Linear(hidden_size, width, bias=False)
+        self.up = nn.Linear(hidden_size, width, bias=False)
+        self.down = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(swiglu(self.gate(x), self.up(x)))

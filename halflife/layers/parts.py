@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay, PoST
 from halflife.decay.base import build as build_named_decay
-from halflife.layers.init import Linear
+from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.position import angles, rope, spread
 from halflife.precision import compute_dtype
@@ -102,7 +102,7 @@ class HeadwiseGate(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm, self.eps = RMSNorm(value_dim, eps=eps), eps
-        self.proj = Linear(hidden_size, num_heads * value_dim, bias=False)
+        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
@@ -115,8 +115,8 @@ class LowRankGate(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm, self.eps = RMSNorm(num_heads * value_dim, eps=eps), eps
-        self.down = Linear(hidden_size, hidden_size // num_heads, bias=False)
-        self.up = Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
+        self.down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
+        self.up = nn.Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
@@ -137,8 +137,8 @@ class LowRankSigmoidGate(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm = RMSNorm(value_dim, eps=eps)
-        self.down = Linear(hidden_size, value_dim, bias=False)
-        self.up = Linear(value_dim, num_heads * value_dim)
+        self.down = nn.Linear(hidden_size, value_dim, bias=False)
+        self.up = nn.Linear(value_dim, num_heads * value_dim)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
@@ -176,15 +176,22 @@ class DecayProjection(nn.Module):
         shape: shape of one token's log-decays, `(H,)` or `(H, K)`.
         rank: rank of the projection for a vector decay; None for full rank.
         bias: whether the last map has a bias.
+        law: initial values of the last map; None means torch's.
     """
 
-    def __init__(self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, shape: tuple[int, ...], rank: int | None, bias: bool, law: Law | None = None
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.down, width = nn.Identity(), hidden_size
         if rank is not None and len(shape) == 2:
-            self.down, width = Linear(hidden_size, rank, bias=False), rank
-        self.up = Linear(width, torch.Size(shape).numel(), bias=bias)
+            self.down, width = nn.Linear(hidden_size, rank, bias=False), rank
+        self.initial = {"up": law or nn.Linear.reset_parameters}
+        self.up = drawn(width, torch.Size(shape).numel(), self.initial["up"], bias)
+
+    def reset_parameters(self) -> None:
+        reset(self, self.initial)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, D]` → `[B, T, H]` or `[B, T, H, K]`."""

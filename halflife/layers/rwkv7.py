@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halflife.decay import Decay, PoST
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers import packing
-from halflife.layers.init import UniformLinear
+from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import build_decay, check_gain, check_heads
 from halflife.ops import dplr
@@ -99,6 +99,13 @@ class RWKV7(Mixer):
         ValueError: the number of heads does not divide the hidden size.
     """
 
+    initial: ClassVar[dict[str, Law]] = {
+        "r_proj": uniform(0.5),
+        "k_proj": uniform(0.05),
+        "v_proj": uniform(0.5),
+        "out_proj": uniform(0),
+    }
+
     def __init__(
         self,
         hidden_size: int,
@@ -129,10 +136,10 @@ class RWKV7(Mixer):
         self.mu = nn.ParameterDict({name: torch.empty(hidden_size) for name in _SHIFTS})
         self.a0, self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(size)) for _ in range(4))
         self.v0 = nn.Parameter(torch.empty(size)) if layer_idx else None
-        self.r_proj = UniformLinear(hidden_size, size, gain=0.5)
-        self.k_proj = UniformLinear(hidden_size, size, gain=0.05)
-        self.v_proj = UniformLinear(hidden_size, size, gain=0.5)
-        self.out_proj = UniformLinear(size, hidden_size, gain=0)
+        self.r_proj = drawn(hidden_size, size, self.initial["r_proj"])
+        self.k_proj = drawn(hidden_size, size, self.initial["k_proj"])
+        self.v_proj = drawn(hidden_size, size, self.initial["v_proj"])
+        self.out_proj = drawn(size, hidden_size, self.initial["out_proj"])
         self.decay_lora = LoRA(hidden_size, decay_rank or _rank(2.5 * small), size, "tanh")
         self.iclr_lora = LoRA(hidden_size, iclr_rank or _rank(2.5 * small), size)
         self.value_lora = LoRA(hidden_size, value_rank or _rank(1.7 * small), size) if layer_idx else None
@@ -142,11 +149,15 @@ class RWKV7(Mixer):
             layer_idx=layer_idx, num_layers=num_layers,
         )  # fmt: skip
         self.norm = HeadNorm(num_heads, self.head_dim, self.head_dim * norm_eps, ((1 + layer_idx) / num_layers) ** 0.7)
-        self.reset_parameters()
+        self._reset_vectors()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters of the layer again."""
+        self._reset_vectors()
+        reset(self, self.initial)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set the parameters of this module. Its submodules have their own `reset_parameters`."""
+    def _reset_vectors(self) -> None:
         for name, exponent in _SHIFTS.items():
             self.mu[name].copy_(_shift_start(len(self.mu[name]), exponent * (1 - self.depth)))
         size = len(self.a0)
@@ -214,6 +225,8 @@ class RWKV7ChannelMix(Mixer):
         layer_idx, num_layers: the index of the layer and the number of layers; initial values depend on them.
     """
 
+    initial: ClassVar[dict[str, Law]] = {"k_proj": uniform(0.5), "v_proj": uniform(0)}
+
     def __init__(
         self, hidden_size: int, intermediate_size: int | None = None, layer_idx: int = 0, num_layers: int = 1
     ) -> None:
@@ -221,12 +234,17 @@ class RWKV7ChannelMix(Mixer):
         width = intermediate_size or 4 * hidden_size
         self.depth = layer_idx / num_layers
         self.mu = nn.Parameter(torch.empty(hidden_size))
-        self.k_proj = UniformLinear(hidden_size, width, gain=0.5)
-        self.v_proj = UniformLinear(width, hidden_size, gain=0)
-        self.reset_parameters()
+        self.k_proj = drawn(hidden_size, width, self.initial["k_proj"])
+        self.v_proj = drawn(width, hidden_size, self.initial["v_proj"])
+        self._reset_shift()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters of the channel mix again."""
+        self._reset_shift()
+        reset(self, self.initial)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def _reset_shift(self) -> None:
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:

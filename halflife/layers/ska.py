@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers import packing
-from halflife.layers.init import Linear, OrthogonalLinear, UniformLinear
+from halflife.layers.init import drawn, orthogonal, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import DecayProjection, ShortConv, build_decay, check_heads
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
@@ -189,18 +189,19 @@ class SKA(Mixer):
         self.num_heads, width = num_heads, value_dim or check_heads(hidden_size, num_heads)
         sizes = {"none": rank, "cg": 2 * rank // 3, "cg_projected": rank + rank % 2}
         self.lift, features = lift, num_heads * sizes[lift]
-        self.phi = OrthogonalLinear(3 * sizes[lift] // 2, rank) if lift == "cg_projected" else None
+        self.query_init = query_init
+        self.initial = {
+            "phi": orthogonal, "q_proj": uniform(0) if query_init == "key" else orthogonal, "k_proj": orthogonal,
+            "out_proj": uniform(0),
+        }  # fmt: skip
+        self.phi = drawn(3 * sizes[lift] // 2, rank, orthogonal) if lift == "cg_projected" else None
         self.options = {
             "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
             "normalization": normalization, "operator": operator, "backend": backend,
         }  # fmt: skip
-        self.query_init = query_init
-        if query_init == "key":
-            self.q_proj: Linear = UniformLinear(hidden_size, features, gain=0)
-        else:
-            self.q_proj = OrthogonalLinear(hidden_size, features)
-        self.k_proj = OrthogonalLinear(hidden_size, features)
-        self.v_proj = Linear(hidden_size, num_heads * width, bias=False)
+        self.q_proj = drawn(hidden_size, features, self.initial["q_proj"])
+        self.k_proj = drawn(hidden_size, features, self.initial["k_proj"])
+        self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
         self.splits = [features, features, num_heads * width]
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
         self.decay = build_decay(
@@ -210,9 +211,13 @@ class SKA(Mixer):
         self.decay_proj = None
         if self.decay is not None and self.decay.data_dependent:
             self.decay_proj = DecayProjection(hidden_size, self.decay.shape, hidden_size // num_heads, bias=False)
-        self.beta_proj = Linear(hidden_size, num_heads, bias=False) if beta else None
+        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if beta else None
         self.readout = Readout(num_heads, mix, eta_init, power, gamma)
-        self.out_proj = UniformLinear(num_heads * width, hidden_size, gain=0)
+        self.out_proj = drawn(num_heads * width, hidden_size, self.initial["out_proj"])
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters of the layer again."""
+        reset(self, self.initial)
 
     def forward(
         self,

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import GatedRMSNorm, check_heads
 from halflife.ops import linear_attention
@@ -157,7 +156,7 @@ class ReleasedTPE(PaperTPE):
     def __init__(self, hidden_size: int, num_heads: int = 4, *, norm_eps: float = 1e-5, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, **options)
         self.norm = GatedRMSNorm(hidden_size, num_heads, norm_eps)
-        self.out_proj = Linear(hidden_size, hidden_size, bias=False)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         y, new = super().mix(x, state, cu_seqlens, shared)

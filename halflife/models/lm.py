@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
-from halflife.layers.init import Linear
+from halflife.layers.init import reset
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm
 from halflife.models.config import ModelConfig
-from halflife.ops.linear import linear
 from halflife.precision import Float32Module
 
 ModelState = tuple[State, ...]
@@ -119,15 +118,12 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = _norm(config)
         # A tied head adds no parameter: the weight is one tensor with one name in a checkpoint.
-        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw every parameter again, each module by its own law; also works after construction on the meta device."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and callable(reset):
-                reset()
+        reset(self)
         nn.init.normal_(self.embedding.weight, std=self.config.initializer_range)
         if self.config.initialization == "rwkv7_released":
             nn.init.uniform_(self.embedding.weight, -1e-4, 1e-4)
@@ -245,7 +241,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: `[…, D]` → `[…, vocab_size]`."""
-        return linear(hidden, self.head_weight)
+        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     @property
     def head_weight(self) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
 from halflife.models.text import decoder, divide_stops, pieces_of_text, until
+from halflife.ops.linear import fast_linears
 
 FORMAT = 1  # increased when older files can no longer be read
 RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
@@ -74,11 +76,12 @@ class Session:
             ValueError: the ids are not integers of the vocabulary, or text is given without a tokenizer.
         """
         ids = self._ids(tokens)
-        for piece in ids.split(self.piece_size) if len(ids) else ():
-            hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
-            self.state = self._cast(state)
-            self._logits = self.model.logits(hidden[0, -1])
-            self._last, self.position = piece[-1:], self.position + len(piece)
+        with fast_linears(self.model) if len(ids) > 1 else nullcontext():
+            for piece in ids.split(self.piece_size) if len(ids) else ():
+                hidden, state = self.model.hidden(piece.unsqueeze(0), self.state)
+                self.state = self._cast(state)
+                self._logits = self.model.logits(hidden[0, -1])
+                self._last, self.position = piece[-1:], self.position + len(piece)
         return self
 
     def _cast(self, state: ModelState) -> ModelState:

@@ -1,43 +1,65 @@
-"""Linear maps `x Wᵀ + b`. In float32 they use oneDNN for those products that it does faster on this CPU than torch.
+"""Linear maps by oneDNN, for the time of a block, where it is faster on this CPU than torch's own product.
 
-A build of the native kernels measures that (`backends.native.products`). Without a build, `linear` is `F.linear`.
+A build of the native kernels measures that (`backends.native.products`). Without a build nothing changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from halflife.files import read_json
-from halflife.ops import fused
+from halflife.ops.arguments import is_transformed
 from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
 
-FEWEST = 32  # rows; oneDNN rearranges the weights at every call, which does not pay for fewer
+FEWEST_ROWS = 32  # oneDNN rearranges the weights at every call, which does not pay for fewer rows
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x Wᵀ + b` of `x [..., D]`, `weight [E, D]` and `bias [E]`."""
+@contextmanager
+def fast_linears(model: nn.Module) -> Iterator[None]:
+    """Inside this block, run the linear maps of `model` by oneDNN where that is faster.
+
+    It replaces `forward` of the instances, and afterwards restores it. It takes modules whose class is `nn.Linear`
+    itself, with a parameter of plain float32 on a CPU. Quantised and sharded weights, and adapters, stay as they are.
+    """
+    swapped = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)] if _helps() else []
+    for module in swapped:
+        module.forward = MethodType(_forward, module)
+    try:
+        yield
+    finally:
+        for module in swapped:
+            vars(module).pop("forward", None)
+
+
+def _forward(self: nn.Linear, input: Tensor) -> Tensor:
+    weight = self.weight
     if (
-        not fused.usable(x, weight)
-        or x.dtype != torch.float32
+        type(weight) is not nn.Parameter
+        or not input.dtype == weight.dtype == torch.float32
+        or not input.is_cpu
+        or not weight.is_cpu
+        or input.shape[:-1].numel() < FEWEST_ROWS
         or torch.is_autocast_enabled("cpu")
-        or not _onednn_helps()
-        or x.shape[:-1].numel() < FEWEST
+        or is_transformed()
     ):
-        return F.linear(x, weight, bias)
-    y = _linear(x.reshape(-1, x.shape[-1]), weight)
-    return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+        return F.linear(input, weight, self.bias)
+    y = _linear(input.reshape(-1, input.shape[-1]), weight)
+    return (y if self.bias is None else y + self.bias).view(*input.shape[:-1], -1)
 
 
 @constant_while_tracing
-def _onednn_helps() -> bool:
-    return any(faster().values())
+def _helps() -> bool:
+    return build.why_not() is None and any(faster().values())
 
 
 @cache
@@ -84,7 +106,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 def _grad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     if torch.is_grad_enabled():  # only under create_graph=True
-        raise RuntimeError("second derivatives (create_graph=True) need the torch code: halflife.ops.fused.off()")
+        raise RuntimeError("second derivatives (create_graph=True) need torch's product, outside of `fast_linears`")
     which = list(ctx.needs_input_grad)
     dx, dweight = _linear_backward(dy, *ctx.saved_tensors, which)
     return dx if which[0] else None, dweight if which[1] else None

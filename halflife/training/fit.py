@@ -20,6 +20,7 @@ from halflife.data.trust import SIGNATURE, sign
 from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
+from halflife.ops.linear import fast_linears
 from halflife.tasks import IGNORED
 from halflife.training.carried import CarriedStates
 from halflife.training.config import ExecutionConfig, TrainConfig, as_json, rank, world_size
@@ -191,7 +192,7 @@ def fit(
     metrics.tracking = track(trainer, config, folder, execution)
     start = 0 if store.newest is None else int(store.newest.name.rpartition("-")[2])
     try:
-        with nullcontext() if metrics.tracking is None else metrics.tracking.open(start):
+        with fast_linears(model), nullcontext() if metrics.tracking is None else metrics.tracking.open(start):
             trainer.train(resume_from_checkpoint=None if store.newest is None else str(store.newest))
         check_weights(model, config.steps)
     except Diverged as error:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from halflife.models import LanguageModel, param_groups
+from halflife.ops.linear import fast_linears
 from halflife.training.checkpoints import KEPT
 from halflife.training.config import TrainConfig
 from halflife.training.estimate import STATES
@@ -100,7 +101,7 @@ def _try(
         return x
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
+        with fast_linears(model), torch.autocast(device.type, torch.bfloat16, enabled=config.bf16):
             loss = objective(ids, ids)["loss"]
         loss.backward()
         optimizer.step()

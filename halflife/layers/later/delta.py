@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.init import Linear
 from halflife.layers.mixer import LAYERS, LinearMixer, State
 from halflife.layers.parts import ShortConv
 from halflife.ops import delta_rule, dplr
@@ -83,8 +82,8 @@ class GatedDeltaNet2(KDA):
         if self.decay is None:
             raise ValueError("GatedDeltaNet2 needs a decay; got None")
         self.erase_scale = 2 if allow_neg_eigval else 1
-        self.erase_proj = Linear(hidden_size, num_heads * self.head_dim, bias=False)
-        self.write_proj = Linear(hidden_size, num_heads * self.value_dim, bias=False)
+        self.erase_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.write_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
 
     def update_state(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
@@ -211,9 +210,9 @@ class DeltaProduct(LinearMixer):
         self.steps = num_householder
         query, key, value = self.splits
         self.splits = [query, num_householder * key, num_householder * value]
-        self.qkv_proj = Linear(hidden_size, sum(self.splits), bias=False)
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = None if self.conv is None else ShortConv(sum(self.splits), self.conv.size)
-        self.beta_proj = Linear(hidden_size, num_householder * num_heads, bias=False)
+        self.beta_proj = nn.Linear(hidden_size, num_householder * num_heads, bias=False)
 
     def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`q [B, T, H, K]`, `k [B, n T, H, K]` and `v [B, n T, H, V]`."""

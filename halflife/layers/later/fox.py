@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halflife import decay as decays
 from halflife.layers.attention import Attention
-from halflife.layers.later.longhorn import ZeroBiasLinear
+from halflife.layers.init import zero_bias
 from halflife.layers.mixer import LAYERS, State
 from halflife.layers.parts import DecayProjection
 from halflife.precision import compute_dtype
@@ -34,8 +34,7 @@ class ForgettingAttention(Attention):
     def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:
         super().__init__(hidden_size, num_heads, **{"position": "none", **options})
         self.decay = decays.build("gla", num_heads=num_heads, head_dim=self.head_dim, tau=1)  # log σ(f)
-        self.decay_proj = DecayProjection(hidden_size, self.decay.shape, None, bias=True)
-        self.decay_proj.up = ZeroBiasLinear(hidden_size, num_heads)
+        self.decay_proj = DecayProjection(hidden_size, self.decay.shape, None, bias=True, law=zero_bias)
 
     def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
         return {"keys": k, "values": v, "forget": self.decay(self.decay_proj(x))}

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from halflife.decay import Decay
-from halflife.layers.init import Linear
+from halflife.layers.init import Law, drawn, reset, zero_bias
 from halflife.layers.mamba2 import Skip
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import ShortConv, check_heads
 from halflife.ops import linear_attention
 from halflife.precision import compute_dtype
 from halflife.registry import unknown
-
-
-class ZeroBiasLinear(Linear):
-    """`x W + b` with b = 0 at the start."""
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        nn.init.zeros_(self.bias)
 
 
 class LonghornDecay(Decay):
@@ -67,6 +60,7 @@ class Longhorn(Mixer):
     """
 
     STEPS = ("head", "channel")
+    initial: ClassVar[dict[str, Law]] = {"step_proj": zero_bias}
 
     def __init__(
         self,
@@ -92,13 +86,17 @@ class Longhorn(Mixer):
         self.head_dim, self.chunk_size, self.backend = inner // self.num_heads, chunk_size, backend
         rank = step_rank or math.ceil(hidden_size / 16)
         self.splits = [rank, state_size, state_size]
-        self.in_proj = Linear(hidden_size, 2 * inner, bias=False)
+        self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
         self.conv = ShortConv(inner, conv_size, bias=True)
-        self.x_proj = Linear(inner, sum(self.splits), bias=False)
-        self.step_proj = ZeroBiasLinear(rank, self.num_heads)
+        self.x_proj = nn.Linear(inner, sum(self.splits), bias=False)
+        self.step_proj = drawn(rank, self.num_heads, self.initial["step_proj"], bias=True)
         self.decay = LonghornDecay(self.num_heads, state_size, "vector")
         self.skip = Skip(self.num_heads)
-        self.out_proj = Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters of the layer again."""
+        reset(self, self.initial)
 
     def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
         values, z = self.in_proj(x).chunk(2, -1)

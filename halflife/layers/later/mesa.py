@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.init import Linear
 from halflife.layers.later.delta import fix_options
 from halflife.layers.mixer import LAYERS, LinearMixer, State
 from halflife.layers.parts import ShortConv
@@ -78,7 +77,7 @@ class MesaNet(LinearMixer):
         if chosen["decay"] is None:
             raise ValueError("MesaNet needs a decay; got None")
         super().__init__(hidden_size, num_heads, **chosen)
-        self.beta_proj = Linear(hidden_size, num_heads, bias=True)
+        self.beta_proj = nn.Linear(hidden_size, num_heads, bias=True)
         if self.conv is not None:
             self.conv = KeyConv(sum(self.splits[:2]), self.conv.size)
         more = {"lrpe": self.head_dim, "half_lrpe": self.head_dim // 2}.get(self.position, 0)

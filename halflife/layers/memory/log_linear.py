@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers import packing
-from halflife.layers.init import Linear
 from halflife.ops import log_linear_attention
 from halflife.ops.arguments import is_traced
 from halflife.ops.gate_rank import masks
@@ -54,7 +53,7 @@ class LogLinear(nn.Module):
         super().__init__()
         if num_levels < 2:
             raise ValueError(f"num_levels must be at least 2, the token itself and all others; got {num_levels}")
-        self.proj = Linear(hidden_size, num_heads * num_levels, bias=False)
+        self.proj = nn.Linear(hidden_size, num_heads * num_levels, bias=False)
         self.scale = LevelScale(num_heads, num_levels)
         self.num_heads, self.num_levels = num_heads, num_levels
 

@@ -1,0 +1,214 @@
+"""Linear maps are torch's own modules, and oneDNN takes their place for a time, where it is faster."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from helpers import assert_close, assert_same
+from torch import nn
+
+from halflife import LanguageModel, Session, preset
+from halflife.layers import init
+from halflife.layers.rwkv7 import RWKV7
+from halflife.layers.ska import SKA
+from halflife.models import PRESETS
+from halflife.ops import linear as linear_module
+from halflife.ops.backends.native import build, products
+from halflife.ops.linear import fast_linears
+
+built = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 40, "num_heads": 2}
+PRODUCTS = ("forward", "input", "weight")
+
+
+@pytest.fixture
+def wins(monkeypatch):
+    """A function that says which products oneDNN does faster."""
+
+    def say(*values):
+        monkeypatch.setattr(linear_module, "_helps", lambda: any(values))
+        monkeypatch.setattr(linear_module, "faster", lambda: dict(zip(PRODUCTS, values, strict=True)))
+
+    return say
+
+
+def maps(model):
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "mamba2+post+gate_rank", "mamba2+ska", "mamba2+log_linear"])
+def test_every_linear_map_is_nn_linear_itself(name):
+    """By this, bitsandbytes, torchao, PEFT and `quantize_dynamic` find layers."""
+    with torch.device("meta"):
+        model = LanguageModel(preset(name, **SIZES))
+    assert maps(model)
+    assert {type(module) for module in maps(model)} == {nn.Linear}
+
+
+@built
+@pytest.mark.parametrize("name", ["mamba2", "mesa", "rwkv7"])
+def test_swap_and_restore(name, wins):
+    """Outputs and gradients agree. After the block, every module is as before, also after an error."""
+    wins(True, True, True)
+    model, ids = LanguageModel(preset(name, **SIZES)), torch.randint(40, (2, 40))
+    plain = [dict(vars(module)) for module in maps(model)]
+
+    def run():
+        loss = model(ids)[0].square().mean()
+        return {"loss": loss, **dict(enumerate(torch.autograd.grad(loss, list(model.parameters()))))}
+
+    expected = run()
+    with fast_linears(model):
+        assert all("forward" in vars(module) for module in maps(model))
+        with fast_linears(model):  # again: the outer block restores
+            found = run()
+        assert_same(copy.deepcopy(model).state_dict(), model.state_dict())
+    assert_close(found, expected, 1e-4)  # the gradients of decays are sums of both signs
+    assert [vars(module).keys() for module in maps(model)] == [before.keys() for before in plain]
+    assert_same(run(), expected)
+    with pytest.raises(KeyError), fast_linears(model):
+        raise KeyError
+    assert not any("forward" in vars(module) for module in maps(model))
+
+
+@built
+@pytest.mark.parametrize("which", [(True, True, True), (True, False, True), (False, True, False)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 40, 48), (33, 1, 7), (50, 160)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_onednn(shape, which, bias, wins):
+    wins(*which)
+    layer, x = nn.Linear(shape[-1], 5, bias=bias), torch.randn(shape, requires_grad=True)
+    run = partial(torch.autograd.functional.vjp, strict=True)
+    weights = torch.randn(*shape[:-1], 5)
+    exact = copy.deepcopy(layer).double()
+    expected = run(exact, x.double(), weights.double())
+    with fast_linears(layer):
+        y, dx = run(layer, x, weights)
+        layer(x).backward(weights)
+    exact(x.detach().double()).backward(weights.double())
+    assert_close({"y": y, "dx": dx}, {"y": expected[0], "dx": expected[1]}, 2e-6)
+    for name, parameter in layer.named_parameters():
+        assert_close(parameter.grad, exact.get_parameter(name).grad, 2e-6)
+    torch.library.opcheck(linear_module._linear, (x.detach().flatten(0, -2), layer.weight))
+
+
+@built
+def test_where_torchs_product_stays(wins):
+    """Without a gain, with few rows, in other dtypes, under autocast and torch.func, and for subclasses of a tensor."""
+    wins(True, True, True)
+    layer, x = nn.Linear(8, 5), torch.randn(64, 8)
+
+    class Marked(torch.Tensor):
+        pass
+
+    def same(layer, x):
+        expected = layer(x)
+        with fast_linears(layer):
+            assert torch.equal(layer(x), expected)
+
+    same(layer, x[:31])
+    for dtype in (torch.bfloat16, torch.float64):
+        same(copy.deepcopy(layer).to(dtype), x.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        same(layer, x)
+    with fast_linears(layer):
+        jacobian = torch.func.jacrev(layer)(x[:33])
+    torch.testing.assert_close(jacobian[0, :, 0], layer.weight)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Marked))
+    same(layer, x)
+    wins(False, False, False)
+    with fast_linears(layer):
+        assert "forward" not in vars(layer)
+
+
+@built
+def test_adapters_keep_working(wins):
+    """A wrapper in the place of a map, as PEFT's, calls the map inside it."""
+    wins(True, True, True)
+    model, ids = LanguageModel(preset("gated_deltanet", **SIZES)), torch.randint(40, (1, 40))
+
+    class Adapted(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer, self.shift = base_layer, nn.Parameter(torch.ones(base_layer.out_features))
+
+        def forward(self, x):
+            return self.base_layer(x) + self.shift
+
+    mixer = model.blocks[0].mixer
+    before = model(ids)[0]
+    for name in ("qkv_proj", "beta_proj"):
+        setattr(mixer, name, Adapted(getattr(mixer, name)))
+    expected = model(ids)[0]
+    assert not torch.equal(expected, before)
+    with fast_linears(model):
+        assert_close(model(ids)[0], expected, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_dynamic_quantisation_finds_the_maps():
+    model = LanguageModel(preset("mamba2", **SIZES))
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, torch.qint8)
+    names = {name for name, module in quantised.named_modules() if "quantized" in type(module).__module__}
+    assert {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} <= names
+    ids = torch.randint(40, (1, 9))
+    assert_close(quantised(ids)[0], model(ids)[0], 0.2)
+
+
+def test_a_session_reads_long_texts_by_it(monkeypatch, wins):
+    """A single token has too few rows, and is read without the swap."""
+    entered = []
+
+    def spy(model):
+        entered.append(model)
+        return fast_linears(model)
+
+    monkeypatch.setattr("halflife.models.session.fast_linears", spy)
+    session = Session(LanguageModel(preset("mamba2", **SIZES)))
+    session.feed([3] * 40)
+    session.feed([5])
+    assert entered == [session.model]
+
+
+def test_products_are_measured():
+    assert set(products.measure()) == set(PRODUCTS)
+    x, weight = torch.randn(6, 4), torch.randn(3, 4)
+    torch.testing.assert_close(products.by_onednn(x, weight), x @ weight.t())
+
+
+# ------------------------------------------------------------------------------------------ initial values
+
+
+def test_laws():
+    torch.manual_seed(0)
+    assert init.drawn(64, 200, init.uniform(0.5)).weight.abs().max().item() == pytest.approx(0.5 / 8, rel=0.01)
+    assert not init.drawn(8, 4, init.uniform(0)).weight.any()
+    rows = init.drawn(16, 4, init.orthogonal).weight
+    torch.testing.assert_close(rows @ rows.T, torch.eye(4))
+    assert not init.drawn(8, 4, init.zero_bias, bias=True).bias.any()
+    with torch.device("meta"):
+        assert init.drawn(8, 4, init.orthogonal).weight.is_meta
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_model_draws_itself_again(name):
+    """The laws of a layer hold after a reset, on memory with any content, and the same seed gives the same."""
+    with torch.device("meta"):
+        model = LanguageModel(preset(name, **SIZES))
+    model.to_empty(device="cpu")
+    drawn = []
+    for _ in range(2):
+        for x in model.state_dict().values():
+            x.fill_(7)
+        torch.manual_seed(0)
+        model.reset_parameters()
+        drawn.append({name: x.clone() for name, x in model.state_dict().items()})
+    assert_same(*drawn)
+    for key, x in drawn[0].items():
+        assert not (x == 7).any(), key
+        if key.endswith("decay_proj.up.bias") and name == "fox":
+            assert not x.any()
+        if key.endswith("mixer.out_proj.weight"):
+            mixer = model.get_submodule(key.removesuffix(".out_proj.weight"))
+            assert isinstance(mixer, (RWKV7, SKA)) == (not x.any())
