@@ -1,4 +1,4 @@
-"""Crosses of many axes: a small table that contains every pair of values is fast, and the rest is slow."""
+"""Small tables of the crosses of many axes, with every pair of values."""
 
 from itertools import combinations, product
 
@@ -21,17 +21,17 @@ def covering_rows(axes, strength=2):
 
 
 def crossed(strength=2, **axes):
-    """Parametrise a test by the cross of the axes (name → values). Rows beyond `covering_rows` are marked slow."""
+    """Parametrise a test by rows of the cross (name → values) with every pair of values.
+
+    With `strength=1`, the rows that contain every single value are fast, and the others are slow.
+    """
     values = [list(axis) for axis in axes.values()]
     fast = covering_rows(values, strength)
-    rows = [
-        pytest.param(
-            *(axis[i] for axis, i in zip(values, case, strict=True)),
-            id="-".join(_label(axis[i]) for axis, i in zip(values, case, strict=True)),
-            marks=() if case in fast else pytest.mark.slow,
-        )
-        for case in product(*(range(len(axis)) for axis in values))
-    ]
+    rows = []
+    for case in sorted(fast | covering_rows(values)):
+        row = [axis[i] for axis, i in zip(values, case, strict=True)]
+        marks = () if case in fast else pytest.mark.slow
+        rows.append(pytest.param(*row, id="-".join(map(_label, row)), marks=marks))
     return pytest.mark.parametrize(list(axes), rows)
 
 
