@@ -141,9 +141,9 @@ def _transformers_mamba(model: LanguageModel) -> Transformers:
     """transformers' model with the same function and weights; its chunks are 256 tokens, its default."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    from halflife.models.convert import to_transformers_mamba2
+    from halflife.models.convert import back_to
 
-    config, tensors = to_transformers_mamba2(model)
+    config, tensors = back_to("transformers", model)
     theirs = Mamba2ForCausalLM(Mamba2Config.from_dict(config))
     theirs.load_state_dict(tensors, strict=False)  # a tied head has no tensor
     return Transformers(theirs, "cache_params")

@@ -10,7 +10,7 @@ from test_convert_fla import VARIANTS, published
 from test_convert_later import kda, mamba3
 
 from halflife import LanguageModel, preset
-from halflife.models.convert import SOURCES, assemble, convert, to_fla
+from halflife.models.convert import SOURCES, assemble, back_to, convert
 
 CASES = [
     *((name, changes) for name, changes in VARIANTS if changes.get("fuse_norm", True)),
@@ -26,7 +26,7 @@ FIXTURES = {"kda": kda, "mamba3": mamba3}
 def test_there_and_back(kind, changes):
     config, weights = FIXTURES[kind](**changes) if kind in FIXTURES else published(kind, **changes)
     model = assemble(*SOURCES[kind](config, weights))
-    their_config, back = to_fla(model)
+    their_config, back = back_to("fla", model)
     assert_same({name: x.to(weights[name].dtype) for name, x in back.items()}, weights)
     again, tensors = SOURCES[kind](their_config, back)
     ids = torch.randint(19, (2, 9))
@@ -48,7 +48,7 @@ def test_folders(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mamba2", {}, "fla has models for mixers gla, gated_deltanet, kda, rwkv7, mamba3; this one has 'mamba2'"),
+        ("mamba2", {}, "fla has models for mixers gla, gated_deltanet, kda, mamba3, rwkv7; this one has 'mamba2'"),
         (
             "gated_deltanet+post",
             {},
@@ -63,4 +63,4 @@ def test_folders(tmp_path):
 def test_models_that_fla_lacks_are_refused(name, options, message):
     model = LanguageModel(preset(name, hidden_size=16, num_layers=1, num_heads=2, train_length=8, **options))
     with pytest.raises(ValueError, match=message):
-        to_fla(model)
+        back_to("fla", model)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same
 from test_parity import fla, heads_first, on_linux
 
-from halflife.models.convert import assemble, from_fla_gated_deltanet, from_fla_gla, from_fla_rwkv7
+from halflife.models.convert import SOURCES, assemble
 
 LENGTH, VOCABULARY, HIDDEN = 21, 19, 32
 
@@ -227,7 +227,6 @@ def logits(config, weights, ids, recur):
     return norm(x, "model.norm") @ head.T
 
 
-FROM = {"gla": from_fla_gla, "gated_deltanet": from_fla_gated_deltanet, "rwkv7": from_fla_rwkv7}
 VARIANTS = [
     ("gla", {}),
     ("gla", {"num_kv_heads": 2, "use_short_conv": True, "expand_k": 1, "expand_v": 2}),
@@ -245,7 +244,7 @@ VARIANTS = [
 
 def convert_and_compare(config, weights, recur, tolerance):
     ids = torch.randint(VOCABULARY, (2, LENGTH))
-    model = assemble(*FROM[config["model_type"]](config, weights))
+    model = assemble(*SOURCES[config["model_type"]](config, weights))
     got, _ = model(ids)
     assert_close(got, logits(config, weights, ids, recur), tolerance)
     _, state = model(ids[:, :9])
@@ -265,7 +264,7 @@ def test_logits_equal_flas_recurrences(model_type, changes):
 
 def test_dtypes_are_kept_but_for_the_decay():
     config, weights = published("rwkv7", torch.bfloat16)
-    _, tensors = from_fla_rwkv7(config, weights)
+    _, tensors = SOURCES["rwkv7"](config, weights)
     wide = {name for name, x in tensors.items() if x.dtype == torch.float32}
     assert wide == {f"blocks.{i}.mixer.decay.logit" for i in range(2)}
     assert {x.dtype for x in tensors.values()} == {torch.float32, torch.bfloat16}
@@ -274,7 +273,7 @@ def test_dtypes_are_kept_but_for_the_decay():
 def test_rwkv7s_first_version():
     """fla's first version stores six shifts in one tensor; ranks and sizes may be absent."""
     config, weights = published("rwkv7", decay_low_rank_dim=None, hidden_ratio=None)
-    expected = from_fla_rwkv7({**config, "decay_low_rank_dim": 6}, weights)[1]
+    expected = SOURCES["rwkv7"]({**config, "decay_low_rank_dim": 6}, weights)[1]
     for i in range(2):
         at = f"model.layers.{i}.attn"
         weights[f"{at}.x_x"] = torch.cat([weights.pop(f"{at}.x_{name}")[0] for name in "rwkvag"])
@@ -284,7 +283,7 @@ def test_rwkv7s_first_version():
             weights[name] = F.pad(
                 weights[name], [0, shape[1] - weights[name].shape[1], 0, shape[0] - len(weights[name])]
             )
-    got = from_fla_rwkv7(config, weights)[1]
+    got = SOURCES["rwkv7"](config, weights)[1]
     same = [name for name in expected if "decay_lora" not in name]
     assert_same({name: got[name] for name in same}, {name: expected[name] for name in same})
     assert got["blocks.0.mixer.decay_lora.down"].shape == (32, HIDDEN)
@@ -315,10 +314,10 @@ def test_rwkv7s_first_version():
 def test_what_cannot_be_represented_is_named(model_type, changes):
     config, weights = published(model_type)
     with pytest.raises(ValueError, match=next(iter(changes))):
-        FROM[model_type]({**config, **changes}, weights)
+        SOURCES[model_type]({**config, **changes}, weights)
 
 
 def test_heads_that_cannot_be_shared():
     config, weights = published("gated_deltanet")
     with pytest.raises(ValueError, match="share"):
-        from_fla_gated_deltanet({**config, "num_v_heads": 4}, weights)
+        SOURCES["gated_deltanet"]({**config, "num_v_heads": 4}, weights)

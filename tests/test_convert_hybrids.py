@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from halflife import LanguageModel, preset
 from halflife.analysis.foreign.kernels import runnable_kernels
 from halflife.models import checkpoint
-from halflife.models.convert import convert, load_layer
+from halflife.models.convert import SOURCES, convert, load_layer
 from halflife.models.convert.rules import join_convolutions
 
 LENGTH = 33
@@ -122,8 +122,6 @@ def test_qwen3_5_in_bfloat16_and_with_images(tmp_path):
     ],
 )
 def test_what_cannot_be_represented_is_named(kind, changes, message, tmp_path):
-    from halflife.models.convert import SOURCES
-
     config = {**OPTIONS[kind], **changes}
     with pytest.raises(ValueError, match=message):
         SOURCES[kind](config, {})
@@ -137,7 +135,7 @@ def test_what_cannot_be_represented_is_named(kind, changes, message, tmp_path):
         ("gated_deltanet+attention:1", {}, "OLMo Hybrid has norms_after = True in blocks.1; this model has False"),
         ("gated_deltanet+post+attention:1", {}, "Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
         ("gated_deltanet+attention:1", {"norm": "rms_plus_one"}, r"Qwen3.5 has splits = .16, 16, 16, 16. in"),
-        ("gated_deltanet+attention:1", {"mlp": "koopman"}, "have mlp 'swiglu'; this model has 'koopman'"),
+        ("gated_deltanet+attention:1", {"mlp": "koopman"}, "OLMo Hybrid has mlp 'swiglu'; this model has 'koopman'"),
     ],
 )
 def test_models_without_a_place_are_refused(name, options, message, tmp_path):

@@ -15,7 +15,7 @@ from helpers import assert_close
 from safetensors.torch import save_file
 
 from halflife.models import checkpoint
-from halflife.models.convert import assemble, convert, from_fla_kda, from_fla_mamba3, from_rwkv7_pth
+from halflife.models.convert import SOURCES, assemble, convert, from_rwkv7_pth
 
 LENGTH, VOCABULARY, HIDDEN = 13, 19, 16
 
@@ -108,7 +108,7 @@ def test_kda(changes):
         gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
     expected = rms(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
-    compare(assemble(*from_fla_kda(config, weights)), expected, ids)
+    compare(assemble(*SOURCES["kda"](config, weights)), expected, ids)
 
 
 SIZE, VALUE = 8, 4
@@ -193,7 +193,7 @@ def test_mamba3(changes):
         w = under(weights, f"backbone.layers.{i}.")
         x = x + mamba3_mixer(config, under(w, "mixer."), rms(x, w["norm.weight"], eps))
     expected = rms(x, weights["backbone.norm_f.weight"], eps) @ weights["lm_head.weight"].T
-    compare(assemble(*from_fla_mamba3(config, weights)), expected, ids)
+    compare(assemble(*SOURCES["mamba3"](config, weights)), expected, ids)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +209,9 @@ def test_mamba3(changes):
     ],
 )
 def test_what_cannot_be_represented_is_named(model, changes, message):
-    convert_model = {kda: from_fla_kda, mamba3: from_fla_mamba3}[model]
     config, weights = model()
     with pytest.raises(ValueError, match=message):
-        convert_model({**config, **changes}, weights)
+        SOURCES[model.__name__]({**config, **changes}, weights)
 
 
 def test_a_folder_of_fla(tmp_path):

@@ -21,50 +21,22 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
-from halflife.models.convert import (  # noqa: F401 (each registers itself)
-    fla_later,
-    fla_linear,
-    fla_rwkv7,
-    hybrids,
-    mamba2,
-    qwen3_next,
-)
+from halflife.models.convert import fla, hybrids, mamba2, mamba3  # noqa: F401 (each registers its kinds)
 from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
-from halflife.models.convert.fla_back import to_fla
-from halflife.models.convert.fla_later import from_fla_kda, from_fla_mamba3
-from halflife.models.convert.fla_linear import from_fla_gated_deltanet, from_fla_gla
-from halflife.models.convert.fla_rwkv7 import from_fla_rwkv7
-from halflife.models.convert.hybrids import from_olmo_hybrid, from_qwen3_5, to_transformers_hybrid
-from halflife.models.convert.mamba2 import from_transformers_mamba2, to_transformers_mamba2
 from halflife.models.convert.mixers import MIXERS, mixers, take_mixer
-from halflife.models.convert.qwen3_next import qwen3_next_mixer
-from halflife.models.convert.rwkv7_pth import SUFFIX, from_rwkv7_pth, read_pth
+from halflife.models.convert.rwkv7 import SUFFIX, from_rwkv7_pth, read_pth
 from halflife.models.convert.source import SOURCES, assemble
+from halflife.models.lm import LanguageModel
 from halflife.models.tensor_file import has_checksum
 from halflife.registry import unknown
 
-__all__ = [
-    "MIXERS",
-    "SOURCES",
-    "assemble",
-    "convert",
-    "from_fla_gated_deltanet",
-    "from_fla_gla",
-    "from_fla_kda",
-    "from_fla_mamba3",
-    "from_fla_rwkv7",
-    "from_olmo_hybrid",
-    "from_qwen3_5",
-    "from_rwkv7_pth",
-    "from_transformers_mamba2",
-    "load_layer",
-    "qwen3_next_mixer", "to_fla",
-    "to_transformers_hybrid",
-    "to_transformers_mamba2",
-]  # fmt: skip
+__all__ = ["MIXERS", "SOURCES", "assemble", "back_to", "convert", "from_rwkv7_pth", "load_layer", "take_mixer"]
 
 FORMATS = ("halflife", "transformers", "fla")
 # The files in which transformers keeps a tokenizer.
@@ -108,10 +80,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
     if to != "halflife":
         if not ours or layer is not None:
             raise ValueError(f"only a whole halflife checkpoint can be written for {to}; {source} is not one")
-        model = checkpoint.load(source)
-        of_transformers = to_transformers_mamba2 if model.config.mixer == "mamba2" else to_transformers_hybrid
-        back = of_transformers if to == "transformers" else to_fla
-        return _with_tokenizer(source, write_model(target, *back(model)))
+        return _with_tokenizer(source, write_model(target, *back_to(to, checkpoint.load(source))))
     if "format" in config:
         raise ValueError(f"{source} is a halflife checkpoint already; --to transformers writes it for transformers")
     if ours and layer is None:
@@ -123,8 +92,29 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         raise ValueError(
             f"a whole {kind} has layers that halflife lacks; --layer N converts one mixer, with N one of {found}"
         )
-    converter = SOURCES[str(kind)]
-    return _with_tokenizer(source, checkpoint.save(assemble(*converter(config, Checkpoint(source))), target))
+    model = assemble(*SOURCES[str(kind)](config, Checkpoint(source)))
+    return _with_tokenizer(source, checkpoint.save(model, target))
+
+
+def back_to(library: str, model: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the `config.json` and the tensors of a model of another library that computes what `model` does.
+
+    Args:
+        library: "transformers" or "fla".
+        model: the model. Of transformers' hybrids, one whose norms have weights 1 + w becomes a Qwen3.5, any other one
+            an OLMo Hybrid.
+
+    Raises:
+        ValueError: the library has no such model, or the model has options that the library's lacks.
+    """
+    kind = model.config.mixer
+    if library == "fla":
+        kinds = [name for name in SOURCES if SOURCES[name].library == "fla"]
+        if kind not in kinds:
+            raise ValueError(f"fla has models for mixers {', '.join(kinds)}; this one has {kind!r}")
+    elif kind != "mamba2":
+        kind = "qwen3_5_text" if model.config.norm == "rms_plus_one" else "olmo_hybrid"
+    return SOURCES[kind].back(kind, model)
 
 
 def _with_tokenizer(source: Path, target: Path) -> Path:

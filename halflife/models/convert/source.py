@@ -1,26 +1,31 @@
-"""Helpers of all converters: `settings` checks a config.json, and `Translation` renames and checks tensors."""
+"""What all kinds of models of other libraries share: `settings` checks a config.json, `Source` converts by rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halflife.models.config import ModelConfig
+from halflife.models.convert.rules import (
+    Rule,
+    Tensors,
+    convert_back,
+    convert_from,
+    join_convolutions,
+    on_meta,
+    require_equal,
+    split_convolutions,
+)
 from halflife.models.lm import LanguageModel
-from halflife.precision import Float32Module
 from halflife.registry import Registry
 
 Config = Mapping[str, Any]
-Tensors = Mapping[str, Tensor]
 Converted = tuple[ModelConfig, dict[str, Tensor]]
 
-SOURCES: Registry[Callable[[Config, Tensors], Converted]] = Registry("model_type")
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Settings of transformers that change no logits of a text.
 GENERIC = {
     "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
@@ -28,7 +33,63 @@ GENERIC = {
     "id2label", "label2id", "problem_type", "return_dict", "output_hidden_states", "output_attentions",
     "chunk_size_feed_forward", "is_encoder_decoder", "auto_map",
 }  # fmt: skip
-SHOWN = 5  # problems of a checkpoint that one message lists
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kind of model of another library. Called with its config.json and tensors, it returns a model of ours.
+
+    Attributes:
+        name: the kind, for messages.
+        library: "transformers" or "fla".
+        parse: config.json → its settings, and our configuration.
+        rules: both → the rules of all tensors. That of the head comes after that of the embedding.
+        describe: a model of ours and its mixers → the content of config.json, beside the fields that all kinds have.
+            None: there is no way back.
+        read: tensors of a checkpoint → those that the rules name.
+        write: the tensors that the rules name → those of a checkpoint.
+    """
+
+    name: str
+    library: str
+    parse: Callable[[Config], tuple[SimpleNamespace, ModelConfig]]
+    rules: Callable[[SimpleNamespace, ModelConfig], Iterable[Rule]]
+    describe: Callable[[LanguageModel, list[Any]], dict[str, Any]] | None = None
+    read: Callable[[Tensors], Tensors] = join_convolutions
+    write: Callable[[Tensors], dict[str, Tensor]] = split_convolutions
+
+    def __call__(self, config: Config, tensors: Tensors) -> Converted:
+        """Return our configuration and state dict.
+
+        Raises:
+            ValueError: halflife cannot represent a setting, or the tensors do not fit.
+        """
+        s, model = self.parse(config)
+        return model, convert_from(on_meta(model), self.rules(s, model), self.read(tensors))
+
+    def back(self, kind: str, model: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the config.json and the tensors of a model of the other library that computes what `model` does.
+
+        Raises:
+            ValueError: the model has options that the other library lacks; the message names them.
+        """
+        assert self.describe is not None
+        ours, mlp = model.config, getattr(model.blocks[0], "mlp", None)
+        widened = next((x for name in ("up", "k_proj") if (x := getattr(mlp, name, None)) is not None), None)
+        theirs = {
+            "model_type": kind, "vocab_size": ours.vocab_size, "hidden_size": ours.hidden_size,
+            "num_hidden_layers": ours.num_layers, "tie_word_embeddings": ours.tie_embeddings,
+            "initializer_range": ours.initializer_range,
+            **({} if widened is None else {"intermediate_size": len(widened.weight)}),
+            **self.describe(model, [getattr(block, "mixer", None) for block in model.blocks]),
+        }  # fmt: skip
+        s, expected = self.parse(theirs)
+        require_equal(model, expected, self.name)
+        tensors = self.write(convert_back(self.rules(s, expected), model.state_dict()))
+        return {**theirs, "dtype": str(model.embedding.weight.dtype).removeprefix("torch.")}, tensors
+
+
+SOURCES: Registry[Source] = Registry("model_type")
 
 
 def settings(
@@ -81,96 +142,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(plain, value))
     return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
-
-
-def divide(whole: float, parts: int, name: str) -> int:
-    """Return `whole / parts`; raise ValueError, with `name` in the message, if it is no integer."""
-    if whole % parts:
-        raise ValueError(f"{name} is no whole number: {whole:g} / {parts}")
-    return int(whole // parts)
-
-
-def repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Repeat each head `times` times: heads `[H, K, …]` → rows `[H · times · K, …]`."""
-    return x.repeat_interleave(times, 0).flatten(0, 1)
-
-
-class Translation:
-    """A state dict of a halflife module that is built from the tensors of another library, checked by name and shape.
-
-    Args:
-        module: the halflife module, which gives names, shapes and dtypes. It may be on the meta device.
-        tensors: tensors of the other library.
-        prefix: prefix of their names.
-
-    Attributes:
-        new: the state dict so far. Parameters of a `Float32Module` are float32 or wider; all others have the source's
-            dtype.
-    """
-
-    def __init__(self, module: nn.Module, tensors: Tensors, prefix: str = "") -> None:
-        self.tensors, self.prefix = tensors, prefix
-        self.shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
-        self.wide = {
-            f"{path}.{name}" for path, part in module.named_modules() if isinstance(part, Float32Module)
-            for name, _ in part.named_parameters(recurse=False)
-        }  # fmt: skip
-        self.new: dict[str, Tensor] = {}
-        self.taken: set[str] = set()
-        self.problems: list[str] = []
-
-    def __contains__(self, name: str) -> bool:
-        return self.prefix + name in self.tensors
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return the source's tensor `name`. If it is missing or misfits, return zeros; `finish` will raise."""
-        name = self.prefix + name
-        self.taken.add(name)
-        if name not in self.tensors:
-            self.problems.append(f"{name} is missing")
-        elif (x := self.tensors[name]).shape != shape:
-            self.problems.append(f"{name} is {list(x.shape)} instead of {list(shape)}")
-        elif x.dtype not in FLOATS:
-            self.problems.append(f"{name} is {x.dtype} instead of a float")
-        else:
-            return x
-        return torch.zeros(()).expand(shape)
-
-    def put(self, ours: str, x: Tensor) -> None:
-        """Set the module's parameter `ours` to `x`."""
-        wide = torch.promote_types(x.dtype, torch.float32) if ours in self.wide else x.dtype
-        self.new[ours] = x.to(wide).reshape(self.shapes[ours])
-
-    def rename(self, theirs: str, ours: str, *shape: int) -> None:
-        """Copy the tensor `theirs` to `ours`; give `shape` if the source's shape differs."""
-        self.put(ours, self.take(theirs, *(shape or self.shapes[ours])))
-
-    def head(self, theirs: str, embedding: str) -> None:
-        """Copy an untied output head. A tied one may be absent, or equal to the embedding; then it is ignored."""
-        if "head.weight" in self.shapes:
-            return self.rename(theirs, "head.weight")
-        if theirs in self and not torch.equal(self.tensors[theirs], self.tensors[embedding]):
-            raise ValueError(f"config.json ties the embeddings, but {theirs} and {embedding} differ")
-        self.taken.add(theirs)
-
-    def finish(self) -> dict[str, Tensor]:
-        """Return the state dict.
-
-        Raises:
-            ValueError: tensors are missing, unknown, or of another shape or dtype. The message names them.
-        """
-        unknown = [f"{name} is unknown" for name in self.tensors if name not in self.taken]
-        if problems := self.problems + unknown:
-            more = f"; {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise ValueError(f"the weights do not fit config.json: {'; '.join(problems[:SHOWN])}{more}")
-        assert self.new.keys() == self.shapes.keys(), self.new.keys() ^ self.shapes.keys()
-        return self.new
-
-
-def on_meta(config: ModelConfig) -> LanguageModel:
-    """Return the model on the meta device, without memory for its weights."""
-    with torch.device("meta"):
-        return LanguageModel(config)
 
 
 def assemble(config: ModelConfig, tensors: Tensors) -> LanguageModel:

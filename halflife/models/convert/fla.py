@@ -1,0 +1,185 @@
+"""Conversion of fla's GLA, Gated DeltaNet and KDA, in both directions.
+
+Where heads share a query, a key or a value, each head of ours gets a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from halflife.layers.parts import FEATURE_MAPS
+from halflife.models.config import ModelConfig
+from halflife.models.convert.rules import Rule, copy, divide, heads, qkv_rules, shared_heads
+from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
+from halflife.models.lm import LanguageModel
+
+Parsed = tuple[SimpleNamespace, ModelConfig]
+
+DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 2048, "hidden_ratio": 4.0, "intermediate_size": None, "norm_eps": 1e-6,
+    "tie_word_embeddings": False, "initializer_range": 0.02, "conv_size": 4,
+}  # fmt: skip
+GLA = {
+    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0,
+    "use_short_conv": False, "use_output_gate": True, "fuse_norm": True, "gate_logit_normalizer": 16,
+    "gate_low_rank_dim": 16,
+}  # fmt: skip
+GATED_DELTANET = {
+    **DEFAULTS, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0,
+    "use_gate": True, "allow_neg_eigval": False,
+}  # fmt: skip
+KDA = {
+    **DEFAULTS, "num_hidden_layers": 24, "num_heads": 16, "num_v_heads": None, "head_dim": 128, "expand_v": 1.0,
+    "allow_neg_eigval": False,
+}  # fmt: skip
+NULLABLE = ("hidden_ratio",)
+
+# Allowed values of settings. `attn` would put softmax attention into some layers.
+FIXED = {"attn": (None,), "hidden_act": ("swish", "silu")}
+GLA_FIXED = {
+    **FIXED, "feature_map": (None, "swish", *FEATURE_MAPS), "clamp_min": (None,), "elementwise_affine": (True,),
+    "use_gk": (True,), "use_gv": (False,),
+}  # fmt: skip
+GATED_DELTANET_FIXED = {**FIXED, "use_short_conv": (True,)}
+KDA_FIXED = {
+    **GATED_DELTANET_FIXED, "safe_gate": (False,), "lower_bound": (None,), "attnres_block_size": (None,)
+}  # fmt: skip
+# Settings that change speed, the loss, or initial values.
+SPEED = {
+    "attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
+    "chunk_size", "residual_in_fp32", "dt_min", "dt_max", "dt_init_floor", "rescale_prenorm_residual", "num_heads",
+}  # fmt: skip
+
+
+def _gla(config: Config) -> Parsed:
+    s = settings(config, GLA, GLA_FIXED, NULLABLE)
+    key, value = (divide(int(s.hidden_size * x), s.num_heads, "a head's size") for x in (s.expand_k, s.expand_v))
+    return s, _model("gla", s, {
+        "num_heads": s.num_heads, "head_dim": key, "value_dim": value,
+        "conv_size": s.conv_size if s.use_short_conv else 0, "gate": "swish" if s.use_output_gate else "none",
+        **({"feature_map": {"swish": "silu"}.get(name, name)} if (name := config.get("feature_map")) else {}),
+        **({"decay_options": {"tau": float(tau)}} if (tau := s.gate_logit_normalizer) != 16 else {}),
+        **({"decay_rank": s.gate_low_rank_dim} if s.gate_low_rank_dim != 16 else {}),
+    })  # fmt: skip
+
+
+def _gla_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    shared, rank, o = s.num_kv_heads or s.num_heads, s.gate_low_rank_dim, model.mixer_options
+    norm = "g_norm_swish_gate" if s.fuse_norm and s.use_output_gate else "g_norm"
+    decays = heads(0, shared, o["head_dim"], s.num_heads // shared)
+    return _model_rules(model, [
+        *_qkv(s, model, s.num_heads, shared, shared),
+        copy("decay_proj.down.weight", "gk_proj.0.weight"),
+        Rule("decay_proj.up.weight", (("gk_proj.1.weight", (shared * o["head_dim"], rank)),), decays),
+        Rule("decay_proj.up.bias", (("gk_proj.1.bias", (shared * o["head_dim"],)),), decays),
+        copy("gate.proj.weight", "g_proj.weight"),
+        copy("gate.norm.weight" if s.use_output_gate else "gate.weight", f"{norm}.weight"),
+        copy("out_proj.weight", "o_proj.weight"),
+    ])  # fmt: skip
+
+
+def _describe_gla(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    one, hidden, feature_map = mixers[0], model.config.hidden_size, model.config.mixer_options.get("feature_map")
+    decays = [x for mixer in mixers for x in (mixer.decay_proj.up.weight, mixer.decay_proj.up.bias)]
+    return {
+        "num_heads": one.num_heads, "num_kv_heads": one.num_heads // shared_heads(mixers, slice(1, 3), decays),
+        "expand_k": one.num_heads * one.head_dim / hidden, "expand_v": one.num_heads * one.value_dim / hidden,
+        "use_short_conv": one.conv is not None, "conv_size": one.conv.size if one.conv else 4,
+        "use_output_gate": hasattr(one.gate, "proj"), "feature_map": None if feature_map == "none" else feature_map,
+        "gate_logit_normalizer": int(getattr(one.decay, "tau", 16)), "fuse_norm": True,
+        "gate_low_rank_dim": len(one.decay_proj.down.weight), "attn": None, "hidden_act": "swish",
+        "norm_eps": model.config.norm_eps,
+    }  # fmt: skip
+
+
+def _gated_deltanet(config: Config) -> Parsed:
+    s = settings(config, GATED_DELTANET, GATED_DELTANET_FIXED, NULLABLE)
+    return s, _delta_model("gated_deltanet", s, {"gate": "swish" if s.use_gate else "none"})
+
+
+def _gated_deltanet_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    return _model_rules(model, [
+        *_qkv(s, model, s.num_heads, s.num_heads, model.mixer_options["num_heads"]),
+        copy("decay_proj.up.weight", "a_proj.weight"),
+        copy("beta_proj.weight", "b_proj.weight"),
+        copy("decay.A_log", "A_log"),
+        copy("decay.dt_bias", "dt_bias"),
+        copy("gate.proj.weight", "g_proj.weight"),
+        copy("gate.norm.weight" if s.use_gate else "gate.weight", "o_norm.weight"),
+        copy("out_proj.weight", "o_proj.weight"),
+    ])  # fmt: skip
+
+
+def _kda(config: Config) -> Parsed:
+    known_keys(config, {*KDA, *KDA_FIXED, *SPEED})
+    s = settings(config, KDA, KDA_FIXED, NULLABLE)
+    return s, _delta_model("kda", s, {})
+
+
+def _kda_rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    number = model.mixer_options["num_heads"]
+    names = {"decay_proj.down": "f_proj.0", "decay_proj.up": "f_proj.1", "beta_proj": "b_proj", "gate.down": "g_proj.0"}
+    names |= {"gate.up": "g_proj.1", "gate.norm": "o_norm", "out_proj": "o_proj"}
+    return _model_rules(model, [
+        *_qkv(s, model, s.num_heads, s.num_heads, number),
+        *(copy(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in names.items()),
+        copy("gate.up.bias", "g_proj.1.bias"),
+        copy("decay.A_log", "A_log", number),
+        copy("decay.dt_bias", "dt_bias", number * s.head_dim),
+    ])  # fmt: skip
+
+
+def _describe_delta(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
+    one = mixers[0]
+    return {
+        "num_heads": one.num_heads // shared_heads(mixers, slice(0, 2)), "num_v_heads": one.num_heads,
+        "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, "use_short_conv": one.conv is not None,
+        "conv_size": one.conv.size if one.conv else 4, "allow_neg_eigval": one.beta_scale == 2, "attn": None,
+        **({} if model.config.mixer == "kda" else {"use_gate": hasattr(one.gate, "proj")}), "hidden_act": "swish",
+        "fuse_norm": True, "norm_eps": model.config.norm_eps,
+    }  # fmt: skip
+
+
+def _delta_model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
+    return _model(mixer, s, {
+        "num_heads": s.num_v_heads or s.num_heads, "head_dim": s.head_dim, "value_dim": int(s.head_dim * s.expand_v),
+        "conv_size": s.conv_size, "allow_neg_eigval": s.allow_neg_eigval, **options,
+    })  # fmt: skip
+
+
+def _model(mixer: str, s: SimpleNamespace, options: dict[str, Any]) -> ModelConfig:
+    width = s.intermediate_size or -(-int(s.hidden_size * (s.hidden_ratio or 4) * 2 / 3) // 256) * 256
+    return ModelConfig(
+        name=mixer, vocab_size=s.vocab_size, hidden_size=s.hidden_size, num_layers=s.num_hidden_layers, mixer=mixer,
+        mixer_options={**options, "norm_eps": s.norm_eps}, intermediate_size=width,
+        tie_embeddings=s.tie_word_embeddings, norm_eps=s.norm_eps, initializer_range=s.initializer_range,
+    )  # fmt: skip
+
+
+def _qkv(s: SimpleNamespace, model: ModelConfig, *given: int) -> Iterator[Rule]:
+    o = model.mixer_options
+    return qkv_rules(s.hidden_size, given, (o["head_dim"], o["head_dim"], o["value_dim"]), o["conv_size"])
+
+
+def _model_rules(model: ModelConfig, mixer: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield the rules of a model with SwiGLU, from those of its mixer."""
+    mixer = list(mixer)
+    yield copy("embedding.weight", "model.embeddings.weight")
+    yield copy("norm.weight", "model.norm.weight")
+    yield copy("head.weight", "lm_head.weight")
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
+        yield from (rule.under(f"{ours}mixer.", f"{theirs}attn.") for rule in mixer)
+        for place, name in (("mixer", "attn"), ("mlp", "mlp")):
+            yield copy(f"{ours}{place}_norm.weight", f"{theirs}{name}_norm.weight")
+        for part in ("gate", "up", "down"):
+            yield copy(f"{ours}mlp.{part}.weight", f"{theirs}mlp.{part}_proj.weight")
+
+
+SOURCES.add("gla")(Source("fla's gla", "fla", _gla, _gla_rules, _describe_gla))
+SOURCES.add("gated_deltanet")(
+    Source("fla's gated_deltanet", "fla", _gated_deltanet, _gated_deltanet_rules, _describe_delta)
+)
+SOURCES.add("kda")(Source("fla's kda", "fla", _kda, _kda_rules, _describe_delta))
