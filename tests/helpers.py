@@ -230,3 +230,9 @@ def assert_same(got, expected):
         got, expected = {"": got}, {"": expected}
     different = [name for name in expected if not torch.equal(got[name], expected[name])]
     assert not different, f"differ: {different}"
+
+
+def assert_raises(error, match, function, *arguments, **options):
+    """Check that a call raises `error` with a message that matches `match`."""
+    with pytest.raises(error, match=match):
+        function(*arguments, **options)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import near_level
+from helpers import assert_raises, near_level
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
@@ -287,5 +287,4 @@ def test_render_closes_gaps_and_shifts_the_answer():
     ],
 )
 def test_bad_settings_say_what_would_fit(name, config, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.build(name, **config)
+    assert_raises(ValueError, message, tasks.build, name, **config)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import assert_raises
 
 from halflife.evaluation.baselines import KneserNey, discounts, gzip_bits_per_byte, kneser_ney_bits_per_byte
 
@@ -208,12 +209,8 @@ def test_gzip_by_hand():
 
 def test_errors_name_the_choices():
     for order in (0, 8, -1):
-        with pytest.raises(ValueError, match=f"the order of an n-gram is 1 to 7, not {order}"):
-            KneserNey(order)
-    with pytest.raises(ValueError, match="gzip has levels 0 to 9, not 10"):
-        gzip_bits_per_byte([b"a"], 10)
+        assert_raises(ValueError, f"the order of an n-gram is 1 to 7, not {order}", KneserNey, order)
+    assert_raises(ValueError, "gzip has levels 0 to 9, not 10", gzip_bits_per_byte, [b"a"], 10)
     for nothing in ([], [b""]):
-        with pytest.raises(ValueError, match="at least one byte"):
-            gzip_bits_per_byte(nothing)
-        with pytest.raises(ValueError, match="at least one byte"):
-            kneser_ney_bits_per_byte([b"abc"], nothing)
+        assert_raises(ValueError, "at least one byte", gzip_bits_per_byte, nothing)
+        assert_raises(ValueError, "at least one byte", kneser_ney_bits_per_byte, [b"abc"], nothing)

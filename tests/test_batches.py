@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import open_corpus, write_documents
+from helpers import assert_raises
 
 from halflife import LanguageModel, preset
 from halflife.data.batches import Batches, TokenFiles, permuted
@@ -117,8 +118,7 @@ def test_processes_share_a_batch(files, mode, world_size):
     ],
 )
 def test_batches_that_make_no_sense(files, settings, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(files, **{"batch_size": 2, "context": 8, **settings})
+    assert_raises(ValueError, message, Batches, files, **{"batch_size": 2, "context": 8, **settings})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 17, 64, 65, 1000])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel, preset
 from halflife.cli.train import Train
@@ -99,14 +100,12 @@ def test_states_of_a_checkpoint_may_be_cut_otherwise(tmp_path):
         for i in range(parts):
             (layer,) = loaded.before(torch.tensor([i, parts, 0]))
             assert all(torch.equal(x, rows[name].chunk(parts)[i]) for name, x in layer.items())
-    with pytest.raises(ValueError, match="holds no carried states"):
-        CarriedStates().before(torch.tensor([0, 1, 0]))
+    assert_raises(ValueError, "holds no carried states", CarriedStates().before, torch.tensor([0, 1, 0]))
 
 
 def test_what_cannot_be_carried():
     llama = LanguageModel(preset("llama", **SIZES))
-    with pytest.raises(ValueError, match="that of llama grows with the text"):
-        require_constant_state(llama, "llama")
+    assert_raises(ValueError, "that of llama grows with the text", require_constant_state, llama, "llama")
     with pytest.raises(ValueError, match="cannot come from sources with weights"):
         CorpusConfig(sources=("a", "b"), weights=(0.5, 0.5), mode="continued")
     with pytest.raises(ValueError, match="--carry-state needs --documents concatenated"):

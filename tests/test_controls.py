@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel, preset
 from halflife.lab.experiments import EXPERIMENTS, compare
@@ -49,8 +50,7 @@ def test_names():
     assert split_control("mamba2+post") is None
     assert split_control("mamba2@state(mamba2+gate_rank:reset10)") == ("mamba2", "state", "mamba2+gate_rank:reset10")
     for name in ("mamba2@state", "mamba2@bytes(llama)", "@state(llama)"):
-        with pytest.raises(ValueError, match=r"a control is called base@state\(target\)"):
-            split_control(name)
+        assert_raises(ValueError, r"a control is called base@state\(target\)", split_control, name)
 
 
 def test_a_control_of_longhorn_has_more_rows():

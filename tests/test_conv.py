@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same, leaves, slices, unchecked, with_grads
+from helpers import assert_close, assert_raises, assert_same, leaves, slices, unchecked, with_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,8 +126,7 @@ def test_bfloat16_computes_in_float32(conv):
 )
 def test_errors_say_what_is_wrong(change, message):
     arguments = {"x": torch.zeros(1, 5, 3), "weight": torch.zeros(3, 4)}
-    with pytest.raises(ValueError, match=message):
-        unchecked(causal_conv1d)(**{**arguments, **change})
+    assert_raises(ValueError, message, unchecked(causal_conv1d), **{**arguments, **change})
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 2, 5])])

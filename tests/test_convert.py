@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_close, assert_same, unchecked
+from helpers import assert_close, assert_raises, assert_same, unchecked
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
@@ -123,8 +123,7 @@ def test_settings_that_transformers_ignores_are_ignored(tmp_path):
     tokens = ids()
     assert_close(checkpoint.load(convert(source, tmp_path / "out"))(tokens)[0], theirs(tokens).logits, TOLERANCE)
     save_file({**weights, "lm_head.weight": weights["backbone.embeddings.weight"] + 1}, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"ties the embeddings, but lm_head\.weight"):
-        convert(source, tmp_path / "again")
+    assert_raises(ValueError, r"ties the embeddings, but lm_head\.weight", convert, source, tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,7 @@ def test_settings_that_transformers_ignores_are_ignored(tmp_path):
 def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
     mamba2(tmp_path / "in")
     edit(tmp_path / "in" / "config.json", **{setting: value})
-    with pytest.raises(ValueError, match=setting):
-        convert(tmp_path / "in", tmp_path / "out")
+    assert_raises(ValueError, setting, convert, tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -162,8 +160,7 @@ def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
 def test_models_that_transformers_does_not_have_are_refused(name, options, message, tmp_path):
     config = preset(name, **{"hidden_size": 16, "num_layers": 1, "mlp": "none", **options})
     checkpoint.save(LanguageModel(config), tmp_path / "ours")
-    with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "ours", tmp_path / "out", to="transformers")
+    assert_raises(ValueError, message, convert, tmp_path / "ours", tmp_path / "out", to="transformers")
     assert not (tmp_path / "out").exists()
 
 
@@ -197,27 +194,22 @@ def test_qwen3_nexts_other_parts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="layer 3 has no mixer with a decay; the layers with one are 0, 1, 2"):
         convert(tmp_path / "in", tmp_path / "out", layer=3)
     edit(tmp_path / "in" / "config.json", linear_num_value_heads=3)
-    with pytest.raises(ValueError, match="linear_num_value_heads"):
-        convert(tmp_path / "in", tmp_path / "out", layer=1)
+    assert_raises(ValueError, "linear_num_value_heads", convert, tmp_path / "in", tmp_path / "out", layer=1)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_layers_folder_that_is_broken(tmp_path):
     qwen(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", layer=0)
-    with pytest.raises(FileExistsError, match=r"layer\.json"):
-        convert(tmp_path / "in", tmp_path / "out", layer=0)
+    assert_raises(FileExistsError, r"layer\.json", convert, tmp_path / "in", tmp_path / "out", layer=0)
     data = json.loads((tmp_path / "out" / "layer.json").read_text())
     edit(tmp_path / "out" / "layer.json", options={**data["options"], "head_dim": 5})
-    with pytest.raises(ValueError, match="belongs to another layer"):
-        load_layer(tmp_path / "out")
+    assert_raises(ValueError, "belongs to another layer", load_layer, tmp_path / "out")
     edit(tmp_path / "out" / "layer.json", format=9)
-    with pytest.raises(ValueError, match="format 9"):
-        load_layer(tmp_path / "out")
+    assert_raises(ValueError, "format 9", load_layer, tmp_path / "out")
     (tmp_path / "out" / "layer.safetensors").unlink()
     edit(tmp_path / "out" / "layer.json", format=1)
-    with pytest.raises(FileNotFoundError, match=r"layer\.safetensors"):
-        load_layer(tmp_path / "out")
+    assert_raises(FileNotFoundError, r"layer\.safetensors", load_layer, tmp_path / "out")
 
 
 def gla(folder, weights=lambda weights: weights, **changes):
@@ -241,8 +233,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("weights", "message"), BROKEN)
 def test_weights_that_do_not_fit_are_named(weights, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        convert(gla(tmp_path / "in", weights), tmp_path / "out")
+    assert_raises(ValueError, message, convert, gla(tmp_path / "in", weights), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -289,8 +280,7 @@ WRONG = [
 @pytest.mark.parametrize(("damage", "error", "message"), WRONG)
 def test_folders_that_are_wrong(damage, error, message, tmp_path):
     damage(gla(tmp_path / "in"))
-    with pytest.raises(error, match=message):
-        convert(tmp_path / "in", tmp_path / "out")
+    assert_raises(error, message, convert, tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -298,12 +288,9 @@ def test_what_was_asked_for_makes_no_sense(tmp_path):
     source = gla(tmp_path / "in")
     with pytest.raises(ValueError, match=r"--layer takes one mixer of qwen3_next, .*; a gla is converted as a whole"):
         convert(source, tmp_path / "out", layer=0)
-    with pytest.raises(ValueError, match="Choose from: halflife, transformers, fla"):
-        convert(source, tmp_path / "out", to="jax")
-    with pytest.raises(ValueError, match="only a whole halflife checkpoint"):
-        convert(source, tmp_path / "out", to="transformers")
-    with pytest.raises(FileExistsError, match=r"config\.json already"):
-        convert(source, source)
+    assert_raises(ValueError, "Choose from: halflife, transformers, fla", convert, source, tmp_path / "out", to="jax")
+    assert_raises(ValueError, "only a whole halflife checkpoint", convert, source, tmp_path / "out", to="transformers")
+    assert_raises(FileExistsError, r"config\.json already", convert, source, source)
 
 
 def test_command(tmp_path, capsys, refused):

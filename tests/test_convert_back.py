@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_raises, assert_same
 from safetensors.torch import load_file, save_file
 from test_convert_fla import VARIANTS, published
 from test_convert_later import kda, mamba3
@@ -62,5 +62,4 @@ def test_folders(tmp_path):
 )
 def test_models_that_fla_lacks_are_refused(name, options, message):
     model = LanguageModel(preset(name, hidden_size=16, num_layers=1, num_heads=2, train_length=8, **options))
-    with pytest.raises(ValueError, match=message):
-        back_to("fla", model)
+    assert_raises(ValueError, message, back_to, "fla", model)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from foreign_models import LAWS, OPTIONS, VOCAB, build
-from helpers import assert_close, assert_same
+from helpers import assert_close, assert_raises, assert_same
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -123,8 +123,7 @@ def test_qwen3_5_in_bfloat16_and_with_images(tmp_path):
 )
 def test_what_cannot_be_represented_is_named(kind, changes, message, tmp_path):
     config = {**OPTIONS[kind], **changes}
-    with pytest.raises(ValueError, match=message):
-        SOURCES[kind](config, {})
+    assert_raises(ValueError, message, SOURCES[kind], config, {})
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,7 @@ def test_what_cannot_be_represented_is_named(kind, changes, message, tmp_path):
 def test_models_without_a_place_are_refused(name, options, message, tmp_path):
     config = preset(name, hidden_size=16, num_layers=2, num_heads=2, train_length=8, **options)
     checkpoint.save(LanguageModel(config), tmp_path / "ours")
-    with pytest.raises(ValueError, match=message):
-        convert(tmp_path / "ours", tmp_path / "out", to="transformers")
+    assert_raises(ValueError, message, convert, tmp_path / "ours", tmp_path / "out", to="transformers")
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close
+from helpers import assert_close, assert_raises
 from safetensors.torch import save_file
 
 from halflife.models import checkpoint
@@ -210,8 +210,7 @@ def test_mamba3(changes):
 )
 def test_what_cannot_be_represented_is_named(model, changes, message):
     config, weights = model()
-    with pytest.raises(ValueError, match=message):
-        SOURCES[model.__name__]({**config, **changes}, weights)
+    assert_raises(ValueError, message, SOURCES[model.__name__], {**config, **changes}, weights)
 
 
 def test_a_folder_of_fla(tmp_path):
@@ -301,24 +300,19 @@ def test_a_pth_file(tmp_path):
     assert model.blocks[1].mixer.decay.logit.dtype == torch.float32
     with pytest.raises(ValueError, match=r"a \.pth is converted to halflife, and as a whole"):
         convert(tmp_path / "rwkv.pth", tmp_path / "other", to="transformers")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        convert(tmp_path / "missing.pth", tmp_path / "other")
+    assert_raises(FileNotFoundError, "there is no file", convert, tmp_path / "missing.pth", tmp_path / "other")
 
 
 def test_a_pth_file_that_is_refused(tmp_path):
     file = tmp_path / "rwkv.pth"
     torch.save({"run": Unsafe()}, file)
-    with pytest.raises(ValueError, match="damaged, or holds more than tensors"):
-        convert(file, tmp_path / "out")
+    assert_raises(ValueError, "damaged, or holds more than tensors", convert, file, tmp_path / "out")
     file.write_bytes(b"no model")
-    with pytest.raises(ValueError, match="damaged, or holds more than tensors"):
-        convert(file, tmp_path / "out")
+    assert_raises(ValueError, "damaged, or holds more than tensors", convert, file, tmp_path / "out")
     torch.save([torch.ones(2)], file)
-    with pytest.raises(ValueError, match="holds no named tensors"):
-        convert(file, tmp_path / "out")
+    assert_raises(ValueError, "holds no named tensors", convert, file, tmp_path / "out")
     torch.save({**rwkv7(), "blocks.0.att.time_maa_x": torch.ones(1, 1, HIDDEN)}, file)
-    with pytest.raises(ValueError, match=r"blocks\.0\.att\.time_maa_x is unknown"):
-        convert(file, tmp_path / "out")
+    assert_raises(ValueError, r"blocks\.0\.att\.time_maa_x is unknown", convert, file, tmp_path / "out")
     torch.save({"emb.weight": torch.ones(2, 2)}, file)
     with pytest.raises(ValueError, match=r"no RWKV-7 of version x070: blocks\.0\.att\.r_k is missing"):
         convert(file, tmp_path / "out")

@@ -11,6 +11,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from corpora import open_corpus, text, write_documents
+from helpers import assert_raises
 
 from halflife.data import documents, splits, store
 from halflife.data.corpus import Corpus, CorpusConfig, bits_per_byte
@@ -224,8 +225,7 @@ def test_files_that_change_meanwhile(folder, tmp_path, monkeypatch):
         return plan
 
     monkeypatch.setattr(splits, "scan", slow)
-    with pytest.raises(ValueError, match="changed while they were read"):
-        open_corpus(folder, tmp_path)
+    assert_raises(ValueError, "changed while they were read", open_corpus, folder, tmp_path)
 
 
 def read_with_peak(tmp_path, name, size):
@@ -340,16 +340,14 @@ def test_text_that_is_no_utf8(words, tmp_path, name):
 def test_the_largest_id_says_which_models_a_tokenizer_fits(words):
     """Return five words, the last of which has id 300."""
     assert load_tokenizer(words, 301).vocab_size == 301
-    with pytest.raises(ValueError, match="has 301 ids, more than the model's vocab_size 300"):
-        load_tokenizer(words, 300)
+    assert_raises(ValueError, "has 301 ids, more than the model's vocab_size 300", load_tokenizer, words, 300)
 
 
 def test_bits_per_byte():
     """A uniform guess among 256 bytes costs eight bits. With two bytes a token, a byte costs half of a token's bits."""
     assert bits_per_byte(math.log(256), 10, 10) == pytest.approx(8)
     assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="at least one byte"):
-        bits_per_byte(1.0, 0, 0)
+    assert_raises(ValueError, "at least one byte", bits_per_byte, 1.0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -363,8 +361,7 @@ def test_bits_per_byte():
     ],
 )
 def test_configurations_that_make_no_sense(settings, message):
-    with pytest.raises(ValueError, match=message):
-        CorpusConfig(**{"sources": ("a.txt",), **settings})
+    assert_raises(ValueError, message, CorpusConfig, **{"sources": ("a.txt",), **settings})
 
 
 def test_a_bar_of_progress(folder, tmp_path, capsys):

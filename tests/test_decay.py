@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same, assert_streams
+from helpers import assert_close, assert_raises, assert_same, assert_streams
 
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
@@ -264,8 +264,7 @@ def test_reset_parameters_is_idempotent_and_survives_the_meta_device(name, granu
 
 
 def test_unknown_name_lists_the_choices():
-    with pytest.raises(ValueError, match=r"Did you mean 'mamba2'\? Choose from: .*lightnet.*simple"):
-        build("mamba")
+    assert_raises(ValueError, r"Did you mean 'mamba2'\? Choose from: .*lightnet.*simple", build, "mamba")
 
 
 @pytest.mark.parametrize(
@@ -283,13 +282,11 @@ def test_unknown_name_lists_the_choices():
     ],
 )
 def test_errors_say_what_is_wrong(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(name, **options)
+    assert_raises(ValueError, message, build, name, **options)
 
 
 def test_activations_must_fit():
-    with pytest.raises(ValueError, match=r"f must be \[B, T, 4, 3\]"):
-        build("gla", "vector")(torch.zeros(1, 2, HEADS))
+    assert_raises(ValueError, r"f must be \[B, T, 4, 3\]", build("gla", "vector"), torch.zeros(1, 2, HEADS))
 
 
 @pytest.mark.parametrize("name", DECAYS)

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel
 from halflife.cli import main
@@ -118,8 +119,7 @@ def test_a_run_learns_writes_and_is_not_run_twice(settings, tmp_path):
     (initial,) = timescales(LanguageModel(model.config), [1])
     assert saved["init"]["timescales"]["1"] == initial.timescales["1"] != trained.timescales["1"]
     assert run(settings, tmp_path) == result
-    with pytest.raises(ValueError, match="another configuration"):
-        run(settings, tmp_path, seed=1)
+    assert_raises(ValueError, "another configuration", run, settings, tmp_path, seed=1)
 
 
 def test_the_loss_is_that_of_the_test_split(settings, tmp_path):
@@ -160,8 +160,7 @@ def test_a_run_of_another_configuration_is_refused(settings, tmp_path):
     run(settings, tmp_path)
     saved = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({**saved, "model": {**saved["model"], "norm": "layer"}}))
-    with pytest.raises(ValueError, match="another configuration"):
-        run(settings, tmp_path)
+    assert_raises(ValueError, "another configuration", run, settings, tmp_path)
 
 
 @pytest.mark.parametrize("name", decay_design.VARIANTS)
@@ -261,8 +260,7 @@ def test_the_command_prints_the_tables_and_resumes_to_the_same_numbers(text, tmp
 
 def test_a_comparison_without_settings_is_damaged(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"experiment": "decay-design", "variants": [], "sizes": {}}))
-    with pytest.raises(ValueError, match=r"config\.json is damaged: it has no settings"):
-        compare.run_comparison(tmp_path)
+    assert_raises(ValueError, r"config\.json is damaged: it has no settings", compare.run_comparison, tmp_path)
 
 
 def test_groups_stand_for_their_variants(text, tmp_path):
@@ -291,8 +289,7 @@ def test_bad_choices_fail_at_once(text, tmp_path, refused, more, message):
 
 
 def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        GRID.open_data(GRID.settings_at("smoke", {"text": ("nowhere.txt",)}))
+    assert_raises(FileNotFoundError, "nowhere", GRID.open_data, GRID.settings_at("smoke", {"text": ("nowhere.txt",)}))
     (tmp_path / "other.txt").write_text("x" * 999)
     other = config(settings)
     other.data["sources"] = [str(tmp_path / "other.txt")]

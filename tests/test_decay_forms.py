@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_streams
+from helpers import assert_close, assert_raises, assert_streams
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.lab.experiments import decay_design
@@ -192,10 +192,8 @@ def test_rows_of_the_grid_as_they_were_run():
     options = decay_design.variant_model("rope/tnl:released", settings).mixer_options
     assert (options["decay"], options["position"]) == ("tnl_released", "half_lrpe")
     assert decay_design.variant_model("tpe/gla:released", settings).position == "tpe_released"
-    with pytest.raises(ValueError, match="as the paper prints it"):
-        decay_design.find_variant("simple/0.9:released")
-    with pytest.raises(ValueError, match="unknown variant"):
-        decay_design.find_variant("simple/0.9:run")
+    assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, "simple/0.9:released")
+    assert_raises(ValueError, "unknown variant", decay_design.find_variant, "simple/0.9:run")
 
 
 def test_rows_of_the_grid_can_be_named_like_presets():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife.analysis import decays as recorder
 from halflife.analysis import horizon as horizons
@@ -260,8 +261,7 @@ def test_half_life():
 
 @pytest.mark.parametrize("ids", [torch.zeros(4, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)])
 def test_ids_must_be_sequences(ids):
-    with pytest.raises(ValueError, match="T ≥ 2"):
-        measure_decays(tiny("tnl"), ids)
+    assert_raises(ValueError, "T ≥ 2", measure_decays, tiny("tnl"), ids)
 
 
 def test_a_model_that_diverged_has_no_numbers():

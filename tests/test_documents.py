@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from corpora import open_corpus, text, write_documents
+from helpers import assert_raises
 
 from halflife.data import documents
 from halflife.data.documents import find, pieces
@@ -71,10 +72,8 @@ def test_sources_that_are_not_there(tmp_path):
         (str(tmp_path / "*.txt"), r"no file matches .*\*.txt"),
         (tmp_path / "empty", "the folder .*empty has no .txt, .md"),
     ):
-        with pytest.raises(FileNotFoundError, match=message):
-            find([source])
-    with pytest.raises(ValueError, match="at least one source"):
-        find([])
+        assert_raises(FileNotFoundError, message, find, [source])
+    assert_raises(ValueError, "at least one source", find, [])
 
 
 @pytest.mark.parametrize("limit", [8, 9, 64])
@@ -110,8 +109,7 @@ def test_parquet(tmp_path):
     assert list(documents.documents([tmp_path])) == [row.encode() for row in rows]
     with pytest.raises(ValueError, match="has no column 'body'; its columns are text, id"):
         list(documents.documents([tmp_path], "body"))
-    with pytest.raises(ValueError, match="row 1: 'id' is int, not a string"):
-        list(documents.documents([tmp_path], "id"))
+    assert_raises(ValueError, "row 1: 'id' is int, not a string", list, documents.documents([tmp_path], "id"))
 
 
 def test_strings_of_parquet(tmp_path):

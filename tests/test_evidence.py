@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare
@@ -81,10 +82,8 @@ def test_parts_are_what_they_are_called():
 
 
 def test_parts_that_do_not_exist():
-    with pytest.raises(ValueError, match=r"unknown part of PoST 'theorme'\. Did you mean 'theorem'"):
-        options("theorme")
-    with pytest.raises(ValueError, match="rwkv7 has no 'frozen': choose from rwkv7:post"):
-        options("frozen", "rwkv7")
+    assert_raises(ValueError, r"unknown part of PoST 'theorme'\. Did you mean 'theorem'", options, "theorme")
+    assert_raises(ValueError, "rwkv7 has no 'frozen': choose from rwkv7:post", options, "frozen", "rwkv7")
 
 
 @pytest.mark.parametrize("base", post_parts.BASES)
@@ -119,8 +118,7 @@ def test_cells_of_the_map_are_what_they_are_called():
         ("K9:h1", "unknown model of koopman-powers 'K9'"), ("K1:h0", "a cell is hN or lN"),
         ("attention:h1-masked", "attention reads no action mask"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            powers(name)
+        assert_raises(ValueError, message, powers, name)
 
 
 def test_the_steps_until_a_model_has_learned():
@@ -173,8 +171,7 @@ def test_reassigned_keys_at_every_length():
     options = config.model.hybrid["options"]
     assert (options["decay"], options["beta"], options["post"]["train_length"]) == ("simple", True, 24)
     assert (options["rank"], options["chunk_size"]) == (24, 2)
-    with pytest.raises(ValueError, match="a number for each of pairs"):
-        experiment.settings_at("smoke", {"updates": (1, 2)})
+    assert_raises(ValueError, "a number for each of pairs", experiment.settings_at, "smoke", {"updates": (1, 2)})
 
 
 def test_before_training_one_power_recalls_and_two_recall_what_is_held():

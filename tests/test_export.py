@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import SIZES, combinations
-from helpers import add_noise, generator
+from helpers import add_noise, assert_raises, generator
 from pairwise import crossed
 
 from halflife import LanguageModel, preset
@@ -104,8 +104,7 @@ def test_a_cache_that_grows_needs_a_length_and_other_models_take_none():
         (llama, 3, "max_length must be at least 4"),
         (mamba2, 3, "mamba2 reads sequences of any length"),
     ):
-        with pytest.raises(ValueError, match=message):
-            export(model, 4, max_length=length)
+        assert_raises(ValueError, message, export, model, 4, max_length=length)
     assert [*growing(build("mamba2+attention"))] == ["blocks.1.mixer"]
     assert not growing(build("mamba2+swa"))  # a window has as many slots as it sees tokens
 
@@ -116,8 +115,7 @@ def test_a_full_cache_is_an_error():
     with torch.no_grad(), fixed_caches(model, 3):
         for token in ids.split(1, 1)[:3]:
             _, state = model(token, state)
-        with pytest.raises(RuntimeError, match=r"is full: it holds 3 tokens \(max_length\)"):
-            model(ids[:, 3:], state)
+        assert_raises(RuntimeError, r"is full: it holds 3 tokens \(max_length\)", model, ids[:, 3:], state)
     assert model(ids)[1][0]["keys"].shape[1] == 4  # it grows again
 
 
@@ -149,12 +147,7 @@ def test_koopman_attention_as_a_graph_is_its_definition(normalization, operator,
         torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-12)
 
 
-@crossed(
-    strength=1,
-    normalization=NORMALIZATIONS,
-    granularity=["scalar", "vector"],
-    chunk=[(4, "chunk"), (4, "token")],
-)
+@crossed(strength=1, normalization=NORMALIZATIONS, granularity=["scalar", "vector"], chunk=[(4, "chunk"), (4, "token")])
 def test_koopman_attention_with_decays_as_a_graph_is_its_definition(normalization, granularity, chunk, monkeypatch):
     settings = dict(zip(("chunk_size", "refresh"), chunk, strict=True))
     settings |= {"normalization": normalization, "mix": 0.7, "output_final_state": True}

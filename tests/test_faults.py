@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from helpers import assert_raises
 from tiny_runs import after_step, comparable, interrupt, run, tiny
 
 from halflife import preset
@@ -87,8 +88,7 @@ def test_json_is_strict(tmp_path):
 @pytest.mark.parametrize("content", [b"\xff\xfe{}", b"[" * 100_000, b"{", b""], ids=["bytes", "deep", "half", "empty"])
 def test_damaged_json_is_named(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.json"):
-        read_json(tmp_path / "a.json")
+    assert_raises(ValueError, r"a\.json", read_json, tmp_path / "a.json")
 
 
 def test_a_small_archive_of_a_large_text_is_refused(tmp_path, monkeypatch):
@@ -96,8 +96,7 @@ def test_a_small_archive_of_a_large_text_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr("halflife.files.UNPACKED", 1000)
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 1001))
-    with pytest.raises(ValueError, match=r"a\.gz unpacks to more than"):
-        read_bytes(tmp_path / "a.gz")
+    assert_raises(ValueError, r"a\.gz unpacks to more than", read_bytes, tmp_path / "a.gz")
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +185,7 @@ def test_a_checkpoint_of_shards_is_not_resumed_without_fsdp(cut):
     folder = cut / "checkpoints" / "checkpoint-8"
     (folder / SHARDS).mkdir()
     write_json(folder / "complete.json", checksums(folder))
-    with pytest.raises(ValueError, match="checkpoint-8 was written with --fsdp; resume it so"):
-        run(tiny(), cut)
+    assert_raises(ValueError, "checkpoint-8 was written with --fsdp; resume it so", run, tiny(), cut)
 
 
 def test_a_checkpoint_that_is_half_written_is_not_there(cut, whole, monkeypatch):
@@ -208,8 +206,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_later(cut, whole, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(OSError, match=r"checkpoint of step 12.*No space left.*bytes are free.*Make room"):
-            run(tiny(), cut)
+        assert_raises(OSError, r"checkpoint of step 12.*No space left.*bytes are free.*Make room", run, tiny(), cut)
     assert steps(cut) == [4, 8]
     run(tiny(), cut)
     assert comparable(cut) == comparable(whole)
@@ -317,8 +314,7 @@ def test_an_edited_run_is_refused_by_name(cut, key, value):
         changed = dataclasses.replace(changed, model=dataclasses.replace(changed.model, norm_eps=value))
     (cut / "run.json").write_text(json.dumps(data))
     before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
-    with pytest.raises(ValueError, match=rf"run.json was changed after checkpoint-. .*{key} = .* and {value}"):
-        run(changed, cut)
+    assert_raises(ValueError, rf"run.json was changed after checkpoint-. .*{key} = .* and {value}", run, changed, cut)
     assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before
 
 
@@ -341,8 +337,7 @@ def test_numbers_that_were_not_finite_are_nan(whole, tmp_path):
 )
 def test_json_of_wrong_content_is_named(whole, tmp_path, name, change, message):
     write_json(tmp_path / name, {**json.loads((whole / name).read_text()), **change})
-    with pytest.raises(ValueError, match=message):
-        read_result(tmp_path)
+    assert_raises(ValueError, message, read_result, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -359,8 +354,7 @@ def test_schemas(value, schema, right):
 
 @pytest.mark.parametrize("options", [{"norm_eps": -1.0}, {"mixer_options": {"norm_eps": math.nan}}])
 def test_an_epsilon_that_is_not_positive_is_refused(options):
-    with pytest.raises(ValueError, match="norm_eps must be positive"):
-        preset("mamba2", hidden_size=16, num_layers=1, **options)
+    assert_raises(ValueError, "norm_eps must be positive", preset, "mamba2", hidden_size=16, num_layers=1, **options)
 
 
 def test_a_speed_that_is_unknown_is_an_empty_cell(tmp_path):

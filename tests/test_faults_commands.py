@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import assert_raises
 from tiny_runs import tiny
 
 from halflife import Session, preset
@@ -169,8 +170,7 @@ def test_an_error_of_ours_stays_a_traceback(monkeypatch):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("halflife.cli.read_command", fail)
-    with pytest.raises(RuntimeError, match="a bug"):
-        main(["list"])
+    assert_raises(RuntimeError, "a bug", main, ["list"])
 
 
 def shell(line, cwd, **environment):
@@ -297,8 +297,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(place, monkeypatch):
 
     (place / "text" / "secret").mkdir()
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(PermissionError, match="secret"):
-        find(["text"])
+    assert_raises(PermissionError, "secret", find, ["text"])
 
 
 @pytest.mark.parametrize(
@@ -385,8 +384,7 @@ def test_a_model_that_diverged_has_no_text_and_no_scores(place, refused):
     for arguments in (["generate", "model", "abc"], ["eval", "model", "--tasks", "niah_single_1", "--lengths", "600"]):
         assert "the model in model has diverged: norm.weight holds numbers that are not finite" in refused(*arguments)
     session = Session(model.eval()).feed("abc")
-    with pytest.raises(ValueError, match="the logits of the model are not finite"):
-        next(session.sample(1, temperature=0))
+    assert_raises(ValueError, "the logits of the model are not finite", next, session.sample(1, temperature=0))
 
 
 def test_a_folder_with_the_temporary_file_of_a_killed_process_is_new(tmp_path):
@@ -397,5 +395,4 @@ def test_a_folder_with_the_temporary_file_of_a_killed_process_is_new(tmp_path):
     assert create(folder) == folder
     (tmp_path / "y").mkdir()
     (tmp_path / "y/.config").write_text("mine")
-    with pytest.raises(FileExistsError, match="not empty"):
-        create(tmp_path / "y")
+    assert_raises(FileExistsError, "not empty", create, tmp_path / "y")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import preset
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -32,8 +33,7 @@ def flip(path, at):
 def test_a_flipped_bit_in_weights_is_seen(tmp_path, at):
     checkpoint.save(model(), tmp_path)
     flip(tmp_path / "model.safetensors", at)
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: .* Copy it again"):
-        checkpoint.load(tmp_path)
+    assert_raises(ValueError, r"model\.safetensors is damaged: .* Copy it again", checkpoint.load, tmp_path)
 
 
 def test_every_flipped_bit_in_a_session_is_seen(tmp_path):
@@ -76,8 +76,7 @@ def test_a_session_that_cannot_be_is_refused(tmp_path, about, tensors):
     path = session.save(tmp_path / "a.session")
     read, written = read_tensors(path)
     write_tensors(path, {**read, **tensors}, {**written, **about})
-    with pytest.raises(ValueError, match="holds no state of a session"):
-        Session(session.model).load(path)
+    assert_raises(ValueError, "holds no state of a session", Session(session.model).load, path)
 
 
 def test_equal_content_has_equal_bytes(tmp_path):
@@ -98,8 +97,7 @@ def test_layers_that_the_weights_do_not_have_are_refused_before_they_are_built(t
     config = json.loads((tmp_path / "config.json").read_text())
     config["model"]["num_layers"] = layers
     write_json(tmp_path / "config.json", config)
-    with pytest.raises(ValueError, match=message):
-        checkpoint.load(tmp_path)
+    assert_raises(ValueError, message, checkpoint.load, tmp_path)
     for arguments in (["generate", "abc"], ["eval", "--text", __file__], ["spectrum", "--text", __file__]):
         assert "layers" in refused(arguments[0], str(tmp_path), *arguments[1:])
 
@@ -152,8 +150,7 @@ def test_a_cache_of_version_0_1_is_read(tmp_path):
 @pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 3])
 def test_shards_lie_in_their_folder(tmp_path, shard):
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": shard}})
-    with pytest.raises(ValueError, match="which is no file of its folder"):
-        Checkpoint(tmp_path)
+    assert_raises(ValueError, "which is no file of its folder", Checkpoint, tmp_path)
 
 
 def test_a_conversion_that_was_killed_is_done_again(tmp_path):
@@ -184,5 +181,4 @@ def test_a_run_reads_the_files_that_it_began_with(tmp_path, weights):
     assert again.digest == first.digest != Corpus.open(config, show=False).digest
     assert Corpus.open(CorpusConfig.from_dict({**saved, "files": []}), show=False).digest != first.digest
     (folders[1] / "0.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"0\.txt"):
-        Corpus.open(CorpusConfig.from_dict(saved), show=False)
+    assert_raises(FileNotFoundError, r"0\.txt", Corpus.open, CorpusConfig.from_dict(saved), show=False)

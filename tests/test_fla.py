@@ -8,7 +8,18 @@ import warnings
 
 import pytest
 import torch
-from helpers import OPS, assert_close, each_granularity, each_op, op_inputs, relative_error, rounded, run_op, slices
+from helpers import (
+    OPS,
+    assert_close,
+    assert_raises,
+    each_granularity,
+    each_op,
+    op_inputs,
+    relative_error,
+    rounded,
+    run_op,
+    slices,
+)
 
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
@@ -214,8 +225,7 @@ def test_fits(op, granularity, machine):
 )
 def test_shapes_and_dtypes_refused(op, change, message, machine):
     machine()
-    with pytest.raises(CannotRun, match=message):
-        backends.choose(op, "fla", CUDA, call_of(op, **change))
+    assert_raises(CannotRun, message, backends.choose, op, "fla", CUDA, call_of(op, **change))
 
 
 def test_large_heads(machine):

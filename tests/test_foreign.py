@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_models import LAWS, OPTIONS, build
+from helpers import assert_raises
 
 from halflife import tasks
 from halflife.analysis import forecast as aged
@@ -251,8 +252,7 @@ def test_missing_weights_are_an_error(saved):
     tensors = load_file(saved / "model.safetensors")
     tensors.pop("model.layers.0.mamba.A_log")
     save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"do not fit config.json: model\.layers\.0\.mamba\.A_log is missing"):
-        load_foreign(saved)
+    assert_raises(ValueError, r"do not fit config.json: model\.layers\.0\.mamba\.A_log is missing", load_foreign, saved)
 
 
 @pytest.mark.parametrize(
@@ -269,15 +269,13 @@ def test_missing_weights_are_an_error(saved):
 )  # fmt: skip
 def test_what_cannot_be_read_is_an_error(saved, change, message):
     change(saved)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        load_foreign(saved)
+    assert_raises((ValueError, FileNotFoundError), message, load_foreign, saved)
 
 
 def test_without_the_hub(tmp_path):
     (tmp_path / "text").write_text("a text")
     message = "there is no folder nobody/no-model, and the hub cannot be asked for it: .*offline"
-    with pytest.raises(ConnectionError, match=message):
-        survey.measure_models([Path("nobody/no-model")], [tmp_path / "text"])
+    assert_raises(ConnectionError, message, survey.measure_models, [Path("nobody/no-model")], [tmp_path / "text"])
 
 
 BIG = """
@@ -374,5 +372,4 @@ def test_forecast_of_a_model_of_transformers(tmp_path, capsys):
     [("zamba2", "layer 1 is Mamba-2 [+] softmax attention"), ("recurrent_gemma", "layer 0 is RG-LRU")],
 )
 def test_no_forecast(kind, message):
-    with pytest.raises(ValueError, match=f"no forecast for {kind}: {message}"):
-        RecurrentModel(ForeignModel(build(kind), kind))
+    assert_raises(ValueError, f"no forecast for {kind}: {message}", RecurrentModel, ForeignModel(build(kind), kind))

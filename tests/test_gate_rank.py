@@ -4,7 +4,17 @@ import math
 
 import pytest
 import torch
-from helpers import LOG_DECAYS, assert_close, assert_same, generator, leaves, op_inputs, slices, unchecked
+from helpers import (
+    LOG_DECAYS,
+    assert_close,
+    assert_raises,
+    assert_same,
+    generator,
+    leaves,
+    op_inputs,
+    slices,
+    unchecked,
+)
 from pairwise import crossed
 
 from halflife import ops
@@ -300,5 +310,4 @@ def test_gradcheck(update):
 def test_errors_say_what_is_wrong(change, message):
     arguments = inputs("delta", 5, 0.2, key=4, value=3)
     arguments = {n: x.float() for n, x in arguments.items() if n not in ("fast", "slow")}
-    with pytest.raises(ValueError, match=message):
-        unchecked(ops.gate_rank)(**{**arguments, **change})
+    assert_raises(ValueError, message, unchecked(ops.gate_rank), **{**arguments, **change})

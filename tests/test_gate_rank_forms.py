@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from helpers import assert_close, assert_raises
 
 import halflife
 from halflife.layers import GateRank
@@ -55,10 +55,8 @@ def test_printed_reset_law(cut):
 
 def test_printed_reset_law_is_for_the_linear_update():
     x = inputs()
-    with pytest.raises(ValueError, match="linear update"):
-        gate_rank(**x, beta=torch.ones(2, 11, 3).double(), reset_law="printed")
-    with pytest.raises(ValueError, match="unknown reset_law 'mark'"):
-        gate_rank(**x, reset_law="mark")
+    assert_raises(ValueError, "linear update", gate_rank, **x, beta=torch.ones(2, 11, 3).double(), reset_law="printed")
+    assert_raises(ValueError, "unknown reset_law 'mark'", gate_rank, **x, reset_law="mark")
     for name in ("gated_deltanet+gate_rank", "mamba3+gate_rank"):
         with pytest.raises(ValueError, match=r"linear update|previous token"):
             halflife.preset(name, **SIZES, mixer_options={"gate_rank": {"reset_law": "printed"}})
@@ -104,5 +102,4 @@ def test_paper_preset(name):
     ],
 )
 def test_errors_say_what_is_wrong(options, message):
-    with pytest.raises(ValueError, match=message):
-        SlowGate(2, **{"reset_rate": 0.5, "conv_size": 4, **options})
+    assert_raises(ValueError, message, SlowGate, 2, **{"reset_rate": 0.5, "conv_size": 4, **options})

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close, assert_same
+from helpers import assert_close, assert_raises, assert_same
 
 import halflife
 from halflife.evaluation.recall import accuracy, by_position
@@ -87,8 +87,7 @@ def test_two_states_are_counted():
     ],
 )
 def test_combinations_without_meaning(name, message):
-    with pytest.raises(ValueError, match=message):
-        halflife.preset(name, **SIZES)
+    assert_raises(ValueError, message, halflife.preset, name, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +210,7 @@ def test_experiments_resolve_at_every_scale(name):
 )
 def test_variants_are_checked(name, message):
     experiment = EXPERIMENTS["gate-rank-s5"]()
-    with pytest.raises(ValueError, match=message):
-        experiment.configure(experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))
+    assert_raises(ValueError, message, experiment.configure, experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))
 
 
 def configured(experiment, name):
@@ -235,8 +233,7 @@ def test_depth_and_curriculum_of_a_name():
         ("gated_deltanet:d2-d4", "two depths"), ("mamba2:swaps-curriculum", "two curricula"),
         ("mamba2:deep", "unknown variant 'deep'"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            configured(GateRankS5(), name)
+        assert_raises(ValueError, message, configured, GateRankS5(), name)
 
 
 def test_gates_that_stay_closed_and_gates_that_are_not_trained():

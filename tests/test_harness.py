@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from combinations import SIZES
-from helpers import add_noise
+from helpers import add_noise, assert_raises
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -213,8 +213,7 @@ def test_what_an_answer_leaves_no_room_for_is_an_error():
     assert ours.truncated == 1
     with pytest.raises(ValueError, match="max_length 4 leaves no context before 4 tokens"):
         ours.loglikelihood(requests("loglikelihood", ("a", "abcde")))
-    with pytest.raises(ValueError, match="at least 1"):
-        harness.harness_model(model, ByteTokenizer(), batch_size=0)
+    assert_raises(ValueError, "at least 1", harness.harness_model, model, ByteTokenizer(), batch_size=0)
 
 
 def test_a_text_begins_after_its_end_token_or_a_newline():
@@ -231,8 +230,7 @@ def test_a_text_begins_after_its_end_token_or_a_newline():
     plain = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=words), "words")
     ours = harness.harness_model(build("mamba2"), plain)
     assert len(ours.loglikelihood(requests("loglikelihood", ("red", " green")))) == 1
-    with pytest.raises(ValueError, match="neither an end token nor a newline"):
-        ours.loglikelihood_rolling(TEXTS)
+    assert_raises(ValueError, "neither an end token nor a newline", ours.loglikelihood_rolling, TEXTS)
 
 
 def test_settings_of_texts():
@@ -363,8 +361,7 @@ def test_errors_of_tasks(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no folder"):
         harness.evaluate(model, tokenizer, ["text_here"], include_path=folder / "nowhere")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'halflife-lm\[eval\]'"):
-        harness.evaluate(model, tokenizer, ["text_here"])
+    assert_raises(ImportError, r"pip install 'halflife-lm\[eval\]'", harness.evaluate, model, tokenizer, ["text_here"])
 
 
 @pytest.mark.parametrize(

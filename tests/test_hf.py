@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from combinations import SIZES, slow_later
-from helpers import add_noise, assert_close
+from helpers import add_noise, assert_close, assert_raises
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -61,12 +61,9 @@ def test_config_survives_json_and_wraps_the_models(tmp_path):
 
 def test_config_errors():
     model = preset("mamba2", **SIZES).to_dict()
-    with pytest.raises(ValueError, match="hidden_sizes"):
-        HalflifeConfig(model={**model, "hidden_sizes": 3})
-    with pytest.raises(ValueError, match="vocab_size is 40"):
-        HalflifeConfig(model=model, vocab_size=40)
-    with pytest.raises(TypeError, match=r"got 'mamba2'\. HalflifeConfig\.from_preset takes names"):
-        HalflifeConfig(model="mamba2")
+    assert_raises(ValueError, "hidden_sizes", HalflifeConfig, model={**model, "hidden_sizes": 3})
+    assert_raises(ValueError, "vocab_size is 40", HalflifeConfig, model=model, vocab_size=40)
+    assert_raises(TypeError, r"got 'mamba2'\. HalflifeConfig\.from_preset takes names", HalflifeConfig, model="mamba2")
 
 
 @pytest.mark.parametrize("name", slow_later(NAMES))
@@ -148,10 +145,8 @@ def test_forward_errors():
         ({"input_ids": ids, "attention_mask": torch.ones(4, 3)}, "attention_mask"),
         ({"input_ids": ids, "attention_mask": torch.ones(2, 6)}, "attention_mask"),
     ):
-        with pytest.raises(ValueError, match=message):
-            model(**arguments)
-    with pytest.raises(TypeError, match="attn_mask"):
-        model(ids, attn_mask=None)
+        assert_raises(ValueError, message, model, **arguments)
+    assert_raises(TypeError, "attn_mask", model, ids, attn_mask=None)
 
 
 def test_it_is_drawn_as_the_library_draws_it():
@@ -218,8 +213,7 @@ def test_what_transformers_saves_opens_everywhere(tmp_path, shards):
         tokenizer = load_tokenizer(folder, 257)
         assert (tokenizer.name, tokenizer.eos) == ("bytes+eos", 256)
         assert AutoTokenizer.from_pretrained(folder)("hé")["input_ids"] == tokenizer.encode("hé").tolist()
-    with pytest.raises(ValueError, match="halflife checkpoint already"):
-        convert(converted, tmp_path / "again")
+    assert_raises(ValueError, "halflife checkpoint already", convert, converted, tmp_path / "again")
 
 
 @pytest.mark.parametrize("end", [False, True])
@@ -297,8 +291,7 @@ def test_embeddings_and_their_size(tied, tmp_path):
     model.set_input_embeddings(other)
     assert model.get_input_embeddings() is other
     if tied:
-        with pytest.raises(ValueError, match="tie_embeddings=False"):
-            model.set_output_embeddings(torch.nn.Linear(16, 35))
+        assert_raises(ValueError, "tie_embeddings=False", model.set_output_embeddings, torch.nn.Linear(16, 35))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -324,8 +317,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(name):
         assert torch.equal(got[key], x), key
     model.activation_checkpointing_disable()
     assert gradients()[1] == 1
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        model.activation_checkpointing_enable({"use_reentrant": True})
+    assert_raises(ValueError, "use_reentrant=False", model.activation_checkpointing_enable, {"use_reentrant": True})
 
 
 def test_hooks_of_accelerate_do_not_cut_layers_apart():
@@ -401,8 +393,7 @@ def test_generate_refuses_padding_on_the_right():
     ids = torch.cat([tokens(2, 4), torch.zeros(2, 2, dtype=torch.long)], 1)
     settings = {"attention_mask": (ids > 0).long(), "max_new_tokens": 2, "pad_token_id": 0}
     for options in ({}, {"num_beams": 2}, {"use_cache": False}):
-        with pytest.raises(ValueError, match="pad on the left"):
-            build().generate(ids, **settings, **options)
+        assert_raises(ValueError, "pad on the left", build().generate, ids, **settings, **options)
 
 
 def test_generate_from_embeddings_and_after_the_end():
@@ -412,10 +403,8 @@ def test_generate_from_embeddings_and_after_the_end():
     got = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **settings)
     assert torch.equal(got, whole[:, 4:])
     state = model(ids).past_key_values
-    with pytest.raises(ValueError, match="only new tokens"):
-        model.generate(ids, past_key_values=state, **settings)
-    with pytest.raises(ValueError, match="model_kwargs"):
-        model.generate(ids, token_typo_ids=ids, **settings)
+    assert_raises(ValueError, "only new tokens", model.generate, ids, past_key_values=state, **settings)
+    assert_raises(ValueError, "model_kwargs", model.generate, ids, token_typo_ids=ids, **settings)
 
 
 def test_cache_of_a_state():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import add_noise, assert_streams
+from helpers import add_noise, assert_raises, assert_streams
 
 from halflife import LanguageModel, ModelConfig, preset
 from halflife.evaluation.memory import layer_states, model_state_size
@@ -76,14 +76,12 @@ def test_options_of_the_kinds():
     ],
 )
 def test_grammar_errors(name, message):
-    with pytest.raises(ValueError, match=message):
-        config(name)
+    assert_raises(ValueError, message, config, name)
 
 
 def test_kinds_may_not_share_a_layer():
     model = config("mamba2+attention:3")
-    with pytest.raises(ValueError, match="share a layer"):
-        dataclasses.replace(model, more_hybrids=[model.hybrid])
+    assert_raises(ValueError, "share a layer", dataclasses.replace, model, more_hybrids=[model.hybrid])
     with pytest.raises(ValueError, match="keys mixer, options and layers"):
         dataclasses.replace(model, more_hybrids=[{"mixer": "ska"}])
 

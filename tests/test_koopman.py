@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, assert_same, generator, slices, unchecked
+from helpers import assert_close, assert_raises, assert_same, generator, slices, unchecked
 from pairwise import crossed
 
 from halflife.ops import available_backends
@@ -581,8 +581,7 @@ def test_a_factorisation_that_fails_is_repeated_and_counted(backend):
     assert result.y.isfinite().all()
     assert attend(KoopmanCall(q, k, v, chunk_size=50), backend).retries == 0
     k[:, 3] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        koopman_attention(q, k, v, chunk_size=50, backend=backend)
+    assert_raises(ValueError, "not finite", koopman_attention, q, k, v, chunk_size=50, backend=backend)
 
 
 @pytest.mark.parametrize("normalization", ["causal", pytest.param("sequence", marks=pytest.mark.slow), "trace"])
@@ -680,8 +679,7 @@ def test_native_steps_are_those_of_python(refresh, dtype):
 
 @needs_native
 def test_native_says_what_it_does_not_take():
-    with pytest.raises(ValueError, match="float32 and bfloat16; got float64"):
-        koopman_attention(*inputs(4), backend="native")
+    assert_raises(ValueError, "float32 and bfloat16; got float64", koopman_attention, *inputs(4), backend="native")
 
 
 def test_native_refuses_options_that_it_does_not_know():
@@ -718,8 +716,7 @@ def test_native_refuses_options_that_it_does_not_know():
     ],
 )
 def test_bad_arguments(change, message):
-    with pytest.raises(ValueError, match=message):
-        koopman_attention(*inputs(4), **change)
+    assert_raises(ValueError, message, koopman_attention, *inputs(4), **change)
 
 
 def test_bad_shapes():
@@ -727,8 +724,6 @@ def test_bad_shapes():
     for arguments, message in (
         ((q[..., :2], k, v), "q and k"), ((q, k, v[:, :2]), "v must be"), ((q[:, :2], k, v), "one length"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            unchecked(koopman_attention)(*arguments)
+        assert_raises(ValueError, message, unchecked(koopman_attention), *arguments)
     _, state = koopman_attention(q, k, v, chunk_size=2, output_final_state=True)
-    with pytest.raises(ValueError, match="pending_keys"):
-        koopman_attention(q, k, v, chunk_size=4, initial_state=state)
+    assert_raises(ValueError, "pending_keys", koopman_attention, q, k, v, chunk_size=4, initial_state=state)

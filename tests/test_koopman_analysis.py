@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers import assert_close, generator
+from helpers import assert_close, assert_raises, generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -389,10 +389,8 @@ def test_when_the_filter_helps():
 
 def test_regime_needs_a_normal_operator_of_two_kinds():
     query = tokens("query", length=1)[0][0]
-    with pytest.raises(ValueError, match="normal"):
-        koopman_bounds.regime(Operator.of_tokens(*tokens("random")), query)
-    with pytest.raises(ValueError, match="every mode"):
-        koopman_bounds.regime(normal([-1.0]), query[:1])
+    assert_raises(ValueError, "normal", koopman_bounds.regime, Operator.of_tokens(*tokens("random")), query)
+    assert_raises(ValueError, "every mode", koopman_bounds.regime, normal([-1.0]), query[:1])
 
 
 def perturbed(seed, rank, size):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, generator
+from helpers import assert_close, assert_raises, generator
 
 from halflife.analysis import koopman
 from halflife.ops import available_backends
@@ -129,8 +129,7 @@ def test_native_kernels_take_strengths_and_refuse_decays():
     q, k, v, g, beta = inputs(9, grad=False, dtype=torch.float32)
     y, _ = koopman_attention(q, k, v, beta=beta, chunk_size=3, ridge=1.0, backend="native")
     assert_close(y, koopman_attention(q, k, v, beta=beta, chunk_size=3, ridge=1.0, backend="chunked")[0], 1e-5)
-    with pytest.raises(ValueError, match="do not cover g"):
-        koopman_attention(q, k, v, g=g, backend="native")
+    assert_raises(ValueError, "do not cover g", koopman_attention, q, k, v, g=g, backend="native")
     assert torch.equal(koopman_attention(q, k, v, g=g)[0], koopman_attention(q, k, v, g=g, backend="chunked")[0])
 
 
@@ -264,8 +263,7 @@ def test_bad_weights_are_refused_by_name():
         ("must not be positive", {"g": -g}), ("g must be None", {"g": g[..., :1]}), ("beta must be", {"beta": -beta}),
         ("needs g", {"initial_state": state, "chunk_size": 3}), ("ridge must", {"ridge": -1.0}),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            koopman_attention(q, k, v, **options)
+        assert_raises(ValueError, message, koopman_attention, q, k, v, **options)
 
 
 @pytest.mark.parametrize("decay", ["scalar", "vector"])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import assert_raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,8 +129,7 @@ def test_parameters(size, width):
 
 
 def test_an_odd_width_is_an_error():
-    with pytest.raises(ValueError, match="must be even; got 7"):
-        KoopmanMLP(SIZE, 7)
+    assert_raises(ValueError, "must be even; got 7", KoopmanMLP, SIZE, 7)
 
 
 @each_gate

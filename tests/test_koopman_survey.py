@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import generator
+from helpers import assert_raises, generator
 
 from halflife.analysis import koopman, tables
 from halflife.analysis.capture import ska_layers
@@ -144,8 +144,7 @@ def test_only_layers_of_ska():
     assert [layer.layer for layer in measure_operators(model, ids_of(1, 8))] == [0, 2]
     assert [row.layer for row in measure_decays(model, ids_of(1, 8))] == [1]
     assert measure_operators(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1)), ids_of(1, 8)) == []
-    with pytest.raises(ValueError, match=r"\[N, T\]"):
-        measure_operators(model, torch.zeros(4, dtype=torch.long))
+    assert_raises(ValueError, r"\[N, T\]", measure_operators, model, torch.zeros(4, dtype=torch.long))
 
 
 @pytest.fixture

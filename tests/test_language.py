@@ -19,6 +19,7 @@ from itertools import pairwise
 import pytest
 import tiny_runs
 import torch
+from helpers import assert_raises
 from tiny_runs import after_step
 from transformers import TrainerState
 
@@ -173,8 +174,7 @@ def test_loss_by_position_streams_and_documents_are_read_whole(monkeypatch):
     assert (measured.tokens, measured.documents) == (2 + 1 + 40, 4)
     nats = expected[0, :2].sum() + expected[1, :1].sum() + expected[2].sum()
     assert measured.nats == pytest.approx(nats.item(), rel=1e-5)
-    with pytest.raises(ValueError, match="no rows"):
-        by_position(model, [])
+    assert_raises(ValueError, "no rows", by_position, model, [])
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
@@ -383,8 +383,7 @@ def floats(x):
 @pytest.mark.parametrize(("world", "micro"), [(1, 3), (1, 8), (1, 0), (3, None), (2, 4)])
 def test_rows_that_cannot_be_shared_are_an_error(world, micro, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(ValueError, match="shared equally"):
-        quiet(micro_batch_size=micro).num_micro_batches(4)
+    assert_raises(ValueError, "shared equally", quiet(micro_batch_size=micro).num_micro_batches, 4)
 
 
 def test_parts_do_not_depend_on_the_processes(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import add_noise, assert_close
+from helpers import add_noise, assert_close, assert_raises
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.later import fox
@@ -377,8 +377,7 @@ def test_operations_are_counted():
     ],
 )
 def test_options_without_meaning_are_errors(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        layers.build(name, hidden_size=HIDDEN, **options)
+    assert_raises(ValueError, message, layers.build, name, hidden_size=HIDDEN, **options)
 
 
 def test_options_of_a_decay_keep_its_initial_rates():

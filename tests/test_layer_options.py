@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import assert_raises
 from pairwise import crossed
 
 from halflife import decay, layers
@@ -33,8 +34,7 @@ def test_every_combination_runs_or_says_why_not(name, granularity, update, share
     elif post and not (strategy and issubclass(strategy, decay.SpectralDecay)):
         impossible = "no base rates" if strategy else "a layer without a decay has none"
     if impossible:
-        with pytest.raises(ValueError, match=impossible):
-            build()
+        assert_raises(ValueError, impossible, build)
         return
     layer = build()
     x = torch.randn(2, 5, 16, requires_grad=True)
@@ -104,8 +104,7 @@ POST = {"train_length": 16}
     ],
 )
 def test_options_without_meaning_are_errors(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        layers.build(name, hidden_size=32, **options)
+    assert_raises(ValueError, message, layers.build, name, hidden_size=32, **options)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_packs, assert_pads, assert_same, assert_streams
+from helpers import assert_close, assert_packs, assert_pads, assert_raises, assert_same, assert_streams
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers import LAYERS
@@ -264,8 +264,7 @@ def test_inputs_that_do_not_fit_are_errors(case, arguments, message):
     layer, x = build(case), inputs(dtype=torch.float32)
     if "state" in arguments:
         arguments = {**arguments, "state": layer(x)[1]}
-    with pytest.raises(ValueError, match=message):
-        layer(**{"x": x, **arguments})
+    assert_raises(ValueError, message, layer, **{"x": x, **arguments})
 
 
 @pytest.mark.parametrize("name", ["lightnet", "mamba2+ska", "mamba2+log_linear"])

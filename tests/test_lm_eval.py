@@ -8,6 +8,7 @@ import lm_eval.tasks
 import pytest
 import torch
 import yaml
+from helpers import assert_raises
 from lm_eval.api.registry import get_model
 
 from halflife import LanguageModel, preset
@@ -39,10 +40,8 @@ def test_the_harness_builds_our_model_from_its_registry(folder):
     expected = whole(ids)[0][0, :2].log_softmax(-1).gather(1, ids[0, 1:, None]).sum().item()
     assert model._loglikelihood_tokens([(None, [10], [97, 98])])[0][0] == pytest.approx(expected, rel=1e-5)
     for arguments in (f"pretrained={folder},dtype=float16", f"pretrained={folder},max_length=0"):
-        with pytest.raises(ValueError, match="max_length"):
-            cls.create_from_arg_string(arguments, {"batch_size": "2"})
-    with pytest.raises(ValueError, match="got auto"):
-        cls.create_from_arg_string(f"pretrained={folder}", {"batch_size": "auto"})
+        assert_raises(ValueError, "max_length", cls.create_from_arg_string, arguments, {"batch_size": "2"})
+    assert_raises(ValueError, "got auto", cls.create_from_arg_string, f"pretrained={folder}", {"batch_size": "auto"})
 
 
 def test_each_task_has_its_file_with_the_length_of_its_answers():
@@ -65,8 +64,7 @@ def test_scores_count_references_and_lengths_apart(folder):
     rows = documents(name="niah_single_1", pretrained=str(folder), max_seq_lengths=[700], examples=2, seed=3)["test"]
     expected = [ruler.example("niah_single_1", 700, len, seed=3, index=i) for i in (0, 1)]
     assert [row["input"] for row in rows] == [each.prompt for each in expected]
-    with pytest.raises(ValueError, match="give --model_args"):
-        documents(name="niah_single_1")
+    assert_raises(ValueError, "give --model_args", documents, name="niah_single_1")
 
 
 @quiet

@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from helpers import assert_close, unchecked
+from helpers import assert_close, assert_raises, unchecked
 
 import halflife
 from halflife.ops import linear_attention, log_linear_attention
@@ -106,8 +106,7 @@ def test_arguments_are_checked():
     q, k, v, g, weights = arguments(5, 3)
     with pytest.raises(ValueError, match="one log-decay a head"):
         unchecked(log_linear_attention)(q, k, v, g.unsqueeze(-1).expand_as(q), weights)
-    with pytest.raises(ValueError, match=r"weights must be \[B, T, H, L\]"):
-        log_linear_attention(q, k, v, g, weights[..., :1])
+    assert_raises(ValueError, r"weights must be \[B, T, H, L\]", log_linear_attention, q, k, v, g, weights[..., :1])
     with pytest.raises(ValueError, match="states"):
         log_linear_attention(q, k, v, g, weights, initial_state=(q, torch.zeros(2, dtype=torch.long)))
     with pytest.raises(ValueError, match="auto, chunked, mask, reference"):

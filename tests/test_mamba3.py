@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, generator, slices, with_grads
+from helpers import assert_close, assert_raises, generator, slices, with_grads
 
 from halflife import layers
 from halflife.layers.mamba3 import running_angle
@@ -218,5 +218,4 @@ def test_long_sums_of_angles_lose_nothing():
     ],
 )
 def test_options_without_meaning_are_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        layers.build("mamba3", hidden_size=HIDDEN, **options)
+    assert_raises(ValueError, message, layers.build, "mamba3", hidden_size=HIDDEN, **options)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife.analysis.masks import (
     TOLERANCE,
@@ -122,8 +123,7 @@ def test_blocks_are_those_of_the_partition():
     highest, mean = off_diagonal_rank(mask, 5)
     assert (highest.item(), mean.item()) == (2, pytest.approx(sum(expected) / 10))
     for block in (0, 22):
-        with pytest.raises(ValueError, match="choose 1 to 21"):
-            off_diagonal_rank(mask, block)
+        assert_raises(ValueError, "choose 1 to 21", off_diagonal_rank, mask, block)
 
 
 def test_what_is_forgotten_has_no_rank():
@@ -244,10 +244,8 @@ def test_the_head_in_the_picture():
     assert most_resets("m", found, layer=2, head=0).head == 0
     assert head.title() == "m, layer 2, head 1: 2 resets in 6 tokens, mean segment 2"
     assert most_resets("m", found, layer=0).title().endswith("no reset in 6 tokens")
-    with pytest.raises(ValueError, match="choose from 0, 2"):
-        most_resets("m", found, layer=1)
-    with pytest.raises(ValueError, match="choose 0 to 1"):
-        most_resets("m", found, head=2)
+    assert_raises(ValueError, "choose from 0, 2", most_resets, "m", found, layer=1)
+    assert_raises(ValueError, "choose 0 to 1", most_resets, "m", found, head=2)
 
 
 def test_the_picture_of_a_head_has_the_masks_of_its_layer():

@@ -10,6 +10,7 @@ import matplotlib.colors
 import pytest
 import torch
 from combinations import SIZES, combinations
+from helpers import assert_raises
 from pairwise import slow_beyond
 
 from halflife import LanguageModel, preset
@@ -215,8 +216,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused, tm
 
 
 def test_unknown_dtypes():
-    with pytest.raises(ValueError, match="Did you mean 'float32'"):
-        layer_states(config("mamba2"), "float23")
+    assert_raises(ValueError, "Did you mean 'float32'", layer_states, config("mamba2"), "float23")
     with pytest.raises(ValueError, match=r"unknown cache dtype 'int8'.*float8"):
         measure_memory(["mamba2"], [8], cache_dtype="int8")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_streams, at, unchecked, with_grads
+from helpers import assert_close, assert_raises, assert_streams, at, unchecked, with_grads
 
 import halflife
 from halflife.layers import build
@@ -94,8 +94,7 @@ def test_arguments_are_checked():
         ({"initial_state": (inputs["q"], inputs["v"])}, "the pair"),
         ({"backend": "native"}, "auto, chunked, reference"),
     ):
-        with pytest.raises(ValueError, match=message):
-            op(**{**inputs, **changed})
+        assert_raises(ValueError, message, op, **{**inputs, **changed})
 
 
 def test_the_layer_is_its_equations():
@@ -121,8 +120,7 @@ def test_options_that_define_it_cannot_change():
         ({"decay": None}, "needs a decay"),
         ({"smallest_ridge": 2.0}, "between 0 and 1"),
     ):
-        with pytest.raises(ValueError, match=message):
-            build("mesa", hidden_size=12, num_heads=2, **options)
+        assert_raises(ValueError, message, build, "mesa", hidden_size=12, num_heads=2, **options)
 
 
 @pytest.mark.parametrize("position", ["lrpe", "half_lrpe"])

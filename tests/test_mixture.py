@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import text
+from helpers import assert_raises
 
 from halflife.data.batches import TokenFiles
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -119,8 +120,7 @@ def test_a_file_whose_name_ends_like_a_weight(tmp_path):
     [(["a=0.5", "b"], "every source or to none"), (["a=0", "b=1"], "positive"), (["a=-1", "b=inf"], "positive")],
 )
 def test_weights_without_meaning(given, message):
-    with pytest.raises(ValueError, match=message):
-        read_weights(given)
+    assert_raises(ValueError, message, read_weights, given)
 
 
 @pytest.fixture
@@ -183,7 +183,5 @@ def test_documents_of_a_mixture_are_measured_by_weight(mixture):
 
 def test_a_source_that_is_too_small_is_named(mixture, tmp_path):
     config = CorpusConfig(**{**vars(mixture), "context": 1000})
-    with pytest.raises(ValueError, match=r"b\.jsonl has fewer than 1000 training tokens"):
-        Corpus.open(config, show=False)
-    with pytest.raises(ValueError, match="2 sources have 1 weights"):
-        CorpusConfig(**{**vars(mixture), "weights": (1,)})
+    assert_raises(ValueError, r"b\.jsonl has fewer than 1000 training tokens", Corpus.open, config, show=False)
+    assert_raises(ValueError, "2 sources have 1 weights", CorpusConfig, **{**vars(mixture), "weights": (1,)})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close
+from helpers import assert_close, assert_raises
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
@@ -273,8 +273,7 @@ def test_the_training_length_of_a_run(tmp_path):
         (folder / "run.json").write_text(run)
         assert base(folder)[0].train_length == expected
     assert base(folder, train_length=7)[0].positions == [1, 7, 28, 112]
-    with pytest.raises(ValueError, match="at least 1 token"):
-        base(folder, train_length=0)
+    assert_raises(ValueError, "at least 1 token", base, folder, train_length=0)
 
 
 def test_each_checkpoint_is_loaded_once(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import EARLIER, LATER, SIZES, combinations
+from helpers import assert_raises
 from pairwise import slow_beyond
 
 import halflife
@@ -37,8 +38,7 @@ def test_every_base_and_many_modifiers_have_a_meaning():
 
 @pytest.mark.parametrize("name", slow_beyond(of_earlier(MEANINGLESS), MEANINGLESS))
 def test_a_combination_without_meaning_says_why(name):
-    with pytest.raises(ValueError, match=r".{20,}"):
-        preset(name, **SIZES)
+    assert_raises(ValueError, r".{20,}", preset, name, **SIZES)
 
 
 @pytest.mark.parametrize("name", slow_beyond({*LATER, *of_earlier(MEANINGFUL)}, MEANINGFUL))
@@ -77,42 +77,34 @@ def test_initialisation_is_that_of_the_decay():
 
 
 def test_bad_checkpoints_are_clear_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        checkpoint.load(tmp_path)
+    assert_raises(FileNotFoundError, r"config\.json", checkpoint.load, tmp_path)
     checkpoint.save(build("mamba2"), tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="truncated"):
-        checkpoint.load(tmp_path)
+    assert_raises(ValueError, "truncated", checkpoint.load, tmp_path)
     weights.unlink()
-    with pytest.raises(FileNotFoundError, match="missing"):
-        checkpoint.load(tmp_path)
+    assert_raises(FileNotFoundError, "missing", checkpoint.load, tmp_path)
     weights.write_bytes(whole)
     config = tmp_path / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"format": 1', '"format": 99'))
-    with pytest.raises(ValueError, match="format 99"):
-        checkpoint.load(tmp_path)
+    assert_raises(ValueError, "format 99", checkpoint.load, tmp_path)
     config.write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match="truncated or no JSON"):
-        checkpoint.load(tmp_path)
+    assert_raises(ValueError, "truncated or no JSON", checkpoint.load, tmp_path)
     config.write_text(text.replace('"num_layers": 2', '"num_layers": 3'))
     with pytest.raises(ValueError, match="another model") as caught:
         checkpoint.load(tmp_path)
     assert "\n" not in str(caught.value)
     for other, message in (("[]", "no checkpoint of halflife"), ('{"format": 1}', "describes no model")):
         config.write_text(other)
-        with pytest.raises(ValueError, match=message):
-            checkpoint.load(tmp_path)
+        assert_raises(ValueError, message, checkpoint.load, tmp_path)
 
 
 def test_config_refuses_what_it_does_not_know():
     data = preset("mamba2", **SIZES).to_dict()
-    with pytest.raises(ValueError, match="Did you mean 'num_layers'"):
-        ModelConfig.from_dict({**data, "num_layer": 2})
-    with pytest.raises(ValueError, match="no JSON"):
-        ModelConfig.from_json("{")
+    assert_raises(ValueError, "Did you mean 'num_layers'", ModelConfig.from_dict, {**data, "num_layer": 2})
+    assert_raises(ValueError, "no JSON", ModelConfig.from_json, "{")
     with pytest.raises(ValueError, match="needs mixer"):
         ModelConfig.from_dict({"vocab_size": 4, "hidden_size": 4, "num_layers": 1})
     with pytest.raises(ValueError, match="num_layers must be at least 1"):
@@ -143,8 +135,7 @@ def test_config_refuses_what_it_does_not_know():
     ],
 )
 def test_grammar_errors(name, message):
-    with pytest.raises(ValueError, match=message):
-        preset(name, **SIZES)
+    assert_raises(ValueError, message, preset, name, **SIZES)
 
 
 @pytest.mark.parametrize("name", ["echo", "mamba2+ska", "rwkv7+ska", "simple+attention"])
@@ -156,8 +147,7 @@ def test_layers_of_a_hybrid(name):
         assert len(where) == max(1, depth // 12)
         assert max(gaps) - min(gaps) <= 1
         assert (where[0] > 0, where[-1] < depth - 1) == (True, depth > 2)
-    with pytest.raises(ValueError, match="at least two"):
-        preset(name, **{**SIZES, "num_layers": 1})
+    assert_raises(ValueError, "at least two", preset, name, **{**SIZES, "num_layers": 1})
 
 
 def test_heads_of_a_hybrid():
@@ -180,15 +170,11 @@ def test_rwkv7_keeps_its_value_residual_around_other_layers():
 
 def test_model_errors():
     model = build("mamba2")
-    with pytest.raises(ValueError, match=r"\[B, T\]"):
-        model(torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="integers"):
-        model(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="1 layers; the model has 2"):
-        model(torch.zeros(1, 3, dtype=torch.long), state=({},))
+    assert_raises(ValueError, r"\[B, T\]", model, torch.zeros(3, dtype=torch.long))
+    assert_raises(ValueError, "integers", model, torch.zeros(1, 3))
+    assert_raises(ValueError, "1 layers; the model has 2", model, torch.zeros(1, 3, dtype=torch.long), state=({},))
     ids = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="not both"):
-        model(ids, cu_seqlens=torch.tensor([0, 3]), attention_mask=torch.ones(1, 3))
+    assert_raises(ValueError, "not both", model, ids, cu_seqlens=torch.tensor([0, 3]), attention_mask=torch.ones(1, 3))
 
 
 def test_modifiers_and_presets_are_described():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import OPS, each_op, generator, op_inputs, unchecked
+from helpers import OPS, assert_raises, each_op, generator, op_inputs, unchecked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halflife
@@ -49,10 +49,8 @@ def test_only_tensors(convert):
         check_tensors(q=torch.ones(2), v=convert(torch.ones(2)))
     with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor of integers; got (list|ndarray)"):
         check_integers("cu_seqlens", convert(torch.tensor([0, 4])))
-    with pytest.raises(ValueError, match="cu_seqlens must be integers"):
-        check_integers("cu_seqlens", torch.tensor([False, True]))
-    with pytest.raises(TypeError, match="scale must be a number; got str"):
-        check_number("scale", "x")
+    assert_raises(ValueError, "cu_seqlens must be integers", check_integers, "cu_seqlens", torch.tensor([False, True]))
+    assert_raises(TypeError, "scale must be a number; got str", check_number, "scale", "x")
 
 
 def test_gates_are_no_options():
@@ -66,8 +64,7 @@ def test_gates_are_no_options():
         "weights": (ops.log_linear_attention, (g, None)),
     }
     for name, (op, gates) in calls.items():
-        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor; got None"):
-            unchecked(op)(q, k, v, *gates)
+        assert_raises(TypeError, rf"{name} must be a torch\.Tensor; got None", unchecked(op), q, k, v, *gates)
 
 
 @each_of_all
@@ -83,8 +80,7 @@ def test_a_head_has_a_channel(op, name):
     arguments |= {part: arguments[part][..., :0] for part in name}
     if op == "dplr" and name == "qk":
         arguments |= {part: arguments[part][..., :0] for part in "ab"}
-    with pytest.raises(ValueError, match="at least one channel"):
-        EVERY[op](**arguments)
+    assert_raises(ValueError, "at least one channel", EVERY[op], **arguments)
 
 
 @each_of_all
@@ -132,8 +128,7 @@ def test_shapes_on_the_meta_device(op):
 
 def test_koopman_attention_needs_values():
     arguments = {name: x.to("meta") for name, x in small("koopman_attention").items()}
-    with pytest.raises(ValueError, match="meta device"):
-        ops.koopman_attention(**arguments)
+    assert_raises(ValueError, "meta device", ops.koopman_attention, **arguments)
 
 
 @pytest.mark.parametrize("op", [*OPS, "gate_rank"])
@@ -191,17 +186,14 @@ def test_other_arguments(op):
 )
 def test_ids_of_a_model(ids, error, message):
     model = tiny_model()
-    with pytest.raises(error, match=message):
-        model(ids)
+    assert_raises(error, message, model, ids)
     if ids.device.type != "meta":
-        with pytest.raises(ValueError, match="tokens must"):
-            halflife.Session(model).feed(ids[0])
+        assert_raises(ValueError, "tokens must", halflife.Session(model).feed, ids[0])
 
 
 def test_ids_are_a_tensor():
     model = tiny_model()
-    with pytest.raises(TypeError, match=r"ids must be a torch\.Tensor; got list"):
-        unchecked(type(model).hidden)(model, [[1, 2]])
+    assert_raises(TypeError, r"ids must be a torch\.Tensor; got list", unchecked(type(model).hidden), model, [[1, 2]])
 
 
 def test_ids_of_any_integer_dtype():

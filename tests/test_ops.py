@@ -9,6 +9,7 @@ from helpers import (
     LOG_DECAYS,
     OPS,
     assert_close,
+    assert_raises,
     assert_same,
     bound,
     each_backend,
@@ -150,8 +151,7 @@ def test_second_derivatives(op):
         return torch.autograd.grad(o.square().sum(), arguments["q"], create_graph=True)[0]
 
     assert grad("reference").requires_grad
-    with pytest.raises(RuntimeError, match="reference"):
-        grad("chunked")
+    assert_raises(RuntimeError, "reference", grad, "chunked")
 
 
 @each_op
@@ -198,8 +198,7 @@ def test_autocast_changes_nothing(op, granularity, backend):
 )
 def test_errors_say_what_is_wrong(op, change, message):
     arguments = rounded(op_inputs(op, "none", 5, key=4, value=3), torch.float32)
-    with pytest.raises(ValueError, match=message):
-        unchecked(OPS[op])(**{**arguments, **change})
+    assert_raises(ValueError, message, unchecked(OPS[op]), **{**arguments, **change})
 
 
 @each_op
@@ -218,8 +217,7 @@ def test_annotations_are_checked_under_pytest():
     """This fails if the shapes in signatures, or the other types, are not checked."""
     with pytest.raises(TypeCheckError):
         ops.linear_attention(torch.zeros(1, 5, 2, 4), torch.zeros(1, 4, 2, 4), torch.zeros(1, 5, 2, 3))
-    with pytest.raises(TypeError, match="violates type hint"):
-        preset(3)
+    assert_raises(TypeError, "violates type hint", preset, 3)
 
 
 @pytest.mark.parametrize("op", [*OPS, "gate_rank", "koopman_attention", "causal_conv1d"])

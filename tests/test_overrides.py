@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from helpers import assert_raises
 
 from halflife.cli import main
 from halflife.decay import build
@@ -109,8 +110,7 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
     ],
 )
 def test_wrong_options(name, written, message):
-    with pytest.raises(ValueError, match=message):
-        changed(name, written)
+    assert_raises(ValueError, message, changed, name, written)
 
 
 def test_every_preset_takes_an_option_of_its_mixer():
@@ -183,8 +183,7 @@ def test_values_become_the_types_of_options():
         (math.inf, int, "a whole number"), (math.nan, int, "a whole number"),
         ([1], Path, "a path"), (1, list, "a list"),
     ]:  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            convert("it", value, hint)
+        assert_raises(ValueError, message, convert, "it", value, hint)
 
 
 def test_options_of_a_preset_are_changed_one_by_one():
@@ -217,8 +216,7 @@ def test_options_of_a_preset_are_changed_one_by_one():
     ],
 )
 def test_an_unknown_option_of_a_preset_lists_the_known_ones(name, given, message):
-    with pytest.raises(ValueError, match=message):
-        preset(name, **given)
+    assert_raises(ValueError, message, preset, name, **given)
 
 
 def test_a_layer_of_a_user_may_take_any_option():

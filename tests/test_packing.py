@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import ops
 from halflife.packing import Packing
@@ -58,8 +59,7 @@ def test_rows():
     ],
 )
 def test_what_is_no_packing_is_refused(packed, batch, error, message):
-    with pytest.raises(error, match=message):
-        Packing.of(packed, batch, 10)
+    assert_raises(error, message, Packing.of, packed, batch, 10)
 
 
 def test_boundaries_are_checked_and_read_once(reads):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare, paper_experiments
@@ -83,8 +84,7 @@ def test_a_gap_separates_pairs_and_queries():
     assert ((batch.labels != -100).nonzero()[:, 1] >= 28).all()
     assert (keys[:, 28:].sum(1) == 4).all()
     for settings in ({"gap": -1}, {"gap": 30}):
-        with pytest.raises(ValueError, match="gap"):
-            build("mqar", vocab_size=64, length=40, num_pairs=4, **settings)
+        assert_raises(ValueError, "gap", build, "mqar", vocab_size=64, length=40, num_pairs=4, **settings)
 
 
 def test_echos_tiers():
@@ -179,8 +179,7 @@ def test_embedding_dropout_acts_in_training_alone():
     model.eval()(ids)
     assert (given[0] == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert torch.equal(given[1], model.embedding(ids))
-    with pytest.raises(ValueError, match="embedding_dropout"):
-        dataclasses.replace(config, embedding_dropout=1.0)
+    assert_raises(ValueError, "embedding_dropout", dataclasses.replace, config, embedding_dropout=1.0)
 
 
 def test_selection_on_the_tests_flatters():

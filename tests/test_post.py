@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same
+from helpers import assert_close, assert_raises, assert_same
 
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
@@ -204,13 +204,11 @@ def test_parameters_are_the_spectrum_alone(name, granularity):
 
 @pytest.mark.parametrize("name", [name for name in DECAYS if not issubclass(DECAYS[name], SpectralDecay)])
 def test_needs_base_rates(name):
-    with pytest.raises(ValueError, match="no base rates"):
-        post(name)
+    assert_raises(ValueError, "no base rates", post, name)
 
 
 def test_wraps_once():
-    with pytest.raises(ValueError, match="no base rates"):
-        PoST(post("mamba2"), train_length=LENGTH)
+    assert_raises(ValueError, "no base rates", PoST, post("mamba2"), train_length=LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -225,5 +223,4 @@ def test_wraps_once():
     ],
 )
 def test_errors_say_what_is_wrong(options, message):
-    with pytest.raises(ValueError, match=message):
-        PoST(base("mamba2"), **options)
+    assert_raises(ValueError, message, PoST, base("mamba2"), **options)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import assert_raises
 from test_start import SIZES, saved, text, train  # noqa: F401 (text is a fixture)
 
 from halflife import LanguageModel, preset
@@ -84,12 +85,10 @@ def test_transformers_models_are_read_in_place(tmp_path):
 
 def test_what_is_refused(tmp_path):
     saved(tmp_path / "deltanet", "deltanet")
-    with pytest.raises(ValueError, match=r"no layer of the model in .*deltanet has a decay"):
-        rates_of(tmp_path / "deltanet")
+    assert_raises(ValueError, r"no layer of the model in .*deltanet has a decay", rates_of, tmp_path / "deltanet")
     source(tmp_path / "mamba2")
     rates = rates_of(tmp_path / "mamba2")
-    with pytest.raises(ValueError, match=r"--post-fit needs layers with PoST.*mamba2 has none"):
-        fit_post(target("mamba2"), rates)
+    assert_raises(ValueError, r"--post-fit needs layers with PoST.*mamba2 has none", fit_post, target("mamba2"), rates)
     broken = checkpoint.load(tmp_path / "mamba2")
     broken.blocks[1].mixer.decay.A_log.data.fill_(-1e4)
     checkpoint.save(broken, tmp_path / "constant")

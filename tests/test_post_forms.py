@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close
+from helpers import assert_close, assert_raises
 
 from halflife import LanguageModel, decay, layers, param_groups, preset
 from halflife.decay import PoST
@@ -184,8 +184,7 @@ def test_from_rates_separates_equal_rates_and_says_what_is_wrong():
     assert post.delta.isfinite().all()
     assert_close(post.log_rates().exp(), rates, 1e-5)
     for wrong in (torch.ones(2), torch.tensor([0.1, 0.0, 0.5])):
-        with pytest.raises(ValueError, match="need 3 positive rates"):
-            post.set_rates(wrong)
+        assert_raises(ValueError, "need 3 positive rates", post.set_rates, wrong)
 
 
 def test_released_rwkv7_trains_its_base_twice_as_fast():
@@ -196,15 +195,13 @@ def test_released_rwkv7_trains_its_base_twice_as_fast():
     assert {id(x) for x in fast["params"]} == {id(post.theta), id(post.delta)}
     assert not any("lr" in group for group in plain)
     assert sum(len(group["params"]) for group in (*plain, fast)) == len([*model.parameters()])
-    with pytest.raises(ValueError, match="needs the learning rate"):
-        param_groups(model, 0.1)
+    assert_raises(ValueError, "needs the learning rate", param_groups, model, 0.1)
 
 
 @pytest.mark.parametrize("form", ["paper", "released"])
 @pytest.mark.parametrize("base", ["simple", "tnl_l", "mamba3"])
 def test_forms_exist_for_the_papers_models_alone(base, form):
-    with pytest.raises(ValueError, match=f"has mamba2, rwkv7, .* but not {base}"):
-        preset(f"{base}+post_{form}", **SIZES)
+    assert_raises(ValueError, f"has mamba2, rwkv7, .* but not {base}", preset, f"{base}+post_{form}", **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +226,7 @@ def test_errors_say_what_is_wrong(name, options, post, message):
         built = decay.build(name, num_heads=4, head_dim=2, granularity=granularity, **options)
         return built if post is None else PoST(built, train_length=T, **post)
 
-    with pytest.raises(ValueError, match=message):
-        build()
+    assert_raises(ValueError, message, build)
 
 
 @pytest.mark.parametrize("start", ["uniform_1_16", "uniform_0_16", "s4d_real"])

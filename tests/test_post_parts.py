@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_streams
+from helpers import assert_raises, assert_streams
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.decay import PoST
@@ -176,13 +176,11 @@ def test_the_gain_streams(name):
     ],
 )
 def test_errors_of_post(options, message):
-    with pytest.raises(ValueError, match=message):
-        post(**options)
+    assert_raises(ValueError, message, post, **options)
 
 
 def test_a_gain_without_post():
-    with pytest.raises(ValueError, match="give post too"):
-        mamba2(stretch_gain=True, post=None)
+    assert_raises(ValueError, "give post too", mamba2, stretch_gain=True, post=None)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import ray
 from filelock import FileLock
+from helpers import assert_raises
 
 from halflife.cli import main
 from halflife.lab.experiments import compare as comparison
@@ -383,8 +384,7 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
 
 
 def test_workers_must_see_the_folder(tmp_path):
-    with pytest.raises(ValueError, match="share"):
-        pool.run_job_in_worker(job(tmp_path / "nowhere"), 1)
+    assert_raises(ValueError, "share", pool.run_job_in_worker, job(tmp_path / "nowhere"), 1)
 
 
 @pytest.mark.parametrize(
@@ -411,8 +411,7 @@ def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, messag
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'halflife-lm\[sweep\]'"):
-        pool.make_runner("ray")
+    assert_raises(ImportError, r"pip install 'halflife-lm\[sweep\]'", pool.make_runner, "ray")
 
 
 def test_the_board_reads_the_folders(tmp_path):

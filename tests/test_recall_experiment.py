@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife.lab.experiments import EXPERIMENTS, compare
 from halflife.lab.experiments.echo import VARIANTS, variant
@@ -51,8 +52,7 @@ def test_a_cell_of_echo_has_the_sizes_that_are_asked_for():
     settings = experiment.settings_at("smoke", {"hidden_size": 32, "num_layers": 3})
     model = experiment.configure(settings, Cell("mamba2:4x64", 1e-3, 0)).model
     assert (model.hidden_size, model.num_layers) == (32, 3)
-    with pytest.raises(ValueError, match="equal-state"):
-        experiment.configure(settings, Cell("mamba2:4x65", 1e-3, 0))
+    assert_raises(ValueError, "equal-state", experiment.configure, settings, Cell("mamba2:4x65", 1e-3, 0))
 
 
 def test_a_rate_that_is_named_twice_is_tried_once():

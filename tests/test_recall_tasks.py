@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import near_level
+from helpers import assert_raises, near_level
 
 from halflife import tasks
 from halflife.tasks import IGNORED, stream_seed
@@ -326,5 +326,4 @@ def test_pick_is_uniform_with_a_count_a_row():
     ],
 )
 def test_bad_settings_say_what_would_fit(name, config, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.build(name, **config)
+    assert_raises(ValueError, message, tasks.build, name, **config)

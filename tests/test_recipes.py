@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_raises
 from pairwise import slow_beyond
 
 from halflife import LanguageModel, preset
@@ -143,8 +144,7 @@ def test_models_of_post():
     assert post.model.mixer_options["decay_options"] == {"step_bias": "frozen"}
     assert (rwkv7.model.initialization, mamba2.model.initialization) == ("rwkv7_released", "mamba2_released")
     assert mamba2.schedule_options["min_lr_rate"] * mamba2.learning_rate == pytest.approx(1e-5)
-    with pytest.raises(ValueError, match="no rwkv7 of 440M"):
-        configured("post-lm", "paper-440m", "rwkv7")
+    assert_raises(ValueError, "no rwkv7 of 440M", configured, "post-lm", "paper-440m", "rwkv7")
 
 
 def test_models_of_echo_share_their_layers():

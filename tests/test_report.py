@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from helpers import assert_raises
 
 from halflife.report.figures import comparison
 from halflife.report.figures.comparison import comparison_figures
@@ -472,8 +473,7 @@ def test_diverged_seed_is_told(tmp_path):
 def test_missing_file_is_named(tmp_path, name):
     folder = make_run(tmp_path / "run")
     (folder / name).unlink()
-    with pytest.raises(FileNotFoundError, match=re.escape(str(folder / name))):
-        write_report(folder)
+    assert_raises(FileNotFoundError, re.escape(str(folder / name)), write_report, folder)
     assert not (folder / "report.html").exists()
 
 
@@ -492,8 +492,7 @@ def test_truncated_file_is_named(tmp_path, name, cut):
     folder = make_run(tmp_path / "run")
     path = folder / name
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(ValueError, match=re.escape(str(path)) + ".*truncated"):
-        results.read(folder)
+    assert_raises(ValueError, re.escape(str(path)) + ".*truncated", results.read, folder)
 
 
 def test_the_finding_counts_seeds_and_no_cells(tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel, preset
 from halflife.data.tokenizers import ByteTokenizer
@@ -295,8 +296,7 @@ def test_a_length_that_is_too_short(name):
 def test_a_length_that_cannot_be_filled():
     with pytest.raises(ValueError, match=r"at most \d+ tokens with this tokenizer and essay"):
         example("niah_single_2", 8192, count, essay="A short text. It ends here.")
-    with pytest.raises(ValueError, match="at most 128 tokens"):
-        make("niah_single_1", count=lambda text: 0)
+    assert_raises(ValueError, "at most 128 tokens", make, "niah_single_1", count=lambda text: 0)
 
 
 def test_unknown_tasks_and_missing_essays():
@@ -411,13 +411,10 @@ def test_batches_change_nothing(name, monkeypatch):
 def test_settings_of_the_evaluation(capsys):
     model = reader(lambda references: references[0], ["fwe"])
     assert evaluate(model, ["fwe", "fwe"], [2048], show=True).rows[0]["score"] == pytest.approx(1 / 3)
-    with pytest.raises(ValueError, match="name at least one task and one length"):
-        evaluate(model, [], [2048])
-    with pytest.raises(ValueError, match="at least 1; got 0 and 4"):
-        evaluate(model, ["fwe"], [2048], examples=0)
+    assert_raises(ValueError, "name at least one task and one length", evaluate, model, [], [2048])
+    assert_raises(ValueError, "at least 1; got 0 and 4", evaluate, model, ["fwe"], [2048], examples=0)
     model.calls.clear()
-    with pytest.raises(ValueError, match="vt needs at least"):
-        evaluate(model, ["niah_single_1", "vt"], [2048, 700])
+    assert_raises(ValueError, "vt needs at least", evaluate, model, ["niah_single_1", "vt"], [2048, 700])
     assert not model.calls  # all lengths are checked before the model reads
 
 
@@ -436,5 +433,4 @@ def test_the_figure_shows_every_mean(tmp_path):
     assert [label.get_text() for label in deep.get_xticklabels()] == ["1K", "1,500"]
     assert [file.name for file in write_figure(details, tmp_path)] == ["ruler.png", "ruler.svg"]
     assert all(file.stat().st_size > 1000 for file in tmp_path.iterdir())
-    with pytest.raises(ValueError, match="no example"):
-        ruler_figure([])
+    assert_raises(ValueError, "no example", ruler_figure, [])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_same
+from helpers import assert_close, assert_raises, assert_same
 
 from halflife import decay as decays
 from halflife.decay import PoST
@@ -142,5 +142,4 @@ def test_post_end_points():
         build_post(endpoints=(1.0, 2.0))
     optimal = build_post(endpoints="optimal").base_log_rate().exp().flatten()
     assert optimal[-1].item() <= (1 + 1e-6) * SCALE * torch.tensor(0.5).sigmoid().item()
-    with pytest.raises(ValueError, match="endpoints and rate_range must give"):
-        PoST(build_decay(), train_length=2)
+    assert_raises(ValueError, "endpoints and rate_range must give", PoST, build_decay(), train_length=2)

@@ -8,7 +8,7 @@ from queue import Queue
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from helpers import add_noise
+from helpers import add_noise, assert_raises
 
 from halflife import LanguageModel, Session, preset
 from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
@@ -188,8 +188,7 @@ def test_the_queue_is_bounded_and_closing_ends_what_waits():
     jobs = [submit(shared, [1]) for _ in range(2)]
     with pytest.raises(Full):
         submit(shared, [1])
-    with pytest.raises(ValueError, match="n must be at most 32"):
-        submit(shared, [1], n=33)
+    assert_raises(ValueError, "n must be at most 32", submit, shared, [1], n=33)
     shared.close()
     shared.start()._thread.join()
     assert all("stopping" in events[-1].message for events in jobs)

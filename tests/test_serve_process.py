@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import add_noise
+from helpers import add_noise, assert_raises
 
 from halflife import LanguageModel, Session, preset
 from halflife.models import checkpoint
@@ -95,10 +95,8 @@ def test_a_client_gets_texts_streams_stops_and_log_probabilities(client, expecte
 def test_errors_reach_the_client_as_its_own_classes(client):
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="max_tokens must be at most"):
-        ask(client, max_tokens=10**6)
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
-        ask(client, model="gpt")
+    assert_raises(openai.BadRequestError, "max_tokens must be at most", ask, client, max_tokens=10**6)
+    assert_raises(openai.NotFoundError, "there is no model", ask, client, model="gpt")
 
 
 def test_requests_of_clients_that_leave_are_cancelled(server, client, expected):

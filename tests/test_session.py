@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from combinations import SIZES
-from helpers import add_noise
+from helpers import add_noise, assert_raises
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from halflife import LanguageModel, Session, preset
@@ -54,17 +54,14 @@ def test_a_recurrent_session_does_not_grow_and_a_llama_does():
 def test_bad_files_are_one_line_errors(tmp_path):
     session = Session(build("mamba2")).feed([1, 2])
     path = session.save(tmp_path / "state")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        session.load(tmp_path / "other")
-    with pytest.raises(ValueError, match="another configuration"):
-        Session(build("mamba2", num_layers=3)).load(path)
+    assert_raises(FileNotFoundError, "there is no file", session.load, tmp_path / "other")
+    assert_raises(ValueError, "another configuration", Session(build("mamba2", num_layers=3)).load, path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="truncated") as error:
         session.load(path)
     assert "\n" not in str(error.value)
     checkpoint.save(session.model, tmp_path / "model")
-    with pytest.raises(ValueError, match="of format"):
-        session.load(tmp_path / "model" / "model.safetensors")
+    assert_raises(ValueError, "of format", session.load, tmp_path / "model" / "model.safetensors")
     assert session.position == 2
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
@@ -86,8 +83,7 @@ def test_bad_files_are_one_line_errors(tmp_path):
     ],
 )
 def test_errors(use, message):
-    with pytest.raises(ValueError, match=message):
-        use(Session(build("mamba2")))
+    assert_raises(ValueError, message, use, Session(build("mamba2")))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.6), (5, 0.5), (1, None), (99, 1.0)])
@@ -167,8 +163,7 @@ def test_texts_end_the_text():
     session = Session(Fixed(list(b"ab"))).feed("x")
     with pytest.raises(TypeError, match=r"a text, or a list of tokens and texts; got \[True\]"):
         session.write(1, stop=[True])  # other types are refused by the annotations in tests
-    with pytest.raises(ValueError, match="must not be empty"):
-        session.write(1, stop="")
+    assert_raises(ValueError, "must not be empty", session.write, 1, stop="")
 
 
 def test_generate_reads_folders_of_both_kinds(tmp_path, capsys):

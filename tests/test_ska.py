@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_same, assert_streams, generator, slices
+from helpers import assert_close, assert_raises, assert_same, assert_streams, generator, slices
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
@@ -217,8 +217,7 @@ def test_a_narrow_layer_is_lifted_in_float32():
 )
 def test_options_without_meaning(options, message):
     """The error comes when the layer is built, not when it first runs."""
-    with pytest.raises(ValueError, match=message):
-        build(**options)
+    assert_raises(ValueError, message, build, **options)
 
 
 def test_a_ridge_layer_makes_no_powers():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_streams, generator
+from helpers import assert_close, assert_raises, assert_streams, generator
 
 import halflife
 from halflife import layers
@@ -72,8 +72,7 @@ def test_prefix_mode_decays_and_masked_mode_refuses_a_decay():
     weights, _ = layer.weights(x, {}, None)
     y, _ = koopman_attention(q + k, k, v, mode="prefix", **weights, **layer.readout.settings(), **layer.options)
     assert_close(layer(x)[0], layer.out_proj((layer.readout.eta[:, None] * y).flatten(-2)), EXACT)
-    with pytest.raises(ValueError, match="no age"):
-        build(mode="masked")
+    assert_raises(ValueError, "no age", build, mode="masked")
 
 
 def model_of(name, **options):
@@ -98,8 +97,7 @@ def test_modifiers_and_overrides_choose_the_decay():
     changed = apply_overrides(config, {"ska.decay": "simple", "ska.beta": True, "ska.decay_options": {"p": 0.9}})
     assert changed.model.hybrid["options"]["decay_options"] == {"p": 0.9}
     assert granularity(model_of("simple+ska_decay")) == "heads and key channels"
-    with pytest.raises(ValueError, match=r"layer 1 \(ska\)"):
-        require_linear_memory(decayed)
+    assert_raises(ValueError, r"layer 1 \(ska\)", require_linear_memory, decayed)
 
 
 @pytest.mark.slow

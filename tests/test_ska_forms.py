@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, generator
+from helpers import assert_close, assert_raises, generator
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
@@ -163,8 +163,7 @@ def test_the_normalisation_acts_on_the_main_text_operator_only():
 def test_the_forms_run_in_plain_torch_alone():
     with pytest.raises(ValueError, match="chunked and reference; got 'triton'"):
         koopman_attention(*inputs(4), normalization="paper", backend="triton")
-    with pytest.raises(ValueError, match="unknown operator"):
-        koopman_attention(*inputs(4), operator="white")
+    assert_raises(ValueError, "unknown operator", koopman_attention, *inputs(4), operator="white")
 
 
 @pytest.mark.parametrize("pending", [0, 1, 3])
@@ -230,8 +229,7 @@ def test_masked_mode_reads_both_directions():
     read, _ = koopman_attention(q + k, k, v, mode="masked", mask=mask, power=1, **layer.readout.settings())
     assert_close(y, layer.out_proj((layer.readout.eta[:, None] * read).flatten(-2)), EXACT)
     assert_close(layer(x)[0], layer(x, shared={"action_mask": reversed_mask})[0], EXACT)
-    with pytest.raises(ValueError, match="no state to continue from"):
-        layer(x, state)
+    assert_raises(ValueError, "no state to continue from", layer, x, state)
 
 
 def test_training_by_chunk_and_decoding_by_token():
@@ -281,8 +279,7 @@ def test_eta_init():
     ],
 )
 def test_errors_say_what_is_wrong(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(**options)
+    assert_raises(ValueError, message, build, **options)
 
 
 @pytest.mark.parametrize("name", ["echo_paper", "mamba2+ska_paper"])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
+from helpers import assert_raises
 from tiny_runs import tiny
 
 from halflife.runs import slurm
@@ -91,10 +92,8 @@ def whole(tmp_path_factory):
     ],
 )  # fmt: skip
 def test_options_are_checked_before_anything_is_submitted(commands, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        slurm.SlurmRunner(options)
-    with pytest.raises(ValueError, match="whole GPUs"):
-        slurm.SlurmRunner(("time=10",), gpus=0.5)
+    assert_raises(ValueError, re.escape(message), slurm.SlurmRunner, options)
+    assert_raises(ValueError, "whole GPUs", slurm.SlurmRunner, ("time=10",), gpus=0.5)
 
 
 @pytest.mark.slow

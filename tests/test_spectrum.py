@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife.analysis.decays import half_life
 from halflife.analysis.survey import measure_models
@@ -37,8 +38,7 @@ def test_pieces_are_evenly_spread():
     assert pieces(ids, 30, 8)[:, 0].tolist() == [0, 35, 70]  # no more than fit side by side
     assert pieces(ids, 1000, 8).tolist() == [list(range(100))]
     for length, sequences in ((1, 1), (4, 0)):
-        with pytest.raises(ValueError, match="at least 1 sequence"):
-            pieces(ids, length, sequences)
+        assert_raises(ValueError, "at least 1 sequence", pieces, ids, length, sequences)
 
 
 def test_text_is_read_as_bytes_of_all_files(tmp_path):
@@ -47,8 +47,7 @@ def test_text_is_read_as_bytes_of_all_files(tmp_path):
     ids = read_ids([tmp_path / "a.bin", tmp_path / "b.txt.gz"])
     assert ids.tolist() == [*range(256), 97, 98, 99]
     halve(tmp_path / "b.txt.gz")
-    with pytest.raises(ValueError, match=r"b\.txt\.gz is truncated"):
-        read_ids([tmp_path / "b.txt.gz"])
+    assert_raises(ValueError, r"b\.txt\.gz is truncated", read_ids, [tmp_path / "b.txt.gz"])
 
 
 def test_labels_tell_models_apart(tmp_path):
@@ -217,8 +216,7 @@ def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(figure, "savefig", fail)
-    with pytest.raises(OSError, match="disk full"):
-        save(figure, tmp_path, "decays")
+    assert_raises(OSError, "disk full", save, figure, tmp_path, "decays")
     assert [file.read_bytes() for file in files] == before
     assert sorted(tmp_path.iterdir()) == files
 

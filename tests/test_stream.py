@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from corpora import text
+from helpers import assert_raises
 from test_hub import COMMIT, data_set, write_lines  # noqa: F401 (a fixture)
 
 from halflife.data import hub, store, stream
@@ -147,17 +148,14 @@ def test_a_damaged_or_full_cache_is_one_line(rows, tmp_path, monkeypatch):
     full = shutil._ntuple_diskusage(10, 10, 0)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: full)
-        with pytest.raises(ValueError, match=r"more tokens need .* GB left$"):
-            opened(place, tmp_path, 10**9)
+        assert_raises(ValueError, r"more tokens need .* GB left$", opened, place, tmp_path, 10**9)
     (folder / "train.tokens").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"damaged .* delete it"):
-        opened(place, tmp_path, 2000)
+    assert_raises(ValueError, r"damaged .* delete it", opened, place, tmp_path, 2000)
 
 
 def test_a_stream_beside_other_sources_needs_weights(tmp_path):
     config = CorpusConfig(sources=("hf:a/b", "x.txt"), tokens=10, cache_dir=tmp_path)
-    with pytest.raises(ValueError, match="give each a weight"):
-        Corpus.open(config, show=False)
+    assert_raises(ValueError, "give each a weight", Corpus.open, config, show=False)
 
 
 def test_an_estimate_is_printed_first(rows, tmp_path, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import generator, relative_error
+from helpers import assert_raises, generator, relative_error
 
 import halflife
 from halflife import ops
@@ -208,8 +208,7 @@ def test_a_session_with_states_in_float64(name, tmp_path):
     assert size(wide, "") - size(plain, "") == size(plain, ("memory", "slow"))
     again = halflife.Session(model, state_dtype=torch.float64).load(wide.save(tmp_path / "s"))
     assert torch.equal(again.fork().feed("l").next_logits, wide.feed("l").next_logits)
-    with pytest.raises(ValueError, match="state_dtype must be None"):
-        halflife.Session(model, state_dtype=torch.bfloat16)
+    assert_raises(ValueError, "state_dtype must be None", halflife.Session, model, state_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("g", [0.0, -1e-9, -0.3, -math.log(2), -0.7, -5.0, -1000.0, -math.inf])

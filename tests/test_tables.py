@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import assert_raises
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -115,8 +116,7 @@ def test_a_rate_may_be_given(tmp_path, monkeypatch):
     join.main(["old.csv", "a=2", str(new)])
     selected = [row["model"] + row["learning_rate"] for row in join.read_table(old) if row["selected"] == "True"]
     assert selected == ["b1", "a2"]
-    with pytest.raises(ValueError, match="has no run of a=5"):
-        join.main(["old.csv", "a=5", str(new)])
+    assert_raises(ValueError, "has no run of a=5", join.main, ["old.csv", "a=5", str(new)])
 
 
 def test_runs_join_a_regression(tmp_path, monkeypatch):
@@ -154,8 +154,7 @@ def test_signs_of_differences():
     ],
 )
 def test_a_wrong_table_is_refused(wanted, message):
-    with pytest.raises(ValueError, match=message):
-        tables.table({**GLA, **wanted})
+    assert_raises(ValueError, message, tables.table, {**GLA, **wanted})
 
 
 def test_the_overview_is_that_of_its_files():

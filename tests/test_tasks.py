@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
@@ -40,8 +41,7 @@ def test_pure_function_of_settings_and_seed(name):
 @pytest.mark.parametrize("name", TASKS)
 def test_no_examples_and_too_few(name):
     assert len(tasks.build(name).generate(0, seed=0)) == 0
-    with pytest.raises(ValueError, match="num_examples"):
-        tasks.build(name).generate(-1, seed=0)
+    assert_raises(ValueError, "num_examples", tasks.build(name).generate, -1, seed=0)
 
 
 def test_mqar_a_solver_from_the_definition_is_always_right():
@@ -190,8 +190,7 @@ def test_seeds_of_splits_are_disjoint():
     assert all(len(found) == 1000 for found in seeds.values())
     ranges = {split: {seed >> 60 for seed in found} for split, found in seeds.items()}
     assert sorted(map(tuple, ranges.values())) == [(0,), (1,), (2,)]
-    with pytest.raises(ValueError, match="train, validation, test"):
-        stream_seed("dev", 0)
+    assert_raises(ValueError, "train, validation, test", stream_seed, "dev", 0)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +210,8 @@ def test_seeds_of_splits_are_disjoint():
     ],
 )
 def test_bad_settings_say_why(config, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.build("mqar", **config)
+    assert_raises(ValueError, message, tasks.build, "mqar", **config)
 
 
 def test_unknown_task_lists_the_choices():
-    with pytest.raises(ValueError, match="mqar"):
-        tasks.build("mqra")
+    assert_raises(ValueError, "mqar", tasks.build, "mqra")

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 import numpy as np
 import pytest
 import torch
-from helpers import generator
+from helpers import assert_raises, generator
 
 from halflife.cli import main
 from halflife.files import read_json, write_json
@@ -253,8 +253,7 @@ def test_files_that_say_nothing(inputs, tmp_path):
     with pytest.raises(ValueError, match=r"the text shows no power law: only \d octaves"):
         compute(TheorySettings(text=(tmp_path / "white.txt",)), ["autocovariance"])
     (tmp_path / "theory.json").write_text('{"gaps": ')
-    with pytest.raises(ValueError, match=r"theory\.json is truncated"):
-        write({}, tmp_path)
+    assert_raises(ValueError, r"theory\.json is truncated", write, {}, tmp_path)
 
 
 def test_the_start_of_a_text(inputs):

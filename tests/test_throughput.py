@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_raises
 
 from halflife import LanguageModel, Session, param_groups, preset
 from halflife.cli import main
@@ -64,8 +65,7 @@ def test_candidates_take_turns_and_medians_count(clock):
 
 
 def test_no_round_is_an_error():
-    with pytest.raises(ValueError, match="at least 1"):
-        interleaved({}, rounds=0)
+    assert_raises(ValueError, "at least 1", interleaved, {}, rounds=0)
 
 
 def test_pace(clock):
@@ -75,8 +75,7 @@ def test_pace(clock):
         clock.now += took
         pace.tick()
     assert [(stretch.tokens, stretch.seconds) for stretch in pace.stretches] == [(3, 2.0), (6, 4.0)]
-    with pytest.raises(ValueError, match="at least 1 token"):
-        Pace(0)
+    assert_raises(ValueError, "at least 1 token", Pace, 0)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -118,8 +117,7 @@ def test_a_decoder_goes_on_as_a_session(name):
 
 
 def test_a_decoder_reads_first():
-    with pytest.raises(ValueError, match="read nothing yet"):
-        Decoder(small())()
+    assert_raises(ValueError, "read nothing yet", Decoder(small()))
 
 
 def pages():
@@ -138,8 +136,7 @@ def test_memory_that_is_held():
     assert resident_memory("VmHWM") >= before + 60 * MB
     held.close()
     assert resident_memory() - before < 8 * MB
-    with pytest.raises(ValueError, match="choose from VmRSS, VmHWM"):
-        resident_memory("VmSwap")
+    assert_raises(ValueError, "choose from VmRSS, VmHWM", resident_memory, "VmSwap")
 
 
 @linux
@@ -152,8 +149,7 @@ def test_peak_is_of_this_run_alone():
 
 def test_without_proc(monkeypatch, tmp_path):
     monkeypatch.setattr(throughput, "STATUS", tmp_path / "status")
-    with pytest.raises(FileNotFoundError, match="only Linux has"):
-        peak_memory(lambda: None)
+    assert_raises(FileNotFoundError, "only Linux has", peak_memory, lambda: None)
 
 
 def test_counters_are_no_bytes_of_a_state():
@@ -263,11 +259,9 @@ def test_a_step_without_memory_has_no_time(monkeypatch):
     (row,) = throughput.measure_steps(["gla"], [8, 16], hidden_size=16, num_layers=1, num_heads=1)["models"]
     assert row["seconds"][0] >= 0
     assert row["seconds"][1] is row["tokens_per_second"][1] is None
-    with pytest.raises(ValueError, match="each once"):
-        throughput.measure_steps(["gla", "gla"], [8])
+    assert_raises(ValueError, "each once", throughput.measure_steps, ["gla", "gla"], [8])
     for lengths in ([], [1, 8]):  # one token has no next one to predict
-        with pytest.raises(ValueError, match="at least one length"):
-            throughput.measure_steps(["gla"], lengths)
+        assert_raises(ValueError, "at least one length", throughput.measure_steps, ["gla"], lengths)
 
 
 def test_no_step_fits_into_the_memory(monkeypatch):

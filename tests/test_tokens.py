@@ -3,6 +3,7 @@
 import huggingface_hub
 import numpy as np
 import pytest
+from helpers import assert_raises
 
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer, read_ids, unit_of
 
@@ -43,8 +44,7 @@ def test_bytes_are_their_ids(end):
 
 def test_the_end_of_a_document_is_no_text():
     assert ByteTokenizer(True).decode([104, 105, 256]) == "hi"
-    with pytest.raises(ValueError, match="at least 0; got -1"):
-        ByteTokenizer().decode([-1])
+    assert_raises(ValueError, "at least 0; got -1", ByteTokenizer().decode, [-1])
 
 
 def test_ids_beyond_the_bytes_are_marked():
@@ -104,16 +104,14 @@ def test_the_fingerprint_follows_the_tokenizer(saved, tmp_path):
 
 def test_a_tokenizer_larger_than_the_model_is_an_error(saved):
     size = load_tokenizer(saved, 1000).vocab_size
-    with pytest.raises(ValueError, match=rf"{size} ids, more than the model's vocab_size 256"):
-        load_tokenizer(saved, 256)
+    assert_raises(ValueError, rf"{size} ids, more than the model's vocab_size 256", load_tokenizer, saved, 256)
     with pytest.raises(ValueError, match=r"'bytes\+eos' has 257 ids, more than the model's vocab_size 256"):
         load_tokenizer("bytes+eos", 256)
     check_vocabulary(ByteTokenizer(), 256)
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no tokenizer '.*nothing'"):
-        load_tokenizer(tmp_path / "nothing")
+    assert_raises(FileNotFoundError, r"there is no tokenizer '.*nothing'", load_tokenizer, tmp_path / "nothing")
 
 
 def test_without_the_hub_a_name_is_refused_at_once(monkeypatch):
@@ -136,8 +134,7 @@ def test_a_revision_of_a_tokenizer_on_the_hub(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    with pytest.raises(FileNotFoundError, match="no tokenizer 'some/name@v2'"):
-        load_tokenizer("some/name@v2")
+    assert_raises(FileNotFoundError, "no tokenizer 'some/name@v2'", load_tokenizer, "some/name@v2")
     assert asked == [("some/name", "v2")]
 
 

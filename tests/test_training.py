@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_raises
 from tiny_runs import TASK, comparable, interrupt_after, run, tiny
 
 from halflife import tasks
@@ -104,8 +105,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
     run(tiny(), tmp_path)
-    with pytest.raises(ValueError, match="another configuration"):
-        run(tiny(learning_rate=1e-3), tmp_path)
+    assert_raises(ValueError, "another configuration", run, tiny(learning_rate=1e-3), tmp_path)
 
 
 def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
@@ -124,8 +124,7 @@ def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
     "options", [{"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.inf}]
 )
 def test_bad_run_settings(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        tiny(**options)
+    assert_raises(ValueError, next(iter(options)), tiny, **options)
 
 
 def test_stream_gives_each_stage_its_share_and_each_step_its_batch():
@@ -218,8 +217,7 @@ def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):
     }  # fmt: skip
     table = summarise(rows)
     assert [row["seed"] for row in table] == [0, 1, 0, 1, "mean"] * 2
-    with pytest.raises(FileExistsError, match="--resume"):
-        comparison.create_comparison(["mamba2"], settings=SMALL, output=folder)
+    assert_raises(FileExistsError, "--resume", comparison.create_comparison, ["mamba2"], settings=SMALL, output=folder)
 
 
 def test_a_comparison_is_extended(tmp_path):
@@ -246,8 +244,7 @@ def test_a_comparison_is_extended(tmp_path):
         ({"models": ["lama"]}, "Did you mean"),
         ({"learning_rates": [-1.0]}, "learning"),
     ):
-        with pytest.raises(ValueError, match=message):
-            comparison.extend_comparison(folder, **wrong)
+        assert_raises(ValueError, message, comparison.extend_comparison, folder, **wrong)
     assert json.loads((folder / "config.json").read_text()) == config
 
 
@@ -307,14 +304,12 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     ],
 )
 def test_bad_comparisons_fail_before_anything_is_written(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        comparison.create_comparison(**arguments, output=tmp_path / "x")
+    assert_raises(ValueError, message, comparison.create_comparison, **arguments, output=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_resuming_nothing_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no comparison"):
-        comparison.run_comparison(tmp_path)
+    assert_raises(FileNotFoundError, "no comparison", comparison.run_comparison, tmp_path)
 
 
 SCALED = [(task, scale) for task in EXPERIMENTS for scale in EXPERIMENTS[task].scales]
@@ -368,8 +363,7 @@ def test_atomic_writes_leave_no_half_file(tmp_path, monkeypatch):
 
     write_text(tmp_path / "a.json", "{}")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_text(tmp_path / "a.json", '{"b": ')
+    assert_raises(OSError, "disk full", write_text, tmp_path / "a.json", '{"b": ')
     assert read_json(Path(tmp_path / "a.json")) == {}
 
 

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from helpers import assert_raises
 from test_faults_commands import TRAIN, command, place  # noqa: F401 (a fixture)
 
 from halflife import extensions
@@ -81,8 +82,7 @@ def test_a_foreign_run_reads_nothing_elsewhere(tmp_path, monkeypatch, data, name
     changed = read_json(run / "run.json")
     changed["learning_rate"] = 0.5
     write_json(run / "run.json", changed)
-    with pytest.raises(ValueError, match="was not written with your key"):
-        load_config(run)
+    assert_raises(ValueError, "was not written with your key", load_config, run)
 
 
 def test_a_foreign_run_reads_its_own_text_and_that_of_the_current_folder(tmp_path, monkeypatch):
@@ -97,20 +97,17 @@ def test_a_foreign_run_reads_its_own_text_and_that_of_the_current_folder(tmp_pat
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "a.txt").write_text("a")
     saved_run(run, sources=["../.hidden/a.txt"])
-    with pytest.raises(ValueError, match="--trust-data"):
-        load_config(run)
+    assert_raises(ValueError, "--trust-data", load_config, run)
 
 
 def test_a_foreign_run_imports_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv(extensions.VARIABLE, "")
     saved = saved_run(tmp_path, sources=["notes.txt"])
     write_json(tmp_path / "run.json", {**saved, "imports": ["this"]})
-    with pytest.raises(ValueError, match="the module this"):
-        load_config(tmp_path)
+    assert_raises(ValueError, "the module this", load_config, tmp_path)
     config = {"experiment": "mqar", "models": ["mamba2"], "settings": {}, "imports": ["this"]}
     write_json(tmp_path / "config.json", config)
-    with pytest.raises(ValueError, match="the module this"):
-        load_experiment(tmp_path)
+    assert_raises(ValueError, "the module this", load_experiment, tmp_path)
 
 
 def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):
@@ -121,8 +118,7 @@ def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):
     config = {"experiment": "decay-design", "models": ["vector/gla"], "settings": {"text": ["../../secret.txt"]}}
     write_json(folder / "config.json", config)
     monkeypatch.setattr("halflife.lab.experiments.base.ExperimentSettings.from_dict", from_text)
-    with pytest.raises(ValueError, match=r"/secret\.txt. If you want this, give --trust-data"):
-        load_experiment(folder)
+    assert_raises(ValueError, r"/secret\.txt. If you want this, give --trust-data", load_experiment, folder)
 
 
 def from_text(settings):
