@@ -66,7 +66,7 @@ def contexts(lengths: list[int], seconds: float) -> Iterator[str]:
     yield timing.command()
     yield ""
     yield f"One layer, d {HIDDEN}, one sequence, float32, {torch.get_num_threads()} threads: ms a token (state kB)."
-    yield "SKA also stores the inverse factor of its operator, r² numbers a head. With an operator a token, the state"
+    yield "SKA also stores the inverse factor of its operator, r² numbers per head. With an operator a token, the state"
     yield "contains it. With an operator a chunk, it comes on top (110 kB here)."
     yield ""
     yield "| layer | " + " | ".join(f"after {length:,} tokens" for length in lengths) + " |"

@@ -12,15 +12,15 @@ name:
     theory, theory_rfc         theory.json, theory_rfc.json
     value("mask rank")         a statement of theory.json
     slopes("linear", "power")  a column of theory.errors.slopes for one spectrum, by length
-    accuracy(file, model, test, length, pairs)    one number a seed, at the selected learning rate
+    accuracy(file, model, test, length, pairs)    one number per seed, at the selected learning rate
     loss_above(variant, base)  test losses of a row of the decay grid minus those of another, [budgets, seeds of both]
     parameters(variant)        of the decay grid
     best_median()              [budgets, 3], the median λ of the smallest loss after training, and its interval
     decays(row)                the trained median λ of a row of the decay grid `[budgets, seeds]`
     medians("/lightnet")       the trained median λ of every run of the decay grid whose row ends so, at both budgets
-    perplexity(file, model, length)    of the last T tokens of texts of this length, one number a seed
+    perplexity(file, model, length)    of the last T tokens of texts of this length, one number per seed
     perplexity_over(file, model, base, length)    the quotient of two of them, of every seed that both have
-    loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number a seed
+    loss_from(file_positions, model, first)    in nats, at the span of positions that starts there, one number per seed
     step(file, model, length)  seconds of a training step, from `halflife throughput`
     op(file, name, length)     seconds of an op with its backward pass, from `make gpu`
     timescales(file, model, "trained", position)    [seeds · layers, channels], in the model's order; also "initial"
@@ -208,7 +208,7 @@ class Files:
         return np.array([np.subtract(*differences.paired(*(self._losses(n, row) for row in rows))) for n in GRID])
 
     def text_loss(self, name: str, model: str) -> np.ndarray:
-        """The losses on the test text at T, in nats a byte, one number a seed."""
+        """The losses on the test text at T, in nats a byte, one number per seed."""
         return np.array([value for _, value in sorted(self._losses(name, model).items())])
 
     def _losses(self, name: str, model: str) -> dict[str, float]:
@@ -266,7 +266,7 @@ class Files:
         return float(row.both)
 
     def timescales(self, name: str, model: str, when: str, position: int) -> np.ndarray:
-        """The decay time-scales in tokens, a row a layer of a run."""
+        """The decay time-scales in tokens, a row per layer of a run."""
         rows: dict[tuple[str, str], list[float]] = {}
         for row in self._selected(name, model, lambda row: int(row["position"]) == position, f"position {position}"):
             rows.setdefault((row["seed"], row["layer"]), []).append(float(row[when]))

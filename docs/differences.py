@@ -16,19 +16,19 @@ def paired(own: Mapping[str, float], theirs: Mapping[str, float]) -> np.ndarray:
 
 
 def write(found: np.ndarray, digits: int, sign: str = "") -> str:
-    """The mean difference with its 95 % interval by bootstrap, in bold if the seeds tell the two models apart.
+    """The mean difference with its 95 % interval by bootstrap, in bold if it is significant.
 
     Args:
-        found: one difference a seed.
+        found: one difference per seed.
         digits: digits after the point.
         sign: "+" for a plus sign before positive numbers.
     """
     values = [0.0 if abs(value) < 1e-9 else value for value in found]
     text = with_interval(values, digits, sign)
-    return f"**{text}**" if told_apart(found) else text
+    return f"**{text}**" if significant(found) else text
 
 
-def told_apart(found: np.ndarray) -> bool:
+def significant(found: np.ndarray) -> bool:
     """Whether differences over seeds have a mean other than 0: Student's t test at 5 %.
 
     The bootstrap interval of three seeds reaches from the smallest difference to the largest, so in one case of four it

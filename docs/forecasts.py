@@ -26,7 +26,7 @@ KINDS = ("models", "texts")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one forecast from another."""
+    """The fields that identify a forecast."""
     return tuple(row.get(name) for name in ("model", "seed", "task", "train_length", "num_pairs"))
 
 

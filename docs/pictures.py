@@ -162,7 +162,7 @@ def koopman() -> Figure:
     for (name, look), size in zip(model_styles(tuple(sizes)).items(), sizes.values(), strict=True):
         right.plot(tokens, size * torch.ones(60), color=look.color, linestyle=look.linestyle, label=name)
     right.axvline(crossover(rank, width), **REFERENCE_LINE)
-    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="numbers a head", title="size of the state")
+    right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="numbers per head", title="size of the state")
     right.legend(loc="lower right")
     right.set_ylim(30, None)
     left.legend(loc="center left", bbox_to_anchor=(0.0, 0.45))
@@ -309,7 +309,7 @@ def speed() -> Figure:
 
 
 def draw_seeds(axes: Axes, height: float, values: np.ndarray, look: ModelStyle, name: str) -> None:
-    """Draw one number a seed at a height, with their interval."""
+    """Draw one number per seed at a height, with their interval."""
     ends = bootstrap(values.tolist())
     axes.plot([ends.low, ends.high], [height, height], color=look.color)
     axes.plot(values, np.full(len(values), height), look.marker, color=look.color, markersize=5, label=name)

@@ -170,7 +170,7 @@ def _is_accuracy(column: str) -> bool:
 
 
 def _values(file: str, model: str, column: str) -> np.ndarray:
-    """One number a seed."""
+    """One number per seed."""
     test, *sizes = column.split()
     if column == BITS:
         return Files().text_loss(file, model) / np.log(2)

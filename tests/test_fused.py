@@ -49,7 +49,7 @@ def mimo(x, z, weight, channels, state, numbers):
     return fused.mimo_output(torch.stack([x, z, x * z], 2), later, now, x + z, x, z, *weights)
 
 
-# Functions of x, z [B, T, H, V], taps [H·V, W], one number a channel, a state, and one number a head and token.
+# Functions of x, z [B, T, H, V], taps [H·V, W], one number per channel, a state, and one number per head and token.
 CASES = {
     "rms_norm": lambda x, z, w, c, s, h: fused.rms_norm(flat(x), c, 1e-5),
     "gated": lambda x, z, w, c, s, h: fused.rms_norm_of_gated(flat(x), flat(z), c, x.shape[2], 1e-5),

@@ -63,7 +63,7 @@ def test_printed_reset_law_is_for_the_linear_update():
 
 
 def test_printed_gate():
-    """log α = −A relu(ShortConv(W x + b)), one number a layer; A starts in [1, 16], b at 0."""
+    """log α = −A relu(ShortConv(W x + b)), one number per layer; A starts in [1, 16], b at 0."""
     gate = GateRank(32, 4, gates="layer", bias="before", reset_rate=0.5, rate_start="uniform_1_16").double()
     assert gate.slow_gate.bias.item() == 0
     assert 1 <= gate.slow_gate.A_log.exp().item() <= 16
@@ -81,7 +81,7 @@ def test_printed_gate():
 
 @pytest.mark.parametrize("name", ["mamba2+gate_rank_paper", "gated_deltanet+gate_rank_paper"])
 def test_paper_preset(name):
-    """It streams, it has one gate a layer, and its op is the mask's."""
+    """It streams, it has one gate per layer, and its op is the mask's."""
     model = halflife.LanguageModel(halflife.preset(name, **SIZES)).double()
     ids = torch.randint(31, (2, 12))
     whole, _ = model(ids)

@@ -6,7 +6,7 @@ from helpers import generator, relative_error
 
 from halflife.ops.koopman import koopman_attention
 
-DECAYS = [0.0, -1e-8, -1e-6, -1e-5, -1e-4, -1e-3, -1e-2]  # one a head
+DECAYS = [0.0, -1e-8, -1e-6, -1e-5, -1e-4, -1e-3, -1e-2]  # one per head
 PIECE, RANK, WIDTH = 2000, 12, 6
 
 # Form → the worst error of outputs at 100,000 tokens, relative to the largest one of the head: of the first five heads,

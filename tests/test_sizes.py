@@ -173,7 +173,7 @@ def test_gate_rank_is_that_of_its_paper(base):
 
 
 def test_both_models_of_gate_rank_remember_as_much():
-    """A state has 128 · 3,072 numbers a layer, in head sizes that the kernels support."""
+    """A state has 128 · 3,072 numbers per layer, in head sizes that the kernels support."""
     for base, size in GATE_RANK.items():
         config = preset(f"{base}+gate_rank", **{**SIZES[size], "num_layers": 1})
         mixer = layers.build(config.mixer, hidden_size=1536, **config.mixer_options)

@@ -18,7 +18,7 @@ from halflife.ops.koopman import convert_state
 from halflife.ops.slow_decay import decay_and_add, split_decay
 from halflife.position import half_lrpe, lrpe, rope
 
-DECAYS = (0.0, -1e-8, -1e-7, -1e-6, -1e-5, -1e-4, -1e-3, -1e-2)  # one a head
+DECAYS = (0.0, -1e-8, -1e-7, -1e-6, -1e-5, -1e-4, -1e-3, -1e-2)  # one per head
 K = V = 8
 PIECE = 2000
 # The worst relative error of outputs and states of the token loop and of the chunked form after 2,000 tokens, and of
