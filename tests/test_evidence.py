@@ -231,7 +231,7 @@ def test_bits_of_text(tmp_path, monkeypatch):
 
 
 def test_states_of_the_overview_are_of_one_size():
-    """Layers of linear attention and of the delta rule store d²/h numbers per head, and small states of convolutions."""
+    """Layers of linear attention and of the delta rule store d²/h numbers per head and short convolutions."""
     experiment = EXPERIMENTS["overview"]()
     settings = experiment.settings_at("small", {})
     sizes = []
