@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -86,10 +87,16 @@ def check_options(owner: str, cls: type, options: Any, without: Collection[str] 
 
 
 class Registry(Generic[Entry]):
-    """An ordered mapping from names to classes or other entries; `add` fills it."""
+    """An ordered mapping from names to classes or other entries; `add` fills it.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        kind: what an entry is, for messages.
+        modules: name → the module whose import adds the entry, for entries that are imported when they are asked for.
+    """
+
+    def __init__(self, kind: str, modules: Mapping[str, str] | None = None) -> None:
         self.kind = kind
+        self._modules = dict(modules or {})
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str) -> Callable[[Member], Member]:
@@ -104,19 +111,21 @@ class Registry(Generic[Entry]):
         return register
 
     def __getitem__(self, name: str) -> Entry:
-        if name not in self._entries:
+        if name not in self:
             raise unknown(self.kind, name, self.names())
+        if name not in self._entries:
+            importlib.import_module(self._modules[name])
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._modules
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self.names())
 
     def names(self) -> list[str]:
-        """Return all names in the order of registration."""
-        return list(self._entries)
+        """Return all names, those of modules first, and the others in the order of registration."""
+        return list(dict.fromkeys([*self._modules, *self._entries]))
 
     def summary(self, name: str) -> str:
         """Return the first line of an entry's docstring, which `halflife list` prints."""

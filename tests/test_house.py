@@ -142,6 +142,25 @@ def test_import_needs_torch_alone():
     assert out.stdout.strip() == "[]"
 
 
+def test_a_comparison_imports_what_it_runs(tmp_path):
+    """Up to its first step, `compare mamba2` imports the library and its own experiment, and no other experiment."""
+    arguments = ["compare", "mamba2", "--steps", "2", "--quiet", "--output", str(tmp_path / "comparison")]
+    code = f"""
+import sys, halflife.runs.one, halflife.cli
+def stop(*arguments, **options):
+    print(*(name for name in sys.modules if name.startswith("halflife")), file=sys.stderr)
+    raise SystemExit
+halflife.runs.one.fit = stop
+halflife.cli.main({arguments})
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = out.stderr.split()
+    assert 100 < len(names) <= 180, len(names)
+    experiments = [name for name in names if name.startswith("halflife.lab.experiments.")]
+    assert {name.rpartition(".")[2] for name in experiments} == {"base", "compare", "mqar", "overrides", "values"}
+    assert not [name for name in names if name.startswith(("halflife.analysis", "halflife.lab.theory"))]
+
+
 def test_files_are_short():
     long = {str(path.relative_to(ROOT)): n for path in MODULES if (n := len(path.read_text().splitlines())) > LONG}
     assert not long

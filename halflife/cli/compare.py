@@ -272,11 +272,9 @@ class Compare:
 
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""
-        from halflife.lab.experiments import ExperimentSettings
-        from halflife.lab.experiments.saved import RECIPE, SETTINGS
+        from halflife.lab.experiments.base import RECIPE, SETTINGS, ExperimentSettings
         from halflife.lab.experiments.values import convert
 
-        self._check_task()
         command, overrides = take_overrides(self, OPTIONS)
         if "training.seed" in overrides:
             raise ValueError("training.seed cannot be set: a comparison runs the seeds of --seeds")
@@ -286,29 +284,11 @@ class Compare:
             if (key := f"training.{name}") in overrides:
                 settings[name] = convert(key, overrides.pop(key), types[name])
         return {
-            "models": self.models, "tasks": self.task or ("mqar",), "experiment": self.experiment,
+            "models": self.models, "tasks": self.task, "experiment": self.experiment,
             "scale": self.scale, "seeds": self.seeds, "tune_seeds": self.tune_seeds,
             "learning_rates": command.lr or None, "settings": settings,
             "overrides": overrides,
         }  # fmt: skip
-
-    def _check_task(self) -> None:
-        from halflife.lab.experiments import paper_experiments
-        from halflife.registry import unknown
-        from halflife.tasks import TASKS
-
-        papers = paper_experiments()
-        for name in self.task:
-            if name in papers:
-                raise ValueError(f"{name} is a paper's experiment, not a task: use --experiment {name}")
-        if self.experiment is None:
-            return
-        if self.experiment in TASKS:
-            raise ValueError(f"{self.experiment} is a task, not a paper's experiment: use --task {self.experiment}")
-        if self.experiment not in papers:
-            raise unknown("experiment", self.experiment, papers)
-        if self.task:
-            raise ValueError(f"give --task or --experiment, not both: {self.experiment} has its tasks")
 
     def _place(self) -> Iterator[str]:
         """The options that say where and how the runs are done, as they were typed."""

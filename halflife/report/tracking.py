@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from halflife.analysis.model_spectrum import model_spectrum
 from halflife.files import finite
 from halflife.models import LanguageModel
 from halflife.models.timescales import granularity
-from halflife.report.figures.spectrum import timescales
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def track_options(track: Sequence[str]) -> dict[str, Any]:
@@ -26,6 +25,9 @@ def observe_decays(model: LanguageModel) -> tuple[dict[str, float], dict[str, Fi
     The names are `timescales/layer<i>/<shortest, median or longest>`. They are base time-scales at the training length
     that PoST knows, otherwise at position 1.
     """
+    from halflife.analysis.model_spectrum import model_spectrum
+    from halflife.report.figures.spectrum import timescales
+
     spectrum = model_spectrum(model)
     if not spectrum.layers:
         return {}, {}

@@ -25,42 +25,51 @@ MOST_STEPS = 10**9  # also the largest batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Optimiser and schedule settings. Subclasses add the data.
+class Recipe:
+    """What runs of several models, learning rates and seeds share: the budget, the optimiser and the schedule.
 
     Attributes:
-        model: configuration of the model.
         steps: number of optimiser steps.
         batch_size: sequences of a step.
-        learning_rate: the highest one, after the warm-up.
         weight_decay: AdamW's weight decay, on matrices only (see `models.param_groups`).
         warmup: the share of the steps in which the learning rate rises.
         schedule: name of a scheduler of transformers, or "linear_by_epoch", which falls once an epoch and has no
             warm-up. Its option is `epochs`.
         schedule_options: settings of the scheduler.
-        clip: largest norm of the gradient.
         betas, epsilon: AdamW's β₁ and β₂, and its ε. RWKV-7's authors take an ε of 1e-18.
         bf16: whether to train with bfloat16 autocast.
-        seed: determines the initial weights and the data.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
     """
 
-    model: ModelConfig
     steps: int
     batch_size: int
-    learning_rate: float
     weight_decay: float = 0.1
     warmup: float = 0.1
     schedule: str = "linear"
     schedule_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     bf16: bool = False
-    seed: int = 0
     validate_every: int = 100
     save_every: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Recipe):
+    """Everything but the data of one run. Subclasses add the data.
+
+    Attributes:
+        model: configuration of the model.
+        learning_rate: the highest one, after the warm-up.
+        clip: largest norm of the gradient.
+        seed: determines the initial weights and the data.
+    """
+
+    model: ModelConfig
+    learning_rate: float
+    clip: float = 1.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "validate_every", "save_every"):

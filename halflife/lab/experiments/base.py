@@ -15,42 +15,36 @@ from halflife.registry import Registry, unknown
 from halflife.runs.folder import SUMMARY_MD
 from halflife.runs.one import CellConfig
 from halflife.runs.sweep import Cell
+from halflife.training.config import Recipe
 
 # "paper" is a paper's setting, and "large" one of ours. "paper-440m" has another size of model of the paper.
 SCALES = ("smoke", "small", "large", "paper", "paper-50m", "paper-410m", "paper-440m", "paper-1.45b")
+# Options of `halflife compare` that replace a setting of the scale, and that a comparison saves among its settings.
+SETTINGS = (
+    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
+    "warm_length", "warm_pairs", "test_examples", "test_tokens", "save_every", "group", "words", "text", "tokenizer",
+    "test_tasks", "lengths", "test_pairs",
+)  # fmt: skip
+# Settings of a comparison that `--set training.…` sets.
+RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 Config = TypeVar("Config", bound=CellConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperimentSettings:
+class ExperimentSettings(Recipe):
     """The sizes of an experiment and its training recipe. Subclasses add settings of their experiment.
 
     Attributes:
         hidden_size, num_layers, num_heads: sizes of every model.
         train_length: T, tokens of a training sequence.
-        steps, batch_size: training steps, and sequences per step.
-        weight_decay, warmup, schedule, schedule_options, betas, epsilon, bf16: see `TrainConfig`.
-        validate_every: steps between validations.
-        save_every: steps between checkpoints.
         chunk_size: tokens of a chunk in the chunked ops.
-        overrides: options of every run's configuration by their dotted names; see `resolve`.
+        overrides: options of every run's configuration by their dotted names, such as `{"mixer.power": 2}`.
     """
 
     hidden_size: int
     num_layers: int
     num_heads: int
     train_length: int
-    steps: int
-    batch_size: int
-    weight_decay: float = 0.1
-    warmup: float = 0.1
-    schedule: str = "linear"
-    schedule_options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    bf16: bool = False
-    validate_every: int = 100
-    save_every: int = 200
     chunk_size: int = 64
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -60,10 +54,11 @@ class ExperimentSettings:
         values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
         return cls(**values)
 
-    def shared_with(self, config: type[CellConfig]) -> dict[str, Any]:
-        """The settings that are also fields of a run's configuration, for its constructor."""
-        names = {field.name for field in dataclasses.fields(config)}
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
+    def run(self, kind: type[Config], cell: Cell, **fields: Any) -> Config:
+        """The configuration of one run: `fields`, the rate and seed of the cell, and the settings of these names."""
+        names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(self)}
+        shared = {name: getattr(self, name) for name in names}
+        return kind(**{**shared, "learning_rate": cell.learning_rate, "seed": cell.seed, **fields})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,19 +78,6 @@ class TaskSettings(ExperimentSettings):
     action_mask: bool = False
 
 
-def resolve(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run with the user's options applied. The configuration of every cell passes through here.
-
-    Args:
-        config: the configuration that the experiment builds.
-        overrides: dotted name → value, such as `{"mixer.power": 2, "training.weight_decay": 0.0}`.
-
-    Raises:
-        ValueError: an unknown name, or a value without meaning.
-    """
-    return apply_overrides(config, overrides, skip_absent_parts=True)
-
-
 class Experiment:
     """Training runs and tests at several scales. The docstring of a subclass names the paper or the question.
 
@@ -105,8 +87,6 @@ class Experiment:
         models: the models that are compared when the user names none.
         groups: names that stand for several models.
         measure: the tested quantity, "accuracy" or "loss". With "loss", `summary.md` is the table for the terminal.
-        is_paper: whether it is an experiment of a paper (`--experiment NAME`); else it trains on tasks that the user
-            names (`--task NAMES`).
     """
 
     scales: ClassVar[dict[str, Any]]
@@ -114,7 +94,6 @@ class Experiment:
     models: ClassVar[tuple[str, ...]] = ()
     groups: ClassVar[dict[str, tuple[str, ...]]] = {}
     measure: ClassVar[str] = "accuracy"
-    is_paper: ClassVar[bool] = False
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         """The learning rates that are tried for a model when the user names none."""
@@ -132,22 +111,22 @@ class Experiment:
         """The configuration of one cell before the user's overrides; `settings` is an instance of `self.settings`."""
         raise NotImplementedError
 
-    def build_control(self, settings: Any, cell: Cell) -> CellConfig:
-        """`build_cell`, where a model may be a control: `base@state(target)` or `base@parameters(target)`.
+    def configure(self, settings: Any, cell: Cell) -> CellConfig:
+        """The configuration of one model, learning rate and seed, with the user's overrides.
+
+        The model may be a control, `base@state(target)` or `base@parameters(target)`.
 
         Raises:
-            ValueError: the base cannot have as much state, or as many parameters, as the target.
+            ValueError: the base cannot have as much state, or as many parameters, as the target; an override has an
+                unknown name, or a value without meaning.
         """
-        if (parts := split_control(cell.model)) is None:
-            return self.build_cell(settings, cell)
-        base, kind, target = parts
-        config, other = (self.build_cell(settings, dataclasses.replace(cell, model=name)) for name in (base, target))
-        model = control(config.model, kind, other.model, settings.train_length, cell.model)
-        return dataclasses.replace(config, model=model)
-
-    def configure(self, settings: Any, cell: Cell) -> CellConfig:
-        """The configuration of one model, learning rate and seed."""
-        return resolve(self.build_control(settings, cell), settings.overrides)
+        base, kind, target = split_control(cell.model) or (cell.model, "", "")
+        config = self.build_cell(settings, dataclasses.replace(cell, model=base))
+        if kind:
+            other = self.build_cell(settings, dataclasses.replace(cell, model=target))
+            model = control(config.model, kind, other.model, settings.train_length, cell.model)
+            config = dataclasses.replace(config, model=model)
+        return apply_overrides(config, settings.overrides, skip_absent_parts=True)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         """Tables and verdicts in Markdown, from the folder and the rows of `results.csv`; "" for none."""
@@ -177,9 +156,22 @@ class Experiment:
         return dataclasses.replace(self.scales[scale], **changes)
 
 
-EXPERIMENTS: Registry[type[Experiment]] = Registry("experiment")
+# Name → the module of the experiment, which is imported when the name is asked for.
+MODULES = {
+    "decay-design": "decay_design", "mqar": "mqar", "post-mqar": "mqar", "recall": "recall", "echo-transfer": "echo",
+    "echo-mqar": "echo", "echo-ablations": "echo", "echo-tiers": "echo_tiers", "gate-rank-s5": "gate_rank",
+    "gate-rank-mqar": "gate_rank", "gate-rank-niah": "gate_rank", "koopman-powers": "evidence.koopman_powers",
+    "overview": "evidence.overview", "post-taken-apart": "evidence.post_parts",
+    "post-taken-apart-text": "evidence.post_parts", "mqar-updates": "evidence.reassigned",
+    "decay-lm": "language_models.decay", "echo-lm": "language_models.echo",
+    "gate-rank-lm": "language_models.gate_rank", "post-lm": "language_models.post",
+}  # fmt: skip
+EXPERIMENTS: Registry[type[Experiment]] = Registry(
+    "experiment", {name: f"halflife.lab.experiments.{module}" for name, module in MODULES.items()}
+)
+ON_TASKS = ("mqar", "recall")  # they train on tasks that the user names (`--task NAMES`)
 
 
 def paper_experiments() -> list[str]:
     """The names of the experiments of papers, for `--experiment`."""
-    return [name for name in EXPERIMENTS if EXPERIMENTS[name].is_paper]
+    return [name for name in EXPERIMENTS if name not in ON_TASKS]

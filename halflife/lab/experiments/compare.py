@@ -23,6 +23,7 @@ from halflife.runs.one import training_device
 from halflife.runs.records import COMPARISON
 from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
+from halflife.tasks import TASKS
 from halflife.training.config import ExecutionConfig
 from halflife.training.estimate import Estimate, estimate
 from halflife.training.trial import Trial, try_runs
@@ -64,7 +65,7 @@ class Plan:
 def plan_comparison(
     models: Sequence[str],
     *,
-    tasks: Sequence[str] = ("mqar",),
+    tasks: Sequence[str] = (),
     experiment: str | None = None,
     scale: str = "smoke",
     seeds: int = 1,
@@ -77,14 +78,15 @@ def plan_comparison(
 
     Args:
         models: preset names, or names that the experiment defines; none for the models of the experiment.
-        tasks: the tasks to train on when no experiment is given: `mqar` alone, or a mixture of `name` or `name:tier`.
+        tasks: the tasks to train on when no experiment is given: `mqar` alone (the default), or a mixture of `name` or
+            `name:tier`.
         experiment: the name of a paper's experiment; None for an experiment on `tasks`.
         scale: smoke, small, large or paper; an experiment has some of them.
         seeds: the number of seeds, counted from 0.
         tune_seeds: how many of them try all learning rates; None for all. The others run at each model's best one.
         learning_rates: tried for every model; None for those of the experiment.
         settings: settings of the experiment that replace those of the scale.
-        overrides: options of every run by their dotted names (see `experiments.base.resolve`).
+        overrides: options of every run by their dotted names, such as `{"mixer.power": 2}`.
 
     Raises:
         ValueError: an unknown name, a combination without meaning, or sizes that do not fit.
@@ -103,7 +105,9 @@ def plan_comparison(
         raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
     rates = {model: list(dict.fromkeys(learning_rates or default_rates(chosen, model, scale))) for model in models}
     plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
-    check_parts([chosen.build_control(resolved, cell) for cell in plan.cells()], resolved.overrides)
+    if resolved.overrides:
+        plain = dataclasses.replace(resolved, overrides={})
+        check_parts([chosen.configure(plain, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
         chosen.configure(resolved, cell)
     return plan
@@ -249,13 +253,18 @@ def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estim
 def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str, str]:
     """The experiment that trains on these tasks or has this name, and its label."""
     papers = paper_experiments()
-    if experiment is not None:
-        if experiment not in papers:
-            raise unknown("experiment", experiment, papers)
-        return experiment, experiment
     if named := [task for task in tasks if task in papers]:
-        raise ValueError(f"{named[0]} is not a task but a paper's experiment; choose it with --experiment {named[0]}")
-    return ("mqar" if list(tasks) == ["mqar"] else MIXTURE), "+".join(tasks)
+        raise ValueError(f"{named[0]} is a paper's experiment, not a task: use --experiment {named[0]}")
+    if experiment is None:
+        tasks = list(tasks) or ["mqar"]
+        return ("mqar" if tasks == ["mqar"] else MIXTURE), "+".join(tasks)
+    if experiment in TASKS:
+        raise ValueError(f"{experiment} is a task, not a paper's experiment: use --task {experiment}")
+    if experiment not in papers:
+        raise unknown("experiment", experiment, papers)
+    if tasks:
+        raise ValueError(f"give --task or --experiment, not both: {experiment} has its tasks")
+    return experiment, experiment
 
 
 def run_comparison(

@@ -166,7 +166,6 @@ LARGE = DecayDesignSettings(
 class DecayDesign(LanguageExperiment):
     """The Decay paper's grid (Tables 2–4): losses on text beside the paper's, and whether its findings hold."""
 
-    is_paper: ClassVar = True
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "large": LARGE}
     settings = DecayDesignSettings
     models: ClassVar = CORE

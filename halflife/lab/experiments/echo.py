@@ -115,7 +115,6 @@ class EchoTransfer(RecallExperiment):
     action masks here (none).
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(RECALL_SMOKE, num_layers=4, tasks=("sysprompt", "tooltrace")),
         "small": SMALL,
@@ -196,7 +195,6 @@ class EchoMQAR(MQARExperiment):
     The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the task.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(MQAR, train_length=32, pairs=(2, 4, 8, 8), steps=400),
         "small": MQAR,
@@ -222,14 +220,13 @@ class EchoMQAR(MQARExperiment):
         chosen = {name: getattr(settings, name) for name in ("hidden_size", "num_layers", "vocab_size")}
         known = {**MODEL_SIZES["echo-50m"], **chosen}
         model = preset(base, **known, train_length=sizes["length"], mixer_options={"state_size": 64})
-        return RunConfig(
+        return settings.run(
+            RunConfig,
+            cell,
             model=dataclasses.replace(model, name=cell.model),
             stages=((task,),),
             validation=(task,),
             tests=(TestSpec(name="in_distribution", task=task),),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-            **settings.shared_with(RunConfig),
         )
 
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:
@@ -260,7 +257,6 @@ def _state_size(config: ModelConfig) -> int:
 class EchoAblations(EchoMQAR):
     """Ablations of SKA on MQAR: the power K, the mixture μ, the start of the queries, normalisation, chunk."""
 
-    is_paper: ClassVar = True
     scales: ClassVar = {name: EchoMQAR.scales[name] for name in ("smoke", "small")}
     models: ClassVar = tuple(f"mamba2+ska:{name}" for name in VARIANTS)
 

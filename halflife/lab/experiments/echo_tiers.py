@@ -86,7 +86,6 @@ class EchoTiers(Experiment):
     not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = TierSettings
     models: ClassVar = tuple(f"{name}:toolcalling-easy" for name in VARIANTS)
@@ -105,14 +104,14 @@ class EchoTiers(Experiment):
         chosen = TIERS[place]
         task = chosen["name"]
         steps = settings.amnesia_steps if task == "amnesia" else settings.steps
-        return RunConfig(
-            **{**settings.shared_with(RunConfig), "steps": steps},
+        return settings.run(
+            RunConfig,
+            cell,
+            steps=steps,
             model=dataclasses.replace(self.model(name, task, settings), name=cell.model),
             stages=((chosen,),),
             validation=(chosen,),
             tests=(TestSpec(name=place, task=chosen),),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
         )
 
     def model(self, name: str, task: str, settings: TierSettings) -> ModelConfig:

@@ -151,7 +151,6 @@ class GateRankS5(Experiment):
     Figure 4 the loss; the tests have both by position.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(SMALL, group="s3", steps=400, lengths=(16, 64), save_every=200),
         "small": SMALL,
@@ -182,14 +181,13 @@ class GateRankS5(Experiment):
         name, depth, stages = recipe(cell.model)
         length = settings.train_length
         sized = dataclasses.replace(settings, num_layers=depth or settings.num_layers)
-        return RunConfig(
+        return settings.run(
+            RunConfig,
+            cell,
             model=dataclasses.replace(self.model(name, sized), name=cell.model),
             stages=tuple(tuple(task(max(1, length // part), words) for part, words in stage) for stage in stages),
             validation=(task(settings.validation_length or settings.train_length),),
             tests=tuple(TestSpec(name=settings.group, task=task(length)) for length in settings.lengths),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-            **settings.shared_with(RunConfig),
         )
 
     def model(self, name: str, settings: S5Settings) -> ModelConfig:
@@ -208,7 +206,6 @@ class GateRankMQAR(MQARExperiment):
     The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(MQAR_SMOKE, length_factors=(1, 2, 4)),
         "small": dataclasses.replace(MQAR_SMALL, length_factors=(1, 2, 4)),
@@ -246,7 +243,6 @@ class GateRankNIAH(RecallExperiment):
     The group `gates` has GateRank with gates that stay closed from the start, and with gates that are not trained.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(NIAH, steps=200, lengths=(32, 64), test_pairs=(1, 4)),
         "small": NIAH,

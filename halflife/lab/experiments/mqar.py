@@ -90,7 +90,9 @@ class MQARExperiment(Experiment):
             return {"name": "mqar", **sizes, **({} if settings.filler == "disjoint" else {"filler": settings.filler})}
 
         lengths = [length * factor for factor in settings.length_factors]
-        return RunConfig(
+        return settings.run(
+            RunConfig,
+            cell,
             model=self.model(cell.model, settings),
             stages=tuple((task(length, pairs),) for pairs in settings.pairs),
             validation=(task(length, largest),),
@@ -99,9 +101,6 @@ class MQARExperiment(Experiment):
                 *(TestSpec(name="capacity", task=task(t, t // 4)) for t in lengths),
                 *(TestSpec(name="persist", task=task(t, largest)) for t in lengths),
             ),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-            **settings.shared_with(RunConfig),
         )
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
@@ -189,7 +188,6 @@ class PostMQAR(MQARExperiment):
     selected, and not the checkpoint as in the paper. `summary.md` has the rates that validation and the tests select.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(SMOKE, filler="zoology", zoology=True, length_factors=(1, 2)),
         "small": dataclasses.replace(SMALL, filler="zoology", zoology=True),

@@ -73,7 +73,9 @@ class RecallExperiment(Experiment):
 
     def build_cell(self, settings: RecallSettings, cell: Cell) -> RunConfig:
         mixture = tuple(grid(settings.tasks, (settings.train_length,), settings.pairs))
-        return RunConfig(
+        return settings.run(
+            RunConfig,
+            cell,
             model=self.model(cell.model, settings),
             stages=(*self._warm(settings), mixture),
             validation=mixture,
@@ -85,9 +87,6 @@ class RecallExperiment(Experiment):
                     for task in grid((name,), self._lengths(name, settings), settings.test_pairs)
                 ),
             ),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-            **settings.shared_with(RunConfig),
         )
 
     @staticmethod

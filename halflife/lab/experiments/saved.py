@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halflife.lab.experiments.base import EXPERIMENTS
+from halflife.lab.experiments.base import EXPERIMENTS, RECIPE, SETTINGS
 from halflife.lab.experiments.compare import default_rates
-from halflife.lab.experiments.decay_design import row_or_preset
 from halflife.lab.experiments.overrides import model_overrides
 from halflife.models import ModelConfig
 from halflife.tasks import TASKS
@@ -19,14 +18,6 @@ SAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed
 # Fields of a run on text that `--set training.…` alone sets.
 SET_ONLY = ("betas", "epsilon", "validation_tokens", "test_tokens")
 BYTES = {"bytes": 256, "bytes+eos": 257}
-# Options of `halflife compare` that replace a setting of the scale, and that a comparison saves among its settings.
-SETTINGS = (
-    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "warm_length", "warm_pairs", "test_examples", "test_tokens", "save_every", "group", "words", "text", "tokenizer",
-    "test_tasks", "lengths", "test_pairs",
-)  # fmt: skip
-# Settings of a comparison that `--set training.…` sets.
-RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 
 
 def train_options(run: Mapping[str, Any]) -> Options:
@@ -34,6 +25,8 @@ def train_options(run: Mapping[str, Any]) -> Options:
 
     "set" has what the preset and the options do not give.
     """
+    from halflife.lab.experiments.decay_design import row_or_preset
+
     model, data = ModelConfig.from_dict(run["model"]), run["data"]
     fitted = {"from_weights": run["start"], "post_fit": True} if run.get("post_fit") else {}
     if run.get("start") and not fitted:

@@ -154,7 +154,6 @@ class KoopmanPowers(MQARExperiment):
     are one random unit vector for each token id.
     """
 
-    is_paper: ClassVar = True
     settings = EchoMQARSettings
     scales: ClassVar = {
         "smoke": SMOKE,
@@ -177,10 +176,9 @@ class KoopmanPowers(MQARExperiment):
         largest, vocab_size = settings.pairs[-1], settings.vocab_size
         whole = place.task(vocab_size, largest)
         factors = (1,) if place.fillers == "none" else settings.length_factors
-        shared = settings.shared_with(RunConfig)
-        shared["action_mask"] |= place.fillers == "masked"
-        shared["batch_size"] = max(1, settings.batch_size * settings.train_length // whole["length"])
-        return RunConfig(
+        return settings.run(
+            RunConfig,
+            cell,
             model=self.model(cell.model, settings),
             stages=tuple(({**whole, "num_pairs": pairs},) for pairs in settings.pairs),
             validation=(whole,),
@@ -189,9 +187,8 @@ class KoopmanPowers(MQARExperiment):
                 *(TestSpec(name="capacity", task=task) for task in [place.task(vocab_size, 2 * largest)] if fits(task)),
                 *(TestSpec(name="persist", task=place.task(vocab_size, largest, factor)) for factor in factors),
             ),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-            **shared,
+            action_mask=settings.action_mask or place.fillers == "masked",
+            batch_size=max(1, settings.batch_size * settings.train_length // whole["length"]),
         )
 
     def model(self, name: str, settings: EchoMQARSettings) -> ModelConfig:

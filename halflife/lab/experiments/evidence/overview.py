@@ -45,7 +45,6 @@ class Overview(RecallExperiment):
     `halflife compare mamba2 rwkv7 --experiment post-taken-apart-text --output FOLDER/text`.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(
             SMALL, hidden_size=64, steps=400, batch_size=32, lengths=(64, 256), test_pairs=(1, 8), test_examples=64

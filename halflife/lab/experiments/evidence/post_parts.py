@@ -126,7 +126,6 @@ class PostTakenApart(MQARExperiment):
     at its own rates, and `retnet:geometric-trained`. None of these is sorted or stretched.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": dataclasses.replace(MQAR_SMOKE, length_factors=(1, 2, 4, 8), test_examples=256),
         "small": dataclasses.replace(
@@ -163,7 +162,6 @@ class PostTakenApartText(LanguageExperiment):
     | large | FineWeb-Edu, in bytes, T 2,048, 12 layers of width 768 | 2,000 M |
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": LanguageSettings(**SMOKE, learning_rate=3e-3),
         "small": SMALL,

@@ -58,7 +58,6 @@ class Reassigned(MQARExperiment):
     | gated_deltanet, mesa | two layers |
     """
 
-    is_paper: ClassVar = True
     settings = ReassignedSettings
     scales: ClassVar = {
         "smoke": SMOKE,
@@ -89,14 +88,13 @@ class Reassigned(MQARExperiment):
                 yield TestSpec(name="reassigned", task=task(t, pairs, t // (2 * pairs) - 2))
 
         stages = zip(settings.pairs, settings.updates, strict=True)
-        return RunConfig(
+        return settings.run(
+            RunConfig,
+            cell,
             model=self.model(cell.model, settings),
             stages=tuple((task(length, count, often),) for count, often in stages),
             validation=(task(length, pairs, updates),),
             tests=tuple(tests()),
-            learning_rate=cell.learning_rate,
-            seed=cell.seed,
-            **settings.shared_with(RunConfig),
         )
 
     def model(self, name: str, settings: ReassignedSettings) -> ModelConfig:

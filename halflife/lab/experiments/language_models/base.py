@@ -120,19 +120,11 @@ class LanguageExperiment(Experiment):
         kind, options = schedule(
             settings.schedule, settings.steps, cell.learning_rate, floor=settings.floor, decay=settings.decay
         )
-        fields = {
-            **settings.shared_with(LanguageConfig), "schedule": kind, "schedule_options": options,
-            "learning_rate": cell.learning_rate, **self.recipe(cell.model, settings),
-        }  # fmt: skip
-        return LanguageConfig(
-            **fields,
-            model=self.model(cell.model, settings),
-            data=settings.corpus().to_dict(),
-            context=settings.train_length,
-            mode=settings.documents,
-            test_split="test",
-            seed=cell.seed,
-        )
+        fields = {"schedule": kind, "schedule_options": options, **self.recipe(cell.model, settings)}
+        return settings.run(
+            LanguageConfig, cell, **fields, model=self.model(cell.model, settings), data=settings.corpus().to_dict(),
+            context=settings.train_length, mode=settings.documents, test_split="test",
+        )  # fmt: skip
 
     def recipe(self, name: str, settings: Any) -> dict[str, Any]:
         """Fields of `TrainConfig` that differ for a model."""

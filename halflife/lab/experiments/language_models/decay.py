@@ -67,7 +67,6 @@ class DecayLM(LanguageExperiment):
     end of the training reads some rows again. The row `tpe/tnl` has no loss in the paper's tables of 160M parameters.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": DecaySettings(**SMOKE, size="decay-160m", learning_rate=3e-3),
         "small": DecaySettings(**SMALL, size="decay-160m", learning_rate=2e-3),

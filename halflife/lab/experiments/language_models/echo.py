@@ -69,7 +69,6 @@ class EchoLM(LanguageExperiment):
     loss is the logarithm of its perplexity on FineWeb-Edu, whose documents it does not name.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": EchoSettings(**SMOKE, size="echo-180m", learning_rate=3e-3),
         "small": EchoSettings(**SMALL, size="echo-180m", learning_rate=2e-3),

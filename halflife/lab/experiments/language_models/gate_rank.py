@@ -50,7 +50,6 @@ class GateRankLM(LanguageExperiment):
     clipped at 1, as in the paper.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": LanguageSettings(**SMOKE, size="gate-rank-760m", learning_rate=3e-3),
         "small": LanguageSettings(**SMALL, size="gate-rank-760m", learning_rate=2e-3),

@@ -73,7 +73,6 @@ class PostLM(LanguageExperiment):
     have 64 tokens and the paper's 256, which changes rounding alone. The gradient is clipped at 1, as in the paper.
     """
 
-    is_paper: ClassVar = True
     scales: ClassVar = {
         "smoke": PostSettings(**SMOKE, size="post-180m", learning_rate=3e-3),
         "small": PostSettings(**SMALL, size="post-180m", learning_rate=2e-3),
