@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from join import RESULTS, add, read_table, scores  # beside this file
@@ -18,6 +19,7 @@ from join import RESULTS, add, read_table, scores  # beside this file
 from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.lab.experiments.evidence import koopman_powers
 from halflife.report.figures.matplotlib_renderer import save
+from halflife.report.markdown import markdown
 
 TRAINED, LONGER = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers_double.csv"
 MAP = TRAINED.with_suffix(".json")
@@ -44,9 +46,22 @@ def add_folder(folder: Path) -> None:
 
 
 def table(wanted: Mapping[str, Any]) -> str:
-    """Accuracies of `models` in the `cells` on a `test`; those in distribution with the steps that a model needed."""
-    own = [row for row in scores(TRAINED) if row["model"].partition(":")[0] in wanted["models"]]
-    return koopman_powers.table(own, wanted["cells"], read_json(MAP)["steps"], wanted["test"])
+    """The accuracy in distribution of `models` in `cells`, and after how many steps the seeds reached 90 %."""
+    steps = read_json(MAP)["steps"]
+
+    def cell(kind: str, where: str) -> str:
+        name = f"{kind}:{where}"
+        own = [row for row in scores(TRAINED) if (row["model"], row["test"]) == (name, "in_distribution")]
+        accuracies = [row["accuracy"] for row in own if row["selected"]]
+        if not accuracies:
+            return "–"
+        reached = sorted({step for step in steps[name] if step is not None})
+        ends = " to ".join(dict.fromkeys(f"{step:,}" for step in (reached[0], reached[-1]))) if reached else ""
+        never = "never" if None in steps[name] else ""
+        return f"{100 * fmean(accuracies):.1f} ({' or '.join(filter(None, [ends, never]))})"
+
+    lines = [[f"`{kind}`", *(cell(kind, where) for where in wanted["cells"])] for kind in wanted["models"]]
+    return markdown(["model", *wanted["cells"]], lines)
 
 
 def main(folders: Sequence[str]) -> None:

@@ -157,7 +157,8 @@ def page(data: Mapping[str, Any]) -> str:
         "Recall and tracking are accuracies in percent at two lengths in tokens: `persistence` has as many pairs as in "
         "training, `capacity` more, `decoys` is a needle among decoys, and `tracking` the running product in S3. A "
         f"model has not learned a task if it is below {100 * LEARNED:.0f} % at T, with what it was trained on. Text is "
-        "in bits a byte, and state in bytes of one sequence in float32. Intervals are 95 %, by bootstrap over seeds. "
+        "in bits a byte, and state in bytes of one sequence in float32. Intervals at the longer length are 95 %, by "
+        "bootstrap over seeds. "
         f"Speeds are those of a training step at T = {data['train_length']:,} and of decoding one sequence, "
         f"on {data['device']}.", "",
         "![Recall, text, speed and state of all models](figures/overview.png)", "", table(data), "", *_best(data), "",
@@ -185,7 +186,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def _cell(name: str, column: Mapping[str, Any], model: str) -> str:
-    """Both ends of a column: "99.8 → 41.0", with intervals from three seeds on."""
+    """Both ends of a column: "99.8 → 41.0", with the interval of the far end from three seeds on."""
     ends = column["values"].get(model, [])
     if not all(ends) or not ends:
         return "–"
@@ -194,7 +195,8 @@ def _cell(name: str, column: Mapping[str, Any], model: str) -> str:
     if name == "state":
         return " → ".join(dict.fromkeys(format_bytes(end[0]) for end in ends))
     scale, digits = (1, 3) if name == "text" else (100, 1)
-    return " → ".join(with_interval([scale * value for value in end], digits) for end in ends)
+    near, far = ([scale * value for value in end] for end in ends)
+    return f"{fmean(near):.{digits}f} → {with_interval(far, digits)}"
 
 
 def _best(data: Mapping[str, Any]) -> list[str]:
