@@ -1,13 +1,13 @@
 """The scale "paper" of an experiment is the paper's: its docstring's table is compared with its settings."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 from helpers import assert_raises
 
 from halflife import LanguageModel
+from halflife.lab import papers
 from halflife.lab.experiments import EXPERIMENTS, compare, paper_experiments
 from halflife.lab.experiments.mqar import STATES, PostMQAR, selections
 from halflife.runs.sweep import Cell
@@ -17,26 +17,23 @@ from halflife.training.config import ExecutionConfig, TrainConfig
 from halflife.training.fit import Objective, _arguments
 from halflife.training.trainer import HalflifeTrainer
 
-DESCRIBED = (
-    "post-mqar", "gate-rank-s5", "echo-mqar", "echo-tiers", "echo-transfer", "post-lm", "decay-lm", "echo-lm",
-    "gate-rank-lm",
-)  # fmt: skip
 PAPER = PostMQAR.scales["paper"]
 
 
-def table(name):
-    """setting → its value in the last column of the docstring's table."""
-    rows = re.findall(r"\| (\w+) \|[^|]*\| (.+?) \|\n", EXPERIMENTS[name].__doc__)
-    return {setting: value for setting, value in rows if setting != "setting"}
-
-
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_the_table_has_the_settings(name):
+@pytest.mark.parametrize("name", papers.ROWS)
+def test_the_scale_paper_has_the_papers_settings(name):
     settings = EXPERIMENTS[name].scales["paper"]
-    assert len(table(name)) >= 8
-    for setting, value in table(name).items():
-        assert str(getattr(settings, setting)) == value, setting
+    assert len({row.setting for row in papers.ROWS[name]}) == len(papers.ROWS[name]) >= 8
+    for row in papers.ROWS[name]:
+        value = getattr(settings, row.setting)
+        assert row.paper is None or (row.paper, type(row.paper)) == (value, type(value)), row.setting
     assert "Departures:" in EXPERIMENTS[name].__doc__
+
+
+def test_the_page_of_the_settings_is_current():
+    text = papers.PAGE.read_text()
+    assert papers.page(text) == text, "run python -m halflife.lab.papers"
+    assert {name for name in EXPERIMENTS if "paper" in EXPERIMENTS[name].scales} == {*papers.ROWS, "mqar", "recall"}
 
 
 def test_experiments_that_no_paper_has_are_not_called_paper():

@@ -95,20 +95,7 @@ class EchoTransfer(RecallExperiment):
     """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T.
 
     At the scale "paper", the models are `mamba3_echo` alone, with attention and with `ska_paper` in the last two of
-    four layers, and the settings are:
-
-    | setting | the paper | here |
-    |---|---|---|
-    | hidden_size | 128 | 128 |
-    | num_layers | 4 | 4 |
-    | num_heads | 4 | 4 |
-    | train_length | 64 | 64 |
-    | steps | 6,000 | 6000 |
-    | batch_size | 16 | 16 |
-    | weight_decay | Table 6 | 0.01 |
-    | betas | Table 6 | (0.9, 0.95) |
-    | schedule | Table 6, cosine with warm-up | cosine |
-    | hop_lengths | Figure 1 | (16, 32, 64, 128, 256) |
+    four layers. `halflife.lab.papers` has its settings.
 
     Departures: embeddings start with a standard deviation of 1. The paper does not give the chunk of SKA at T = 64
     (`ska_chunk`, 4 here), the numbers of pairs in training (1 to 8 here), the share of the warm-up (5 % here), or its
@@ -176,20 +163,8 @@ class EchoMQAR(MQARExperiment):
     """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state.
 
     At the scale "paper" it is Echo's grid (§4.2) with the 50M sizes of §3.4. A model `preset:KxG` is trained and tested
-    on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell.
-
-    | setting | the paper | here |
-    |---|---|---|
-    | hidden_size | 448 | 448 |
-    | num_layers | 16 | 16 |
-    | num_heads | 7 | 7 |
-    | rank | 56 | 56 |
-    | ska_chunk | 64 | 64 |
-    | steps | not given; §4.1 has 6,000 | 6000 |
-    | batch_size | not given; Table 6 has 16 | 16 |
-    | weight_decay | Table 6 | 0.01 |
-    | schedule | Table 6 | cosine |
-    | vocab_size | not given | 8192 |
+    on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell. `halflife.lab.papers` has the
+    settings.
 
     Departures: the paper does not give the layout of a cell. Here the queries follow the gap in every second token.
     The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the task.

@@ -63,24 +63,8 @@ class EchoTiers(Experiment):
     """Echo's Appendix G: every model is trained and tested on one tier of one task in text.
 
     A model is `variant:task-tier`, such as `cg-ska-1.5:toolcalling-hard`. `toolcalling-hard` names all models of that
-    tier. SKA stands beside the last two layers, on the residual stream, and gets action masks. At the scale "paper":
-
-    | setting | the paper | here |
-    |---|---|---|
-    | hidden_size | 96 | 96 |
-    | num_layers | 3 | 3 |
-    | num_heads | 3 | 3 |
-    | amnesia_layers | 4, with 4 heads | 4 |
-    | rank | 24 | 24 |
-    | ska_chunk | 64 | 64 |
-    | steps | 2,500 | 2500 |
-    | amnesia_steps | 6,000 | 6000 |
-    | batch_size | 16 | 16 |
-    | weight_decay | 0.01 | 0.01 |
-    | betas | 0.9, 0.95 | (0.9, 0.95) |
-    | schedule | cosine with warm-up | cosine |
-    | validate_every | 250 | 250 |
-    | action_mask | yes | True |
+    tier. SKA stands beside the last two layers, on the residual stream, and gets action masks.
+    `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: bfloat16 in the place of float16. The sizes for `economy` are those of tool calls, because Table 5 does
     not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`.

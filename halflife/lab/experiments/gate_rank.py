@@ -134,18 +134,7 @@ class GateRankS5(Experiment):
     of transpositions for an eighth of the steps, then on mixed words for half of them. `deltaproduct:n4` has four
     reflections a token. The group `learnable` has them.
 
-    At the scale "paper", the settings are:
-
-    | setting | the paper | here |
-    |---|---|---|
-    | num_layers | a single attention layer | 1 |
-    | train_length | 16 | 16 |
-    | validation_length | 64, Figure 4 | 64 |
-    | steps | 4000 | 4000 |
-    | batch_size | 128 | 128 |
-    | weight_decay | 0.01 | 0.01 |
-    | warmup | 128 steps | 0.032 |
-    | bf16 | yes | True |
+    `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: the paper gives no model sizes and no β of AdamW, so these are ours. Validation measures accuracy, and
     Figure 4 the loss; the tests have both by position.

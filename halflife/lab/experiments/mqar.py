@@ -167,22 +167,7 @@ class PostMQAR(MQARExperiment):
     """MQAR as PoST ran it (§6.1, Appendix C, released configuration), with its three sizes of the state.
 
     A model is a preset, or `preset:state` with a state of 64k, 32k or 16k numbers a layer; 64k is the default. Rates
-    are those of the released configuration. At the scale "paper", the settings are:
-
-    | setting | the paper | here |
-    |---|---|---|
-    | steps | 8 epochs × 4 stages × 512 batches | 16384 |
-    | batch_size | 2^18 tokens of 512 | 512 |
-    | schedule | linear, once an epoch | linear_by_epoch |
-    | warmup | none | 0.0 |
-    | weight_decay | 0.1 | 0.1 |
-    | betas | AdamW's default | (0.9, 0.999) |
-    | filler | random tokens | zoology |
-    | tie_embeddings | released | True |
-    | initializer_range | released | 0.02 |
-    | embedding_dropout | released | 0.1 |
-    | bf16 | yes | True |
-    | test_examples | 3,000 | 3000 |
+    are those of the released configuration. `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is
     selected, and not the checkpoint as in the paper. `summary.md` has the rates that validation and the tests select.

@@ -40,28 +40,9 @@ class DecayLM(LanguageExperiment):
     """The Decay paper's grid as it was run: all 39 rows at 160M parameters on FineWeb-Edu.
 
     `--scale paper-410m` and `paper-1.45b` have the other sizes of Table 5. Groups: `core`, `all`, and `released`, the
-    rows that the authors ran in another form than they print. At the scale "paper", the settings are:
+    rows that the authors ran in another form than they print. `halflife.lab.papers` has the settings of "paper".
 
-    | setting | the paper | here |
-    |---|---|---|
-    | text | fineweb-edu-10B | ('hf:HuggingFaceFW/fineweb-edu:sample-10BT',) |
-    | tokenizer | GPT2-Tokenizer | gpt2 |
-    | vocab_size | GPT-2's | 50257 |
-    | size | Table 5: 12 layers of width 768, 12 heads | decay-160m |
-    | train_length | 2048 | 2048 |
-    | batch_size | 256, Table 5: 32 on 8 GPUs | 256 |
-    | steps | 20,000 | 20000 |
-    | learning_rate | 3e-4 | 0.0003 |
-    | betas | 0.9, 0.999 | (0.9, 0.999) |
-    | epsilon | not given | 1e-08 |
-    | schedule | WSD | wsd |
-    | decay | not given | 0.1 |
-    | floor | not given | 0.0 |
-    | warmup | not given | 0.05 |
-    | weight_decay | not given | 0.1 |
-    | bf16 | not given | True |
-
-    Departures: the paper does not give what the table says it does not, nor the clipping of the gradient (1 here), the
+    Departures: the paper does not give the settings that `papers` marks, the clipping of the gradient (1 here), the
     width of the GLU (8/3 of the model's, rounded up to 256), and what its loss is measured on (held-out documents
     here). The text is concatenated, and 0.1 % of its documents are held out. 20,000 steps read 10.5B tokens, so the
     end of the training reads some rows again. The row `tpe/tnl` has no loss in the paper's tables of 160M parameters.

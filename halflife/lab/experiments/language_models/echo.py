@@ -41,27 +41,8 @@ PERPLEXITIES = {"echo-180m": 16.48, "echo-50m": 27.48}  # of the paper's Echo on
 class EchoLM(LanguageExperiment):
     """Echo's language models: Echo, and its variants with SwiGLU, with and without SKA, at 180M parameters.
 
-    `--scale paper-50m` has the 50M sizes and 3B tokens. `echo` is our form of the architecture. At the scale "paper",
-    the settings are:
-
-    | setting | the paper | here |
-    |---|---|---|
-    | text | FineWeb-Edu, sample-10BT | ('hf:HuggingFaceFW/fineweb-edu:sample-10BT',) |
-    | tokenizer | not given | meta-llama/Llama-2-7b-hf |
-    | vocab_size | not given | 32000 |
-    | size | 24 layers of width 768, SKA in layers 8 and 16 | echo-180m |
-    | state_size | 64 at 50M, not given at 180M | 64 |
-    | train_length | 2,048 | 2048 |
-    | batch_size | 96 | 96 |
-    | steps | 50,000 | 50000 |
-    | learning_rate | Table 6 | 0.0003 |
-    | betas | Table 6 | (0.9, 0.95) |
-    | epsilon | not given | 1e-08 |
-    | weight_decay | Table 6 | 0.01 |
-    | schedule | Table 6, cosine with warm-up | cosine |
-    | floor | not given | 0.0 |
-    | warmup | not given | 0.02 |
-    | bf16 | yes | True |
+    `--scale paper-50m` has the 50M sizes and 3B tokens. `echo` is our form of the architecture. `halflife.lab.papers`
+    has the settings of the scale "paper".
 
     Departures: Table 6 is of Appendix G; the paper gives no optimiser for its language models. LLaMA-2's tokenizer is
     the common one that fits the printed parameters. The text is concatenated, 0.1 % of its documents are held out, and

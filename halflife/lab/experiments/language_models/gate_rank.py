@@ -24,27 +24,9 @@ PAPER = LanguageSettings(
 class GateRankLM(LanguageExperiment):
     """GateRank's language models: Mamba-2 and Gated DeltaNet of ~760M parameters, each with GateRank and without.
 
-    At the scale "paper", the settings are:
+    `halflife.lab.papers` has the settings of the scale "paper".
 
-    | setting | the paper | here |
-    |---|---|---|
-    | text | FineWeb-Edu | ('hf:HuggingFaceFW/fineweb-edu',) |
-    | tokenizer | not given | mistralai/Mistral-7B-v0.1 |
-    | vocab_size | not given | 32000 |
-    | size | width 1536, 20 layers (Mamba-2), 18 (Gated DeltaNet) | gate-rank-760m |
-    | train_length | 4096 | 4096 |
-    | batch_size | 120 | 120 |
-    | steps | 30B tokens | 61036 |
-    | learning_rate | 1.25e-3 | 0.00125 |
-    | betas | not given | (0.9, 0.95) |
-    | epsilon | not given | 1e-08 |
-    | weight_decay | 0.1 | 0.1 |
-    | schedule | cosine | cosine |
-    | floor | not given | 0.1 |
-    | warmup | 1 % | 0.01 |
-    | bf16 | not given | True |
-
-    Departures: the paper does not give what the table says it does not, nor the heads and the width of values
+    Departures: the paper does not give the settings that `papers` marks, the heads, and the width of values
     (docs/design-space.md has our reading). Mistral's tokenizer has the 32,000 ids of flash-linear-attention's models,
     whose trainer the paper used. The text is concatenated, and 0.1 % of its documents are held out. The gradient is
     clipped at 1, as in the paper.

@@ -44,29 +44,7 @@ class PostLM(LanguageExperiment):
     """PoST's language models: Mamba-2, RWKV-7 and Gated DeltaNet of ~180M parameters, each with PoST and without.
 
     `--scale paper-440m` has Mamba-2 of 440M parameters: 48 layers of width 1,024, 99B tokens, a rate of 3e-4. The group
-    `released` has PoST as its authors ran it. At the scale "paper", the settings are:
-
-    | setting | the paper | here |
-    |---|---|---|
-    | text | FineWeb-Edu | ('hf:HuggingFaceFW/fineweb-edu',) |
-    | tokenizer | Llama-3.1 | meta-llama/Llama-3.1-8B |
-    | vocab_size | 128,256 | 128256 |
-    | size | Table 5: 24 layers of width 768, tied | post-180m |
-    | train_length | 2,048 | 2048 |
-    | batch_size | not given | 256 |
-    | steps | 44B tokens | 83924 |
-    | learning_rate | 6e-4 | 0.0006 |
-    | schedule | cosine | cosine |
-    | floor | the last rate is 1e-5 | 0.01666666666666667 |
-    | warmup | 1 % | 0.01 |
-    | weight_decay | 0.1 | 0.1 |
-    | betas | 0.9, 0.95 | (0.9, 0.95) |
-    | epsilon | 1e-8 | 1e-08 |
-    | rwkv7_betas | 0.9, 0.99 | (0.9, 0.99) |
-    | rwkv7_epsilon | 1e-18 | 1e-18 |
-    | bf16 | yes | True |
-    | mamba2_initialization | not given | mamba2_released |
-    | rwkv7_initialization | not given | rwkv7_released |
+    `released` has PoST as its authors ran it. `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: the batch is ours. RWKV-7 and Gated DeltaNet have 12 layers with MLPs, because the paper gives ~180M
     parameters alone. The text is concatenated, and 0.1 % of its documents are held out; the paper gives neither. Chunks
