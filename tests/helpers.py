@@ -17,6 +17,12 @@ each_op = pytest.mark.parametrize("op", OPS)
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 each_backend = pytest.mark.parametrize("backend", ops.available_backends("linear_attention"))
 
+
+def cases(names, *rows):
+    """Parametrise a test by rows of values for the names, as in `"name, message"`."""
+    return pytest.mark.parametrize(names, rows)
+
+
 # Native kernels compute in float32 and bfloat16 alone.
 WIDEST = {"native": torch.float32}
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers import cases
 
 from halflife import LanguageModel, preset
 from halflife.data.task_stream import TaskStream
@@ -20,17 +21,15 @@ def text(ids):
     return "".join(map(chr, ids.tolist()))
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "kept"),
-    [
-        ("sysprompt", {"length": 32, "num_pairs": 3}, 6),
-        ("tooltrace", {"length": 40, "num_pairs": 3}, 15),
-        ("niah", {"length": 40, "num_pairs": 3}, 6),
-        ("niah", {"length": 40, "num_pairs": 3, "hard": True}, 12),
-        ("multihop", {"length": 40, "num_pairs": 3}, 12),
-        ("commonword", {"length": 40, "num_pairs": 3}, 10),
-        ("mqar", {"length": 40, "num_pairs": 3, "vocab_size": 64}, 6),
-    ],
+@cases(
+    "name, settings, kept",
+    ("sysprompt", {"length": 32, "num_pairs": 3}, 6),
+    ("tooltrace", {"length": 40, "num_pairs": 3}, 15),
+    ("niah", {"length": 40, "num_pairs": 3}, 6),
+    ("niah", {"length": 40, "num_pairs": 3, "hard": True}, 12),
+    ("multihop", {"length": 40, "num_pairs": 3}, 12),
+    ("commonword", {"length": 40, "num_pairs": 3}, 10),
+    ("mqar", {"length": 40, "num_pairs": 3, "vocab_size": 64}, 6),
 )
 def test_facts_among_fillers(name, settings, kept):
     """The blocks that the task writes, the query's name not among them."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import assert_raises, generator
+from helpers import assert_raises, cases, generator
 from scipy.optimize import linprog
 
 from halflife import decay
@@ -58,9 +58,8 @@ def test_equals_a_linear_program(name, beta):
     assert found == pytest.approx(program_of(rates, dense, beta), rel=AGREES)
 
 
-@pytest.mark.parametrize(
-    "rates",
-    [approx.geometric_rates(16, 1e4), approx.geometric_rates(16, 1e4, 5e-5, 4), approx.linear_rates(16, 0.0056)],
+@cases(
+    "rates", approx.geometric_rates(16, 1e4), approx.geometric_rates(16, 1e4, 5e-5, 4), approx.linear_rates(16, 0.0056)
 )
 def test_weights_reach_the_error_at_every_integer(rates):
     found = approx.fit(rates, 1e4)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.evaluation.baselines import KneserNey, discounts, gzip_bits_per_byte, kneser_ney_bits_per_byte
 
@@ -174,17 +174,15 @@ def test_fit_forgets_what_was_counted_before():
     np.testing.assert_array_equal(model.distribution(b"x"), KneserNey(3).fit([b"xyz"]).distribution(b"x"))
 
 
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        ((8, 4, 2, 1), (0.5, 1.25, 2.0)),  # Y = 8/16: 1 − 2·½·½, 2 − 3·½·½, 3 − 4·½·½
-        ((8, 4, 2, 0), (0.5, 1.25, 1.25)),
-        ((8, 4, 0, 3), (0.5, 0.5, 0.5)),
-        ((8, 0, 5, 3), (0.5, 0.5, 3 - 4 * 3 / 5)),  # Y = 1
-        ((0, 4, 2, 1), (0.5, 0.5, 0.5)),  # Y = 0: the formula would discount the whole count
-        ((8, 1, 9, 1), (0.8, 0.8, 3 - 4 * 0.8 / 9)),  # D₂ would be negative
-        ((0, 0, 0, 0), (0.5, 0.5, 0.5)),
-    ],
+@cases(
+    "kinds, expected",
+    ((8, 4, 2, 1), (0.5, 1.25, 2.0)),  # Y = 8/16: 1 − 2·½·½, 2 − 3·½·½, 3 − 4·½·½
+    ((8, 4, 2, 0), (0.5, 1.25, 1.25)),
+    ((8, 4, 0, 3), (0.5, 0.5, 0.5)),
+    ((8, 0, 5, 3), (0.5, 0.5, 3 - 4 * 3 / 5)),  # Y = 1
+    ((0, 4, 2, 1), (0.5, 0.5, 0.5)),  # Y = 0: the formula would discount the whole count
+    ((8, 1, 9, 1), (0.8, 0.8, 3 - 4 * 0.8 / 9)),  # D₂ would be negative
+    ((0, 0, 0, 0), (0.5, 0.5, 0.5)),
 )
 def test_discounts_and_what_stands_in_for_them(kinds, expected):
     counts = np.repeat([1, 2, 3, 4, 90], [*kinds, 7])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import open_corpus, write_documents
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import LanguageModel, preset
 from halflife.data.batches import Batches, TokenFiles, permuted
@@ -105,17 +105,15 @@ def test_processes_share_a_batch(files, mode, world_size):
             assert sorted(bounds) == whole[step]["cu_seqlens"].tolist()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "packd"}, "unknown mode 'packd'. Did you mean 'packed'"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"context": 0}, "context must be at least 1"),
-        ({"rank": 2, "world_size": 2}, r"rank must be in \[0, 2\); got 2"),
-        ({"batch_size": 3, "world_size": 2}, "batch_size 3 cannot be shared equally by 2 processes"),
-        ({"steps": -1}, "steps must be 0 or more"),
-        ({"context": 100}, "the train split has 117 tokens, fewer than a batch of 2 x 100"),
-    ],
+@cases(
+    "settings, message",
+    ({"mode": "packd"}, "unknown mode 'packd'. Did you mean 'packed'"),
+    ({"batch_size": 0}, "batch_size must be at least 1"),
+    ({"context": 0}, "context must be at least 1"),
+    ({"rank": 2, "world_size": 2}, r"rank must be in \[0, 2\); got 2"),
+    ({"batch_size": 3, "world_size": 2}, "batch_size 3 cannot be shared equally by 2 processes"),
+    ({"steps": -1}, "steps must be 0 or more"),
+    ({"context": 100}, "the train split has 117 tokens, fewer than a batch of 2 x 100"),
 )
 def test_batches_that_make_no_sense(files, settings, message):
     assert_raises(ValueError, message, Batches, files, **{"batch_size": 2, "context": 8, **settings})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import LanguageModel, preset
 from halflife.cli.train import Train
@@ -50,9 +50,7 @@ def model_of(name="mamba2+post"):
     return LanguageModel(preset(name, train_length=CONTEXT, **SIZES)).train()
 
 
-@pytest.mark.parametrize(
-    "name", ["mamba2+post", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated_deltanet", "rwkv7"))]
-)
+@cases("name", "mamba2+post", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated_deltanet", "rwkv7")))
 def test_the_carried_state_is_that_of_the_full_pass(name):
     """The states, and the losses of all rows, are those of one pass over the joined rows. No gradient is carried."""
     model = model_of(name)

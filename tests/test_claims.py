@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from helpers import cases
 
 from halflife.cli import read_command
 from halflife.lab.experiments import EXPERIMENTS
@@ -129,14 +130,12 @@ def verdict(folder, monkeypatch, *rules, given=(), fair=True):
 LEARNED = 'learned("trained.csv", "base")'
 
 
-@pytest.mark.parametrize(
-    ("rules", "expected"),
-    [
-        (["low(a - b) > 0.05"], "holds"),
-        (["low(a - b) > 0.15"], "fails"),
-        (["low(a - b) > 0", "high(a - b) > 0.5"], "holds in part"),
-        ([], "open"),
-    ],
+@cases(
+    "rules, expected",
+    (["low(a - b) > 0.05"], "holds"),
+    (["low(a - b) > 0.15"], "fails"),
+    (["low(a - b) > 0", "high(a - b) > 0.5"], "holds in part"),
+    ([], "open"),
 )
 def test_verdicts_follow_from_rules(tmp_path, monkeypatch, rules, expected):
     written(tmp_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import cases
 
 import halflife
 from halflife.cli import COMMANDS, main, read_command
@@ -69,25 +70,23 @@ def test_compare_end_to_end(tmp_path, capsys):
     assert table in capsys.readouterr().out  # nothing is trained again, so the printed speeds are the same
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare"], "at least one model"),
-        (["compare", "mamba22"], "Did you mean 'mamba2'"),
-        (["compare", "mamba2", "--scale", "big"], "smoke, small, paper"),
-        (["compare", "--steps", "4", "--resume", "x"], "leave out steps"),
-        (["compare", "mamba2", "--resume", "x"], "no comparison"),
-        (["compare", "--resume", "nowhere"], "no comparison"),
-        (["compare", "mamba2", "--train-length", "6"], "pairs"),
-        (["compare", "--task", "echo-mqar"], "use --experiment echo-mqar"),
-        (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: decay-design, post-mqar"),
-        (["compare", "mamba2", "--experiment", "mqar"], "use --task mqar"),
-        (["compare", "--task", "niah", "--experiment", "echo-mqar"], "not both"),
-        (["compare", "mamba2", "--set", "training.seed=1"], "--seeds"),
-        (["compare", "mamba2", "--set", "mixer.state_size"], "group.option=value"),
-        (["compare", "mamba2", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
-        (["reproduce", "decay_design"], "halflife compare --experiment decay-design"),
-    ],
+@cases(
+    "arguments, message",
+    (["compare"], "at least one model"),
+    (["compare", "mamba22"], "Did you mean 'mamba2'"),
+    (["compare", "mamba2", "--scale", "big"], "smoke, small, paper"),
+    (["compare", "--steps", "4", "--resume", "x"], "leave out steps"),
+    (["compare", "mamba2", "--resume", "x"], "no comparison"),
+    (["compare", "--resume", "nowhere"], "no comparison"),
+    (["compare", "mamba2", "--train-length", "6"], "pairs"),
+    (["compare", "--task", "echo-mqar"], "use --experiment echo-mqar"),
+    (["compare", "--experiment", "echo-mqr"], "Did you mean 'echo-mqar'? Choose from: decay-design, post-mqar"),
+    (["compare", "mamba2", "--experiment", "mqar"], "use --task mqar"),
+    (["compare", "--task", "niah", "--experiment", "echo-mqar"], "not both"),
+    (["compare", "mamba2", "--set", "training.seed=1"], "--seeds"),
+    (["compare", "mamba2", "--set", "mixer.state_size"], "group.option=value"),
+    (["compare", "mamba2", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
+    (["reproduce", "decay_design"], "halflife compare --experiment decay-design"),
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -228,20 +227,18 @@ def test_the_settings_of_a_run_are_a_file_of_options():
     assert (command.model, command.lr) == (run["model"]["name"], run["learning_rate"])
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ("toknes: 2K", "unknown option in run.yaml: 'toknes'. Did you mean 'tokens'? Choose from: model, data"),
-        ("lr: fast", "lr in run.yaml must be a number; got 'fast'"),
-        ("resume: x", "unknown option in run.yaml: 'resume'"),
-        ("- a", "must hold a mapping"),
-        ("model: [", "run.yaml is no YAML"),
-        ("model: {name: mamba2}", "give its run.json"),
-        ("set: 3", "group.option=value"),
-        ("set: [[1]]", "set in run.yaml must be a list, each entry text"),
-        ("set: [mixer.power]", "group.option=value"),
-        ("set: {mixer: {powr: 1}}", "unknown mixer option of mamba2 'powr'"),
-    ],
+@cases(
+    "written, message",
+    ("toknes: 2K", "unknown option in run.yaml: 'toknes'. Did you mean 'tokens'? Choose from: model, data"),
+    ("lr: fast", "lr in run.yaml must be a number; got 'fast'"),
+    ("resume: x", "unknown option in run.yaml: 'resume'"),
+    ("- a", "must hold a mapping"),
+    ("model: [", "run.yaml is no YAML"),
+    ("model: {name: mamba2}", "give its run.json"),
+    ("set: 3", "group.option=value"),
+    ("set: [[1]]", "set in run.yaml must be a list, each entry text"),
+    ("set: [mixer.power]", "group.option=value"),
+    ("set: {mixer: {powr: 1}}", "unknown mixer option of mamba2 'powr'"),
 )
 def test_wrong_files(written, message, text, refused):
     (text / "run.yaml").write_text(written)

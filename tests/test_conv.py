@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same, leaves, slices, unchecked, with_grads
+from helpers import assert_close, assert_raises, assert_same, cases, leaves, slices, unchecked, with_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,17 +112,15 @@ def test_bfloat16_computes_in_float32(conv):
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.zeros(5, 3)}, r"x must be \[B, T, D\]"),
-        ({"weight": torch.zeros(2, 4)}, r"weight \[D, W\]"),
-        ({"weight": torch.zeros(3, 0)}, r"weight \[D, W\]"),
-        ({"bias": torch.zeros(1)}, "bias must be"),
-        ({"activation": "relu"}, "activation must be"),
-        ({"initial_state": torch.zeros(1, 3, 4)}, "initial_state must be"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "rise from 0"),
-    ],
+@cases(
+    "change, message",
+    ({"x": torch.zeros(5, 3)}, r"x must be \[B, T, D\]"),
+    ({"weight": torch.zeros(2, 4)}, r"weight \[D, W\]"),
+    ({"weight": torch.zeros(3, 0)}, r"weight \[D, W\]"),
+    ({"bias": torch.zeros(1)}, "bias must be"),
+    ({"activation": "relu"}, "activation must be"),
+    ({"initial_state": torch.zeros(1, 3, 4)}, "initial_state must be"),
+    ({"cu_seqlens": torch.tensor([0, 4])}, "rise from 0"),
 )
 def test_errors_say_what_is_wrong(change, message):
     arguments = {"x": torch.zeros(1, 5, 3), "weight": torch.zeros(3, 4)}

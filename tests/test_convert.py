@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, unchecked
+from helpers import assert_close, assert_raises, assert_same, cases, unchecked
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
@@ -126,9 +126,13 @@ def test_settings_that_transformers_ignores_are_ignored(tmp_path):
     assert_raises(ValueError, r"ties the embeddings, but lm_head\.weight", convert, source, tmp_path / "again")
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [("use_bias", True), ("use_conv_bias", False), ("hidden_act", "gelu"), ("rms_norm", False), ("expand", 4)],
+@cases(
+    "setting, value",
+    ("use_bias", True),
+    ("use_conv_bias", False),
+    ("hidden_act", "gelu"),
+    ("rms_norm", False),
+    ("expand", 4),
 )
 def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
     mamba2(tmp_path / "in")
@@ -137,25 +141,23 @@ def test_settings_that_we_do_not_have_are_refused(setting, value, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("mamba2", {"mlp": "swiglu"}, "mlp 'none'"),
-        ("mamba2", {"norm": "layer"}, "norm 'rms'"),
-        ("mamba2", {"embedding_norm": True}, "embedding_norm False"),
-        ("mamba2+tpe", {}, "position 'none'"),
-        ("mamba2", {"norm_eps": 1e-6}, "has eps = 1e-06 in blocks.0.mixer.norm; this model has 1e-05"),
-        ("mamba2", {"mixer_options": {"decay": "mamba2_no_a"}}, "Mamba2Decay as blocks.0.mixer.decay"),
-        ("mamba2", {"mixer_options": {"head_dim": 5}}, "expand"),
-        ("mamba2+post", {}, "Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
-        ("mamba2", {"mixer_options": {"output_norm": "none"}}, "mixer.norm; this model has GateWithoutNorm"),
-        (
-            "mamba2",
-            {"mixer_options": {"num_heads": 2, "norm_per_head": True}},
-            "has groups = 1 in blocks.0.mixer.norm; this model has 2",
-        ),
-        ("gla", {}, "mixer 'mamba2' only"),
-    ],
+@cases(
+    "name, options, message",
+    ("mamba2", {"mlp": "swiglu"}, "mlp 'none'"),
+    ("mamba2", {"norm": "layer"}, "norm 'rms'"),
+    ("mamba2", {"embedding_norm": True}, "embedding_norm False"),
+    ("mamba2+tpe", {}, "position 'none'"),
+    ("mamba2", {"norm_eps": 1e-6}, "has eps = 1e-06 in blocks.0.mixer.norm; this model has 1e-05"),
+    ("mamba2", {"mixer_options": {"decay": "mamba2_no_a"}}, "Mamba2Decay as blocks.0.mixer.decay"),
+    ("mamba2", {"mixer_options": {"head_dim": 5}}, "expand"),
+    ("mamba2+post", {}, "Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
+    ("mamba2", {"mixer_options": {"output_norm": "none"}}, "mixer.norm; this model has GateWithoutNorm"),
+    (
+        "mamba2",
+        {"mixer_options": {"num_heads": 2, "norm_per_head": True}},
+        "has groups = 1 in blocks.0.mixer.norm; this model has 2",
+    ),
+    ("gla", {}, "mixer 'mamba2' only"),
 )
 def test_models_that_transformers_does_not_have_are_refused(name, options, message, tmp_path):
     config = preset(name, **{"hidden_size": 16, "num_layers": 1, "mlp": "none", **options})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_raises, assert_same
+from helpers import assert_raises, assert_same, cases
 from safetensors.torch import load_file, save_file
 from test_convert_fla import VARIANTS, published
 from test_convert_later import kda, mamba3
@@ -45,20 +45,14 @@ def test_folders(tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "gla"
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("mamba2", {}, "fla has models for mixers gla, gated_deltanet, kda, mamba3, rwkv7; this one has 'mamba2'"),
-        (
-            "gated_deltanet+post",
-            {},
-            "fla's gated_deltanet has Mamba2Decay as blocks.0.mixer.decay; this model has PoST",
-        ),
-        ("gated_deltanet", {"mlp": "koopman"}, "fla's gated_deltanet has mlp 'swiglu'; this model has 'koopman'"),
-        ("mamba3", {"mlp": "none"}, "rates that depend on the input .rate_floor.*this model has rate_floor None"),
-        ("gated_deltanet", {"mixer_options": {"conv_size": 0}}, "use_short_conv = False"),
-        ("rwkv7+post", {}, "RWKV7Decay as blocks.0.mixer.decay; this model has PoST"),
-    ],
+@cases(
+    "name, options, message",
+    ("mamba2", {}, "fla has models for mixers gla, gated_deltanet, kda, mamba3, rwkv7; this one has 'mamba2'"),
+    ("gated_deltanet+post", {}, "fla's gated_deltanet has Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
+    ("gated_deltanet", {"mlp": "koopman"}, "fla's gated_deltanet has mlp 'swiglu'; this model has 'koopman'"),
+    ("mamba3", {"mlp": "none"}, "rates that depend on the input .rate_floor.*this model has rate_floor None"),
+    ("gated_deltanet", {"mixer_options": {"conv_size": 0}}, "use_short_conv = False"),
+    ("rwkv7+post", {}, "RWKV7Decay as blocks.0.mixer.decay; this model has PoST"),
 )
 def test_models_that_fla_lacks_are_refused(name, options, message):
     model = LanguageModel(preset(name, hidden_size=16, num_layers=1, num_heads=2, train_length=8, **options))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same
+from helpers import assert_close, assert_raises, assert_same, cases
 from test_parity import fla, heads_first, on_linux
 
 from halflife.models.convert import SOURCES, assemble
@@ -289,27 +289,25 @@ def test_rwkv7s_first_version():
     assert got["blocks.0.mixer.decay_lora.down"].shape == (32, HIDDEN)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("gla", {"attn": {"layers": [1], "num_heads": 4}}),
-        ("gla", {"feature_map": "mish"}),
-        ("gla", {"clamp_min": -1.0}),
-        ("gla", {"elementwise_affine": False}),
-        ("gla", {"gate_logit_normalizer": -8}),
-        ("gla", {"hidden_act": "gelu"}),
-        ("gated_deltanet", {"use_short_conv": False}),
-        ("rwkv7", {"norm_bias": False}),
-        ("rwkv7", {"hidden_act": "relu"}),
-        ("rwkv7", {"value_dim": 64}),
-        ("rwkv7", {"value_dim": [32, 64]}),
-        ("rwkv7", {"head_dim": None}),
-        ("rwkv7", {"head_dim": 5}),
-        ("rwkv7", {"quantization_config": {"bits": 4}}),
-        ("gated_deltanet", {"num_hidden_layers": 0}),
-        ("gated_deltanet", {"hidden_size": "32"}),
-        ("gated_deltanet", {"tie_word_embeddings": 1}),
-    ],
+@cases(
+    "model_type, changes",
+    ("gla", {"attn": {"layers": [1], "num_heads": 4}}),
+    ("gla", {"feature_map": "mish"}),
+    ("gla", {"clamp_min": -1.0}),
+    ("gla", {"elementwise_affine": False}),
+    ("gla", {"gate_logit_normalizer": -8}),
+    ("gla", {"hidden_act": "gelu"}),
+    ("gated_deltanet", {"use_short_conv": False}),
+    ("rwkv7", {"norm_bias": False}),
+    ("rwkv7", {"hidden_act": "relu"}),
+    ("rwkv7", {"value_dim": 64}),
+    ("rwkv7", {"value_dim": [32, 64]}),
+    ("rwkv7", {"head_dim": None}),
+    ("rwkv7", {"head_dim": 5}),
+    ("rwkv7", {"quantization_config": {"bits": 4}}),
+    ("gated_deltanet", {"num_hidden_layers": 0}),
+    ("gated_deltanet", {"hidden_size": "32"}),
+    ("gated_deltanet", {"tie_word_embeddings": 1}),
 )
 def test_what_cannot_be_represented_is_named(model_type, changes):
     config, weights = published(model_type)

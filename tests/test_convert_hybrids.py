@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from foreign_models import LAWS, OPTIONS, VOCAB, build
-from helpers import assert_close, assert_raises, assert_same
+from helpers import assert_close, assert_raises, assert_same, cases
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -73,13 +73,11 @@ NO_ROPE = {"rope_type": "default", "rope_theta": None}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("qwen3_5_text", {"tie_word_embeddings": True, "head_dim": 16, "linear_num_key_heads": 4}),
-        ("qwen3_5_text", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
-        ("olmo_hybrid", {"rope_parameters": NO_ROPE, "linear_allow_neg_eigval": False, "linear_num_key_heads": 1}),
-    ],
+@cases(
+    "kind, options",
+    ("qwen3_5_text", {"tie_word_embeddings": True, "head_dim": 16, "linear_num_key_heads": 4}),
+    ("qwen3_5_text", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    ("olmo_hybrid", {"rope_parameters": NO_ROPE, "linear_allow_neg_eigval": False, "linear_num_key_heads": 1}),
 )
 def test_variants(kind, options, tmp_path):
     theirs = saved(kind, tmp_path / "in", **options)
@@ -109,33 +107,29 @@ def test_qwen3_5_in_bfloat16_and_with_images(tmp_path):
     assert_same({name: x.bfloat16() for name, x in back.items()}, theirs.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act = gelu"),
-        ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "sliding_attention"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "has 1 layers"),
-        ("qwen3_5_text", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters = .*yarn"),
-        ("olmo_hybrid", {"logit_softcapping": 3.0}, "unknown settings.*: logit_softcapping"),
-        ("olmo_hybrid", {"linear_num_key_heads": 3}, "linear_num_value_heads / linear_num_key_heads"),
-    ],
+@cases(
+    "kind, changes, message",
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+    ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "sliding_attention"),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "has 1 layers"),
+    ("qwen3_5_text", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters = .*yarn"),
+    ("olmo_hybrid", {"logit_softcapping": 3.0}, "unknown settings.*: logit_softcapping"),
+    ("olmo_hybrid", {"linear_num_key_heads": 3}, "linear_num_value_heads / linear_num_key_heads"),
 )
 def test_what_cannot_be_represented_is_named(kind, changes, message, tmp_path):
     config = {**OPTIONS[kind], **changes}
     assert_raises(ValueError, message, SOURCES[kind], config, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("gla", {}, "mixer 'mamba2' only, and for hybrids of .*this one has gla"),
-        ("gated_deltanet", {}, "this one has gated_deltanet"),
-        ("gated_deltanet+attention:1", {}, "OLMo Hybrid has norms_after = True in blocks.1; this model has False"),
-        ("gated_deltanet+post+attention:1", {}, "Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
-        ("gated_deltanet+attention:1", {"norm": "rms_plus_one"}, r"Qwen3.5 has splits = .16, 16, 16, 16. in"),
-        ("gated_deltanet+attention:1", {"mlp": "koopman"}, "OLMo Hybrid has mlp 'swiglu'; this model has 'koopman'"),
-    ],
+@cases(
+    "name, options, message",
+    ("gla", {}, "mixer 'mamba2' only, and for hybrids of .*this one has gla"),
+    ("gated_deltanet", {}, "this one has gated_deltanet"),
+    ("gated_deltanet+attention:1", {}, "OLMo Hybrid has norms_after = True in blocks.1; this model has False"),
+    ("gated_deltanet+post+attention:1", {}, "Mamba2Decay as blocks.0.mixer.decay; this model has PoST"),
+    ("gated_deltanet+attention:1", {"norm": "rms_plus_one"}, r"Qwen3.5 has splits = .16, 16, 16, 16. in"),
+    ("gated_deltanet+attention:1", {"mlp": "koopman"}, "OLMo Hybrid has mlp 'swiglu'; this model has 'koopman'"),
 )
 def test_models_without_a_place_are_refused(name, options, message, tmp_path):
     config = preset(name, hidden_size=16, num_layers=2, num_heads=2, train_length=8, **options)

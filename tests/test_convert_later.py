@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises
+from helpers import assert_close, assert_raises, cases
 from safetensors.torch import save_file
 
 from halflife.models import checkpoint
@@ -196,17 +196,15 @@ def test_mamba3(changes):
     compare(assemble(*SOURCES["mamba3"](config, weights)), expected, ids)
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "message"),
-    [
-        (kda, {"safe_gate": True, "lower_bound": -5.0}, "safe_gate = True"),
-        (kda, {"use_short_conv": False}, "use_short_conv"),
-        (kda, {"attnres_block_size": 2}, "attnres_block_size"),
-        (kda, {"new_gate": 1}, "unknown settings.*: new_gate"),
-        (mamba3, {"use_bias": True}, "use_bias"),
-        (mamba3, {"A_floor": -1.0}, "A_floor = -1.0"),
-        (mamba3, {"complex": True}, "unknown settings.*: complex"),
-    ],
+@cases(
+    "model, changes, message",
+    (kda, {"safe_gate": True, "lower_bound": -5.0}, "safe_gate = True"),
+    (kda, {"use_short_conv": False}, "use_short_conv"),
+    (kda, {"attnres_block_size": 2}, "attnres_block_size"),
+    (kda, {"new_gate": 1}, "unknown settings.*: new_gate"),
+    (mamba3, {"use_bias": True}, "use_bias"),
+    (mamba3, {"A_floor": -1.0}, "A_floor = -1.0"),
+    (mamba3, {"complex": True}, "unknown settings.*: complex"),
 )
 def test_what_cannot_be_represented_is_named(model, changes, message):
     config, weights = model()

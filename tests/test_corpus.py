@@ -11,7 +11,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from corpora import open_corpus, text, write_documents
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.data import documents, splits, store
 from halflife.data.corpus import Corpus, CorpusConfig, bits_per_byte
@@ -141,17 +141,15 @@ def change_offsets(folder):
     (folder / "train.offsets").write_bytes(data[:8] + b"\1" + data[9:])
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_index, "its index has another checksum"),
-        (lambda folder: cut(folder, "index.json"), ""),
-        (lambda folder: (folder / "index.json").write_text("{"), "truncated or no JSON"),
-        (lambda folder: (folder / "index.json").unlink(), "index.json"),
-        (lambda folder: cut(folder, "train.tokens"), r"train.tokens has \d+ bytes, not \d+"),
-        (lambda folder: (folder / "test.tokens").unlink(), "test.tokens"),
-        (change_offsets, "train.offsets has another checksum"),
-    ],
+@cases(
+    "damage, message",
+    (damage_index, "its index has another checksum"),
+    (lambda folder: cut(folder, "index.json"), ""),
+    (lambda folder: (folder / "index.json").write_text("{"), "truncated or no JSON"),
+    (lambda folder: (folder / "index.json").unlink(), "index.json"),
+    (lambda folder: cut(folder, "train.tokens"), r"train.tokens has \d+ bytes, not \d+"),
+    (lambda folder: (folder / "test.tokens").unlink(), "test.tokens"),
+    (change_offsets, "train.offsets has another checksum"),
 )
 def test_a_damaged_cache_is_made_again(folder, tmp_path, damage, message):
     corpus = open_corpus(folder, tmp_path)
@@ -350,15 +348,13 @@ def test_bits_per_byte():
     assert_raises(ValueError, "at least one byte", bits_per_byte, 1.0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sources": ()}, "at least one source"),
-        ({"context": 0}, "context must be at least 1"),
-        ({"mode": "rows"}, "unknown mode 'rows'"),
-        ({"fractions": (0.5, 0.5)}, "leave some for training"),
-        ({"fractions": (-0.1, 0.5)}, "fractions must be 0 or more"),
-    ],
+@cases(
+    "settings, message",
+    ({"sources": ()}, "at least one source"),
+    ({"context": 0}, "context must be at least 1"),
+    ({"mode": "rows"}, "unknown mode 'rows'"),
+    ({"fractions": (0.5, 0.5)}, "leave some for training"),
+    ({"fractions": (-0.1, 0.5)}, "fractions must be 0 or more"),
 )
 def test_configurations_that_make_no_sense(settings, message):
     assert_raises(ValueError, message, CorpusConfig, **{"sources": ("a.txt",), **settings})

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same, assert_streams
+from helpers import assert_close, assert_raises, assert_same, assert_streams, cases
 
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
@@ -267,19 +267,17 @@ def test_unknown_name_lists_the_choices():
     assert_raises(ValueError, r"Did you mean 'mamba2'\? Choose from: .*lightnet.*simple", build, "mamba")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("gla", {"granularity": "matrix"}, "granularity scalar and vector; got 'matrix'"),
-        ("retnet", {"granularity": "vector"}, "granularity scalar; got 'vector'"),
-        ("tnl", {"granularity": "vector"}, "granularity scalar"),
-        ("gla", {"num_heads": 0}, "num_heads"),
-        ("gla", {"head_dim": 0}, "head_dim"),
-        ("gla", {"layer_idx": LAYERS}, "layer_idx"),
-        ("gla", {"tau": 0.0}, "tau must be positive"),
-        ("simple", {"p": 1.0}, "between 0 and 1"),
-        ("lightnet", {"first": "one"}, "unknown first 'one'"),
-    ],
+@cases(
+    "name, options, message",
+    ("gla", {"granularity": "matrix"}, "granularity scalar and vector; got 'matrix'"),
+    ("retnet", {"granularity": "vector"}, "granularity scalar; got 'vector'"),
+    ("tnl", {"granularity": "vector"}, "granularity scalar"),
+    ("gla", {"num_heads": 0}, "num_heads"),
+    ("gla", {"head_dim": 0}, "head_dim"),
+    ("gla", {"layer_idx": LAYERS}, "layer_idx"),
+    ("gla", {"tau": 0.0}, "tau must be positive"),
+    ("simple", {"p": 1.0}, "between 0 and 1"),
+    ("lightnet", {"first": "one"}, "unknown first 'one'"),
 )
 def test_errors_say_what_is_wrong(name, options, message):
     assert_raises(ValueError, message, build, name, **options)

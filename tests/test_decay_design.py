@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import LanguageModel
 from halflife.cli import main
@@ -270,16 +270,14 @@ def test_groups_stand_for_their_variants(text, tmp_path):
     assert json.loads((folder / "config.json").read_text())["models"] == [*decay_design.CORE, "llama"]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["vector/mamba3"], "Did you mean 'vector/mamba2'"),
-        (["--scale", "big"], "unknown scale 'big'.*smoke, small, large"),
-        (["--seeds", "0"], "at least 1"),
-        (["core", "vector/mamba2"], "each model once"),
-        (["--hidden-size", "15"], "num_heads must divide"),
-        (["--train-length", "0"], "at least 1"),
-    ],
+@cases(
+    "more, message",
+    (["vector/mamba3"], "Did you mean 'vector/mamba2'"),
+    (["--scale", "big"], "unknown scale 'big'.*smoke, small, large"),
+    (["--seeds", "0"], "at least 1"),
+    (["core", "vector/mamba2"], "each model once"),
+    (["--hidden-size", "15"], "num_heads must divide"),
+    (["--train-length", "0"], "at least 1"),
 )
 def test_bad_choices_fail_at_once(text, tmp_path, refused, more, message):
     given = [option for option in arguments(text, tmp_path / "x") if option.split("=")[0] not in more]

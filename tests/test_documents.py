@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from corpora import open_corpus, text, write_documents
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.data import documents
 from halflife.data.documents import find, pieces
@@ -29,32 +29,26 @@ def test_another_field(tmp_path):
     assert list(documents.documents([tmp_path], "body")) == [b"x", b"\xed\xa0\x80"]
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.txt", b"", "a.txt is empty"),
-        ("a.txt.gz", gzip.compress(b"", mtime=0), "a.txt.gz is empty"),
-        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:25], "a.txt.gz is truncated or not gzip"),
-        (
-            "a.txt.gz",
-            gzip.compress(b"x" * 9999, mtime=0)[:-8],
-            "a.txt.gz is truncated or not gzip",
-        ),  # all but the checksum
-        ("a.txt.gz", b"plain text", "a.txt.gz is truncated or not gzip"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-4], "a.jsonl.gz is truncated or not gzip"),
-        ("a.txt", b"text\0more", r"a.txt is binary or UTF-16 \(it has NUL bytes\)"),
-        ("a.md", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.md is binary"),
-        ("a.txt", b"x" * documents.PIECE + b"\0", "a.txt is binary"),
-        ("a.txt", "text".encode("utf-16"), "a.txt is binary or UTF-16"),
-        ("a.jsonl", b"\0", "a.jsonl is binary"),
-        ("a.jsonl", b"", "a.jsonl is empty"),
-        ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"', "a.jsonl:3 is not JSON"),
-        ("a.jsonl", b"[1]", "a.jsonl:1 is list, not a JSON object"),
-        ("a.jsonl", b'{"text": "x"}\n{"id": 1, "body": ""}', "a.jsonl:2 has no field 'text'; its fields are id, body$"),
-        ("a.jsonl", b'{"text": null}', "a.jsonl:1: 'text' is NoneType, not a string"),
-        ("a.json", b"[]", "a.json is JSON; a corpus reads JSON lines"),
-    ],
+@cases(
+    "name, data, message",
+    ("a.txt", b"", "a.txt is empty"),
+    ("a.txt.gz", gzip.compress(b"", mtime=0), "a.txt.gz is empty"),
+    ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:25], "a.txt.gz is truncated or not gzip"),
+    ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-8], "a.txt.gz is truncated or not gzip"),  # all but the checksum
+    ("a.txt.gz", b"plain text", "a.txt.gz is truncated or not gzip"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-4], "a.jsonl.gz is truncated or not gzip"),
+    ("a.txt", b"text\0more", r"a.txt is binary or UTF-16 \(it has NUL bytes\)"),
+    ("a.md", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.md is binary"),
+    ("a.txt", b"x" * documents.PIECE + b"\0", "a.txt is binary"),
+    ("a.txt", "text".encode("utf-16"), "a.txt is binary or UTF-16"),
+    ("a.jsonl", b"\0", "a.jsonl is binary"),
+    ("a.jsonl", b"", "a.jsonl is empty"),
+    ("a.jsonl", b'{"text": ""}\n', "a.jsonl is empty"),
+    ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"', "a.jsonl:3 is not JSON"),
+    ("a.jsonl", b"[1]", "a.jsonl:1 is list, not a JSON object"),
+    ("a.jsonl", b'{"text": "x"}\n{"id": 1, "body": ""}', "a.jsonl:2 has no field 'text'; its fields are id, body$"),
+    ("a.jsonl", b'{"text": null}', "a.jsonl:1: 'text' is NoneType, not a string"),
+    ("a.json", b"[]", "a.json is JSON; a corpus reads JSON lines"),
 )
 def test_bad_files_are_clear_errors_before_anything_is_written(tmp_path, name, data, message):
     (tmp_path / "0.txt").write_text("a good one before it")
@@ -124,15 +118,13 @@ def test_strings_of_parquet(tmp_path):
     assert list(documents.documents([tmp_path])) == [b"a\xff", b"b"]
 
 
-@pytest.mark.parametrize(
+@cases(
     "damage",
-    [
-        lambda data: b"",
-        lambda data: data[:300],
-        lambda data: data[:-1],
-        lambda data: b"text" * 99,
-        lambda data: data[:40] + bytes(60) + data[100:],  # the footer is intact
-    ],
+    lambda data: b"",
+    lambda data: data[:300],
+    lambda data: data[:-1],
+    lambda data: b"text" * 99,
+    lambda data: data[:40] + bytes(60) + data[100:],  # the footer is intact
 )
 def test_damaged_parquet(tmp_path, damage):
     write_parquet(tmp_path / "a.parquet", [text(i) for i in range(150)])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare
@@ -250,15 +250,13 @@ def test_before_training_powers_from_h_minus_1_to_2h_minus_1_recall_what_is_held
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "models", "changes"),
-    [
-        ("post-taken-apart", ["mamba2", "mamba2:gain-held"], TINY_TASK),
-        ("post-taken-apart-text", ["mamba2", "mamba2:gain"], TINY_TEXT),
-        ("koopman-powers", ["learned:h2", "ridge-conv:h2", "K2:l3-masked"], TINY_TASK),
-        ("mqar-updates", ["mamba2+ska_decay", "mesa", "mamba2+attention"], TINY_TASK),
-        ("overview", ["gated_deltanet+gate_rank", "mamba2+ska", "mamba2@state(mamba2+ska)"], TINY_TASK),
-    ],
+@cases(
+    "name, models, changes",
+    ("post-taken-apart", ["mamba2", "mamba2:gain-held"], TINY_TASK),
+    ("post-taken-apart-text", ["mamba2", "mamba2:gain"], TINY_TEXT),
+    ("koopman-powers", ["learned:h2", "ridge-conv:h2", "K2:l3-masked"], TINY_TASK),
+    ("mqar-updates", ["mamba2+ska_decay", "mesa", "mamba2+attention"], TINY_TASK),
+    ("overview", ["gated_deltanet+gate_rank", "mamba2+ska", "mamba2@state(mamba2+ska)"], TINY_TASK),
 )
 def test_three_steps(name, models, changes, tmp_path, monkeypatch):
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))

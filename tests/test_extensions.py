@@ -6,6 +6,7 @@ import sys
 from importlib import metadata
 
 import pytest
+from helpers import cases
 from tiny_runs import tiny
 
 from halflife import LanguageModel, extensions, preset
@@ -145,13 +146,11 @@ def test_an_entry_point_is_loaded(module, monkeypatch):
     assert module in DECAYS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--import"], "--import needs the name of a module"),
-        (["list", "--import", "./mine.py"], "cannot import the extension ./mine.py: give the name of a module"),
-        (["list", "--import", "no_such_module"], "cannot import the extension no_such_module: No module named"),
-    ],
+@cases(
+    "arguments, message",
+    (["--import"], "--import needs the name of a module"),
+    (["list", "--import", "./mine.py"], "cannot import the extension ./mine.py: give the name of a module"),
+    (["list", "--import", "no_such_module"], "cannot import the extension no_such_module: No module named"),
 )
 def test_an_extension_that_is_missing_is_one_line(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])

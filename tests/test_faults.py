@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from tiny_runs import after_step, comparable, interrupt, run, tiny
 
 from halflife import preset
@@ -168,9 +168,10 @@ def test_a_run_whose_checkpoints_are_damaged_goes_on_to_the_same_numbers(cut, wh
     assert comparable(cut) == comparable(whole)
 
 
-@pytest.mark.parametrize(
+@cases(
     "file",
-    ["optimizer.pt", *(pytest.param(f, marks=pytest.mark.slow) for f in ("model.safetensors", "trainer_state.json"))],
+    "optimizer.pt",
+    *(pytest.param(f, marks=pytest.mark.slow) for f in ("model.safetensors", "trainer_state.json")),
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_left_for_the_one_before(cut, whole, file):
     folder = cut / "checkpoints" / "checkpoint-8"
@@ -230,9 +231,7 @@ def test_a_damaged_line_of_the_metrics_is_counted_and_the_others_stay(cut, whole
     assert comparable(cut) == comparable(whole)
 
 
-@pytest.mark.parametrize(
-    "number", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGHUP", "SIGUSR1", "SIGXCPU"))]
-)
+@cases("number", "SIGTERM", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SIGHUP", "SIGUSR1", "SIGXCPU")))
 def test_a_signal_between_two_lines_of_the_metrics_changes_no_number(tmp_path, whole, number):
     stopped = stop(tmp_path, 6, number=getattr(signal, number))
     assert stopped.number == getattr(signal, number)
@@ -327,13 +326,11 @@ def test_numbers_that_were_not_finite_are_nan(whole, tmp_path):
     assert _numbers(result, "byte")["tokens/s"] == "–"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("result.json", {"tests": [{"test": "x"}]}, r"result\.json is damaged: tests cannot be"),
-        ("result.json", {"parameters": "many"}, r"result\.json is damaged: parameters cannot be"),
-        ("result.json", {"state_size": 10**400}, r"result\.json is damaged: state_size cannot be"),
-    ],
+@cases(
+    "name, change, message",
+    ("result.json", {"tests": [{"test": "x"}]}, r"result\.json is damaged: tests cannot be"),
+    ("result.json", {"parameters": "many"}, r"result\.json is damaged: parameters cannot be"),
+    ("result.json", {"state_size": 10**400}, r"result\.json is damaged: state_size cannot be"),
 )
 def test_json_of_wrong_content_is_named(whole, tmp_path, name, change, message):
     write_json(tmp_path / name, {**json.loads((whole / name).read_text()), **change})

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from tiny_runs import tiny
 
 from halflife import Session, preset
@@ -96,15 +96,13 @@ def test_a_model_that_diverges_is_not_selected(tmp_path, monkeypatch, capsys):
     assert not any(score.selected for score in read(folder).scores)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({0.1: [1.0, math.nan], 0.2: [0.2, 0.3]}, 0.2),
-        ({0.1: [0.9, math.nan], 0.2: [math.nan, 0.3]}, 0.1),
-        ({0.1: [math.nan], 0.2: [math.nan]}, None),
-        ({0.1: [0.5, 0.9, 0.9], 0.2: [0.6]}, 0.2),  # seed 0 alone ran at both
-        ({0.1: [math.nan, 0.9], 0.2: [0.1]}, 0.2),
-    ],
+@cases(
+    "values, expected",
+    ({0.1: [1.0, math.nan], 0.2: [0.2, 0.3]}, 0.2),
+    ({0.1: [0.9, math.nan], 0.2: [math.nan, 0.3]}, 0.1),
+    ({0.1: [math.nan], 0.2: [math.nan]}, None),
+    ({0.1: [0.5, 0.9, 0.9], 0.2: [0.6]}, 0.2),  # seed 0 alone ran at both
+    ({0.1: [math.nan, 0.9], 0.2: [0.1]}, 0.2),
 )
 def test_the_best_rate_of_the_seeds_that_ran_at_all_with_the_fewest_divergences(values, expected):
     results = {Cell("m", lr, seed): {"validation": x} for lr, own in values.items() for seed, x in enumerate(own)}
@@ -137,21 +135,15 @@ def test_nothing_that_ended_is_an_error(tmp_path, monkeypatch):
         comparison.run_comparison(folder, show=False)
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (PermissionError(13, "Permission denied", "a/b"), 2, "a/b: Permission denied; change its permissions"),
-        (NotADirectoryError(20, "Not a directory", "a/b"), 2, "a file stands where a folder is needed"),
-        (OSError(36, "File name too long", "a" * 300), 2, "choose a shorter name"),
-        (OSError("a line\nand another"), 2, "a line and another"),
-        (MemoryError(), 2, "there is not enough memory; choose a smaller model"),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes."),
-            2,
-            "800 bytes more",
-        ),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
+@cases(
+    "error, code, message",
+    (PermissionError(13, "Permission denied", "a/b"), 2, "a/b: Permission denied; change its permissions"),
+    (NotADirectoryError(20, "Not a directory", "a/b"), 2, "a file stands where a folder is needed"),
+    (OSError(36, "File name too long", "a" * 300), 2, "choose a shorter name"),
+    (OSError("a line\nand another"), 2, "a line and another"),
+    (MemoryError(), 2, "there is not enough memory; choose a smaller model"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes."), 2, "800 bytes more"),
+    (KeyboardInterrupt(), 130, "interrupted"),
 )
 def test_what_the_machine_refuses_is_one_line(error, code, message, monkeypatch, capsys):
     def refuse(*_):
@@ -204,30 +196,28 @@ def test_a_terminal_of_ascii_shows_everything(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--clip", "nan"], "clip must be positive; got nan"),
-        (["--clip", "0"], "clip must be positive"),
-        (["--weight-decay", "nan"], "weight_decay must be 0 or more"),
-        (["--weight-decay", "-3"], "weight_decay must be 0 or more; got -3.0"),
-        (["--warmup", "5"], "warmup must be a share"),
-        (["--warmup", "nan"], "warmup must be a share of the steps between 0 and 1; got nan"),
-        (
-            ["--schedule", "wsd", "--warmup", "0.5", "--decay", "0.75", "--tokens", "2048"],
-            "their sum is at most 1; got 0.5 and 0.75",
-        ),
-        (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
-        (["--seed", "-1"], "seed must lie between 0"),
-        (["--num-heads", "0"], "num_heads must be at least 1; got 0"),
-        (["--tokens", "99999999999999999"], "steps must be at least 1 and at most 1,000,000,000"),
-        (["--fsdp"], "torchrun"),
-        (["--data", ""], "name a file, a folder or a glob"),
-        (["--data", "pipe"], "pipe is a pipe or a device"),
-        (["--output", ""], "is not empty; choose another folder"),
-        (["--output", "text"], "is not empty; choose another folder"),
-        (["--output", "text/0.txt"], "0.txt"),
-    ],
+@cases(
+    "options, message",
+    (["--clip", "nan"], "clip must be positive; got nan"),
+    (["--clip", "0"], "clip must be positive"),
+    (["--weight-decay", "nan"], "weight_decay must be 0 or more"),
+    (["--weight-decay", "-3"], "weight_decay must be 0 or more; got -3.0"),
+    (["--warmup", "5"], "warmup must be a share"),
+    (["--warmup", "nan"], "warmup must be a share of the steps between 0 and 1; got nan"),
+    (
+        ["--schedule", "wsd", "--warmup", "0.5", "--decay", "0.75", "--tokens", "2048"],
+        "their sum is at most 1; got 0.5 and 0.75",
+    ),
+    (["--set", "training.betas=[0.9, 1.0]"], "betas must be two numbers"),
+    (["--seed", "-1"], "seed must lie between 0"),
+    (["--num-heads", "0"], "num_heads must be at least 1; got 0"),
+    (["--tokens", "99999999999999999"], "steps must be at least 1 and at most 1,000,000,000"),
+    (["--fsdp"], "torchrun"),
+    (["--data", ""], "name a file, a folder or a glob"),
+    (["--data", "pipe"], "pipe is a pipe or a device"),
+    (["--output", ""], "is not empty; choose another folder"),
+    (["--output", "text"], "is not empty; choose another folder"),
+    (["--output", "text/0.txt"], "0.txt"),
 )
 def test_bad_settings_are_refused_before_anything_is_written(place, options, message, capsys):
     before = sorted(place.rglob("*"))
@@ -300,16 +290,14 @@ def test_a_folder_that_cannot_be_read_is_an_error(place, monkeypatch):
     assert_raises(PermissionError, "secret", find, ["text"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"of_tomorrow": 1}, "does not know: of_tomorrow"),
-        ({"digest": None}, "has no digest"),
-        ({"steps": "many"}, "steps in .*run.json must be a whole number; got 'many'"),
-        ({"data": {"sources": []}}, "is damaged: a setting has a value that cannot be"),
-        ({"model": []}, "damaged"),
-        ({"clip": -1.0}, "clip must be positive"),
-    ],
+@cases(
+    "changes, message",
+    ({"of_tomorrow": 1}, "does not know: of_tomorrow"),
+    ({"digest": None}, "has no digest"),
+    ({"steps": "many"}, "steps in .*run.json must be a whole number; got 'many'"),
+    ({"data": {"sources": []}}, "is damaged: a setting has a value that cannot be"),
+    ({"model": []}, "damaged"),
+    ({"clip": -1.0}, "clip must be positive"),
 )
 def test_an_edited_run_is_refused_by_name(place, changes, message, capsys):
     fixture = Path(__file__).parent / "fixtures" / "language" / "run.json"
@@ -354,20 +342,18 @@ def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, c
     assert "a file stands where a folder is needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["spectrum", "x", "--device", "tpu"], "there is no device 'tpu' here"),
-        (["generate", "x", "text", "--device", "meta"], "there is no device 'meta' here"),
-        (["theory", "--channels", "1000000"], "--channels may be at most 256; got 1,000,000"),
-        (["theory", "--lengths", "1e3", "1e99"], "--lengths may be at most"),
-        (["compare", "mamba2", "--seeds", "1000000000"], "at most 10,000"),
-        (["compare", "mamba2", "--num-heads", "0"], "num_heads must be at least 1; got 0"),
-        (["compare", "mamba2", "--seeds", "2", "--only-seeds", "1", "7"], "there is no seed 7 to run"),
-        (["compare", "mamba2", "--task", "niah", "--lengths", "99999999999"], "at most 16,777,216 tokens"),
-        (["compare", "mamba2", "--test-examples", "99999999999"], "between 1 and 10,000,000"),
-        (["compare", "mamba2", "--task", "niah", "--test-tokens", "0"], "test_tokens must be at least 1; got 0"),
-    ],
+@cases(
+    "arguments, message",
+    (["spectrum", "x", "--device", "tpu"], "there is no device 'tpu' here"),
+    (["generate", "x", "text", "--device", "meta"], "there is no device 'meta' here"),
+    (["theory", "--channels", "1000000"], "--channels may be at most 256; got 1,000,000"),
+    (["theory", "--lengths", "1e3", "1e99"], "--lengths may be at most"),
+    (["compare", "mamba2", "--seeds", "1000000000"], "at most 10,000"),
+    (["compare", "mamba2", "--num-heads", "0"], "num_heads must be at least 1; got 0"),
+    (["compare", "mamba2", "--seeds", "2", "--only-seeds", "1", "7"], "there is no seed 7 to run"),
+    (["compare", "mamba2", "--task", "niah", "--lengths", "99999999999"], "at most 16,777,216 tokens"),
+    (["compare", "mamba2", "--test-examples", "99999999999"], "between 1 and 10,000,000"),
+    (["compare", "mamba2", "--task", "niah", "--test-tokens", "0"], "test_tokens must be at least 1; got 0"),
 )
 def test_what_would_never_end_is_refused(arguments, message, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import preset
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -55,21 +55,19 @@ def test_every_flipped_bit_in_a_session_is_seen(tmp_path):
     assert torch.equal(Session(session.model).load(path).next_logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("about", "tensors"),
-    [
-        ({"position": "-5"}, {}),
-        ({"position": "x"}, {}),
-        ({"position": "4"}, {}),
-        ({}, {"0.position": torch.tensor([-5])}),
-        ({}, {"0.memory": torch.ones(1, 2, 3, 4)}),
-        ({}, {"0.memory": torch.ones(2)}),
-        ({}, {"1.memory": torch.ones(1, 2, 128, 16)}),
-        ({}, {"last": torch.tensor([31])}),
-        ({}, {"9.memory": torch.ones(1)}),
-        ({}, {"memory": torch.ones(1)}),
-        ({}, {"logits": torch.ones(3)}),
-    ],
+@cases(
+    "about, tensors",
+    ({"position": "-5"}, {}),
+    ({"position": "x"}, {}),
+    ({"position": "4"}, {}),
+    ({}, {"0.position": torch.tensor([-5])}),
+    ({}, {"0.memory": torch.ones(1, 2, 3, 4)}),
+    ({}, {"0.memory": torch.ones(2)}),
+    ({}, {"1.memory": torch.ones(1, 2, 128, 16)}),
+    ({}, {"last": torch.tensor([31])}),
+    ({}, {"9.memory": torch.ones(1)}),
+    ({}, {"memory": torch.ones(1)}),
+    ({}, {"logits": torch.ones(3)}),
 )
 def test_a_session_that_cannot_be_is_refused(tmp_path, about, tensors):
     session = Session(model()).feed([1, 2, 3])
@@ -85,12 +83,10 @@ def test_equal_content_has_equal_bytes(tmp_path):
         assert checkpoint.save(model(), tmp_path / str(i)).joinpath("model.safetensors").read_bytes() == expected
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (10**6, "num_layers must be at most 1,000; got 1,000,000"),
-        (700, r"model\.safetensors is of another model: it has 1 layers, and config.json describes 700"),
-    ],
+@cases(
+    "layers, message",
+    (10**6, "num_layers must be at most 1,000; got 1,000,000"),
+    (700, r"model\.safetensors is of another model: it has 1 layers, and config.json describes 700"),
 )
 def test_layers_that_the_weights_do_not_have_are_refused_before_they_are_built(tmp_path, refused, layers, message):
     checkpoint.save(model(), tmp_path)

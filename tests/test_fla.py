@@ -12,6 +12,7 @@ from helpers import (
     OPS,
     assert_close,
     assert_raises,
+    cases,
     each_granularity,
     each_op,
     op_inputs,
@@ -211,17 +212,15 @@ def test_fits(op, granularity, machine):
 
 
 @each_op
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": torch.float32}, "bfloat16 or float16.*torch.float32"),
-        ({"dtype": torch.float64}, "torch.float64"),
-        ({"length": 0}, "no tokens"),
-        ({"key": 8}, "K is 8"),
-        ({"key": 17}, "K is 17"),
-        ({"value": 6}, "V is 6"),
-        ({"batch": 3, "heads": 30_000, "length": 1}, "90000"),
-    ],
+@cases(
+    "change, message",
+    ({"dtype": torch.float32}, "bfloat16 or float16.*torch.float32"),
+    ({"dtype": torch.float64}, "torch.float64"),
+    ({"length": 0}, "no tokens"),
+    ({"key": 8}, "K is 8"),
+    ({"key": 17}, "K is 17"),
+    ({"value": 6}, "V is 6"),
+    ({"batch": 3, "heads": 30_000, "length": 1}, "90000"),
 )
 def test_shapes_and_dtypes_refused(op, change, message, machine):
     machine()
@@ -255,9 +254,7 @@ def test_gated_gradients_on_hopper(triton, machine):
     assert fla.unsupported("linear_attention", CUDA) is None
 
 
-@pytest.mark.parametrize(
-    ("capability", "triton"), [(8, (3, 6, 0)), (9, (3, 3, 1)), (9, (3, 7, 1)), (0, (3, 6, 0)), (10, (3, 8, 0))]
-)
+@cases("capability, triton", (8, (3, 6, 0)), (9, (3, 3, 1)), (9, (3, 7, 1)), (0, (3, 6, 0)), (10, (3, 8, 0)))
 def test_gated_gradients_elsewhere(capability, triton, machine):
     machine(capability=capability, triton=triton)
     for op in ("linear_attention", "delta_rule"):

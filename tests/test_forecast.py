@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers import cases
 
 from halflife import LanguageModel, preset, tasks
 from halflife.analysis.forecast import reading, recall
@@ -170,9 +171,7 @@ def test_faster_decay_forgets_earlier():
     assert found[1] < found[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("llama", "layer 0 .attention."), ("lightnet", "decay"), ("mamba2+ska", "layer 1 .ska.")]
-)
+@cases("name, why", ("llama", "layer 0 .attention."), ("lightnet", "decay"), ("mamba2+ska", "layer 1 .ska."))
 def test_what_has_no_such_memory_is_refused(name, why):
     config = preset(name, hidden_size=32, num_layers=2, num_heads=4, vocab_size=64)
     with pytest.raises(ValueError, match=f"no forecast for .*{why}"):
@@ -324,9 +323,10 @@ def test_a_text_is_asked_for_and_must_be_long_enough(run, tmp_path, refused):
     assert "a lag this long needs 2,128; choose a lower --longest" in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--longest", "0"], "window, text_window and beginning are at least 1"), (["missing"], "there is no folder")],
+@cases(
+    "arguments, message",
+    (["--longest", "0"], "window, text_window and beginning are at least 1"),
+    (["missing"], "there is no folder"),
 )
 def test_errors_are_one_line(run, refused, arguments, message):
     assert message in refused("forecast", *([str(run)] if "--" in arguments[0] else []), *arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_models import LAWS, OPTIONS, build
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import tasks
 from halflife.analysis import forecast as aged
@@ -367,9 +367,8 @@ def test_forecast_of_a_model_of_transformers(tmp_path, capsys):
     assert len(found["heads"]) == 16
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [("zamba2", "layer 1 is Mamba-2 [+] softmax attention"), ("recurrent_gemma", "layer 0 is RG-LRU")],
+@cases(
+    "kind, message", ("zamba2", "layer 1 is Mamba-2 [+] softmax attention"), ("recurrent_gemma", "layer 0 is RG-LRU")
 )
 def test_no_forecast(kind, message):
     assert_raises(ValueError, f"no forecast for {kind}: {message}", RecurrentModel, ForeignModel(build(kind), kind))

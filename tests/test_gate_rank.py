@@ -9,6 +9,7 @@ from helpers import (
     assert_close,
     assert_raises,
     assert_same,
+    cases,
     generator,
     leaves,
     op_inputs,
@@ -296,16 +297,14 @@ def test_gradcheck(update):
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in (*states, *arguments.values())])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"g_slow": torch.zeros(1, 5, 1)}, "g_slow must be"),
-        ({"g_fast": torch.zeros(1, 5, 2, 4)}, "g_fast must be"),
-        ({"beta": torch.zeros(1, 4, 2)}, "beta must be"),
-        ({"initial_state": torch.zeros(1, 2, 4, 3)}, "pair"),
-        ({"initial_state": (torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 3, 4))}, "initial_state must be"),
-        ({"backend": "nonsense"}, "unknown backend"),
-    ],
+@cases(
+    "change, message",
+    ({"g_slow": torch.zeros(1, 5, 1)}, "g_slow must be"),
+    ({"g_fast": torch.zeros(1, 5, 2, 4)}, "g_fast must be"),
+    ({"beta": torch.zeros(1, 4, 2)}, "beta must be"),
+    ({"initial_state": torch.zeros(1, 2, 4, 3)}, "pair"),
+    ({"initial_state": (torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 3, 4))}, "initial_state must be"),
+    ({"backend": "nonsense"}, "unknown backend"),
 )
 def test_errors_say_what_is_wrong(change, message):
     arguments = inputs("delta", 5, 0.2, key=4, value=3)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises
+from helpers import assert_close, assert_raises, cases
 
 import halflife
 from halflife.layers import GateRank
@@ -92,14 +92,12 @@ def test_paper_preset(name):
     assert {gate.reset_law for gate in gates} == {"mask"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gates": "heads"}, "Did you mean 'head'"),
-        ({"bias": "inside"}, "unknown bias"),
-        ({"rate_start": "uniform"}, "unknown rate_start"),
-        ({"bias": "before", "reset_rate": 0.1}, "reset_rate 0.5"),
-    ],
+@cases(
+    "options, message",
+    ({"gates": "heads"}, "Did you mean 'head'"),
+    ({"bias": "inside"}, "unknown bias"),
+    ({"rate_start": "uniform"}, "unknown rate_start"),
+    ({"bias": "before", "reset_rate": 0.1}, "reset_rate 0.5"),
 )
 def test_errors_say_what_is_wrong(options, message):
     assert_raises(ValueError, message, SlowGate, 2, **{"reset_rate": 0.5, "conv_size": 4, **options})

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same
+from helpers import assert_close, assert_raises, assert_same, cases
 
 import halflife
 from halflife.evaluation.recall import accuracy, by_position
@@ -76,27 +76,23 @@ def test_two_states_are_counted():
     assert two.state_size() - one.state_size() == 2 * (heads * size * size + heads * 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("llama+gate_rank", "has none"),
-        ("deltanet+gate_rank", "has none"),
-        ("rwkv7+gate_rank", "another update"),
-        ("simple+gate_rank", "a scalar decay"),
-        ("simple+scalar+dplr+gate_rank", "linear or the delta update"),
-    ],
+@cases(
+    "name, message",
+    ("llama+gate_rank", "has none"),
+    ("deltanet+gate_rank", "has none"),
+    ("rwkv7+gate_rank", "another update"),
+    ("simple+gate_rank", "a scalar decay"),
+    ("simple+scalar+dplr+gate_rank", "linear or the delta update"),
 )
 def test_combinations_without_meaning(name, message):
     assert_raises(ValueError, message, halflife.preset, name, **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reset_rate": 0.0}, "between 0 and 1"),
-        ({"reset_rate": 1.5}, "between 0 and 1"),
-        ({"conv_size": 0}, "at least 1"),
-    ],
+@cases(
+    "options, message",
+    ({"reset_rate": 0.0}, "between 0 and 1"),
+    ({"reset_rate": 1.5}, "between 0 and 1"),
+    ({"conv_size": 0}, "at least 1"),
 )
 def test_gate_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
@@ -205,9 +201,7 @@ def test_experiments_resolve_at_every_scale(name):
                 assert sizes[f"{base}:double"] == pytest.approx(sizes[f"{base}+gate_rank"], rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("mamba2:nonsense", "reset10.* swaps"), ("mamba2:reset10", r"lacks \+gate_rank")]
-)
+@cases("name, message", ("mamba2:nonsense", "reset10.* swaps"), ("mamba2:reset10", r"lacks \+gate_rank"))
 def test_variants_are_checked(name, message):
     experiment = EXPERIMENTS["gate-rank-s5"]()
     assert_raises(ValueError, message, experiment.configure, experiment.settings_at("smoke", {}), Cell(name, 1e-2, 0))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import cases
 
 from halflife.ops.backends import dispatch as backends
 
@@ -191,15 +192,13 @@ def test_ratios():
     assert "|64|1024|linear_attention|fla|5.000|2.5|0.62||||||||" in table
 
 
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ({}, ""),
-        ({1024: 3.0, 2048: 1.5}, "> 2048"),
-        ({1024: 0.9, 2048: 0.5}, "≤ 1024"),
-        ({1024: 2.0, 4096: 0.5}, "2048"),
-        ({2048: 0.5, 1024: 1.2, 512: 0.9}, "1183"),  # 1024 · 2^(ln 1.2 / ln 2.4): the last crossing counts
-    ],
+@cases(
+    "ratios, expected",
+    ({}, ""),
+    ({1024: 3.0, 2048: 1.5}, "> 2048"),
+    ({1024: 0.9, 2048: 0.5}, "≤ 1024"),
+    ({1024: 2.0, 4096: 0.5}, "2048"),
+    ({2048: 0.5, 1024: 1.2, 512: 0.9}, "1183"),  # 1024 · 2^(ln 1.2 / ln 2.4): the last crossing counts
 )
 def test_crossing(ratios, expected):
     got = script("speed").crossing(ratios)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from combinations import SIZES
-from helpers import add_noise, assert_raises
+from helpers import add_noise, assert_raises, cases
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -364,22 +364,20 @@ def test_errors_of_tasks(folder, monkeypatch):
     assert_raises(ImportError, r"pip install 'halflife-lm\[eval\]'", harness.evaluate, model, tokenizer, ["text_here"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "at least one task"),
-        (["--tasks", "offline_niah"], "--lengths"),
-        (["--tasks", "offline_niah_single_2", "--lengths", "600"], "--essay"),
-        (["--tasks", "wikitext", "--lengths", "600"], "--lengths: only tasks of RULER"),
-        (["--tasks", "wikitext", "--examples", "5"], "--examples: only offline tasks"),
-        (["--tasks", "offline_vt", "--lengths", "600", "--limit", "5"], "--limit: only tasks of the harness"),
-        (["--tasks", "offline_vt", "--lengths", "20"], "vt"),
-        (["--tasks", "offline_vt", "--lengths", "600", "--essay", "nowhere"], "nowhere"),
-        (["--tasks", "offline_vat", "--lengths", "600"], "Did you mean 'offline_vt'"),
-        (["--tasks", "vt", "--lengths", "600"], "vt is now offline_vt"),
-        (["--tasks", "niah", "--lengths", "600"], "niah is now offline_niah"),
-        (["--tasks", "niah_single_1", "--lengths", "600"], "offline_niah_single_1 is made here"),
-    ],
+@cases(
+    "arguments, message",
+    ([], "at least one task"),
+    (["--tasks", "offline_niah"], "--lengths"),
+    (["--tasks", "offline_niah_single_2", "--lengths", "600"], "--essay"),
+    (["--tasks", "wikitext", "--lengths", "600"], "--lengths: only tasks of RULER"),
+    (["--tasks", "wikitext", "--examples", "5"], "--examples: only offline tasks"),
+    (["--tasks", "offline_vt", "--lengths", "600", "--limit", "5"], "--limit: only tasks of the harness"),
+    (["--tasks", "offline_vt", "--lengths", "20"], "vt"),
+    (["--tasks", "offline_vt", "--lengths", "600", "--essay", "nowhere"], "nowhere"),
+    (["--tasks", "offline_vat", "--lengths", "600"], "Did you mean 'offline_vt'"),
+    (["--tasks", "vt", "--lengths", "600"], "vt is now offline_vt"),
+    (["--tasks", "niah", "--lengths", "600"], "niah is now offline_niah"),
+    (["--tasks", "niah_single_1", "--lengths", "600"], "offline_niah_single_1 is made here"),
 )
 def test_eval_errors_are_one_line(arguments, message, tmp_path, refused):
     checkpoint.save(build("mamba2", vocab_size=256), tmp_path)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 from corpora import text
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.data import documents, hub
 from halflife.data.documents import find
@@ -16,15 +16,13 @@ from halflife.data.documents import find
 COMMIT = "0123456789" * 4
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("hf:a/b", ("a/b", None, None, "train", None)),
-        ("hf:a/b@main", ("a/b", "main", None, "train", None)),
-        ("hf:a/b:en.x", ("a/b", None, "en.x", "train", None)),
-        ("hf:a/b@v1:en:test[:50]", ("a/b", "v1", "en", "test", 50)),
-        ("hf:a/b::validation", ("a/b", None, None, "validation", None)),
-    ],
+@cases(
+    "source, expected",
+    ("hf:a/b", ("a/b", None, None, "train", None)),
+    ("hf:a/b@main", ("a/b", "main", None, "train", None)),
+    ("hf:a/b:en.x", ("a/b", None, "en.x", "train", None)),
+    ("hf:a/b@v1:en:test[:50]", ("a/b", "v1", "en", "test", 50)),
+    ("hf:a/b::validation", ("a/b", None, None, "validation", None)),
 )
 def test_names_of_data_sets(source, expected):
     assert hub.HubSource.parse(source) == hub.HubSource(*expected)
@@ -73,16 +71,14 @@ def data_set(tmp_path, monkeypatch):
     return place
 
 
-@pytest.mark.parametrize(
-    ("suffix", "expected"),
-    [
-        ("", range(9)),
-        (f"@{COMMIT}", range(9)),
-        (":en", range(9)),
-        (":en:train[:4]", range(4)),
-        ("::train[:7]", range(7)),
-        (":en:test", [9]),
-    ],
+@cases(
+    "suffix, expected",
+    ("", range(9)),
+    (f"@{COMMIT}", range(9)),
+    (":en", range(9)),
+    (":en:train[:4]", range(4)),
+    ("::train[:7]", range(7)),
+    (":en:test", [9]),
 )
 def test_documents_of_a_data_set(data_set, tmp_path, suffix, expected):
     (path,) = find([f"hf:{data_set}{suffix}"], "text", tmp_path)
@@ -98,16 +94,14 @@ def test_a_data_set_is_read_once(data_set, tmp_path, monkeypatch):
     assert find([f"hf:{data_set}"], "text", tmp_path) == first  # the newest commit, which is this one
 
 
-@pytest.mark.parametrize(
-    ("suffix", "field", "message"),
-    [
-        ("", "body", "there is no column 'body'; the columns are text, id"),
-        ("", "id", "row 1: 'id' is int, not a string"),
-        (":holes", "text", "row 2: 'text' is NoneType, not a string"),
-        (":de", "text", "BuilderConfig 'de' not found. Available: .*'en', 'holes', 'broken'"),
-        (":en:valid", "text", "Bad split: valid. Available splits: .*'train', 'test'"),
-        (":broken", "text", "JSON parse error"),
-    ],
+@cases(
+    "suffix, field, message",
+    ("", "body", "there is no column 'body'; the columns are text, id"),
+    ("", "id", "row 1: 'id' is int, not a string"),
+    (":holes", "text", "row 2: 'text' is NoneType, not a string"),
+    (":de", "text", "BuilderConfig 'de' not found. Available: .*'en', 'holes', 'broken'"),
+    (":en:valid", "text", "Bad split: valid. Available splits: .*'train', 'test'"),
+    (":broken", "text", "JSON parse error"),
 )
 def test_what_a_data_set_has_not_is_a_one_line_error(data_set, tmp_path, suffix, field, message):
     with pytest.raises(ValueError, match=f"^hf:{data_set}: {message}") as error:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import add_noise, assert_raises, assert_streams
+from helpers import add_noise, assert_raises, assert_streams, cases
 
 from halflife import LanguageModel, ModelConfig, preset
 from halflife.evaluation.memory import layer_states, model_state_size
@@ -60,20 +60,18 @@ def test_options_of_the_kinds():
     assert ModelConfig.from_dict(older) == config("mamba2+ska")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("mamba2+attention:0", "at least 1; got '0'"),
-        ("mamba2+attention:", "at least 1; got ''"),
-        ("mamba2+attention:x", "at least 1; got 'x'"),
-        ("mamba2+post:3", "post takes no ratio"),
-        ("mamba2+pots:3", "Did you mean 'post'"),
-        ("mamba2+attention:12", "needs 13 layers of mamba2, and only 12 are left"),
-        ("mamba2+attention:1+ska:6", "needs 7 layers of mamba2, and only 6 are left"),
-        ("mamba2+attention:3+attention:4", "'attention:4'|given twice"),
-        ("mamba2+attention:3+ska", "attention:3 and ska exclude each other .* one other mixer"),
-        ("llama+attention:2", "every layer of llama is softmax attention already"),
-    ],
+@cases(
+    "name, message",
+    ("mamba2+attention:0", "at least 1; got '0'"),
+    ("mamba2+attention:", "at least 1; got ''"),
+    ("mamba2+attention:x", "at least 1; got 'x'"),
+    ("mamba2+post:3", "post takes no ratio"),
+    ("mamba2+pots:3", "Did you mean 'post'"),
+    ("mamba2+attention:12", "needs 13 layers of mamba2, and only 12 are left"),
+    ("mamba2+attention:1+ska:6", "needs 7 layers of mamba2, and only 6 are left"),
+    ("mamba2+attention:3+attention:4", "'attention:4'|given twice"),
+    ("mamba2+attention:3+ska", "attention:3 and ska exclude each other .* one other mixer"),
+    ("llama+attention:2", "every layer of llama is softmax attention already"),
 )
 def test_grammar_errors(name, message):
     assert_raises(ValueError, message, config, name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, generator, slices, unchecked
+from helpers import assert_close, assert_raises, assert_same, cases, generator, slices, unchecked
 from pairwise import crossed
 
 from halflife.ops import available_backends
@@ -694,26 +694,24 @@ def test_native_refuses_options_that_it_does_not_know():
     assert "twist" not in (unsupported(torch.device("cpu"), Later(*x)) or "")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mode": "prefixed"}, "unknown mode.*chunk, prefix, masked"),
-        ({"refresh": "never"}, "unknown refresh"),
-        ({"normalization": "batch"}, "unknown normalization"),
-        ({"backend": "triton"}, "unknown backend"),
-        ({"mode": "masked"}, "needs a mask"),
-        ({"mask": torch.ones(2, 3)}, r"mask must be \[B, T\]"),
-        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
-        ({"power": -1}, "power must be an integer of at least 0; got -1"),
-        ({"gamma": torch.ones(3)}, r"gamma must be a number or \[H\] = \(2,\); got \(3,\)"),
-        ({"gamma": torch.ones(1, 2)}, r"gamma must be .*; got \(1, 2\)"),
-        ({"mix": torch.ones(3)}, r"mix must be .* got \(3,\)"),
-        ({"mix": torch.ones(2, 2)}, r"mix must be .*\[K \+ 1, H\] = \(3, 2\); got \(2, 2\)"),
-        ({"mix": torch.ones(3, 2), "backend": "native"}, "runs on chunked and reference"),
-        ({"ridge": 0}, "ridge must be greater than 0; got 0"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "batch size 1"),
-        ({"initial_state": {}}, r"initial_state\['gram'\] must be .* got nothing"),
-    ],
+@cases(
+    "change, message",
+    ({"mode": "prefixed"}, "unknown mode.*chunk, prefix, masked"),
+    ({"refresh": "never"}, "unknown refresh"),
+    ({"normalization": "batch"}, "unknown normalization"),
+    ({"backend": "triton"}, "unknown backend"),
+    ({"mode": "masked"}, "needs a mask"),
+    ({"mask": torch.ones(2, 3)}, r"mask must be \[B, T\]"),
+    ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
+    ({"power": -1}, "power must be an integer of at least 0; got -1"),
+    ({"gamma": torch.ones(3)}, r"gamma must be a number or \[H\] = \(2,\); got \(3,\)"),
+    ({"gamma": torch.ones(1, 2)}, r"gamma must be .*; got \(1, 2\)"),
+    ({"mix": torch.ones(3)}, r"mix must be .* got \(3,\)"),
+    ({"mix": torch.ones(2, 2)}, r"mix must be .*\[K \+ 1, H\] = \(3, 2\); got \(2, 2\)"),
+    ({"mix": torch.ones(3, 2), "backend": "native"}, "runs on chunked and reference"),
+    ({"ridge": 0}, "ridge must be greater than 0; got 0"),
+    ({"cu_seqlens": torch.tensor([0, 4])}, "batch size 1"),
+    ({"initial_state": {}}, r"initial_state\['gram'\] must be .* got nothing"),
 )
 def test_bad_arguments(change, message):
     assert_raises(ValueError, message, koopman_attention, *inputs(4), **change)

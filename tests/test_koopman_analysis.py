@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, generator
+from helpers import assert_close, assert_raises, cases, generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,9 +194,7 @@ def test_what_a_key_that_turns_is_called():
     assert operator.power(2)[0, 0].item() == pytest.approx(1, abs=4e-3)
 
 
-@pytest.mark.parametrize(
-    ("power", "left"), [(2, [0.902, 0.810, 0.490, 0.250, 0.090]), (4, [0.815, 0.656, 0.240, 0.063, 0.008])]
-)
+@cases("power, left", (2, [0.902, 0.810, 0.490, 0.250, 0.090]), (4, [0.815, 0.656, 0.240, 0.063, 0.008]))
 def test_tables_of_proposition_d1(power, left):
     levels = [0.95, 0.9, 0.7, 0.5, 0.3]
     assert koopman.filtered_amplitude(torch.tensor(levels), power).tolist() == pytest.approx(left, abs=5.1e-4)

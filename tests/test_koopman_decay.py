@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, generator
+from helpers import assert_close, assert_raises, cases, generator
 
 from halflife.analysis import koopman
 from halflife.ops import available_backends
@@ -76,19 +76,17 @@ def assert_like(x, expected, wanted, options, tolerance=EXACT):
             assert_close(got, want, 100 * tolerance)
 
 
-@pytest.mark.parametrize(
-    ("decay", "options"),
-    [
-        ("scalar", {"chunk_size": 3}),
-        ("scalar", {"refresh": "token"}),
-        ("vector", {"chunk_size": 2}),
-        *(
-            pytest.param(decay, {"normalization": norm, **more}, marks=pytest.mark.slow)
-            for decay in ("scalar", "vector")
-            for norm in ("causal", "trace")
-            for more in ({"chunk_size": 4}, {"refresh": "token"})
-        ),
-    ],
+@cases(
+    "decay, options",
+    ("scalar", {"chunk_size": 3}),
+    ("scalar", {"refresh": "token"}),
+    ("vector", {"chunk_size": 2}),
+    *(
+        pytest.param(decay, {"normalization": norm, **more}, marks=pytest.mark.slow)
+        for decay in ("scalar", "vector")
+        for norm in ("causal", "trace")
+        for more in ({"chunk_size": 4}, {"refresh": "token"})
+    ),
 )
 def test_every_form_solves_the_weighted_regression(decay, options):
     x = inputs(7, decay)
@@ -133,14 +131,12 @@ def test_native_kernels_take_strengths_and_refuse_decays():
     assert torch.equal(koopman_attention(q, k, v, g=g)[0], koopman_attention(q, k, v, g=g, backend="chunked")[0])
 
 
-@pytest.mark.parametrize(
-    ("decay", "form"),
-    [
-        ("scalar", {"backend": "chunked"}),
-        pytest.param("scalar", {"backend": "reference"}, marks=pytest.mark.slow),
-        pytest.param("vector", {"backend": "reference"}, marks=pytest.mark.slow),
-        pytest.param("vector", {"backend": "chunked"}, marks=pytest.mark.slow),
-    ],
+@cases(
+    "decay, form",
+    ("scalar", {"backend": "chunked"}),
+    pytest.param("scalar", {"backend": "reference"}, marks=pytest.mark.slow),
+    pytest.param("vector", {"backend": "reference"}, marks=pytest.mark.slow),
+    pytest.param("vector", {"backend": "chunked"}, marks=pytest.mark.slow),
 )
 def test_extreme_decays_have_finite_gradients(decay, form):
     """A log-decay of −1000 or −∞ at every channel begins a new sequence, with the token that has it."""
@@ -166,18 +162,16 @@ def test_tokens_of_strength_zero_count_for_nothing():
     assert all(grad.isfinite().all() for grad in grads(y, [q, k, v, g, beta]))
 
 
-@pytest.mark.parametrize(
-    ("decay", "options"),
-    [
-        ("scalar", {"chunk_size": 3}),
-        ("scalar", {"refresh": "token"}),
-        *(
-            pytest.param(decay, {**size, **norm}, marks=pytest.mark.slow)
-            for decay in ("scalar", "vector")
-            for size in ({"chunk_size": 4}, {"refresh": "token"})
-            for norm in ({}, {"normalization": "trace"})
-        ),
-    ],
+@cases(
+    "decay, options",
+    ("scalar", {"chunk_size": 3}),
+    ("scalar", {"refresh": "token"}),
+    *(
+        pytest.param(decay, {**size, **norm}, marks=pytest.mark.slow)
+        for decay in ("scalar", "vector")
+        for size in ({"chunk_size": 4}, {"refresh": "token"})
+        for norm in ({}, {"normalization": "trace"})
+    ),
 )
 def test_streams_and_packed_sequences_equal_whole_ones(decay, options):
     """Pieces of any length, token by token at the end, and sequences of a packed row, an empty one among them."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import generator, relative_error
+from helpers import cases, generator, relative_error
 
 from halflife.ops.koopman import koopman_attention
 
@@ -37,9 +37,7 @@ def stream(tokens, options, spread=None, granularity="scalar"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "granularity"), [*((form, "scalar") for form in FORMS), ("chunk", "vector"), ("token", "vector")]
-)
+@cases("form, granularity", *((form, "scalar") for form in FORMS), ("chunk", "vector"), ("token", "vector"))
 def test_100_000_tokens_in_float32(form, granularity):
     options, slow, fast, sums = FORMS[form]
     errors, single, exact = stream(100_000, options, granularity=granularity)

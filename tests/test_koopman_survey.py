@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_raises, generator
+from helpers import assert_raises, cases, generator
 
 from halflife.analysis import koopman, tables
 from halflife.analysis.capture import ska_layers
@@ -240,9 +240,7 @@ def made_up(layers, heads, power=2):
     ]}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layers", "heads", "panels"), [([1], 1, 1), ([2], 12, 2), ([1] * 5, 2, 6), ([2, 3], 4, 6), ([24], 4, 6)]
-)
+@cases("layers, heads, panels", ([1], 1, 1), ([2], 12, 2), ([1] * 5, 2, 6), ([2, 3], 4, 6), ([24], 4, 6))
 def test_figure(layers, heads, panels):
     result = made_up(layers, heads)
     figure = operators(result)

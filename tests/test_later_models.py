@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import add_noise, assert_close, assert_raises
+from helpers import add_noise, assert_close, assert_raises, cases
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.later import fox
@@ -362,19 +362,17 @@ def test_operations_are_counted():
     assert 0 < beside_weights("longhorn")[0] < beside_weights("longhorn_paper")[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("kda", {"update": "linear"}, "update is 'delta' in KDA"),
-        ("gdn2", {"gate_rank": {}}, "gate_rank is None in GatedDeltaNet2"),
-        ("gdn2", {"decay": None}, "needs a decay"),
-        ("comba", {"granularity": "vector"}, "granularity is 'scalar' in Comba"),
-        ("deltaproduct", {"num_householder": 0}, "num_householder of layer deltaproduct must be a whole number"),
-        ("attention", {"window": 0}, "window of layer attention must be a whole number, 1 or more"),
-        ("attention", {"position": "lrpe"}, "unknown position 'lrpe'"),
-        ("longhorn", {"num_heads": 7}, "num_heads must divide"),
-        ("longhorn", {"step": "heads"}, "Did you mean 'head'"),
-    ],
+@cases(
+    "name, options, message",
+    ("kda", {"update": "linear"}, "update is 'delta' in KDA"),
+    ("gdn2", {"gate_rank": {}}, "gate_rank is None in GatedDeltaNet2"),
+    ("gdn2", {"decay": None}, "needs a decay"),
+    ("comba", {"granularity": "vector"}, "granularity is 'scalar' in Comba"),
+    ("deltaproduct", {"num_householder": 0}, "num_householder of layer deltaproduct must be a whole number"),
+    ("attention", {"window": 0}, "window of layer attention must be a whole number, 1 or more"),
+    ("attention", {"position": "lrpe"}, "unknown position 'lrpe'"),
+    ("longhorn", {"num_heads": 7}, "num_heads must divide"),
+    ("longhorn", {"step": "heads"}, "Did you mean 'head'"),
 )
 def test_options_without_meaning_are_errors(name, options, message):
     assert_raises(ValueError, message, layers.build, name, hidden_size=HIDDEN, **options)

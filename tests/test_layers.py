@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_packs, assert_pads, assert_raises, assert_same, assert_streams
+from helpers import assert_close, assert_packs, assert_pads, assert_raises, assert_same, assert_streams, cases
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers import LAYERS
@@ -250,15 +250,13 @@ def test_either_packed_or_padded(case):
 
 
 @each_layer
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attention_mask": torch.ones(2, LENGTH + 1)}, "attention_mask must be"),
-        ({"cu_seqlens": torch.tensor([0, LENGTH])}, "batch size 1"),
-        ({"x": torch.zeros(1, LENGTH, HIDDEN), "cu_seqlens": torch.tensor([0, 5])}, "rise from 0"),
-        ({"x": torch.zeros(LENGTH, HIDDEN)}, r"x must be \[B, T, D\]"),
-        ({"x": torch.zeros(3, 1, HIDDEN), "state": 2}, "state has 2 sequences, but the input has 3"),
-    ],
+@cases(
+    "arguments, message",
+    ({"attention_mask": torch.ones(2, LENGTH + 1)}, "attention_mask must be"),
+    ({"cu_seqlens": torch.tensor([0, LENGTH])}, "batch size 1"),
+    ({"x": torch.zeros(1, LENGTH, HIDDEN), "cu_seqlens": torch.tensor([0, 5])}, "rise from 0"),
+    ({"x": torch.zeros(LENGTH, HIDDEN)}, r"x must be \[B, T, D\]"),
+    ({"x": torch.zeros(3, 1, HIDDEN), "state": 2}, "state has 2 sequences, but the input has 3"),
 )
 def test_inputs_that_do_not_fit_are_errors(case, arguments, message):
     layer, x = build(case), inputs(dtype=torch.float32)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.analysis.masks import (
     TOLERANCE,
@@ -326,26 +326,24 @@ def test_example_needs_no_model(tmp_path, capsys):
     assert "written: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{run}", "--text", "{run}/nowhere"], "no file"),
-        (["{run}", "--text", "{run}/../empty"], "is empty"),
-        (["{run}", "--text", "{run}/../text", "--task", "s5"], "not both"),
-        (["{run}", "--task", "nonsense"], "nonsense"),
-        (["{run}", "--task", "s5"], "group s5 has 120 elements"),
-        (["{run}", "--task", "s5:s6"], "tier of s5"),
-        (["{run}", "--tokens", "1"], "2 tokens or more"),
-        (["{run}", "--tokens", "8", "--task", "mqar"], "choose 1 to 7"),
-        (["{run}", "--layer", "7"], "choose from 0, 1"),
-        (["{run}", "--head", "7"], "choose 0 to 1"),
-        (["{run}", "--output", "{run}/picture.gif"], "unknown format 'gif'; choose from png, svg, pdf"),
-        (["{run}/../elsewhere"], "no folder"),
-        (["{run}/.."], "what its model was trained on"),
-        (["{run}/../plain"], "no layer with one decay a head"),
-        (["{run}", "--example"], "--example alone"),
-        ([], "name at least one checkpoint"),
-    ],
+@cases(
+    "arguments, message",
+    (["{run}", "--text", "{run}/nowhere"], "no file"),
+    (["{run}", "--text", "{run}/../empty"], "is empty"),
+    (["{run}", "--text", "{run}/../text", "--task", "s5"], "not both"),
+    (["{run}", "--task", "nonsense"], "nonsense"),
+    (["{run}", "--task", "s5"], "group s5 has 120 elements"),
+    (["{run}", "--task", "s5:s6"], "tier of s5"),
+    (["{run}", "--tokens", "1"], "2 tokens or more"),
+    (["{run}", "--tokens", "8", "--task", "mqar"], "choose 1 to 7"),
+    (["{run}", "--layer", "7"], "choose from 0, 1"),
+    (["{run}", "--head", "7"], "choose 0 to 1"),
+    (["{run}", "--output", "{run}/picture.gif"], "unknown format 'gif'; choose from png, svg, pdf"),
+    (["{run}/../elsewhere"], "no folder"),
+    (["{run}/.."], "what its model was trained on"),
+    (["{run}/../plain"], "no layer with one decay a head"),
+    (["{run}", "--example"], "--example alone"),
+    ([], "name at least one checkpoint"),
 )
 def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, refused, arguments, message):
     (tmp_path / "empty").write_bytes(b"")

@@ -10,7 +10,7 @@ import matplotlib.colors
 import pytest
 import torch
 from combinations import SIZES, combinations
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from pairwise import slow_beyond
 
 from halflife import LanguageModel, preset
@@ -190,24 +190,22 @@ def test_readable(size, text):
     assert format_bytes(size) == text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["mamba22", "--lengths", "8"], "Did you mean 'mamba2'"),
-        (["mamba2+pots", "--lengths", "8"], "Did you mean 'post'"),
-        (["llama+post", "--lengths", "8"], "llama has none"),
-        (["mamba2", "--lengths", "0"], "at least 1; got 0"),
-        (["mamba2", "--lengths", "8", "-3"], "at least 1; got -3"),
-        (["mamba2", "--lengths"], "at least one length"),
-        (["mamba2"], "at least one length"),
-        (["--lengths", "8"], "at least one model"),
-        (["mamba2", "mamba2", "--lengths", "8"], "each once"),
-        (["mamba2", "--lengths", "8", "--num-heads", "0"], "num_heads must be at least 1"),
-        (["simple", "--lengths", "8", "--num-heads", "3"], "'simple' has no meaning"),
-        (["mamba2", "--lengths", "8", "--hidden-size", "0"], "at least 1"),
-        (["mamba2", "--lengths", "8", "--num-layers", "0"], "at least 1"),
-        (["mamba2", "--lengths", "8", "--vocab-size", "0"], "vocab_size must be at least 1"),
-    ],
+@cases(
+    "arguments, message",
+    (["mamba22", "--lengths", "8"], "Did you mean 'mamba2'"),
+    (["mamba2+pots", "--lengths", "8"], "Did you mean 'post'"),
+    (["llama+post", "--lengths", "8"], "llama has none"),
+    (["mamba2", "--lengths", "0"], "at least 1; got 0"),
+    (["mamba2", "--lengths", "8", "-3"], "at least 1; got -3"),
+    (["mamba2", "--lengths"], "at least one length"),
+    (["mamba2"], "at least one length"),
+    (["--lengths", "8"], "at least one model"),
+    (["mamba2", "mamba2", "--lengths", "8"], "each once"),
+    (["mamba2", "--lengths", "8", "--num-heads", "0"], "num_heads must be at least 1"),
+    (["simple", "--lengths", "8", "--num-heads", "3"], "'simple' has no meaning"),
+    (["mamba2", "--lengths", "8", "--hidden-size", "0"], "at least 1"),
+    (["mamba2", "--lengths", "8", "--num-layers", "0"], "at least 1"),
+    (["mamba2", "--lengths", "8", "--vocab-size", "0"], "vocab_size must be at least 1"),
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

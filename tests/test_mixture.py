@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import text
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.data.batches import TokenFiles
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -97,14 +97,12 @@ def test_concatenated_arrays_are_sliced_like_one():
             assert joined[a:b].tolist() == whole[a:b].tolist()
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["a.txt", "b.txt"], (("a.txt", "b.txt"), ())),
-        (["a.txt=0.7", "b/*.txt=0.3"], (("a.txt", "b/*.txt"), (0.7, 0.3))),
-        (["hf:a/b:c@main=2", "x=y.txt=1e-1"], (("hf:a/b:c@main", "x=y.txt"), (2.0, 0.1))),
-        (["x=y.txt"], (("x=y.txt",), ())),
-    ],
+@cases(
+    "given, expected",
+    (["a.txt", "b.txt"], (("a.txt", "b.txt"), ())),
+    (["a.txt=0.7", "b/*.txt=0.3"], (("a.txt", "b/*.txt"), (0.7, 0.3))),
+    (["hf:a/b:c@main=2", "x=y.txt=1e-1"], (("hf:a/b:c@main", "x=y.txt"), (2.0, 0.1))),
+    (["x=y.txt"], (("x=y.txt",), ())),
 )
 def test_weights_of_sources(given, expected):
     assert read_weights(given) == expected
@@ -115,9 +113,11 @@ def test_a_file_whose_name_ends_like_a_weight(tmp_path):
     assert read_weights([str(tmp_path / "lr=0.1")]) == ((str(tmp_path / "lr=0.1"),), ())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [(["a=0.5", "b"], "every source or to none"), (["a=0", "b=1"], "positive"), (["a=-1", "b=inf"], "positive")],
+@cases(
+    "given, message",
+    (["a=0.5", "b"], "every source or to none"),
+    (["a=0", "b=1"], "positive"),
+    (["a=-1", "b=inf"], "positive"),
 )
 def test_weights_without_meaning(given, message):
     assert_raises(ValueError, message, read_weights, given)

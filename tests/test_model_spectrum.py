@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises
+from helpers import assert_close, assert_raises, cases
 from safetensors.torch import load_file, save_file
 from test_convert_fla import published
 
@@ -238,9 +238,7 @@ def gla_rates(tensors, at):
     return -F.logsigmoid(tensors[f"{at}.gk_proj.1.bias"]) / 16
 
 
-@pytest.mark.parametrize(
-    ("model_type", "rates"), [("gated_deltanet", gated_deltanet_rates), ("rwkv7", rwkv7_rates), ("gla", gla_rates)]
-)
+@cases("model_type, rates", ("gated_deltanet", gated_deltanet_rates), ("rwkv7", rwkv7_rates), ("gla", gla_rates))
 def test_models_of_fla(tmp_path, model_type, rates):
     tensors = fla(tmp_path / "theirs", model_type)
     model, got = base(tmp_path / "theirs")
@@ -349,19 +347,17 @@ def damaged(folder):
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (other({"model_type": "gpt2"}), "holds a gpt2, which cannot be read"),
-        (other({"model_type": "qwen3_next"}), "model.safetensors is missing"),
-        (other({"model_type": "halflife", "model": 3}), "its config.json describes no model"),
-        (other({"format": 1}), "describes no model"),
-        (broken, "backbone.layers.1.mixer.A_log is missing"),
-        (pickled, "a pickle"),
-        (damaged, "A_log"),
-        (lambda folder: checkpoint.save(tiny("llama"), folder), "there is no decay"),
-        (lambda folder: folder.mkdir(), "hold no checkpoint"),
-    ],
+@cases(
+    "make, message",
+    (other({"model_type": "gpt2"}), "holds a gpt2, which cannot be read"),
+    (other({"model_type": "qwen3_next"}), "model.safetensors is missing"),
+    (other({"model_type": "halflife", "model": 3}), "its config.json describes no model"),
+    (other({"format": 1}), "describes no model"),
+    (broken, "backbone.layers.1.mixer.A_log is missing"),
+    (pickled, "a pickle"),
+    (damaged, "A_log"),
+    (lambda folder: checkpoint.save(tiny("llama"), folder), "there is no decay"),
+    (lambda folder: folder.mkdir(), "hold no checkpoint"),
 )
 def test_errors_are_one_line(tmp_path, refused, make, message):
     make(tmp_path / "it")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import EARLIER, LATER, SIZES, combinations
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from pairwise import slow_beyond
 
 import halflife
@@ -115,24 +115,22 @@ def test_config_refuses_what_it_does_not_know():
         preset("mamba2", **SIZES).hidden_size = 3
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("mamba9", "Did you mean 'mamba[23]'"),
-        ("mamba2+pots", "Did you mean 'post'"),
-        ("mamba2+post+post", "given twice"),
-        ("mamba2+post+post_norm", "exclude each other"),
-        ("simple+scalar+vector", "exclude each other"),
-        ("simple+share+scalar", "scalar and share exclude each other"),
-        ("gla+vector+post", "post and vector exclude each other"),
-        ("retnet+lrpe+post_paper", "post_paper and lrpe exclude each other"),
-        ("mamba2+ska+attention", "attention and ska exclude each other .* one other mixer"),
-        ("echo+ska", "echo has ska in some layers already"),
-        ("echo+attention", "echo has ska in some layers already"),
-        ("echo+koopman_mlp", "echo has Koopman MLPs already"),
-        ("llama+attention", "every layer of llama is softmax attention"),
-        ("", "unknown preset"),
-    ],
+@cases(
+    "name, message",
+    ("mamba9", "Did you mean 'mamba[23]'"),
+    ("mamba2+pots", "Did you mean 'post'"),
+    ("mamba2+post+post", "given twice"),
+    ("mamba2+post+post_norm", "exclude each other"),
+    ("simple+scalar+vector", "exclude each other"),
+    ("simple+share+scalar", "scalar and share exclude each other"),
+    ("gla+vector+post", "post and vector exclude each other"),
+    ("retnet+lrpe+post_paper", "post_paper and lrpe exclude each other"),
+    ("mamba2+ska+attention", "attention and ska exclude each other .* one other mixer"),
+    ("echo+ska", "echo has ska in some layers already"),
+    ("echo+attention", "echo has ska in some layers already"),
+    ("echo+koopman_mlp", "echo has Koopman MLPs already"),
+    ("llama+attention", "every layer of llama is softmax attention"),
+    ("", "unknown preset"),
 )
 def test_grammar_errors(name, message):
     assert_raises(ValueError, message, preset, name, **SIZES)

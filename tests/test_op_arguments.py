@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import OPS, assert_raises, each_op, generator, op_inputs, unchecked
+from helpers import OPS, assert_raises, cases, each_op, generator, op_inputs, unchecked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halflife
@@ -174,15 +174,13 @@ def test_other_arguments(op):
         assert Path(raised).parent.name in ("ops", "koopman")
 
 
-@pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        (torch.tensor([[11]]), ValueError, "between 0 and 10; got 11 to 11"),
-        (torch.tensor([[3, -1]]), ValueError, "between 0 and 10; got -1 to 3"),
-        (torch.tensor([[True]]), ValueError, "must be integers"),
-        (torch.tensor([[1j]]), ValueError, "must be integers"),
-        (torch.zeros(1, 2, dtype=torch.long, device="meta"), ValueError, "meta device"),
-    ],
+@cases(
+    "ids, error, message",
+    (torch.tensor([[11]]), ValueError, "between 0 and 10; got 11 to 11"),
+    (torch.tensor([[3, -1]]), ValueError, "between 0 and 10; got -1 to 3"),
+    (torch.tensor([[True]]), ValueError, "must be integers"),
+    (torch.tensor([[1j]]), ValueError, "must be integers"),
+    (torch.zeros(1, 2, dtype=torch.long, device="meta"), ValueError, "meta device"),
 )
 def test_ids_of_a_model(ids, error, message):
     model = tiny_model()

@@ -12,6 +12,7 @@ from helpers import (
     assert_raises,
     assert_same,
     bound,
+    cases,
     each_backend,
     each_granularity,
     each_op,
@@ -177,24 +178,22 @@ def test_autocast_changes_nothing(op, granularity, backend):
 
 
 @each_op
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": torch.zeros(1, 5, 2, 3)}, "q and k must both be"),
-        ({"q": torch.zeros(5, 2, 4)}, "q and k must both be"),
-        ({"v": torch.zeros(1, 4, 2, 3)}, "v must be"),
-        ({"g": torch.zeros(1, 5, 1)}, "g must be None"),
-        ({"g": torch.zeros(1, 5, 2, 3)}, "g must be None"),
-        ({"initial_state": torch.zeros(1, 2, 3, 4)}, "initial_state must be"),
-        ({"cu_seqlens": torch.tensor([0, 5]), "initial_state": torch.zeros(2, 2, 4, 3)}, "initial_state must be"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "rise from 0 to T = 5"),
-        ({"cu_seqlens": torch.tensor([1, 5])}, "rise from 0"),
-        ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, "rise from 0"),
-        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "must be integers"),
-        ({"cu_seqlens": torch.tensor([[0, 5]])}, "must be integers"),
-        ({"backend": "cuda"}, "unknown backend.*auto, .*chunked, reference"),
-        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
-    ],
+@cases(
+    "change, message",
+    ({"k": torch.zeros(1, 5, 2, 3)}, "q and k must both be"),
+    ({"q": torch.zeros(5, 2, 4)}, "q and k must both be"),
+    ({"v": torch.zeros(1, 4, 2, 3)}, "v must be"),
+    ({"g": torch.zeros(1, 5, 1)}, "g must be None"),
+    ({"g": torch.zeros(1, 5, 2, 3)}, "g must be None"),
+    ({"initial_state": torch.zeros(1, 2, 3, 4)}, "initial_state must be"),
+    ({"cu_seqlens": torch.tensor([0, 5]), "initial_state": torch.zeros(2, 2, 4, 3)}, "initial_state must be"),
+    ({"cu_seqlens": torch.tensor([0, 4])}, "rise from 0 to T = 5"),
+    ({"cu_seqlens": torch.tensor([1, 5])}, "rise from 0"),
+    ({"cu_seqlens": torch.tensor([0, 4, 3, 5])}, "rise from 0"),
+    ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "must be integers"),
+    ({"cu_seqlens": torch.tensor([[0, 5]])}, "must be integers"),
+    ({"backend": "cuda"}, "unknown backend.*auto, .*chunked, reference"),
+    ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
 )
 def test_errors_say_what_is_wrong(op, change, message):
     arguments = rounded(op_inputs(op, "none", 5, key=4, value=3), torch.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.cli import main
 from halflife.decay import build
@@ -72,42 +72,40 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
     assert apply_overrides(run, {"training.schedule": "cosine"}).schedule_options == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "written", "message"),
-    [
-        ("mamba2", "mixer.statesize=2", r"unknown mixer option of mamba2 'statesize'. Did you mean 'state_size'\?"),
-        ("mamba2", "mixer.powr=2", "Choose from: num_heads, expand, head_dim, state_size, num_groups, conv_size"),
-        ("gla", "mixer.tau=2", "Choose from: num_heads, feature_map, head_dim, value_dim, decay"),
-        ("mamba2", "training.stpes=1", r"Did you mean 'steps'\? Choose from: steps, batch_size, learning_rate, weight"),
-        ("mamba2", "model.tie=1", "Choose from: hybrid, mlp, intermediate_size, tie_embeddings"),
-        ("mamba2", "mixr.x=1", "unknown group of options 'mixr'. Did you mean 'mixer'"),
-        (
-            "mamba2",
-            "power=1",
-            "as group.option; the groups are model, mixer, decay, post, gate_rank, log_linear, ska, training",
-        ),
-        ("mamba2", "mixer.power", "for example mixer.power=2; got 'mixer.power'"),
-        ("mamba2", "post.reference_length=5", r"has no meaning here: mamba2 has no PoST; .*\+post"),
-        ("mamba2", "gate_rank.reset_rate=0.5", r"mamba2 has no GateRank; the modifier \+gate_rank adds it"),
-        ("rwkv7", "gate_rank.reset_rate=0.5", "rwkv7 has no GateRank"),
-        ("mamba2", "ska.power=1", r"no layer of spectral Koopman attention; the modifier \+ska"),
-        ("llama", "decay.p=0.5", "llama has no decay"),
-        ("rwkv7", "decay.p=0.5", "RWKV7Decay has no options"),
-        ("mamba2", "model.hidden_size=8", "use the option --hidden-size"),
-        ("mamba2", "mixer.hidden_size=8", "mixer.hidden_size cannot be set: the model sets it"),
-        ("mamba2", "mixer.post={}", "post.… sets these options one at a time"),
-        ("mamba2", "mixer.decay_options={}", "decay.… sets"),
-        ("mamba2", "mixer.state_size=2.5", "mixer.state_size must be a whole number; got 2.5"),
-        ("mamba2", "training.bf16=1", "training.bf16 must be true or false; got 1"),
-        ("mamba2", "training.betas=0.9", "training.betas must be a list of a number and a number"),
-        ("mamba2", "mixer.head_dim=wide", "mixer.head_dim must be a whole number or null; got 'wide'"),
-        ("mamba2", "mixer.num_groups=3", "have no meaning for mamba2: num_groups must divide"),
-        ("mamba2+gate_rank", "gate_rank.reset_rate=5", "between 0 and 1"),
-        ("mamba2", "model.mlp=kop", "Did you mean 'koopman'"),
-        ("mamba2", "training.steps=0", "steps must be at least 1"),
-        ("mamba2", "training.schedule=cosin", "Did you mean 'cosine'"),
-        ("mamba2", "mixer.conv_size=[", "the value of mixer.conv_size is no YAML"),
-    ],
+@cases(
+    "name, written, message",
+    ("mamba2", "mixer.statesize=2", r"unknown mixer option of mamba2 'statesize'. Did you mean 'state_size'\?"),
+    ("mamba2", "mixer.powr=2", "Choose from: num_heads, expand, head_dim, state_size, num_groups, conv_size"),
+    ("gla", "mixer.tau=2", "Choose from: num_heads, feature_map, head_dim, value_dim, decay"),
+    ("mamba2", "training.stpes=1", r"Did you mean 'steps'\? Choose from: steps, batch_size, learning_rate, weight"),
+    ("mamba2", "model.tie=1", "Choose from: hybrid, mlp, intermediate_size, tie_embeddings"),
+    ("mamba2", "mixr.x=1", "unknown group of options 'mixr'. Did you mean 'mixer'"),
+    (
+        "mamba2",
+        "power=1",
+        "as group.option; the groups are model, mixer, decay, post, gate_rank, log_linear, ska, training",
+    ),
+    ("mamba2", "mixer.power", "for example mixer.power=2; got 'mixer.power'"),
+    ("mamba2", "post.reference_length=5", r"has no meaning here: mamba2 has no PoST; .*\+post"),
+    ("mamba2", "gate_rank.reset_rate=0.5", r"mamba2 has no GateRank; the modifier \+gate_rank adds it"),
+    ("rwkv7", "gate_rank.reset_rate=0.5", "rwkv7 has no GateRank"),
+    ("mamba2", "ska.power=1", r"no layer of spectral Koopman attention; the modifier \+ska"),
+    ("llama", "decay.p=0.5", "llama has no decay"),
+    ("rwkv7", "decay.p=0.5", "RWKV7Decay has no options"),
+    ("mamba2", "model.hidden_size=8", "use the option --hidden-size"),
+    ("mamba2", "mixer.hidden_size=8", "mixer.hidden_size cannot be set: the model sets it"),
+    ("mamba2", "mixer.post={}", "post.… sets these options one at a time"),
+    ("mamba2", "mixer.decay_options={}", "decay.… sets"),
+    ("mamba2", "mixer.state_size=2.5", "mixer.state_size must be a whole number; got 2.5"),
+    ("mamba2", "training.bf16=1", "training.bf16 must be true or false; got 1"),
+    ("mamba2", "training.betas=0.9", "training.betas must be a list of a number and a number"),
+    ("mamba2", "mixer.head_dim=wide", "mixer.head_dim must be a whole number or null; got 'wide'"),
+    ("mamba2", "mixer.num_groups=3", "have no meaning for mamba2: num_groups must divide"),
+    ("mamba2+gate_rank", "gate_rank.reset_rate=5", "between 0 and 1"),
+    ("mamba2", "model.mlp=kop", "Did you mean 'koopman'"),
+    ("mamba2", "training.steps=0", "steps must be at least 1"),
+    ("mamba2", "training.schedule=cosin", "Did you mean 'cosine'"),
+    ("mamba2", "mixer.conv_size=[", "the value of mixer.conv_size is no YAML"),
 )
 def test_wrong_options(name, written, message):
     assert_raises(ValueError, message, changed, name, written)
@@ -202,18 +200,16 @@ def test_options_of_a_preset_are_changed_one_by_one():
     assert preset("mamba2+post_paper").mixer_options["decay_options"] == {"step_bias": "frozen"}
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("mamba2", {"mpl": "none"}, r"option of a preset 'mpl'. Did you mean 'mlp'\? Choose from: hidden_size,"),
-        ("mamba2", {"mixer_options": {"stat_size": 3}}, "unknown option of layer mamba2 'stat_size'.*head_dim"),
-        ("mamba2+post", {"mixer_options": {"post": {"refrence": 3}}}, "option of post 'refrence'.*train_length"),
-        ("mamba2+gate_rank", {"mixer_options": {"gate_rank": {"rate": 3}}}, "of gate_rank 'rate'.*from: reset_rate"),
-        ("simple", {"mixer_options": {"decay_options": {"q": 3}}}, "option of decay simple 'q'. Choose from: p"),
-        ("mamba2", {"mixer_options": {"post": 3}}, "post takes a mapping of options; got 3"),
-        ("rwkv7", {"mixer_options": {"gate_rnk": 3}}, "Did you mean 'gate_rank'"),
-        ("mamba2+ska", {"hybrid": {"options": {"pwer": 2}}}, "option of layer ska 'pwer'. Did you mean 'power'"),
-    ],
+@cases(
+    "name, given, message",
+    ("mamba2", {"mpl": "none"}, r"option of a preset 'mpl'. Did you mean 'mlp'\? Choose from: hidden_size,"),
+    ("mamba2", {"mixer_options": {"stat_size": 3}}, "unknown option of layer mamba2 'stat_size'.*head_dim"),
+    ("mamba2+post", {"mixer_options": {"post": {"refrence": 3}}}, "option of post 'refrence'.*train_length"),
+    ("mamba2+gate_rank", {"mixer_options": {"gate_rank": {"rate": 3}}}, "of gate_rank 'rate'.*from: reset_rate"),
+    ("simple", {"mixer_options": {"decay_options": {"q": 3}}}, "option of decay simple 'q'. Choose from: p"),
+    ("mamba2", {"mixer_options": {"post": 3}}, "post takes a mapping of options; got 3"),
+    ("rwkv7", {"mixer_options": {"gate_rnk": 3}}, "Did you mean 'gate_rank'"),
+    ("mamba2+ska", {"hybrid": {"options": {"pwer": 2}}}, "option of layer ska 'pwer'. Did you mean 'power'"),
 )
 def test_an_unknown_option_of_a_preset_lists_the_known_ones(name, given, message):
     assert_raises(ValueError, message, preset, name, **given)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import ops
 from halflife.packing import Packing
@@ -45,18 +45,16 @@ def test_rows():
     assert packing.repeated(3).length == 9
 
 
-@pytest.mark.parametrize(
-    ("packed", "batch", "error", "message"),
-    [
-        ([0, 10], 1, TypeError, "cu_seqlens must be a torch.Tensor of integers; got list"),
-        (torch.tensor([0.0, 10.0]), 1, ValueError, "cu_seqlens must be integers; got torch.float32"),
-        (torch.tensor([[0, 10]]), 1, ValueError, r"integers \[N \+ 1\]"),
-        (torch.tensor([0, 7, 3, 10]), 1, ValueError, r"must rise from 0 to T = 10; got \[0, 7, 3, 10\]"),
-        (torch.tensor([0, 9]), 1, ValueError, "must rise from 0 to T = 10"),
-        (torch.tensor([0, 10]), 2, ValueError, "batch size 1"),
-        (Packing(1, 9), 1, ValueError, r"this Packing of 1 rows of 9 tokens is not for tokens \[1, 10\]"),
-        (Packing(1, 9, torch.tensor([0, 9])), 1, ValueError, r"this Packing of 1 sequences in 9 tokens"),
-    ],
+@cases(
+    "packed, batch, error, message",
+    ([0, 10], 1, TypeError, "cu_seqlens must be a torch.Tensor of integers; got list"),
+    (torch.tensor([0.0, 10.0]), 1, ValueError, "cu_seqlens must be integers; got torch.float32"),
+    (torch.tensor([[0, 10]]), 1, ValueError, r"integers \[N \+ 1\]"),
+    (torch.tensor([0, 7, 3, 10]), 1, ValueError, r"must rise from 0 to T = 10; got \[0, 7, 3, 10\]"),
+    (torch.tensor([0, 9]), 1, ValueError, "must rise from 0 to T = 10"),
+    (torch.tensor([0, 10]), 2, ValueError, "batch size 1"),
+    (Packing(1, 9), 1, ValueError, r"this Packing of 1 rows of 9 tokens is not for tokens \[1, 10\]"),
+    (Packing(1, 9, torch.tensor([0, 9])), 1, ValueError, r"this Packing of 1 sequences in 9 tokens"),
 )
 def test_what_is_no_packing_is_refused(packed, batch, error, message):
     assert_raises(error, message, Packing.of, packed, batch, 10)

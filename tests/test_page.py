@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import cases
 
 from halflife.cli import main
 from halflife.data.corpus import Corpus, CorpusConfig
@@ -424,13 +425,11 @@ def test_figures_are_drawn_anew_from_saved_data(comparison, trained, tmp_path, c
         assert (folder / "figures" / f"loss.{suffix}").read_bytes().startswith(start)
 
 
-@pytest.mark.parametrize(
-    ("where", "more", "message"),
-    [
-        (".", [], "a comparison's folder holds config.json"),
-        ("one", ["--formats", "gif"], "unknown format 'gif'; choose from png, svg, pdf"),
-        ("one/mamba2/lr0.01-seed0", [], "is one run of a comparison"),
-    ],
+@cases(
+    "where, more, message",
+    (".", [], "a comparison's folder holds config.json"),
+    ("one", ["--formats", "gif"], "unknown format 'gif'; choose from png, svg, pdf"),
+    ("one/mamba2/lr0.01-seed0", [], "is one run of a comparison"),
 )
 def test_wrong_folders_and_formats_are_named(comparison, where, more, message, capsys):
     folder = comparison.parent / where

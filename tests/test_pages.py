@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import cases
 
 DOCS = Path(__file__).parent.parent / "docs"
 MOST_WORDS = 60_000  # of all pages but those of `WITHOUT_LIMIT`
@@ -50,13 +51,11 @@ def test_every_picture_and_file_of_results_is_shown_or_linked():
     assert {name for name in files if name not in pages} == set()
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("# A title.\n\n**It holds (0.5 %).** And *so on.*\n", 2),
-        ("One, e.g. 1.5, of `a.b.c`?\n\n![A picture. Of two.](a.png)\n\n| a. | b. |\n|---|---|\n", 2),
-        ('<details markdown="1">\n<summary>Folded.</summary>\n\nMore. And more.\n\n</details>\n', 0),
-    ],
+@cases(
+    "text, count",
+    ("# A title.\n\n**It holds (0.5 %).** And *so on.*\n", 2),
+    ("One, e.g. 1.5, of `a.b.c`?\n\n![A picture. Of two.](a.png)\n\n| a. | b. |\n|---|---|\n", 2),
+    ('<details markdown="1">\n<summary>Folded.</summary>\n\nMore. And more.\n\n</details>\n', 0),
 )
 def test_sentences_are_counted(text, count):
     assert sentences(shown(text)) == count

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import OPS, assert_close, leaves, op_inputs, rounded, unchecked, with_grads
+from helpers import OPS, assert_close, cases, leaves, op_inputs, rounded, unchecked, with_grads
 from transformers import Mamba2Config
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -96,9 +96,7 @@ def test_attention_equals_transformers(num_kv_heads, length):
     check_layers(attend, ours, length)
 
 
-@pytest.mark.parametrize(
-    "function", [qwen3_next.torch_chunk_gated_delta_rule, qwen3_next.torch_recurrent_gated_delta_rule]
-)
+@cases("function", qwen3_next.torch_chunk_gated_delta_rule, qwen3_next.torch_recurrent_gated_delta_rule)
 @pytest.mark.parametrize("normalised", [False, True])
 def test_gated_delta_rule_equals_qwen3_next(function, normalised):
     arguments = leaves(rounded(op_inputs("delta_rule", "scalar", 70, batch=2), torch.float32))

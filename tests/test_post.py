@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same
+from helpers import assert_close, assert_raises, assert_same, cases
 
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
@@ -211,16 +211,14 @@ def test_wraps_once():
     assert_raises(ValueError, "no base rates", PoST, post("mamba2"), train_length=LENGTH)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train_length": 1}, "train_length ≥ 2"),
-        ({"train_length": 8, "reference_length": 0}, "reference_length > 0"),
-        ({"train_length": 8, "endpoints": (0.0, 1.0)}, "endpoints and rate_range must give"),
-        ({"train_length": 8, "endpoints": (16.0, 1.0)}, "endpoints and rate_range must give"),
-        ({"train_length": 8, "endpoints": "best"}, 'two numbers, "optimal" or "moving"; got'),
-        ({"train_length": 8, "endpoints": "optimal", "beta": 0.0}, "β > 0"),
-    ],
+@cases(
+    "options, message",
+    ({"train_length": 1}, "train_length ≥ 2"),
+    ({"train_length": 8, "reference_length": 0}, "reference_length > 0"),
+    ({"train_length": 8, "endpoints": (0.0, 1.0)}, "endpoints and rate_range must give"),
+    ({"train_length": 8, "endpoints": (16.0, 1.0)}, "endpoints and rate_range must give"),
+    ({"train_length": 8, "endpoints": "best"}, 'two numbers, "optimal" or "moving"; got'),
+    ({"train_length": 8, "endpoints": "optimal", "beta": 0.0}, "β > 0"),
 )
 def test_errors_say_what_is_wrong(options, message):
     assert_raises(ValueError, message, PoST, base("mamba2"), **options)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from test_start import SIZES, saved, text, train  # noqa: F401 (text is a fixture)
 
 from halflife import LanguageModel, preset
@@ -52,9 +52,7 @@ def test_the_start_has_the_sorted_decays_of_the_source(tmp_path):
     assert plan_fit(planned, rates_of(tmp_path)) == fit
 
 
-@pytest.mark.parametrize(
-    ("name", "heads", "layers"), [pytest.param("mamba2+post", 2, 1, marks=pytest.mark.slow), ("rwkv7+post", 2, 3)]
-)
+@cases("name, heads, layers", pytest.param("mamba2+post", 2, 1, marks=pytest.mark.slow), ("rwkv7+post", 2, 3))
 def test_other_numbers_of_channels_and_layers(name, heads, layers, tmp_path):
     """The error is that of the source's quantiles. RWKV-7 cannot reach fast decays, and its error says so."""
     theirs, ours = source(tmp_path, num_layers=2), target(name, num_heads=heads, num_layers=layers)

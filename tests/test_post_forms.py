@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises
+from helpers import assert_close, assert_raises, cases
 
 from halflife import LanguageModel, decay, layers, param_groups, preset
 from halflife.decay import PoST
@@ -204,20 +204,18 @@ def test_forms_exist_for_the_papers_models_alone(base, form):
     assert_raises(ValueError, f"has mamba2, rwkv7, .* but not {base}", preset, f"{base}+post_{form}", **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "post", "message"),
-    [
-        ("mamba2", {"step_bias": "fixed"}, None, "unknown step_bias"),
-        ("mamba2", {"rate_start": "s4d"}, None, "unknown rate_start .*s4d_real"),
-        ("mamba2_no_dt", {"step_bias": "frozen"}, None, "has none"),
-        ("mamba2_no_a", {"rate_start": "s4d_real"}, None, "has none"),
-        ("mamba2", {"rate_start": "s4d_real"}, {}, "has no meaning under it"),
-        ("mamba2_no_a", {"step_bias": "frozen"}, {}, "orders and trains Δ"),
-        ("mamba2", {}, {"rate_range": (1, 4), "endpoints": (0.5, 4)}, "not both"),
-        ("mamba2", {}, {"rate_range": (0, 4)}, "0 < slowest"),
-        ("mamba2", {}, {"learning_rate_factor": 0}, "must be positive"),
-        ("rwkv7", {}, {"rate_range": (1, 4)}, "unlike RWKV7Decay"),
-    ],
+@cases(
+    "name, options, post, message",
+    ("mamba2", {"step_bias": "fixed"}, None, "unknown step_bias"),
+    ("mamba2", {"rate_start": "s4d"}, None, "unknown rate_start .*s4d_real"),
+    ("mamba2_no_dt", {"step_bias": "frozen"}, None, "has none"),
+    ("mamba2_no_a", {"rate_start": "s4d_real"}, None, "has none"),
+    ("mamba2", {"rate_start": "s4d_real"}, {}, "has no meaning under it"),
+    ("mamba2_no_a", {"step_bias": "frozen"}, {}, "orders and trains Δ"),
+    ("mamba2", {}, {"rate_range": (1, 4), "endpoints": (0.5, 4)}, "not both"),
+    ("mamba2", {}, {"rate_range": (0, 4)}, "0 < slowest"),
+    ("mamba2", {}, {"learning_rate_factor": 0}, "must be positive"),
+    ("rwkv7", {}, {"rate_range": (1, 4)}, "unlike RWKV7Decay"),
 )
 def test_errors_say_what_is_wrong(name, options, post, message):
     granularity = decay.DECAYS[name].granularities[0]

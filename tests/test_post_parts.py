@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_raises, assert_streams
+from helpers import assert_raises, assert_streams, cases
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.decay import PoST
@@ -165,15 +165,13 @@ def test_the_gain_streams(name):
     assert_streams(model, torch.randint(0, 11, (2, 9)), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"last_position": 0.5}, "last_position must be at least 1"),
-        ({"stretch": False, "reference_length": T}, "no meaning without stretch"),
-        ({"stretch": False, "last_position": T}, "no meaning without stretch"),
-        ({"stretch": False, "endpoints": "moving"}, "for rates that stretch"),
-        ({"endpoints": "best"}, '"optimal" or "moving"'),
-    ],
+@cases(
+    "options, message",
+    ({"last_position": 0.5}, "last_position must be at least 1"),
+    ({"stretch": False, "reference_length": T}, "no meaning without stretch"),
+    ({"stretch": False, "last_position": T}, "no meaning without stretch"),
+    ({"stretch": False, "endpoints": "moving"}, "for rates that stretch"),
+    ({"endpoints": "best"}, '"optimal" or "moving"'),
 )
 def test_errors_of_post(options, message):
     assert_raises(ValueError, message, post, **options)
@@ -183,14 +181,12 @@ def test_a_gain_without_post():
     assert_raises(ValueError, "give post too", mamba2, stretch_gain=True, post=None)
 
 
-@pytest.mark.parametrize(
-    ("name", "post", "message"),
-    [
-        ("gated_deltanet", None, "give post too"),
-        ("rwkv7", None, "give post too"),
-        ("gated_deltanet", {"train_length": T, "reference_length": T}, "its state diverges"),
-        ("kda", {"train_length": T}, "needs a scalar decay"),
-    ],
+@cases(
+    "name, post, message",
+    ("gated_deltanet", None, "give post too"),
+    ("rwkv7", None, "give post too"),
+    ("gated_deltanet", {"train_length": T, "reference_length": T}, "its state diverges"),
+    ("kda", {"train_length": T}, "needs a scalar decay"),
 )
 def test_a_gain_without_meaning(name, post, message):
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import ray
 from filelock import FileLock
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.cli import main
 from halflife.lab.experiments import compare as comparison
@@ -117,9 +117,7 @@ def stands_still(job, threads):
 
 # A run saves every 2 steps, and when it gets SIGTERM.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("works", "starts"), [(killed, ["0", "2"]), (told_to_end, ["0", "3"]), (stands_still, ["0", "2"])]
-)
+@cases("works, starts", (killed, ["0", "2"]), (told_to_end, ["0", "3"]), (stands_still, ["0", "2"]))
 def test_a_run_whose_worker_dies_goes_on_from_its_checkpoint(cluster, whole, tmp_path, monkeypatch, works, starts):
     monkeypatch.setattr(pool, "run_job_in_worker", works)
     folder = new(tmp_path / "x", ["mamba2"], seeds=1)
@@ -259,9 +257,12 @@ def gone(mark, within=30):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@cases(
     "program",
-    ["RuntimeEnvAgent|runtime_env/agent", "DashboardAgent|dashboard/agent.py", "/raylet/raylet\0", "gcs_server\0"],
+    "RuntimeEnvAgent|runtime_env/agent",
+    "DashboardAgent|dashboard/agent.py",
+    "/raylet/raylet\0",
+    "gcs_server\0",
 )
 def test_a_killed_server_does_not_end_the_comparison(longer, tmp_path, program):
     create, expected = longer
@@ -276,9 +277,7 @@ def test_a_killed_server_does_not_end_the_comparison(longer, tmp_path, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
-)
+@cases("number, code", (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL))
 def test_a_driver_that_ends_leaves_no_process_of_its_cluster(longer, tmp_path, number, code):
     create, expected = longer
     folder = create(tmp_path / "x")
@@ -387,19 +386,17 @@ def test_workers_must_see_the_folder(tmp_path):
     assert_raises(ValueError, "share", pool.run_job_in_worker, job(tmp_path / "nowhere"), 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--on", "ray://127.0.0.1:1"], "nothing answers at ray://127.0.0.1:1"),
-        (["--on", "ray://127.0.0.1:99999"], "nothing answers"),
-        (["--on", "ray://nowhere"], "ray://host:port"),
-        (["--on", "mars"], "local, ray, ray://host:port or slurm"),
-        (["--on", "ray", "--cpus-per-run", "0"], "at least 1 processor"),
-        (["--on", "ray", "--gpus-per-run", "2"], "0 to 1 GPUs"),
-        (["--gpus-per-run", "1"], "--on ray"),
-        (["--worker-timeout", "60"], "--on ray"),
-        (["--on", "ray", "--worker-timeout", "nan"], "at least 10 seconds"),
-    ],
+@cases(
+    "arguments, message",
+    (["--on", "ray://127.0.0.1:1"], "nothing answers at ray://127.0.0.1:1"),
+    (["--on", "ray://127.0.0.1:99999"], "nothing answers"),
+    (["--on", "ray://nowhere"], "ray://host:port"),
+    (["--on", "mars"], "local, ray, ray://host:port or slurm"),
+    (["--on", "ray", "--cpus-per-run", "0"], "at least 1 processor"),
+    (["--on", "ray", "--gpus-per-run", "2"], "0 to 1 GPUs"),
+    (["--gpus-per-run", "1"], "--on ray"),
+    (["--worker-timeout", "60"], "--on ray"),
+    (["--on", "ray", "--worker-timeout", "nan"], "at least 10 seconds"),
 )
 def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife.lab.experiments import EXPERIMENTS, compare
 from halflife.lab.experiments.echo import VARIANTS, variant
@@ -96,9 +96,11 @@ def test_the_training_mixture_is_validated_and_tested_in_distribution():
     assert max(test.task["length"] for test in config.tests) == 64 * 64
 
 
-@pytest.mark.parametrize(
-    ("model", "published", "ours"),
-    [("mamba2", 1.11e6, 1_093_296), ("mamba2+attention", 998e3, 989_592), ("mamba2+ska", 982e3, 973_232)],
+@cases(
+    "model, published, ours",
+    ("mamba2", 1.11e6, 1_093_296),
+    ("mamba2+attention", 998e3, 989_592),
+    ("mamba2+ska", 982e3, 973_232),
 )
 def test_baselines_of_the_echo_paper_have_its_sizes(model, published, ours):
     """Sizes agree within 1.6 %. The paper gives those of the Mamba-3 block of its Appendix G (see `recall_model`)."""

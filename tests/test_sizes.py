@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import cases
 
 from halflife import SIZES, LanguageModel, layers, preset
 from halflife.ops.backends import triton
@@ -64,9 +65,7 @@ def of_the_paper(d, layers, ska_layers, r, heads):
     return blocks + (2 * layers + 1) * d + 32_000 * d
 
 
-@pytest.mark.parametrize(
-    ("size", "shape"), [("echo-50m", (448, 16, [3, 7, 11, 15], 56, 7)), ("echo-180m", (768, 24, [8, 16], 48, 12))]
-)
+@cases("size, shape", ("echo-50m", (448, 16, [3, 7, 11, 15], 56, 7)), ("echo-180m", (768, 24, [8, 16], 48, 12)))
 def test_echo_is_that_of_its_paper(size, shape):
     """Layers, rank, heads, chunk and d_state are the paper's; the parameter count is within 3 % of the name."""
     config = preset("echo", **SIZES[size])
@@ -122,9 +121,8 @@ def mamba2_layer(d, d_state=128):
     return d * (inner + mixed + heads) + 5 * mixed + 3 * heads + inner + inner * d
 
 
-@pytest.mark.parametrize(
-    ("size", "layers", "hidden", "heads", "published"),
-    [("post-180m", 24, 768, 24, 188.9e6), ("post-440m", 48, 1024, 32, 448.2e6)],
+@cases(
+    "size, layers, hidden, heads, published", ("post-180m", 24, 768, 24, 188.9e6), ("post-440m", 48, 1024, 32, 448.2e6)
 )
 def test_post_is_that_of_its_paper(size, layers, hidden, heads, published):
     """PoST's Table 5 gives every size: "~180M" is 188.9M, 4.9 % more than the name; "~440M" is within 2 %."""

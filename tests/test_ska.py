@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, assert_streams, generator, slices
+from helpers import assert_close, assert_raises, assert_same, assert_streams, cases, generator, slices
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
@@ -197,23 +197,21 @@ def test_a_narrow_layer_is_lifted_in_float32():
     assert_close(state["gram"], torch.einsum("bthr,bths->bhrs", keys, keys), 4 * 3e-7)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mix": "mean"}, "unknown mix 'mean'.*koopman, ridge, learned, powers"),
-        ({"lift": "cgg"}, "unknown lift 'cgg'.*none, cg"),
-        ({"query_init": "value"}, "unknown query_init 'value'.*key, own"),
-        ({"refresh": "never"}, "unknown refresh 'never'.*chunk, token"),
-        ({"normalization": "batch"}, "unknown normalization 'batch'.*causal, sequence"),
-        ({"rank": 0}, "rank of layer ska must be a whole number, 1 or more"),
-        ({"rank": 8, "lift": "cg"}, "rank must be a multiple of 3 for lift 'cg'; got 8"),
-        ({"chunk_size": 0}, "chunk_size of layer ska must be a whole number, 1 or more"),
-        ({"power": -1}, "power of layer ska must be a whole number, 0 or more"),
-        ({"power": 0, "mix": "powers"}, "power must be at least 1; got 0"),
-        ({"gamma": 0.0}, "gamma must be positive"),
-        ({"ridge": 0.0}, "ridge must be greater"),
-        ({"num_heads": 5}, "num_heads must divide hidden_size"),
-    ],
+@cases(
+    "options, message",
+    ({"mix": "mean"}, "unknown mix 'mean'.*koopman, ridge, learned, powers"),
+    ({"lift": "cgg"}, "unknown lift 'cgg'.*none, cg"),
+    ({"query_init": "value"}, "unknown query_init 'value'.*key, own"),
+    ({"refresh": "never"}, "unknown refresh 'never'.*chunk, token"),
+    ({"normalization": "batch"}, "unknown normalization 'batch'.*causal, sequence"),
+    ({"rank": 0}, "rank of layer ska must be a whole number, 1 or more"),
+    ({"rank": 8, "lift": "cg"}, "rank must be a multiple of 3 for lift 'cg'; got 8"),
+    ({"chunk_size": 0}, "chunk_size of layer ska must be a whole number, 1 or more"),
+    ({"power": -1}, "power of layer ska must be a whole number, 0 or more"),
+    ({"power": 0, "mix": "powers"}, "power must be at least 1; got 0"),
+    ({"gamma": 0.0}, "gamma must be positive"),
+    ({"ridge": 0.0}, "ridge must be greater"),
+    ({"num_heads": 5}, "num_heads must divide hidden_size"),
 )
 def test_options_without_meaning(options, message):
     """The error comes when the layer is built, not when it first runs."""

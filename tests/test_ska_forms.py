@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, generator
+from helpers import assert_close, assert_raises, cases, generator
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
@@ -268,15 +268,13 @@ def test_eta_init():
     assert build(eta_init=2.5).readout.eta.tolist() == [2.5] * HEADS
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "prefix", "refresh": "token"}, "options of mode 'chunk'"),
-        ({"mode": "masked", "decode_refresh": "token"}, "options of mode 'chunk'"),
-        ({"decode_refresh": "tokens"}, "unknown refresh 'tokens'"),
-        ({"operator": "white"}, "unknown operator"),
-        ({"mode": "both"}, "unknown mode"),
-    ],
+@cases(
+    "options, message",
+    ({"mode": "prefix", "refresh": "token"}, "options of mode 'chunk'"),
+    ({"mode": "masked", "decode_refresh": "token"}, "options of mode 'chunk'"),
+    ({"decode_refresh": "tokens"}, "unknown refresh 'tokens'"),
+    ({"operator": "white"}, "unknown operator"),
+    ({"mode": "both"}, "unknown mode"),
 )
 def test_errors_say_what_is_wrong(options, message):
     assert_raises(ValueError, message, build, **options)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fake_slurm
 import pytest
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from tiny_runs import tiny
 
 from halflife.runs import slurm
@@ -26,9 +26,10 @@ COMPARE = ["compare", "mamba2", "llama", "--lr", "1e-2", *SIZES, *TASK, "--quiet
 ON_SLURM = ["--on", "slurm", "--slurm", "time=30", "partition=tiny", "mem=2GB"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--on", "slurm", "--slurm", "time=10"], "login node"), (["--slurm", "time=10"], "give both, or neither")],
+@cases(
+    "options, message",
+    (["--on", "slurm", "--slurm", "time=10"], "login node"),
+    (["--slurm", "time=10"], "give both, or neither"),
 )
 def test_options_without_slurm_are_refused(options, message, refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 
 from halflife import tasks
 from halflife.tasks import IGNORED, TASKS, stream_seed
@@ -193,21 +193,19 @@ def test_seeds_of_splits_are_disjoint():
     assert_raises(ValueError, "train, validation, test", stream_seed, "dev", 0)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"num_pair": 4}, "Did you mean 'num_pairs'"),
-        ({"filler": "none"}, "disjoint, zoology"),
-        ({"length": 31, "num_pairs": 8}, "at least 4K"),
-        ({"num_pairs": 0}, "1 ≤ K"),
-        ({"vocab_size": 64, "length": 512, "num_pairs": 100}, "need 100 keys"),
-        ({"vocab_size": 64, "length": 512, "num_pairs": 9, "value_size": 4}, "need 36 values"),
-        ({"vocab_size": 64, "length": 512, "num_pairs": 9, "updates": 3}, "36 pairs need 36 values"),
-        ({"length": 64, "num_pairs": 8, "updates": 3}, "4K \\+ gap"),
-        ({"updates": -1}, "updates must be 0 or more"),
-        ({"hold": 0}, "hold must be 1 or more"),
-        ({"length": 35, "num_pairs": 2, "hold": 2}, "a multiple of hold"),
-    ],
+@cases(
+    "config, message",
+    ({"num_pair": 4}, "Did you mean 'num_pairs'"),
+    ({"filler": "none"}, "disjoint, zoology"),
+    ({"length": 31, "num_pairs": 8}, "at least 4K"),
+    ({"num_pairs": 0}, "1 ≤ K"),
+    ({"vocab_size": 64, "length": 512, "num_pairs": 100}, "need 100 keys"),
+    ({"vocab_size": 64, "length": 512, "num_pairs": 9, "value_size": 4}, "need 36 values"),
+    ({"vocab_size": 64, "length": 512, "num_pairs": 9, "updates": 3}, "36 pairs need 36 values"),
+    ({"length": 64, "num_pairs": 8, "updates": 3}, "4K \\+ gap"),
+    ({"updates": -1}, "updates must be 0 or more"),
+    ({"hold": 0}, "hold must be 1 or more"),
+    ({"length": 35, "num_pairs": 2, "hold": 2}, "a multiple of hold"),
 )
 def test_bad_settings_say_why(config, message):
     assert_raises(ValueError, message, tasks.build, "mqar", **config)

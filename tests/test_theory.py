@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 import numpy as np
 import pytest
 import torch
-from helpers import assert_raises, generator
+from helpers import assert_raises, cases, generator
 
 from halflife.cli import main
 from halflife.files import read_json, write_json
@@ -219,25 +219,23 @@ def test_what_the_tables_say(made, inputs):
     assert lines[-1].startswith(f"written to {made}: theory.json, theory_errors.png")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "gap"], "unknown topic 'gap'. Did you mean 'gaps'? Choose from: errors, ends"),
-        (["--only", "autocovariance"], "autocovariance needs a text: --text FILE"),
-        (["--only", "blocks"], "blocks needs a text: --text FILE"),
-        (["--only", "density"], "density needs a text: --text FILE"),
-        (["--only", "information"], "information needs runs of `halflife train`: --runs DIR"),
-        (["--text", "missing.txt"], "there is no file missing.txt"),
-        (["--runs", "missing"], "there is no folder missing"),
-        (["--channels", "0"], "need at least 2 channels"),
-        (["--length", "1"], "a length of 10"),
-        (["--beta", "0"], "β > 0"),
-        (["--beta", "nan"], "β > 0"),
-        (["--lengths", "100", "1"], "need lengths from 2"),
-        (["--counts", "0"], "counts from 1"),
-        (["--tokens", "0"], "and a token"),
-        (["--channels", "16", "--length", "2000000"], "--channels × --length may be at most 16,000,000"),
-    ],
+@cases(
+    "arguments, message",
+    (["--only", "gap"], "unknown topic 'gap'. Did you mean 'gaps'? Choose from: errors, ends"),
+    (["--only", "autocovariance"], "autocovariance needs a text: --text FILE"),
+    (["--only", "blocks"], "blocks needs a text: --text FILE"),
+    (["--only", "density"], "density needs a text: --text FILE"),
+    (["--only", "information"], "information needs runs of `halflife train`: --runs DIR"),
+    (["--text", "missing.txt"], "there is no file missing.txt"),
+    (["--runs", "missing"], "there is no folder missing"),
+    (["--channels", "0"], "need at least 2 channels"),
+    (["--length", "1"], "a length of 10"),
+    (["--beta", "0"], "β > 0"),
+    (["--beta", "nan"], "β > 0"),
+    (["--lengths", "100", "1"], "need lengths from 2"),
+    (["--counts", "0"], "counts from 1"),
+    (["--tokens", "0"], "and a token"),
+    (["--channels", "16", "--length", "2000000"], "--channels × --length may be at most 16,000,000"),
 )
 def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)

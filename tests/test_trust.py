@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from test_faults_commands import TRAIN, command, place  # noqa: F401 (a fixture)
 
 from halflife import extensions
@@ -51,17 +51,15 @@ def test_a_key_that_cannot_be_made_stops_no_run(tmp_path, monkeypatch):
     assert trust.sign({"a": 1}) == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("data", "named"),
-    [
-        ({"sources": ["../secret.txt"]}, "/secret.txt"),
-        ({"sources": ["notes.txt"], "files": [["../../secret.txt"]]}, "/secret.txt"),
-        ({"sources": ["link.txt"]}, "/link.txt"),
-        ({"sources": ["linked"]}, "/linked/secret.txt"),
-        ({"sources": ["hf:owner/name"]}, "hf:owner/name"),
-        ({"sources": ["notes.txt"], "tokenizer": "owner/name"}, "the tokenizer owner/name"),
-        ({"sources": ["/home/.ssh/id"]}, "/home/.ssh/id"),
-    ],
+@cases(
+    "data, named",
+    ({"sources": ["../secret.txt"]}, "/secret.txt"),
+    ({"sources": ["notes.txt"], "files": [["../../secret.txt"]]}, "/secret.txt"),
+    ({"sources": ["link.txt"]}, "/link.txt"),
+    ({"sources": ["linked"]}, "/linked/secret.txt"),
+    ({"sources": ["hf:owner/name"]}, "hf:owner/name"),
+    ({"sources": ["notes.txt"], "tokenizer": "owner/name"}, "the tokenizer owner/name"),
+    ({"sources": ["/home/.ssh/id"]}, "/home/.ssh/id"),
 )
 def test_a_foreign_run_reads_nothing_elsewhere(tmp_path, monkeypatch, data, named):
     here, run = tmp_path / "here", tmp_path / "there" / "run"
