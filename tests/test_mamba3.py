@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_raises, generator, slices, with_grads
 
-from halflife import layers
+from halflife import LanguageModel, layers, preset
 from halflife.layers.mamba3 import running_angle
 from halflife.ops import linear_attention
+from halflife.packing import Packing
 
 HIDDEN, HEADS, SIZE, VALUE = 12, 4, 8, 6
 
@@ -181,6 +182,22 @@ def test_only_differences_of_angles_count(options):
     assert_close(state["key"], keys, OUTPUTS)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "mamba2+post", "mamba3", "mamba3+post_norm", "mamba3_echo"])
+def test_the_step_size_is_computed_once(name, monkeypatch):
+    """The values and the decay of a token have one step size softplus(f + Δ)."""
+    sizes = {"hidden_size": 32, "num_layers": 1, "vocab_size": 8, "num_heads": 2}
+    model, counted = LanguageModel(preset(name, **sizes)), []
+
+    def softplus(x, softplus=F.softplus):
+        counted.append(tuple(x.shape))
+        return softplus(x)
+
+    monkeypatch.setattr(F, "softplus", softplus)
+    model(torch.zeros(1, 5, dtype=torch.long))
+    rates = name == "mamba3_echo"  # whose rates softplus(a) are as many
+    assert counted.count((1, 5, 2)) == 1 + rates
+
+
 def test_whole_turns_do_not_count():
     layer, x = build(), inputs(16)
     _, state = layer(x[:, :11])
@@ -193,7 +210,7 @@ def test_long_sums_of_angles_lose_nothing():
     lengths = [1, 20_000, 0, 130]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     turns, start = 0.1 * torch.rand(1, sum(lengths), 2, 3), torch.rand(4, 2, 3) - 0.5
-    angle, last = running_angle(turns, start, bounds)
+    angle, last = running_angle(turns, start, Packing.of(bounds, 1, sum(lengths)))
     assert angle.dtype == torch.float32
     for row, tokens in enumerate(slices(bounds.tolist())):
         exact = torch.cat([start[row : row + 1], turns[0, tokens]]).double().cumsum(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_raises, cases
 
-from halflife import ops
+from halflife import LanguageModel, ops, preset
 from halflife.packing import Packing
 
 BOUNDS = torch.tensor([0, 3, 3, 10])
@@ -82,3 +82,20 @@ def test_every_op_takes_a_packing(op):
     }[op]
     y, _ = getattr(ops, op)(q, q, q, *more, cu_seqlens=Packing.of(BOUNDS, 1, 10))
     assert torch.equal(y, getattr(ops, op)(q, q, q, *more, cu_seqlens=BOUNDS)[0])
+
+
+@pytest.mark.parametrize("name", ["mamba2+post+gate_rank", "gated_deltanet", "rwkv7", "gla", "mamba3", "simple+rope"])
+def test_a_model_reads_the_boundaries_once(name, monkeypatch):
+    """On a GPU each read would wait for the device."""
+    model = LanguageModel(preset(name, hidden_size=32, num_layers=4, vocab_size=8, num_heads=2))
+    read, tolist = [], torch.Tensor.tolist
+
+    def spy(x):
+        read.append(x)
+        return tolist(x)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", spy)
+    bounds = torch.tensor([0, 3, 3, 9])
+    model(torch.zeros(1, 9, dtype=torch.long), cu_seqlens=bounds)
+    assert sum(x is bounds for x in read) == 1
+    assert len(read) == 1

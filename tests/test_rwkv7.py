@@ -9,7 +9,6 @@ from helpers import assert_close, assert_packs, assert_pads, assert_same, assert
 from test_parity import fla, heads_first, on_linux
 
 from halflife import layers
-from halflife.layers.packing import delay
 from halflife.layers.rwkv7 import RWKV7, RWKV7ChannelMix
 
 HIDDEN, HEADS, LENGTH = 32, 4, 11
@@ -130,25 +129,6 @@ def test_channel_mix_equals_fla():
     )
     got, _ = layer(x, {"position": torch.zeros(2), "shift": last})
     assert_close(with_grads((got, None), arguments), with_grads((y, None), arguments), SINGLE)
-
-
-def test_delay():
-    x = torch.arange(1.0, 7).view(1, 6, 1)
-    last = torch.tensor([[-1.0], [-2], [-3], [-4]])
-    previous, new = delay(x, last, torch.tensor([0, 2, 2, 3, 6], dtype=torch.int32))
-    assert previous.flatten().tolist() == [-1, 1, -3, -4, 4, 5]
-    assert new.flatten().tolist() == [2, -2, 3, 6]
-    previous, new = delay(x.view(2, 3, 1), None, None)
-    assert previous[..., 0].tolist() == [[0, 1, 2], [0, 4, 5]]
-    assert new.flatten().tolist() == [3, 6]
-
-
-@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 0, 0])])
-def test_delay_of_nothing(bounds):
-    last, x = torch.randn(2, 3), torch.zeros(2 if bounds is None else 1, 0, 3)
-    previous, new = delay(x, last, bounds)
-    assert previous.shape == x.shape
-    assert_same(new, last)
 
 
 def channel_mix():

@@ -16,6 +16,7 @@ from halflife import ops
 from halflife.layers.mamba3 import running_angle
 from halflife.ops.koopman import convert_state
 from halflife.ops.slow_decay import decay_and_add, split_decay
+from halflife.packing import Packing
 from halflife.position import half_lrpe, lrpe, rope
 
 DECAYS = (0.0, -1e-8, -1e-7, -1e-6, -1e-5, -1e-4, -1e-3, -1e-2)  # one per head
@@ -243,11 +244,12 @@ def test_a_model_rotates_as_exactly():
 @pytest.mark.parametrize("turns", [0.1234567, 1e-5])
 def test_equal_steps_of_an_angle_do_not_drift(turns):
     turns = torch.full((1, 2000, 1, 1), turns)
-    expected, _ = running_angle(turns.double(), None, None)
+    rows, token = Packing(1, 2000), Packing(1, 1)
+    expected, _ = running_angle(turns.double(), None, rows)
     whole, last = None, None
     for t in range(2000):
-        whole, last = running_angle(turns[:, t : t + 1], last, None)
-    for got in (running_angle(turns, None, None)[0][:, -1:], whole):
+        whole, last = running_angle(turns[:, t : t + 1], last, token)
+    for got in (running_angle(turns, None, rows)[0][:, -1:], whole):
         distance = got.double() - expected[:, -1:]
         assert (distance - distance.round()).abs().max() <= 1e-7
 

@@ -129,10 +129,10 @@ def read_from(
     layers = iter(zip(*starts, strict=True))
     ends: list[list[State]] = [[] for _ in starts]
 
-    def run_block(block: Any, x: Tensor, own: State, cu_seqlens: Tensor | None, *, shared: Any) -> tuple[Tensor, State]:
+    def run_block(block: Any, x: Tensor, own: State, packing: Any, *, shared: Any) -> tuple[Tensor, State]:
         for end, start in zip(ends, next(layers), strict=True):
-            end.append(block(x, start, cu_seqlens, shared=dict(shared))[1])
-        return block(x, own, cu_seqlens, shared=shared)
+            end.append(block(x, start, packing, shared=dict(shared))[1])
+        return block(x, own, packing, shared=shared)
 
     _, after = model.hidden(ids.to(model.embedding.weight.device), state, call=run_block)
     return after, ends

@@ -99,9 +99,23 @@ class Mamba2Decay(SpectralDecay):
         step = F.softplus(f if self.dt_bias is None else f + self.dt_bias)
         return step.clamp(self.min_step, self.max_step) if self.min_step or self.max_step is not None else step
 
+    def forward(
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        log_rate: Tensor | None = None,
+        step: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decay.forward`; `step` is the step size of f, where the caller has computed it."""
+        return super().forward(f, log_rate=log_rate) if step is None else self.law(step, log_rate)
+
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+        return self.law(self.step_size(f), log_rate)
+
+    def law(self, step: Tensor, log_rate: Tensor | None) -> Tensor:
+        """The log-decays of step sizes `[B, T, H]` or `[B, T, H, K]`, with base log-rates as in `forward`."""
         log_rate = self.A_log if log_rate is None else log_rate
-        step = self.step_size(f)
         return -step if log_rate is None else -log_rate.exp() * step
 
     def rate_offset(self) -> float:
@@ -159,6 +173,17 @@ class Mamba2Bare(Decay):
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
         return F.softplus(f if f.dtype == torch.float64 else f.float())
+
+    def forward(
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        log_rate: Tensor | None = None,
+        step: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decay.forward`; `step` is the step size of f, where the caller has computed it."""
+        return -self.step_size(f) if step is None else -step
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return -self.step_size(f)

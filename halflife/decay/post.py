@@ -141,10 +141,22 @@ class PoST(Decay):
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self.decay.log_decay(f, self.base().view(self.base_shape))
 
-    def forward(self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        log_rate: Tensor | None = None,
+        step: Tensor | None = None,
+    ) -> Tensor:
+        """As `Decay.forward`; `step` is the step size of f (Mamba-2's), where the caller has computed it."""
         if position is None:
             position = torch.arange(1, f.shape[1] + 1, device=f.device)
-        return self._stretched(self.decay.activation(self._wide(f)), position)
+        if step is None:
+            return self._stretched(self.decay.activation(self._wide(f)), position)
+        base = self.base()
+        g = self.decay(f, log_rate=base.view(self.base_shape), step=step)
+        return g * self._log_stretch(position, base).exp().to(g.dtype)
 
     def log_stretch(self, position: Tensor) -> Tensor:
         """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""

@@ -15,7 +15,7 @@ from halflife.layers import (  # noqa: F401 (each registers itself)
 from halflife.layers.gate_rank import GateRank, gate_statistics
 from halflife.layers.mixer import LAYERS, LinearMixer, Mixer, Shared, State, build
 from halflife.layers.mlp import KoopmanMLP, SwiGLU
-from halflife.layers.packing import repad, unpad
+from halflife.layers.padding import repad, unpad
 from halflife.layers.parts import ShortConv
 from halflife.layers.rwkv7 import RWKV7ChannelMix
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers import packing
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, check_heads, rotary
+from halflife.packing import Packing
 from halflife.position import check_pairs
 from halflife.registry import unknown
 
@@ -94,18 +94,18 @@ class Attention(Mixer):
         self.q_norm, self.k_norm = (None if qk_norm == "none" else norm(size, eps=norm_eps) for size in sizes)
         self.out_proj = nn.Linear(queries, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         q, k, v, *gate = self.qkv_proj(x).split(self.splits, -1)
         q, k = self._normalized(q, self.q_norm), self._normalized(k, self.k_norm)
         v = v.unflatten(-1, (-1, self.head_dim))
         if self.position == "rope":
-            position = packing.positions(x, state.get("position"), cu_seqlens)
+            position = packing.positions(state.get("position"), x.device)
             q, k = self._rotated(q, k, position)
         tokens = self.cached(x, k, v)
-        if not state and cu_seqlens is None and self.window is None and self.max_length is None:
+        if not state and packing.cu_seqlens is None and self.window is None and self.max_length is None:
             cache, o = tokens, self.attend(q, tokens, None, None)
         else:
-            o, cache = self._with_cache(q, tokens, state, cu_seqlens, packing.lengths(x, cu_seqlens))
+            o, cache = self._with_cache(q, tokens, state, packing)
         o = o.flatten(-2)
         return self.out_proj(o * gate[0].sigmoid() if gate else o), cache
 
@@ -129,23 +129,22 @@ class Attention(Mixer):
         """What the cache holds of each token `[B, T, …]`: `k` and `v [B, T, H_kv, K]` of `x [B, T, D]`."""
         return {"keys": k, "values": v}
 
-    def _with_cache(
-        self, q: Tensor, tokens: State, state: State, cu_seqlens: Tensor | None, new: Tensor
-    ) -> tuple[Tensor, State]:
-        """Attention of `new [N]` tokens a sequence to the cache and to themselves, one row a sequence.
+    def _with_cache(self, q: Tensor, tokens: State, state: State, packing: Packing) -> tuple[Tensor, State]:
+        """Attention of the new tokens of each sequence to the cache and to themselves, one row per sequence.
 
         Rows may differ in length. The new tokens of a row come after its cache, and later slots are masked. Under a
         window, all caches have W − 1 slots, of which the last are filled.
         """
+        new, cu_seqlens = packing.lengths(q.device), packing.cu_seqlens
         rows, seen = len(new), state["position"] if state else torch.zeros_like(new)
         first = seen if self.window is None else torch.full_like(seen, self.window - 1)
         if cu_seqlens is None:
             row = torch.arange(rows, device=q.device).repeat_interleave(q.shape[1])
             slot = torch.arange(q.shape[1], device=q.device).repeat(rows)
         else:
-            row = packing.sequence_of_token(q.shape[1], cu_seqlens)
+            row = packing.sequence
             slot = torch.arange(q.shape[1], device=q.device) - cu_seqlens[row]
-        width = q.shape[1] if cu_seqlens is None else int(new.max()) if rows else 0
+        width = q.shape[1] if cu_seqlens is None else max(packing.counts, default=0)
         longest = self._slots(first + new, width)
 
         def place(tokens: Tensor, size: int, at: Tensor, old: Tensor | None) -> Tensor:

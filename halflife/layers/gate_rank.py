@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.ops import causal_conv1d, delta_rule, gate_rank, linear_attention
 from halflife.ops.gate_rank import check_reset_law
+from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype, without_autocast
 from halflife.registry import unknown
 
@@ -76,12 +77,12 @@ class SlowGate(Float32Module):
         else:
             self.A_log.uniform_(1, 16).log_()
 
-    def forward(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`f [B, T, gates]` → `(g_slow [B, T, H], the convolution's last inputs [N, gates, W − 1])`."""
-        y, state = self.signal(f, state, cu_seqlens)
+        y, state = self.signal(f, state, packing)
         return (-self.A_log.exp() * F.relu(y)).expand(*y.shape[:2], self.num_heads), state
 
-    def signal(self, f: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def signal(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`conv(f)_t + b`, `[B, T, gates]`, and the convolution's last inputs."""
         f = f.to(compute_dtype(f))
         taps, bias = (p.to(f.dtype) for p in (self.taps, self.bias))
@@ -90,7 +91,7 @@ class SlowGate(Float32Module):
         with without_autocast(f.device):
             y, state = causal_conv1d(
                 f, taps, bias, activation=None, initial_state=state, output_final_state=True,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=packing,
             )  # fmt: skip
         assert state is not None
         return y, state
@@ -139,7 +140,7 @@ class GateRank(nn.Module):
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
-        cu_seqlens: Tensor | None, **options: Any,
+        packing: Packing, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run `ops.gate_rank` on `q, k, v, g, beta`, with the gate of the slow state computed from `x [B, T, D]`.
 
@@ -147,10 +148,10 @@ class GateRank(nn.Module):
             `o [B, T, H, V]` and the new states `memory` (fast), `slow` and `slow_conv` (the gate's convolution).
         """
         f = self.proj(x if self.trained else x.detach())
-        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), cu_seqlens)
+        g_slow, conv = self.slow_gate(f, state.get("slow_conv"), packing)
         initial = (state["memory"], state["slow"]) if "memory" in state else None
         o, final = gate_rank(
-            q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens,
+            q, k, v, g_slow, g, beta, initial_state=initial, output_final_state=True, cu_seqlens=packing,
             reset_law=self.reset_law, **options,
         )  # fmt: skip
         assert final is not None
@@ -184,7 +185,7 @@ class GateRank(nn.Module):
 
 def apply_update(
     states: nn.Module | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
-    state: State, cu_seqlens: Tensor | None, **options: Any,
+    state: State, packing: Packing, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Apply the linear (beta None) or the delta update to the state of a mixer.
 
@@ -196,8 +197,8 @@ def apply_update(
     """
     if states is not None:
         assert g is not None
-        return states(x, q, k, v, g, beta, state, cu_seqlens, **options)
-    options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": cu_seqlens}
+        return states(x, q, k, v, g, beta, state, packing, **options)
+    options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": packing}
     if beta is None:
         o, memory = linear_attention(q, k, v, g, **options)
     else:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from halflife.decay import Decay, PoST
-from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
 from halflife.layers.memory.choose import build_states
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import OUTPUT_NORMS, ShortConv, build_decay, check_gain, check_heads, check_step
 from halflife.ops.fused import scale_heads
+from halflife.packing import Packing
 from halflife.precision import Float32Module
 from halflife.registry import unknown
 
@@ -122,21 +122,22 @@ class Mamba2(Mixer):
         self.norm = OUTPUT_NORMS[output_norm](inner, num_heads if norm_per_head else num_groups, norm_eps)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        position = packing.positions(x, state.get("position"), cu_seqlens)
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
+        position = packing.positions(state.get("position"), x.device)
         z, xbc, f = self.in_proj(x).split(self.splits, -1)
-        xbc, conv = self.conv(xbc, state.get("conv"), cu_seqlens)
+        xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
         step = self.decay.step_size(f)
+        g = self.decay(f, position=position, step=step)
         if self.stretch_gain:
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
         v = scale_heads(values, step)
         states = self.gate_rank or self.log_linear
         y, memory = apply_update(
-            states, x, q, k, v, self.decay(f, position=position), None, state, cu_seqlens, scale=1,
+            states, x, q, k, v, g, None, state, packing, scale=1,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))

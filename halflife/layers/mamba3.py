@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay import Decay
-from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank
 from halflife.layers.mamba2 import Skip, expand_groups
 from halflife.layers.memory.mimo import MIMO
 from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import NormBeforeGate, ShortConv, build_decay, check_heads, check_step
+from halflife.packing import Packing
 from halflife.position import check_pairs
 from halflife.precision import Float32Module, compute_dtype, inverse_softplus
 
@@ -160,14 +160,15 @@ class Mamba3(Mixer):
         self.norm = NormBeforeGate(inner, num_heads, norm_eps) if output_norm else None
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        position = packing.positions(x, state.get("position"), cu_seqlens)
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
+        position = packing.positions(state.get("position"), x.device)
         z, v, b, c, f, *a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
         v = v.unflatten(-1, (self.num_heads, self.head_dim))
         chosen = {"rate": F.softplus(a[0].to(compute_dtype(x))).clamp(min=self.rate_floor)} if a else {}
-        step, g = self.decay.step_size(f), self.decay(f, position=position, **chosen)
+        step = self.decay.step_size(f)
+        g = self.decay(f, position=position, step=step, **chosen)
         turns = step.unsqueeze(-1) * rate.to(compute_dtype(rate)).tanh().unsqueeze(-2) / 2
-        angle, last = running_angle(turns, state.get("angle"), cu_seqlens)
+        angle, last = running_angle(turns, state.get("angle"), packing)
         q, k = (part.unflatten(2, (-1, self.num_heads)) for part in (self.query(c), self.key(b)))
         q, k = (part.flatten(2, 3) for part in turn_both(q, k, angle.unsqueeze(2)))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
@@ -175,9 +176,9 @@ class Mamba3(Mixer):
         if self.mimo is not None:
             z = z.unflatten(-1, (self.num_heads, -1))
             options["norm"] = self.norm
-            y, memory = self.mimo(x, q, k, v, z, self.skip.D, g, step, end, state, cu_seqlens, **options)
+            y, memory = self.mimo(x, q, k, v, z, self.skip.D, g, step, end, state, packing, **options)
             return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
-        y, memory = integrate(x, q, k, v, g, step, end, state, cu_seqlens, gate=self.gate_rank, **options)
+        y, memory = integrate(x, q, k, v, g, step, end, state, packing, gate=self.gate_rank, **options)
         y = self.skip(y, v).flatten(-2)
         y = y * F.silu(z) if self.norm is None else self.norm(y, z)
         return self.out_proj(y), {"angle": last, **memory}
@@ -212,10 +213,16 @@ class ChosenRateDecay(Decay):
         return F.softplus(f if self.dt_bias is None else f + self.dt_bias)
 
     def forward(
-        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, rate: Tensor | None = None
+        self,
+        f: Tensor,
+        *,
+        position: Tensor | None = None,
+        log_rate: Tensor | None = None,
+        step: Tensor | None = None,
+        rate: Tensor | None = None,
     ) -> Tensor:
-        """Compute log-decays `[B, T, H]` from f and the rate r of every token. None means r = log 2."""
-        return -self.step_size(f) * (math.log(2) if rate is None else rate)
+        """Compute log-decays `[B, T, H]` from f, or its step size, and the rate r of every token (None: log 2)."""
+        return -(self.step_size(f) if step is None else step) * (math.log(2) if rate is None else rate)
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         return self(f)
@@ -276,16 +283,17 @@ class EchoMamba3(Mixer):
         self.conv = ShortConv(inner, conv_size, bias=True)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
-        v, conv = self.conv(v, state.get("conv"), cu_seqlens)
+        v, conv = self.conv(v, state.get("conv"), packing)
         b, c, rate = (part.to(compute_dtype(part)).unflatten(-1, (self.num_heads, -1)) for part in (b, c, rate))
         f, a, trapezoid = (part.to(compute_dtype(part)) for part in (f, a, trapezoid))
-        step, g = F.softplus(f), self.decay(f, rate=F.softplus(a))
-        angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), cu_seqlens)
+        step = F.softplus(f)
+        g = self.decay(f, step=step, rate=F.softplus(a))
+        angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), packing)
         q, k = turn_both(c, b, angle)
         y, memory = integrate(
-            x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, cu_seqlens,
+            x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, packing,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife import decay as decays
-from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
 from halflife.layers.memory.choose import KINDS, build_states
+from halflife.layers.padding import repad, unpad
 from halflife.layers.parts import GATES, DecayProjection, ShortConv, build_decay, check_gain, check_heads, rotary
 from halflife.ops import dplr
 from halflife.ops.fused import l2_normalize
@@ -43,7 +43,7 @@ class Mixer(nn.Module):
         self,
         x: Tensor,
         state: State | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         attention_mask: Tensor | None = None,
         shared: Shared | None = None,
     ) -> tuple[Tensor, State]:
@@ -52,7 +52,7 @@ class Mixer(nn.Module):
         Args:
             x: inputs `[B, T, D]`.
             state: the state after the previous piece, one row a sequence, or None at the start. It is not modified.
-            cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1).
+            cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1), or the `Packing` of x.
             attention_mask: `[B, T]`, 0 at padding on the left or right. Padding is left out, and y is 0 there.
             shared: a dict that all layers of one forward pass share. It holds values that a layer passes to later ones
                 (RWKV-7's first values) and inputs of all layers (SKA's action mask).
@@ -65,28 +65,26 @@ class Mixer(nn.Module):
         """
         if x.ndim != 3:
             raise ValueError(f"x must be [B, T, D]; got {tuple(x.shape)}")
-        sequences = Packing.of(cu_seqlens, *x.shape[:2]).num_sequences
-        if state and len(state["position"]) != sequences:
-            raise ValueError(f"the state has {len(state['position'])} sequences, but the input has {sequences}")
-        if attention_mask is None:
-            return self._mix_and_count(x, state or {}, cu_seqlens, shared)
-        if cu_seqlens is not None:
-            raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
-        packed, cu_seqlens, index = packing.unpad(x, attention_mask)
-        y, state = self._mix_and_count(packed, state or {}, cu_seqlens, shared)
-        return packing.repad(y, index, *x.shape[:2]), state
+        if attention_mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
+            packed, bounds, index = unpad(x, attention_mask)
+            y, new = self.forward(packed, state, Packing(1, packed.shape[1], bounds), None, shared)
+            return repad(y, index, *x.shape[:2]), new
+        packing, state = Packing.of(cu_seqlens, *x.shape[:2]), state or {}
+        if state and len(state["position"]) != packing.num_sequences:
+            raise ValueError(
+                f"the state has {len(state['position'])} sequences, but the input has {packing.num_sequences}"
+            )
+        y, new = self.mix(x, state, packing, shared)
+        return y, {"position": packing.lengths(x.device) + state.get("position", 0), **new}
 
-    def _mix_and_count(
-        self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None
-    ) -> tuple[Tensor, State]:
-        y, new = self.mix(x, state, cu_seqlens, shared)
-        return y, {"position": packing.lengths(x, cu_seqlens) + state.get("position", 0), **new}
-
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         """Mix inputs without padding.
 
         Args:
-            x, cu_seqlens, shared: as in `forward`.
+            x, shared: as in `forward`.
+            packing: where the sequences of x lie.
             state: the state after the previous piece; an empty dict at the start.
 
         Returns:
@@ -248,28 +246,28 @@ class LinearMixer(Mixer):
         self.gate = GATES[gate](hidden_size, num_heads, self.value_dim, norm_eps)
         self.out_proj = nn.Linear(num_heads * self.value_dim, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         new: dict[str, Any] = {}
-        position = packing.positions(x, state.get("position"), cu_seqlens)
-        g, shared_key, decayed = self.log_decays(x, position, state.get("decay"), cu_seqlens)
+        position = packing.positions(state.get("position"), x.device)
+        g, shared_key, decayed = self.log_decays(x, position, state.get("decay"), packing)
         if decayed is not None:
             new["decay"] = decayed
         qkv = self.qkv_proj(x)
         if self.conv is not None:
-            qkv, new["conv"] = self.conv(qkv, state.get("conv"), cu_seqlens)
+            qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
         q, k, v = self.heads(qkv, shared_key, position)
-        o, memory = self.update_state(x, q, k, v, g, state, cu_seqlens)
+        o, memory = self.update_state(x, q, k, v, g, state, packing)
         return self.out_proj(self.gate(o.to(x.dtype), x)), new | memory
 
     def update_state(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, packing: Packing
     ) -> tuple[Tensor, State]:
         """Return the outputs `[B, T, H, V]` of the op and the memories after it."""
         new: dict[str, Any] = {}
         beta = None if self.beta_proj is None else self.beta_scale * self.beta_proj(x).sigmoid()
         if self.stretch_gain:
             assert isinstance(self.decay, decays.PoST)
-            gain = self.decay.log_stretch(packing.positions(x, state.get("position"), cu_seqlens)).exp().to(k.dtype)
+            gain = self.decay.log_stretch(packing.positions(state.get("position"), x.device)).exp().to(k.dtype)
             k, beta = (k * gain.unsqueeze(-1), None) if beta is None else (k, beta * gain)
         options = {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
         if self.update.startswith("dplr"):
@@ -282,25 +280,25 @@ class LinearMixer(Mixer):
                 added, read = k, -k * g.exp().to(k.dtype)
             o, new["memory"] = dplr(
                 q, added, v, read, written, g, initial_state=state.get("memory"), output_final_state=True,
-                cu_seqlens=cu_seqlens, **options,
+                cu_seqlens=packing, **options,
             )  # fmt: skip
         else:
             states = self.gate_rank or self.log_linear
-            o, new = apply_update(states, x, q, k, v, g, beta, state, cu_seqlens, **options)
+            o, new = apply_update(states, x, q, k, v, g, beta, state, packing, **options)
         return o, new
 
     def log_decays(
-        self, x: Tensor, position: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+        self, x: Tensor, position: Tensor, state: Tensor | None, packing: Packing
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """`g [B, T, H]` or `[B, T, H, K]`, the shared keys or None, and the state of the decay or None."""
         if self.decay is None:
             return None, None, None
         shape = (*x.shape[:2], *self.decay.shape)
         f = x.new_zeros(()).expand(shape) if self.decay_proj is None else self.decay_proj(x)
-        g, new = self.decay.scan(f, position=position, state=state, cu_seqlens=cu_seqlens)
+        g, new = self.decay.scan(f, position=position, state=state, cu_seqlens=packing)
         key = None
         if self.share_keys:
-            key = self.decay.shared_key(f, g, state, cu_seqlens)
+            key = self.decay.shared_key(f, g, state, packing)
             key = torch.cat([key, key], -1) if self.position == "rope" else key
         return (torch.cat([g[..., : self.paired], g], -1) if self.paired else g), key, new
 

@@ -14,6 +14,7 @@ from halflife.decay import Decay, PoST
 from halflife.decay.base import build as build_named_decay
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
+from halflife.packing import Packing
 from halflife.position import angles, rope, spread
 from halflife.precision import compute_dtype
 
@@ -216,10 +217,10 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`x [B, T, D]` → `(y [B, T, D], state)`."""
         y, state = causal_conv1d(
-            x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens
+            x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=packing
         )
         assert state is not None
         return y, state

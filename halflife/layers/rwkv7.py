@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from halflife.decay import Decay, PoST
 from halflife.decay.rwkv7 import zigzag
-from halflife.layers import packing
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import build_decay, check_gain, check_heads
 from halflife.ops import dplr
 from halflife.ops.fused import l2_normalize
+from halflife.packing import Packing
 
 # Exponents e of the initial value of each μ, which is 1 − (i/D)^{e (1 − layer/layers)} in channel i.
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -169,9 +169,9 @@ class RWKV7(Mixer):
         if self.v0 is not None:
             self.v0.copy_(0.73 - 0.4 * ramp)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        position = packing.positions(x, state.get("position"), cu_seqlens)
-        previous, last = packing.delay(x, state.get("shift"), cu_seqlens)
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
+        position = packing.positions(state.get("position"), x.device)
+        previous, last = packing.delay(x, state.get("shift"))
         change = previous - x
         xs = {name: torch.addcmul(x, change, mu) for name, mu in self.mu.items()}
         r, v = self._per_head(self.r_proj(xs["r"])), self._per_head(self.values(xs["v"], shared))
@@ -184,7 +184,7 @@ class RWKV7(Mixer):
         g = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position)
         o, memory = dplr(
             r, k, v, a, b, g,
-            scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
@@ -247,8 +247,8 @@ class RWKV7ChannelMix(Mixer):
     def _reset_shift(self) -> None:
         self.mu.copy_(_shift_start(len(self.mu), (1 - self.depth) ** 4))
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        previous, last = packing.delay(x, state.get("shift"), cu_seqlens)
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
+        previous, last = packing.delay(x, state.get("shift"))
         y = self.v_proj(self.k_proj(torch.addcmul(x, previous - x, self.mu)).relu().square())
         return y, {"shift": last}
 

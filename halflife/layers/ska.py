@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers import packing
 from halflife.layers.init import drawn, orthogonal, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.padding import unpad
 from halflife.layers.parts import DecayProjection, ShortConv, build_decay, check_heads
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
+from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype
 from halflife.registry import unknown
 
@@ -232,19 +233,19 @@ class SKA(Mixer):
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"action_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
         if mask is not None and attention_mask is not None:
-            shared = {"action_mask": packing.unpad(mask, attention_mask)[0]}
+            shared = {"action_mask": unpad(mask, attention_mask)[0]}
         return super().forward(x, state, cu_seqlens, attention_mask, shared)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         parts, others = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], {}
         if self.query_init == "key":
             parts[0] = parts[0] + parts[1]
         if self.conv is not None:
-            joined, others["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), cu_seqlens)
+            joined, others["conv"] = self.conv(torch.cat(parts, -1), state.get("conv"), packing)
             parts = joined.split(self.splits, -1)
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         q, k = self.lifted(q), self.lifted(k)
-        weights, decayed = self.weights(x, state, cu_seqlens)
+        weights, decayed = self.weights(x, state, packing)
         if decayed is not None:
             others["decay"] = decayed
         before = {name: part for name, part in state.items() if name not in ("position", "conv", "decay")} or None
@@ -252,21 +253,19 @@ class SKA(Mixer):
         if self.mode == "masked" and state:
             raise ValueError("mode 'masked' reads in both directions, so it has no state to continue from")
         if self.mode == "chunk" or before is not None:
-            y, new = self.read(q, k, v, weights, mask, before, cu_seqlens)
+            y, new = self.read(q, k, v, weights, mask, before, packing)
         else:
-            y, new = self.read_whole(q, k, v, weights, mask, cu_seqlens)
+            y, new = self.read_whole(q, k, v, weights, mask, packing)
         return self.out_proj(y.flatten(-2)), {**new, **others}
 
-    def weights(self, x: Tensor, state: State, cu_seqlens: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
+    def weights(self, x: Tensor, state: State, packing: Packing) -> tuple[dict[str, Tensor], Tensor | None]:
         """The op's `g [B, T, H]` or `[B, T, H, R]` and `beta [B, T, H]`, if any, and the state of the decay or None."""
         weights, decayed = {}, None
         if self.decay is not None:
             f = x.new_zeros(()).expand(*x.shape[:2], *self.decay.shape)
             f = f if self.decay_proj is None else self.decay_proj(x)
-            position = packing.positions(x, state.get("position"), cu_seqlens)
-            weights["g"], decayed = self.decay.scan(
-                f, position=position, state=state.get("decay"), cu_seqlens=cu_seqlens
-            )
+            position = packing.positions(state.get("position"), x.device)
+            weights["g"], decayed = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
         if self.beta_proj is not None:
             weights["beta"] = self.beta_proj(x).sigmoid()
         return weights, decayed
@@ -280,18 +279,17 @@ class SKA(Mixer):
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None, state: State | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Causal: each query reads earlier tokens."""
         refresh = "token" if self.mode == "prefix" else self.options["refresh"]
         if state is not None:
-            longest = q.shape[1] if cu_seqlens is None else max(cu_seqlens.diff().tolist(), default=0)
-            if longest <= 1 and not self.training and self.mode == "chunk":
+            if max(packing.counts, default=0) <= 1 and not self.training and self.mode == "chunk":
                 refresh = self.decode_refresh
             size = 1 if refresh == "token" else self.options["chunk_size"]
             state = convert_state(state, size, self.options["normalization"])
         options = {**self.options, **weights, "refresh": refresh}
-        result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=cu_seqlens)
+        result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=packing)
         new = result.state
         if torch.compiler.is_exporting() and self.mode == "chunk" and self.options["refresh"] == "chunk":
             # The graphs of a step and of a prompt share a state.
@@ -300,12 +298,12 @@ class SKA(Mixer):
 
     def read_whole(
         self, q: Tensor, k: Tensor, v: Tensor, weights: dict[str, Tensor], mask: Tensor | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """In both directions: all queries of a sequence read one operator of its tokens."""
         if self.mode == "masked" and mask is None:
             mask = torch.ones(k.shape[:2], device=k.device)
-        lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        lengths = [q.shape[1]] if packing.cu_seqlens is None else packing.counts
         named = {**weights, **({} if mask is None else {"mask": mask})}
         parts = zip(*(x.split(lengths, 1) for x in (q, k, v, *named.values())), strict=True)
         options = {**self.options, "mode": self.mode, "refresh": "token"}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import GatedRMSNorm, check_heads
 from halflife.ops import linear_attention
+from halflife.packing import Packing
 from halflife.precision import Float32Module
 
 
@@ -72,13 +73,13 @@ class TPE(Mixer):
         self.chunk_size, self.backend = chunk_size, backend
         self.kernel = ToeplitzKernel(num_heads, state_size, longest)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         read, write, rate = (
             p.expand(*x.shape[:2], -1, -1) for p in (self.kernel.read, self.kernel.write, self.kernel.log_rate.exp())
         )
         y, memory = linear_attention(
             read.to(x.dtype), write.to(x.dtype), x.unflatten(-1, (self.num_heads, self.head_dim)), -rate, scale=1,
-            initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
@@ -128,12 +129,12 @@ class PaperTPE(Mixer):
         self.chunk_size, self.backend = chunk_size, backend
         self.kernel = HeadDecay(num_heads, self.head_dim)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True).expand(*x.shape[:2], -1, -1)
         g = F.logsigmoid(self.kernel.logit).expand(*x.shape[:2], -1)
         y, memory = linear_attention(
             torch.ones_like(weight).to(x.dtype), weight.to(x.dtype), x.unflatten(-1, (self.num_heads, self.head_dim)),
-            g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
@@ -158,6 +159,6 @@ class ReleasedTPE(PaperTPE):
         self.norm = GatedRMSNorm(hidden_size, num_heads, norm_eps)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
-        y, new = super().mix(x, state, cu_seqlens, shared)
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
+        y, new = super().mix(x, state, packing, shared)
         return self.out_proj(self.norm(y)), new

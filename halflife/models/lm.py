@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, S
 from halflife.layers.init import reset
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm
 from halflife.models.config import ModelConfig
+from halflife.packing import Packing
 from halflife.precision import Float32Module
 
 ModelState = tuple[State, ...]
@@ -41,21 +43,19 @@ class Block(nn.Module):
         self.mlp_norm = None if self.mlp is None else _norm(config)
         self.norms_after = config.norms_after(layer_idx)
 
-    def forward(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None, shared: Shared
-    ) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
         # Earlier layers may be on another device.
         shared.update({name: part.to(x.device) for name, part in shared.items()})
-        y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), cu_seqlens, shared=shared)
+        y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
         x = x + y
         if self.beside is not None:
-            y, after = self.beside(x, _part(state, "beside"), cu_seqlens, shared=shared)
+            y, after = self.beside(x, _part(state, "beside"), packing, shared=shared)
             x, new = x + y, {**new, **{f"beside.{name}": part for name, part in after.items()}}
         if self.mlp is None or self.mlp_norm is None:
             return x, new
         if not isinstance(self.mlp, Mixer):
             return x + (self.mlp_norm(self.mlp(x)) if self.norms_after else self.mlp(self.mlp_norm(x))), new
-        y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), cu_seqlens)
+        y, after = self._normed(self.mlp, self.mlp_norm, x, _part(state, "mlp"), packing)
         return x + y, {**new, **{f"mlp.{name}": part for name, part in after.items()}}
 
     def _normed(self, mixer: Mixer, norm: nn.Module, x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, State]:
@@ -68,10 +68,6 @@ def _part(state: State | None, owner: str = "") -> State | None:
     """The state of one part of a block, whose names begin with `owner.`, or of its mixer; None at the start."""
     parts = ((*name.rpartition("."), x) for name, x in (state or {}).items())
     return {name: x for prefix, _, name, x in parts if prefix == owner} or None
-
-
-def _run(block: nn.Module, *inputs: Any, **shared: Any) -> tuple[Tensor, State]:
-    return block(*inputs, **shared)
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -186,7 +182,7 @@ class LanguageModel(nn.Module):
         Args:
             ids: token ids `[B, T]`, or embeddings `[B, T, D]`.
             state, cu_seqlens, attention_mask, action_mask: as in `forward`.
-            call: function that runs a block, `call(block, x, state, cu_seqlens, shared=shared)`, for activation
+            call: function that runs a block, `call(block, x, state, packing, shared=shared)`, for activation
                 checkpoints or to record inputs; None means `block(x, …)`.
         """
         if not isinstance(ids, Tensor):
@@ -199,19 +195,24 @@ class LanguageModel(nn.Module):
         if state is not None and len(state) != depth:
             raise ValueError(f"this state has {len(state)} layers; the model has {depth}")
         shape, index, shared = ids.shape[:2], None, self._shared(ids, action_mask)
-        if attention_mask is not None:
+        if attention_mask is None:
+            packing = Packing.of(cu_seqlens, *shape)
+        else:
             if cu_seqlens is not None:
                 raise ValueError("give cu_seqlens (packed) or attention_mask (padded), not both")
             shared = {name: layers.unpad(x, attention_mask)[0] for name, x in shared.items()}
-            ids, cu_seqlens, index = layers.unpad(ids, attention_mask)
+            ids, bounds, index = layers.unpad(ids, attention_mask)
+            packing = Packing(1, ids.shape[1], bounds)
         x, new, toeplitz = self.embedding_norm(self._embed(ids)), [], []
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
         if self.tpe is not None:
-            encoded, tpe_state = self.tpe(x, None if state is None else state[-1], cu_seqlens)
+            encoded, tpe_state = self.tpe(x, None if state is None else state[-1], packing)
             x, toeplitz = (x + encoded if self.config.position == "tpe" else encoded), [tpe_state]
         for i, block in enumerate(self.blocks):
-            x, layer_state = (call or _run)(block, x, None if state is None else state[i], cu_seqlens, shared=shared)
+            before = None if state is None else state[i]
+            run = block if call is None else partial(call, block)
+            x, layer_state = run(x, before, packing, shared=shared)
             new.append(layer_state)
         new += toeplitz
         x = self.norm(x)

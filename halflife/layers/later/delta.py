@@ -17,6 +17,7 @@ from halflife.layers.mixer import LAYERS, LinearMixer, State
 from halflife.layers.parts import ShortConv
 from halflife.ops import delta_rule, dplr
 from halflife.ops.fused import l2_normalize
+from halflife.packing import Packing
 
 # fla draws e^A of Comba and DeltaProduct from U(0, 16).
 WIDE_RATES = {"rate_start": "uniform_0_16"}
@@ -86,7 +87,7 @@ class GatedDeltaNet2(KDA):
         self.write_proj = nn.Linear(hidden_size, num_heads * self.value_dim, bias=False)
 
     def update_state(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, packing: Packing
     ) -> tuple[Tensor, State]:
         assert g is not None
         decay = g.exp() if g.ndim == k.ndim else g.exp().unsqueeze(-1)
@@ -95,7 +96,7 @@ class GatedDeltaNet2(KDA):
         # The view is needed because torch.compile refuses an autograd function that gets one tensor twice.
         o, memory = dplr(
             q, k, write * v, -erase * k * decay.to(k.dtype), k.view_as(k), g, scale=self.head_dim**-0.5,
-            initial_state=state.get("memory"), output_final_state=True, cu_seqlens=cu_seqlens,
+            initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
@@ -157,7 +158,7 @@ class Comba(LinearMixer):
         return l2_normalize(q - weight * k), l2_normalize(k), v
 
     def update_state(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, packing: Packing
     ) -> tuple[Tensor, State]:
         assert self.beta_proj is not None
         beta = (self.beta_scale * self.beta_proj(x).sigmoid()).unsqueeze(-1)
@@ -165,7 +166,7 @@ class Comba(LinearMixer):
         q, written, read, k = (x.to(v.dtype) for x in (q, beta * k, read, k))  # autocast leaves some in float32
         o, memory = dplr(
             q, written, v, read, k, g, scale=self.head_dim**-0.5, initial_state=state.get("memory"),
-            output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
+            output_final_state=True, cu_seqlens=packing, chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
         return o, {"memory": memory}
@@ -224,7 +225,7 @@ class DeltaProduct(LinearMixer):
         return x.unflatten(-1, (self.steps, self.num_heads, size)).flatten(1, 2)
 
     def update_state(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, packing: Packing
     ) -> tuple[Tensor, State]:
         assert self.beta_proj is not None
         beta = self.beta_scale * self.beta_proj(x).sigmoid().unflatten(-1, (self.steps, -1)).flatten(1, 2)
@@ -234,8 +235,7 @@ class DeltaProduct(LinearMixer):
             g = F.pad(g.unsqueeze(2), (*[0, 0] * (g.ndim - 2), 0, more)).flatten(1, 2)
         o, memory = delta_rule(
             q, k, v, beta, g, scale=self.head_dim**-0.5, initial_state=state.get("memory"), output_final_state=True,
-            cu_seqlens=None if cu_seqlens is None else self.steps * cu_seqlens, chunk_size=self.chunk_size,
-            backend=self.backend,
+            cu_seqlens=packing.repeated(self.steps), chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
         return o[:, more :: self.steps], {"memory": memory}

@@ -14,6 +14,7 @@ from halflife.layers.mamba2 import Skip
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.parts import ShortConv, check_heads
 from halflife.ops import linear_attention
+from halflife.packing import Packing
 from halflife.precision import compute_dtype
 from halflife.registry import unknown
 
@@ -98,9 +99,9 @@ class Longhorn(Mixer):
         """Draw all parameters of the layer again."""
         reset(self, self.initial)
 
-    def mix(self, x: Tensor, state: State, cu_seqlens: Tensor | None, shared: Shared | None) -> tuple[Tensor, State]:
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         values, z = self.in_proj(x).chunk(2, -1)
-        values, conv = self.conv(values, state.get("conv"), cu_seqlens)
+        values, conv = self.conv(values, state.get("conv"), packing)
         r, k, q = self.x_proj(values).split(self.splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         step, g = self.step_sizes(self.step_proj(r).sigmoid(), k)
@@ -108,7 +109,7 @@ class Longhorn(Mixer):
         q = q.to(values.dtype)
         y, memory = linear_attention(
             q.unsqueeze(2).expand_as(written), written, values, g, scale=1, initial_state=state.get("memory"),
-            output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
+            output_final_state=True, cu_seqlens=packing, chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         assert memory is not None
         y = self.skip(y.to(x.dtype), values).flatten(-2) * torch.nn.functional.silu(z)

@@ -12,15 +12,16 @@ from halflife.layers.later.delta import fix_options
 from halflife.layers.mixer import LAYERS, LinearMixer, State
 from halflife.layers.parts import ShortConv
 from halflife.ops import ridge_attention
+from halflife.packing import Packing
 from halflife.precision import Float32Module, inverse_softplus_of
 
 
 class KeyConv(ShortConv):
     """A short convolution on the first channels, those of q and k. The others pass unchanged."""
 
-    def forward(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         convolved, others = x.tensor_split([len(self.weight)], -1)
-        convolved, state = super().forward(convolved, state, cu_seqlens)
+        convolved, state = super().forward(convolved, state, packing)
         return torch.cat([convolved, others], -1), state
 
 
@@ -85,14 +86,14 @@ class MesaNet(LinearMixer):
         self.solver = {"iterations": iterations, "tolerance": tolerance}
 
     def update_state(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, cu_seqlens: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: State, packing: Packing
     ) -> tuple[Tensor, State]:
         assert g is not None
         assert self.beta_proj is not None
         initial = (state["gram"], state["memory"]) if "gram" in state else None
         o, sums = ridge_attention(
             q, k, v, g, self.beta_scale * self.beta_proj(x).sigmoid(), self.ridge().to(g.dtype), initial_state=initial,
-            output_final_state=True, cu_seqlens=cu_seqlens, chunk_size=self.chunk_size, backend=self.backend,
+            output_final_state=True, cu_seqlens=packing, chunk_size=self.chunk_size, backend=self.backend,
             **self.solver,
         )  # fmt: skip
         assert sums is not None

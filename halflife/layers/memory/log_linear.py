@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers import packing
 from halflife.ops import log_linear_attention
 from halflife.ops.arguments import is_traced
 from halflife.ops.gate_rank import masks
 from halflife.ops.log_linear.rows import levels
+from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype
 
 State = dict[str, Tensor]
@@ -71,14 +71,14 @@ class LogLinear(nn.Module):
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: State,
-        cu_seqlens: Tensor | None, **options: Any,
+        packing: Packing, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Run the op on `q, k, v, g`, with the weights of the levels computed from `x [B, T, D]`.
 
         Returns:
             `o [B, T, H, V]` and the new state `memory [N, H, L − 1, K, V]`, or with fewer levels (see `num_levels`).
         """
-        count, initial = self._num_states(x, state, cu_seqlens), None
+        count, initial = self._num_states(x, state, packing), None
         if (memory := state.get("memory")) is not None:
             if memory.shape[2] < count:
                 memory = F.pad(memory, (0, 0, 0, 0, 0, count - memory.shape[2]))
@@ -91,17 +91,17 @@ class LogLinear(nn.Module):
             self.weights(x)[..., : count + 1],
             initial_state=initial,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
             **options,
         )
         assert final is not None
         return o, {"memory": final[0]}
 
-    def _num_states(self, x: Tensor, state: State, cu_seqlens: Tensor | None) -> int:
+    def _num_states(self, x: Tensor, state: State, packing: Packing) -> int:
         """The states that have content after `x`, or all L − 1 (see `num_levels`); not fewer than `state` holds."""
         if self.all_levels or not x.is_cpu or is_traced(x):
             return self.num_levels - 1
-        ends = packing.lengths(x, cu_seqlens) + state.get("position", 0)
+        ends = packing.lengths(x.device) + state.get("position", 0)
         digits = int(ends.max()).bit_length() if len(ends) else 0
         held = state["memory"].shape[2] if "memory" in state else 1
         return max(held, min(self.num_levels - 1, digits))

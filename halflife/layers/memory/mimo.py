@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers import packing
 from halflife.layers.gate_rank import apply_update
 from halflife.ops import fused
+from halflife.packing import Packing
 from halflife.precision import Float32Module
 
 State = dict[str, Tensor]
@@ -46,7 +46,7 @@ class MIMO(Float32Module):
 
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, skip: Tensor, g: Tensor, step: Tensor, end: Tensor,
-        state: State, cu_seqlens: Tensor | None, norm: nn.Module | None = None, **options: Any,
+        state: State, packing: Packing, norm: nn.Module | None = None, **options: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """Compute the gated outputs of all heads.
 
@@ -56,7 +56,7 @@ class MIMO(Float32Module):
             v, z: values and gates `[B, T, H, V]`.
             skip: D, one a head.
             g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
-            state, cu_seqlens: as in `Mixer.forward`.
+            state, packing: as in `Mixer.forward`.
             norm: `RMSNorm(y) ⊙ silu(z)` over each head, in the place of `y ⊙ silu(z)`, or None.
             **options: passed to the op.
 
@@ -64,17 +64,18 @@ class MIMO(Float32Module):
             `y [B, T, H, V]`, and the new state `memory [N, H, K, V]`, `key [N, R·H, K]`, `value [N, H, V]`.
         """
         rank, gain = self.rank, end * step
-        before, last_gain = packing.delay(gain, None, cu_seqlens)
-        k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
-        v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
+        before, last_gain = packing.delay(gain, None)
+        k_before, key = packing.delay(k, state.get("key"))
+        v_before, value = packing.delay(v, state.get("value"))
         weight = g.exp() * (before + (1 - end) * step)
         written = (weight.repeat(1, 1, rank).unsqueeze(-1) * k_before).to(v.dtype)
 
         q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written))
         v_rows = (v_before.unsqueeze(2) * self.values.to(v.dtype)).flatten(1, 2)
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
-        bounds = None if cu_seqlens is None else cu_seqlens * rank
-        y, memory = apply_update(None, x, q_rows, k_rows, v_rows, decays, None, state, bounds, scale=1, **options)
+        y, memory = apply_update(
+            None, x, q_rows, k_rows, v_rows, decays, None, state, packing.repeated(rank), scale=1, **options
+        )
 
         q, k, written = (part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q)))
         later = (q @ written.transpose(-1, -2)).triu(1)  # [B, T, H, R, R]

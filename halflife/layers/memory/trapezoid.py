@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.layers import packing
 from halflife.layers.gate_rank import GateRank, apply_update
 from halflife.ops.chunked.layout import make_layout
 from halflife.packing import Packing
@@ -21,7 +20,7 @@ State = dict[str, Tensor]
 
 def integrate(
     x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
-    state: State, cu_seqlens: Tensor | None, *, gate: GateRank | None = None, **options: Any,
+    state: State, packing: Packing, *, gate: GateRank | None = None, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute the trapezoidal rule as one linear attention.
 
@@ -39,18 +38,18 @@ def integrate(
     Args:
         x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
         g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
-        state, cu_seqlens: as in `Mixer.forward`.
+        state, packing: as in `Mixer.forward`.
         gate: the layer's GateRank, or None.
         **options: passed to the op.
     """
     gain, two_states = end * step, gate is not None
     # Without GateRank, the memory of a piece already holds the first write of its last token.
-    before, last_gain = packing.delay(gain, state.get("gain") if two_states else None, cu_seqlens)
-    k_before, key = packing.delay(k, state.get("key"), cu_seqlens)
-    v_before, value = packing.delay(v, state.get("value"), cu_seqlens)
+    before, last_gain = packing.delay(gain, state.get("gain") if two_states else None)
+    k_before, key = packing.delay(k, state.get("key"))
+    v_before, value = packing.delay(v, state.get("value"))
     weight = g.exp() * (before + (1 - end) * step)
     written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-    y, memory = apply_update(gate, x, q.to(v.dtype), written, v_before, g, None, state, cu_seqlens, scale=1, **options)
+    y, memory = apply_update(gate, x, q.to(v.dtype), written, v_before, g, None, state, packing, scale=1, **options)
     memory |= {"key": key, "value": value}
     if two_states:
         memory["gain"] = last_gain
@@ -68,27 +67,30 @@ def turn_both(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
     return turn(q, cos, sin), turn(k, cos, sin)
 
 
-def running_angle(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def running_angle(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
     """Running sums of `turns [B, T, H, P]` along each sequence from `start [N, H, P]` on, and each sequence's last sum.
 
     Angles are in turns of 2π. Whole turns are subtracted exactly, so angles stay small at any length. The sums go chunk
     by chunk and separately for each sequence. Differences of one sum over all packed sequences would mix the rounding
     errors of other sequences in. The sums and the last ones are float64, because equal steps round to the same side.
     """
-    sums, last = _running_sums(wide(turns), start, cu_seqlens)
+    sums, last = _running_sums(wide(turns), start, packing)
     return sums.to(turns.dtype), last
 
 
-def _running_sums(turns: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    layout = make_layout(Packing.of(cu_seqlens, *turns.shape[:2]), 64, turns.device)
+def _running_sums(turns: Tensor, start: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    layout = make_layout(packing, 64, turns.device)
     inside = layout.align(turns).unflatten(1, (layout.num_chunks, layout.chunk)).cumsum(2)
-    bounds = None if cu_seqlens is None else F.pad(-(-cu_seqlens.diff() // layout.chunk).cumsum(0), (1, 0))
+    bounds = packing.cu_seqlens
+    if bounds is not None:
+        bounds = F.pad(-(-bounds.diff() // layout.chunk).cumsum(0), (1, 0))
+    chunks = Packing(packing.batch, layout.num_chunks, bounds)
     totals = inside[:, :, -1]
     if layout.num_chunks > len(layout.first):  # a sequence has several chunks
-        totals, _ = _running_sums(_drop_turns(totals), start, bounds)
-    entering, _ = packing.delay(totals, start, bounds)
+        totals, _ = _running_sums(_drop_turns(totals), start, chunks)
+    entering, _ = chunks.delay(totals, start)
     angle = layout.restore(_drop_turns(inside + entering.unsqueeze(2)).flatten(1, 2))
-    return angle, packing.delay(angle, start, cu_seqlens)[1]
+    return angle, packing.delay(angle, start)[1]
 
 
 def _drop_turns(angle: Tensor) -> Tensor:
