@@ -267,6 +267,13 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_the_tree_of_the_readme_has_every_room():
+    """No folder of the package is missing, and none is named that does not exist."""
+    tree = (ROOT / "README.md").read_text().split("halflife/\n", 1)[1].split("```")[0]
+    folders = {path.name for path in (ROOT / "halflife").iterdir() if (path / "__init__.py").exists()}
+    assert {named for line in tree.splitlines() for named in re.findall(r"(\w+)/", line)} == folders
+
+
 def names_of_the_api():
     """(module, name) of every member that a page of the API lists."""
     listed = re.compile(r"^::: (\S+)\n    options:\n      members: \[(.*)\]", re.M)
