@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_raises, assert_same, assert_streams, cases
 
 from halflife import decay as decays
+from halflife import layers
 from halflife.decay import DECAYS, PoST, SpectralDecay
+from halflife.decay.mamba2 import Mamba2Decay
 
 HEADS, CHANNELS, LAYER, LAYERS = 4, 3, 2, 5
 
@@ -218,6 +220,26 @@ def test_log_decay_is_never_positive(name, granularity, post):
     decay = build_kind(name, granularity, post)
     sweep = torch.linspace(-40, 40, 4001).view(1, -1, *[1] * len(decay.shape))
     assert (decay(sweep.expand(1, -1, *decay.shape)) <= 0).all()
+
+
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.parametrize("name", [name for name in DECAYS if name.startswith("mamba2")])
+def test_the_step_size_may_be_given(name, post):
+    if (name, post) in (("mamba2_no_a", True), ("mamba2_no_a_dt", True)):
+        pytest.skip("PoST orders Δ itself, or there is nothing to order")
+    decay = build_kind(name, DECAYS[name].granularities[-1], post)
+    f = activations(decay)
+    assert_same(decay(f, step=decay.step_size(f)), decay(f))
+    assert_same(decay(f, step=2 * decay.step_size(f)), 2 * decay(f))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba3"])
+@pytest.mark.parametrize("post", [None, {"train_length": 8}])
+def test_layers_compute_the_step_size_once(name, post, monkeypatch):
+    calls, step_size = [], Mamba2Decay.step_size
+    monkeypatch.setattr(Mamba2Decay, "step_size", lambda self, f: calls.append(f) or step_size(self, f))
+    layers.build(name, hidden_size=8, num_heads=2, post=post)(torch.randn(1, 3, 8))
+    assert len(calls) == 1
 
 
 @each_kind

@@ -10,7 +10,7 @@ from helpers import assert_close, assert_raises, assert_same, cases
 from halflife import decay as decays
 from halflife.decay import DECAYS, PoST, SpectralDecay
 from halflife.decay import minimax as power_law
-from halflife.decay.minimax import MEASURABLE, best_endpoints, geometric_rates, minimax_error
+from halflife.decay.minimax import LEAST_ERROR, best_endpoints, geometric_rates, minimax_error
 
 HEADS, CHANNELS, LENGTH = 4, 3, 512
 
@@ -79,7 +79,7 @@ def test_optimal_endpoints(name, granularity):
     assert_close(optimal.timescales(1).flatten(), 1 / geometric(channels, low, high), TOLERANCE)
     least = minimax_error(geometric_rates(channels, LENGTH, low, high), LENGTH, 0.7)
     for ends in ((1 / LENGTH, 1.0), (low / 1.5, high), (low, high * 1.5), (low * 1.5, high / 1.5)):
-        assert minimax_error(geometric_rates(channels, LENGTH, *ends), LENGTH, 0.7) > max(least, MEASURABLE) * 0.99
+        assert minimax_error(geometric_rates(channels, LENGTH, *ends), LENGTH, 0.7) > max(least, LEAST_ERROR) * 0.99
 
 
 def test_optimal_endpoints_while_building_on_meta(monkeypatch):

@@ -29,9 +29,12 @@ class Decay(Float32Module):
     Args:
         num_heads: heads H.
         head_dim: key channels of a head, K.
-        granularity: "scalar" (one rate a head) or "vector" (one rate a key channel).
+        granularity: "scalar" (one rate per head) or "vector" (one rate per key channel).
         layer_idx, num_layers: the index of the layer and the number of layers. Some strategies decay more slowly in
             deep layers.
+
+    Attributes:
+        shape: the shape of one token's log-decays, `(H,)` or `(H, K)`.
 
     Raises:
         ValueError: the strategy is not defined for the granularity, or a size is below 1.
@@ -43,12 +46,7 @@ class Decay(Float32Module):
     granularities: tuple[str, ...] = GRANULARITIES
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        granularity: str = "scalar",
-        layer_idx: int = 0,
-        num_layers: int = 1,
+        self, num_heads: int, head_dim: int, granularity: str = "scalar", layer_idx: int = 0, num_layers: int = 1
     ) -> None:
         super().__init__()
         if granularity not in self.granularities:
@@ -63,27 +61,30 @@ class Decay(Float32Module):
             )
         self.num_heads, self.head_dim, self.granularity = num_heads, head_dim, granularity
         self.layer_idx, self.num_layers = layer_idx, num_layers
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one token's log-decays: `(H,)` or `(H, K)`."""
-        return (self.num_heads,) if self.granularity == "scalar" else (self.num_heads, self.head_dim)
+        self.shape: tuple[int, ...] = (num_heads,) if granularity == "scalar" else (num_heads, head_dim)
 
     def reset_parameters(self) -> None:
         """Draw the parameters from the initial distribution of the strategy. Each call gives a new draw."""
 
-    def forward(self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None) -> Tensor:
+    def forward(
+        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None
+    ) -> Tensor:
         """Compute log-decays `g ≤ 0` in float32 (float64 for float64 activations).
 
         Args:
             f: activations `[B, T, H]` or `[B, T, H, K]`; the gradient flows into them.
             position: token positions, from 1, `[T]` or `[B, T]`. Only position-adaptive decays use them.
             log_rate: base log-rates `[H]` or `[H, K]` that replace the strategy's (PoST), or None.
+            step: `step_size(f)`, if the caller has it already.
         """
-        return self.log_decay(self._wide(f), log_rate)
+        f = self._wide(f)
+        return self.log_decay(f, log_rate) if step is None else self.log_decay(f, log_rate, step)
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        """The law: `g` from float32 activations and base log-rates. None means the strategy's parameters."""
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
+        """The law: `g` from float32 activations and base log-rates. None means the strategy's parameters.
+
+        Strategies with a `step_size` take it as `step`.
+        """
         raise NotImplementedError
 
     def scan(

@@ -95,27 +95,13 @@ class Mamba2Decay(SpectralDecay):
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size softplus(f + Δ) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
-        f = f if f.dtype == torch.float64 else f.float()
-        step = F.softplus(f if self.dt_bias is None else f + self.dt_bias)
+        f, bias = f if f.dtype == torch.float64 else f.float(), self.dt_bias
+        step = F.softplus(f if bias is None else f + bias)
         return step.clamp(self.min_step, self.max_step) if self.min_step or self.max_step is not None else step
 
-    def forward(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        log_rate: Tensor | None = None,
-        step: Tensor | None = None,
-    ) -> Tensor:
-        """As `Decay.forward`; `step` is the step size of f, where the caller has computed it."""
-        return super().forward(f, log_rate=log_rate) if step is None else self.law(step, log_rate)
-
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        return self.law(self.step_size(f), log_rate)
-
-    def law(self, step: Tensor, log_rate: Tensor | None) -> Tensor:
-        """The log-decays of step sizes `[B, T, H]` or `[B, T, H, K]`, with base log-rates as in `forward`."""
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         log_rate = self.A_log if log_rate is None else log_rate
+        step = self.step_size(f) if step is None else step
         return -step if log_rate is None else -log_rate.exp() * step
 
     def rate_offset(self) -> float:
@@ -139,8 +125,10 @@ class Mamba2NoRate(Mamba2Decay):
 
     has_rate = False
 
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        return -self.step_size(f) if log_rate is None else -F.softplus(f + inverse_softplus(log_rate.exp()))
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
+        if log_rate is None:
+            return -(self.step_size(f) if step is None else step)
+        return -F.softplus(f + inverse_softplus(log_rate.exp()))
 
     def rate_offset(self) -> float:
         return 0.0
@@ -174,24 +162,13 @@ class Mamba2Bare(Decay):
         """The step size softplus(f) in float32, `[B, T, H]` or `[B, T, H, K]`. Mamba-2 scales values by it."""
         return F.softplus(f if f.dtype == torch.float64 else f.float())
 
-    def forward(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        log_rate: Tensor | None = None,
-        step: Tensor | None = None,
-    ) -> Tensor:
-        """As `Decay.forward`; `step` is the step size of f, where the caller has computed it."""
-        return -self.step_size(f) if step is None else -step
-
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        return -self.step_size(f)
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
+        return -(self.step_size(f) if step is None else step)
 
 
 @DECAYS.add("mamba2_headwise")
 class Mamba2Headwise(Mamba2Decay):
-    """λ = σ(−f − Δ)^{exp A} with one A a head and one f and one Δ a key channel.
+    """λ = σ(−f − Δ)^{exp A} with one A per head and one f and one Δ per key channel.
 
     g = −e^{A_h} softplus(f + Δ). Initialisation as `mamba2`, and Δ is drawn under PoST too. It is the decay of PoST's
     released GLA and RetNet, where e^A is the sorted spectrum, from 1 to 16. Source: released code of PoST.

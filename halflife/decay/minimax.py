@@ -20,21 +20,21 @@ from torch import Tensor
 from halflife.files import read_json, write_json
 from halflife.shapes import Float
 
-POINTS = 1000  # points of the first grid, spaced evenly in log t
-CLOSE = 1e-3  # relative difference of upper and lower bound at which the search ends
-NOISE = 1e-12  # singular values below this, relative to the largest, are rounding errors
-FLOOR = 1e-14  # errors below this are rounding errors
-MEASURABLE = 1e-12  # the search for end points does not distinguish errors below this
-MANY = 64  # more channels than this make no difference in float64
-START = (0.5, 4.0)  # end points (slowest · T, fastest) at which the search for the best ones starts
-FEW = 8  # up to this number of channels there are other local minima, some of them far away at large T
+GRID_POINTS = 1000  # points of the first grid, spaced evenly in log t
+BOUND_TOLERANCE = 1e-3  # relative difference of upper and lower bound at which the search ends
+SINGULAR_NOISE = 1e-12  # singular values below this, relative to the largest, are rounding errors
+ERROR_NOISE = 1e-14  # errors below this are rounding errors
+LEAST_ERROR = 1e-12  # the search for end points does not distinguish errors below this
+MOST_CHANNELS = 64  # more channels than this make no difference in float64
+FIRST_START = (0.5, 4.0)  # end points (slowest · T, fastest) at which the search for the best ones starts
+FEW_CHANNELS = 8  # up to this number of channels there are other local minima, some of them far away at large T
 # Further starts for few channels. On a million tokens the best slow end of two channels is 8,450/T.
-FAR = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (512.0, 1.0), (1024.0, 0.5), (8192.0, 0.5))
+FURTHER_STARTS = ((1.0, 1.0), (8.0, 1.0), (128.0, 0.5), (512.0, 1.0), (1024.0, 0.5), (8192.0, 0.5))
 MOVING_STARTS = ((0.05, 1.0), (0.05, 4.0))  # the same for channels that PoST stretches
-SMALL = 1e-6  # the search for their end points does not distinguish errors below this
+LEAST_MOVING_ERROR = 1e-6  # the search for their end points does not distinguish errors below this
 LAWSON_STEPS = 8  # enough to bring the peaks near their places; later steps converge slowly
-REFINEMENTS = 5  # largest number of grids
-FASTEST = 700  # largest rate; e^{−r} is 0 beyond it
+GRID_REFINEMENTS = 5  # largest number of grids
+FASTEST_RATE = 700  # largest rate; e^{−r} is 0 beyond it
 
 
 class Fit(NamedTuple):
@@ -81,17 +81,18 @@ def fit(rates: Float[Tensor, " N"], length: float, beta: float = 0.5, *, continu
         ValueError: a rate, T or β is out of range.
     """
     rates = torch.as_tensor(rates, dtype=torch.float64)
-    if length < 2 or beta <= 0 or not len(rates) or not ((rates >= 0) & (rates <= FASTEST)).all():
-        raise ValueError(f"need rates in [0, {FASTEST}], T ≥ 2, β > 0; got {rates.tolist()}, T = {length}, β = {beta}")
+    if length < 2 or beta <= 0 or not len(rates) or not ((rates >= 0) & (rates <= FASTEST_RATE)).all():
+        limits = f"rates in [0, {FASTEST_RATE}], T ≥ 2, β > 0"
+        raise ValueError(f"need {limits}; got {rates.tolist()}, T = {length}, β = {beta}")
     positions = _grid(length, continuous)
-    for round in range(REFINEMENTS):
+    for round in range(GRID_REFINEMENTS):
         target, columns = positions**-beta, _exponentials(rates, positions)
         weights, lower, rank = best_weights(columns, target)
         residual = target - columns @ weights
         peaks = _around(positions, residual, continuous)
         error = float(residual.abs().max())
         highest = float((peaks**-beta - _exponentials(rates, peaks) @ weights).abs().max())
-        if highest <= max((1 + CLOSE) * error, FLOOR) or round == REFINEMENTS - 1:
+        if highest <= max((1 + BOUND_TOLERANCE) * error, ERROR_NOISE) or round == GRID_REFINEMENTS - 1:
             break
         positions = torch.cat([positions, peaks]).unique()
     return Fit(max(error, highest), lower, weights * rates.exp(), positions, residual, rank)
@@ -103,7 +104,7 @@ def _exponentials(rates: Tensor, positions: Tensor) -> Tensor:
 
 
 def _grid(length: float, continuous: bool) -> Tensor:
-    points = torch.linspace(0, math.log(length), POINTS, dtype=torch.float64).exp()
+    points = torch.linspace(0, math.log(length), GRID_POINTS, dtype=torch.float64).exp()
     return points if continuous else points.round().unique()
 
 
@@ -132,7 +133,7 @@ def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> 
         The weights, a lower bound on the error in the span, and the rank of the columns.
     """
     left, sizes, right = torch.linalg.svd(columns, full_matrices=False)
-    rank = int((sizes > NOISE * sizes[0]).sum())
+    rank = int((sizes > SINGULAR_NOISE * sizes[0]).sum())
     span = left[:, :rank]
     coefficients, lower = _remez(span, target, *_lawson(span, target))
     return right[:rank].mT @ (coefficients / sizes[:rank]), lower, rank
@@ -156,7 +157,7 @@ def _lawson(span: Tensor, target: Tensor) -> tuple[Tensor, float]:
         lower = max(lower, float((weights * size**2).sum().sqrt()))
         if float(size.max()) < least:
             best, least = coefficients, float(size.max())
-        weights = weights * size / (weights * size).sum().clamp(min=FLOOR**2)
+        weights = weights * size / (weights * size).sum().clamp(min=ERROR_NOISE**2)
     return best, lower
 
 
@@ -174,7 +175,7 @@ def _remez(span: Tensor, target: Tensor, best: Tensor, lower: float) -> tuple[Te
     least = float(residual.abs().max())
     for _ in range(50):
         at = _alternation(residual, rank + 1)
-        if len(at) <= rank or least <= max((1 + CLOSE) * lower, FLOOR):
+        if len(at) <= rank or least <= max((1 + BOUND_TOLERANCE) * lower, ERROR_NOISE):
             break
         solved, failed = torch.linalg.solve_ex(torch.cat([span[at], signs.unsqueeze(-1)], -1), target[at])
         level = float(solved[-1].abs())
@@ -225,7 +226,7 @@ _FOUND: dict[str, list[float]] = {}
 
 def best_endpoints(
     channels: int, length: float, beta: float = 0.5, *,
-    fastest: float = FASTEST, continuous: bool = False, cache: Path | None = None, moving: bool = False,
+    fastest: float = FASTEST_RATE, continuous: bool = False, cache: Path | None = None, moving: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
     """Find the slowest and the fastest of the geometric rates that approximate t^{−β} best.
 
@@ -240,22 +241,24 @@ def best_endpoints(
         cache: JSON file in which results are stored, or None. Results also stay in memory.
         moving: whether the rates are those at T of channels that PoST stretches, whose error is `moving_error`.
     """
-    channels = min(channels, MANY)
+    channels = min(channels, MOST_CHANNELS)
 
     def error(x: Sequence[float]) -> float:
         rates = geometric_rates(channels, length, math.exp(x[0]) / length, math.exp(min(x[1], math.log(fastest))))
+        if moving and rates[0] > rates[-1]:
+            return math.inf
         if moving:
-            return max(moving_error(rates, int(length), beta), SMALL) if rates[0] <= rates[-1] else math.inf
-        return max(minimax_error(rates, length, beta, continuous=continuous), MEASURABLE)
+            return max(moving_error(rates, int(length), beta), LEAST_MOVING_ERROR)
+        return max(minimax_error(rates, length, beta, continuous=continuous), LEAST_ERROR)
 
-    limit = "" if fastest == FASTEST else f" fastest={fastest:g}"
+    limit = "" if fastest == FASTEST_RATE else f" fastest={fastest:g}"
     key = f"geometric N={channels} T={length:g} beta={beta:g} {'interval' if continuous else 'integers'}{limit}"
     key += " moving" if moving else ""
 
     def find() -> list[float]:
-        ends = MOVING_STARTS if moving else [START, *(FAR if channels <= FEW else ())]
+        ends = MOVING_STARTS if moving else [FIRST_START, *(FURTHER_STARTS if channels <= FEW_CHANNELS else ())]
         starts = [[math.log(a), math.log(min(b, fastest))] for a, b in ends if a / length <= min(b, fastest)]
-        if error(starts[0]) <= (SMALL if moving else MEASURABLE):
+        if error(starts[0]) <= (LEAST_MOVING_ERROR if moving else LEAST_ERROR):
             return starts[0]
         return min((descend(error, start) for start in starts), key=error)
 

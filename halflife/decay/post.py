@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay.base import Decay
-from halflife.decay.minimax import FASTEST, best_endpoints
+from halflife.decay.minimax import FASTEST_RATE, best_endpoints
 from halflife.decay.spectral import SpectralDecay, no_base_rates
 from halflife.precision import inverse_softplus, inverse_softplus_of
 
@@ -88,7 +88,7 @@ class PoST(Decay):
         decay.release_rates()
         super().__init__(decay.num_heads, decay.head_dim, decay.granularity, decay.layer_idx, decay.num_layers)
         self.data_dependent = decay.data_dependent
-        self.shares_keys = decay.shares_keys
+        self.shares_keys, self.sorts_log_rates = decay.shares_keys, decay.sorts_log_rates
         self.decay = decay
         self.train_length, self.reference_length, self.endpoints = train_length, reference_length, endpoints
         self.learning_rate_factor = learning_rate_factor
@@ -112,7 +112,8 @@ class PoST(Decay):
 
     def base(self) -> Tensor:
         """The sorted base parameters `[N]`, strictly increasing: log-rates, or logits for RWKV-7."""
-        return self.theta + F.pad(F.softplus(self.delta).cumsum(0), (1, 0))
+        theta = self.theta
+        return theta + torch.cat([theta.new_zeros(1), F.softplus(self.delta).cumsum(0)])
 
     def log_rates(self) -> Tensor:
         """The sorted log-rates p, `[N]`, strictly increasing."""
@@ -120,55 +121,47 @@ class PoST(Decay):
 
     def taper(self) -> Tensor:
         """The exponents α `[N]`, in [0, 1]; a single channel, or a static spectrum, has α = 0."""
-        return self._taper(self.base())
+        return self._tapers(self.base())[0]
 
-    def _taper(self, base: Tensor) -> Tensor:
-        ideal = self._ideal_taper()
+    def _tapers(self, base: Tensor) -> tuple[Tensor, Tensor]:
+        """α, and ᾱ of a geometric spectrum, which falls from 1 to 0: `[N]` each."""
         if self.channels == 1 or not self.stretch:
-            return ideal
-        p = self.decay.post_log_rates(base)
+            return base.new_zeros(self.channels), base.new_zeros(self.channels)
+        ideal = torch.linspace(1, 0, self.channels, dtype=base.dtype, device=base.device)
+        p = base if self.sorts_log_rates else self.decay.post_log_rates(base)
         k = torch.arange(self.channels, device=p.device, dtype=p.dtype)
         gap = (p[-1] - p[0]) / (self.channels - 1)
-        return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1)
+        return (ideal + (p - p[0] - k * gap) / math.log(self.train_length)).clamp(0, 1), ideal
 
-    def _ideal_taper(self) -> Tensor:
-        """ᾱ `[N]`, the exponents of a geometric spectrum, from 1 to 0; all are 0 without stretching."""
-        p = self.theta
-        if self.channels == 1 or not self.stretch:
-            return p.new_zeros(self.channels)
-        return torch.linspace(1, 0, self.channels, dtype=p.dtype, device=p.device)
-
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
         return self.decay.log_decay(f, self.base().view(self.base_shape))
 
     def forward(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        log_rate: Tensor | None = None,
-        step: Tensor | None = None,
+        self, f: Tensor, *, position: Tensor | None = None, log_rate: Tensor | None = None, step: Tensor | None = None
     ) -> Tensor:
-        """As `Decay.forward`; `step` is the step size of f (Mamba-2's), where the caller has computed it."""
         if position is None:
             position = torch.arange(1, f.shape[1] + 1, device=f.device)
-        if step is None:
-            return self._stretched(self.decay.activation(self._wide(f)), position)
+        decay, f = self.decay, self._wide(f)
+        bias = decay.kept_bias
+        return self._stretched(f if bias is None else f + bias, position, decay, step)
+
+    def _stretched(self, f: Tensor, position: Tensor, decay: SpectralDecay, step: Tensor | None = None) -> Tensor:
         base = self.base()
-        g = self.decay(f, log_rate=base.view(self.base_shape), step=step)
-        return g * self._log_stretch(position, base).exp().to(g.dtype)
+        rates, stretch = base.view(self.base_shape), self.log_stretch(position, base)
+        if not self.sorts_log_rates:
+            return decay.log_decay(f, rates + stretch)
+        g = decay.log_decay(f, rates) if step is None else decay.log_decay(f, rates, step)
+        return g * stretch.exp().to(g.dtype)
 
-    def log_stretch(self, position: Tensor) -> Tensor:
+    def log_stretch(self, position: Tensor, base: Tensor | None = None) -> Tensor:
         """`ᾱ log t_ref − α log t` at positions `[T]` or `[B, T]`: `[…, T, H]` or `[…, T, H, K]`."""
-        return self._log_stretch(position, self.base())
-
-    def _log_stretch(self, position: Tensor, base: Tensor) -> Tensor:
-        t = position.to(self.theta.dtype)
+        taper, ideal = self._tapers(self.base() if base is None else base)
+        t = position.to(taper.dtype)
         log_t = (t if self.last_position is None else t.clamp(max=self.last_position)).log().unsqueeze(-1)
-        stretch = -log_t * self._taper(base)
+        stretch = -log_t * taper
         if self.reference_length != 1:
-            stretch = stretch + self._ideal_taper() * math.log(self.reference_length)
-        return stretch.unflatten(-1, self.base_shape)
+            stretch = stretch + ideal * math.log(self.reference_length)
+        return stretch.view(*position.shape, *self.base_shape)
 
     def step_size(self, f: Tensor) -> Tensor:
         """The step size of the wrapped decay, by which Mamba-2 scales its values. PoST does not change it."""
@@ -176,11 +169,7 @@ class PoST(Decay):
 
     def timescales(self, position: float = 1) -> Tensor:
         rest = self._rest()
-        return -1 / self._stretched(rest, rest.new_full((1,), position))[0, 0]
-
-    def _stretched(self, f: Tensor, position: Tensor) -> Tensor:
-        base = self.base()
-        return self.decay.stretch_log_decay(f, base.view(self.base_shape), self._log_stretch(position, base))
+        return -1 / self._stretched(rest, rest.new_full((1,), position), self.decay)[0, 0]
 
     @classmethod
     def from_rates(cls, decay: Decay, rates: Tensor, *, train_length: int, **options: Any) -> PoST:
@@ -188,7 +177,7 @@ class PoST(Decay):
 
         Args:
             decay: as in the constructor.
-            rates: positive rates, one a channel, of any shape with N entries, for example those of a trained Mamba-2.
+            rates: positive rates, one per channel, of any shape with N entries, for example those of a trained Mamba-2.
                 They are sorted. Channel k gets the k-th smallest, so move the other parameters of the channels by
                 `rates.flatten().argsort()`. Gaps between log-rates below 1e-6 become 1e-6.
             train_length, **options: as in the constructor, without `endpoints` and `rate_range`.
@@ -237,7 +226,7 @@ def _endpoint_rates(
     if endpoints == "moving" and reference_length is None:
         raise ValueError('endpoints "moving" are for rates that stretch; take "optimal" without stretch')
     if endpoints in ("optimal", "moving"):
-        fastest = decay.fastest_rate if decay.bounded else FASTEST
+        fastest = decay.fastest_rate if decay.bounded else FASTEST_RATE
         channels, moving = math.prod(decay.base_shape), endpoints == "moving"
         slow, fast = best_endpoints(channels, train_length, beta, fastest=fastest, moving=moving)
         return (slow * train_length / reference_length if moving and reference_length else slow), fast

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halflife.decay.base import DECAYS
 from halflife.decay.spectral import SpectralDecay
 
-FASTEST = math.exp(-0.5)  # the upper limit of all rates
+FASTEST_RATE = math.exp(-0.5)  # the upper limit of all rates
 
 
 def zigzag(num_heads: int, head_dim: int) -> Tensor:
@@ -34,7 +34,7 @@ class RWKV7Decay(SpectralDecay):
     """
 
     granularities = ("vector",)
-    fastest_rate = FASTEST / (1 + math.exp(-0.5))
+    fastest_rate = FASTEST_RATE / (1 + math.exp(-0.5))
     bounded = True
     sorts_log_rates = False
 
@@ -56,22 +56,20 @@ class RWKV7Decay(SpectralDecay):
 
     def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
         logit: Tensor = self.logit if log_rate is None else log_rate  # pyright: ignore[reportAssignmentType]
-        return -FASTEST * torch.sigmoid(f + logit)
+        return -FASTEST_RATE * torch.sigmoid(f + logit)
 
     def release_rates(self) -> None:
         self.logit, self.zigzag = None, nn.Parameter(torch.empty(self.shape))
         self.reset_parameters()
 
+    @property
+    def kept_bias(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.zigzag
+
     def post_base(self, rate: float) -> float:
-        if not 0 < rate < FASTEST:
-            raise ValueError(f"RWKV-7's rates lie below e^(−1/2) = {FASTEST:.4f}; got the end point {rate:.4f}")
-        return math.log(rate / (FASTEST - rate))
+        if not 0 < rate < FASTEST_RATE:
+            raise ValueError(f"RWKV-7's rates lie below e^(−1/2) = {FASTEST_RATE:.4f}; got the end point {rate:.4f}")
+        return math.log(rate / (FASTEST_RATE - rate))
 
     def post_log_rates(self, base: Tensor) -> Tensor:
         return F.logsigmoid(base)
-
-    def activation(self, f: Tensor) -> Tensor:
-        return f if self.zigzag is None else f + self.zigzag
-
-    def stretch_log_decay(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
-        return self.log_decay(f, base + log_stretch)

@@ -1,4 +1,4 @@
-"""Decays with base rates, one a channel, which PoST can order and stretch."""
+"""Decays with base rates, one per channel, which PoST can order and stretch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ class SpectralDecay(Decay):
     """A decay whose law `log_decay(f, log_rate)` takes base log-rates from outside, which PoST provides.
 
     By default PoST sorts log-rates, and stretches a channel by a factor on its log-decay. A strategy whose law is not
-    exponential in the sorted parameter overrides `post_base`, `post_log_rates` and `stretch_log_decay` together.
+    exponential in the sorted parameter has `sorts_log_rates = False` and overrides `post_base` and `post_log_rates`.
+    Its stretch is added to the sorted parameter.
 
     Class attributes:
         fastest_rate: the base rate at which PoST's fastest channel starts.
         bounded: whether the rates have an upper limit, near `fastest_rate`.
         sorts_log_rates: whether the parameter that PoST sorts is the logarithm of a rate.
+        kept_bias: a bias of f, if any, that stays under PoST and does not count as part of the base rates.
     """
 
     fastest_rate = 1.0
     bounded = False
     sorts_log_rates = True
+    kept_bias: Tensor | None = None
 
     @property
     def base_shape(self) -> tuple[int, ...]:
-        """The shape of the base rates, `(H,)`, `(H, K)`, or `(H, 1)` for one rate a head under a vector decay."""
+        """The shape of the base rates, `(H,)`, `(H, K)`, or `(H, 1)` for one rate per head under a vector decay."""
         return self.shape
 
     def release_rates(self) -> None:
@@ -48,19 +51,10 @@ class SpectralDecay(Decay):
         """Return the log-rates of sorted base parameters, up to a constant. PoST's taper compares them."""
         return base
 
-    def activation(self, f: Tensor) -> Tensor:
-        """Return f plus the bias, if any, that stays under PoST and does not count as part of the base rates."""
-        return f
-
-    def stretch_log_decay(self, f: Tensor, base: Tensor, log_stretch: Tensor) -> Tensor:
-        """Return the log-decay when each rate is multiplied by `e^{log_stretch}`, `[…, T, H]` or `[…, T, H, K]`."""
-        g = self.log_decay(f, base)
-        return g * log_stretch.exp().to(g.dtype)
-
 
 def no_base_rates(decay: Decay) -> ValueError:
     """The error of PoST for a decay that has no base rates."""
-    return ValueError(f"{type(decay).__name__} has no base rates, one a channel, that PoST could order")
+    return ValueError(f"{type(decay).__name__} has no base rates, one per channel, that PoST could order")
 
 
 def check_rate_start(rate_start: str, choices: Sequence[str], train_length: int | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.decay.minimax import MEASURABLE, POINTS
+from halflife.decay.minimax import GRID_POINTS, LEAST_ERROR
 from halflife.lab.theory.approximation import (
     adapted_rates,
     best_endpoints,
@@ -90,7 +90,7 @@ def slopes(
     rows = []
     for name, by_length in errors.items():
         for length, by_channels in by_length.items():
-            points = [(n, math.log(e)) for n, e in zip(channels, by_channels, strict=True) if e > MEASURABLE]
+            points = [(n, math.log(e)) for n, e in zip(channels, by_channels, strict=True) if e > LEAST_ERROR]
             logs = [y for _, y in points]
             rate = -_slope([n for n, _ in points], logs) if len(points) > 1 else None
             power = -_slope([math.log(n) for n, _ in points], logs) if len(points) > 1 else None
@@ -187,7 +187,7 @@ def error_by_position(
         adapted = adapted_rates(rates, t, length)
         errors["static"].append(minimax_error(rates, t, beta, continuous=continuous))
         errors["adapted"].append(minimax_error(adapted, t, beta, continuous=continuous))
-        lags = spread(1, t - 1, POINTS)
+        lags = spread(1, t - 1, GRID_POINTS)
         for name, reference in references.items():
             columns = response_as_run(rates, lags.long(), t, reference).mT
             weights, _, _ = best_weights(columns, lags**-beta)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from halflife.decay.minimax import MEASURABLE
+from halflife.decay.minimax import LEAST_ERROR
 from halflife.report.figures.grids import panel_grid
 from halflife.report.numbers import evenly
 from halflife.report.style import (
@@ -40,7 +40,7 @@ def _plot(axes: Axes, x: Any, curves: Mapping[str, Any], **changes: Any) -> None
 def _plot_errors(axes: Axes, x: Any, errors: Mapping[str, Sequence[float]]) -> None:
     """Draw errors on a logarithmic axis. Smaller ones than float64 can resolve are drawn at that limit."""
     _plot(
-        axes, x, {name: np.maximum(error, MEASURABLE) for name, error in errors.items()}, linewidth=1.3, markersize=3.5
+        axes, x, {name: np.maximum(error, LEAST_ERROR) for name, error in errors.items()}, linewidth=1.3, markersize=3.5
     )
     axes.set_yscale("log")
 
@@ -65,7 +65,7 @@ def errors_by_channels(data: Mapping[str, Any]) -> Figure:
         errors = {name: data["errors"][name][f"{length:g}"] for name in names}
         _plot_errors(axes, channels, errors)
         slope = errors[names[-1]][0] * np.exp(-(math.pi**2) / math.log(length) * (channels - channels[0]))
-        axes.plot(channels, np.where(slope > MEASURABLE, slope, np.nan), **FORMULA)
+        axes.plot(channels, np.where(slope > LEAST_ERROR, slope, np.nan), **FORMULA)
         axes.set(title=f"T = {length:,.0f}", xlabel="channels N")
     figure.supylabel(rf"largest error of $t^{{-{data['beta']:g}}}$", fontsize=9)
     legend(figure, [*model_handles(names), _formula_handle(r"slope $\pi^2/\log T$")])
@@ -80,7 +80,7 @@ def errors_by_ends(data: Mapping[str, Any]) -> Figure:
         data: what `theory.approximation_survey.error_by_ends` returns.
     """
     figure, (axes,) = panel_grid(1, 3.6)
-    errors = np.log10(np.maximum(data["errors"], MEASURABLE)).T
+    errors = np.log10(np.maximum(data["errors"], LEAST_ERROR)).T
     ends = data["low"], data["high"]
     image = axes.pcolormesh(*ends, errors, cmap=HEAT_COLOURS.reversed(), shading="gouraud", rasterized=True)
     decades = np.arange(math.ceil(errors.min()), errors.max())
