@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_raises, assert_same, assert_streams, cases
 
 from halflife import decay as decays
-from halflife import layers
 from halflife.decay import DECAYS, PoST, SpectralDecay
-from halflife.decay.mamba2 import Mamba2Decay
 
 HEADS, CHANNELS, LAYER, LAYERS = 4, 3, 2, 5
 
@@ -231,15 +229,6 @@ def test_the_step_size_may_be_given(name, post):
     f = activations(decay)
     assert_same(decay(f, step=decay.step_size(f)), decay(f))
     assert_same(decay(f, step=2 * decay.step_size(f)), 2 * decay(f))
-
-
-@pytest.mark.parametrize("name", ["mamba2", "mamba3"])
-@pytest.mark.parametrize("post", [None, {"train_length": 8}])
-def test_layers_compute_the_step_size_once(name, post, monkeypatch):
-    calls, step_size = [], Mamba2Decay.step_size
-    monkeypatch.setattr(Mamba2Decay, "step_size", lambda self, f: calls.append(f) or step_size(self, f))
-    layers.build(name, hidden_size=8, num_heads=2, post=post)(torch.randn(1, 3, 8))
-    assert len(calls) == 1
 
 
 @each_kind

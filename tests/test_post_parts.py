@@ -10,6 +10,7 @@ from halflife.decay import PoST
 from halflife.decay.minimax import best_endpoints, best_weights, geometric_rates, moving_error
 from halflife.lab.theory.spectra import response_as_run
 from halflife.ops import dplr
+from halflife.packing import Packing
 
 T, HEADS = 32, 4
 
@@ -44,7 +45,7 @@ def test_the_gain_is_stretched_like_the_decay():
     """By the token loop, with Δ t^−α in the input and in the decay."""
     layer, u = mamba2(stretch_gain=True), torch.randn(1, 7, 16, dtype=torch.float64)
     z, xbc, f = layer.in_proj(u).split(layer.splits, -1)
-    x, b, c = layer.conv(xbc, None, None)[0].split(layer.conv_splits, -1)
+    x, b, c = layer.conv(xbc, None, Packing(*xbc.shape[:2]))[0].split(layer.conv_splits, -1)
     state = torch.zeros(HEADS, 6, layer.head_dim, dtype=torch.float64)
     rows = []
     for t in range(7):
@@ -65,9 +66,10 @@ def test_the_gain_of_the_design_space_block(name):
     mixer = preset(f"{name}+post", hidden_size=16, num_heads=HEADS, train_length=T).mixer_options
     layer = layers.build(name, hidden_size=16, **{**mixer, "stretch_gain": True, "chunk_size": 4}).double()
     x, position = torch.randn(1, 7, 16, dtype=torch.float64), torch.arange(1, 8)
-    g = layer.log_decays(x, position, None, None)[0][0]
+    packing = Packing(*x.shape[:2])
+    g = layer.log_decays(x, position, None, packing)[0][0]
     qkv = layer.qkv_proj(x)
-    qkv = qkv if layer.conv is None else layer.conv(qkv, None, None)[0]
+    qkv = qkv if layer.conv is None else layer.conv(qkv, None, packing)[0]
     q, k, v = (part[0] for part in layer.heads(qkv, None, position))
     stretch = layer.decay.log_stretch(position).exp()
     beta = None if layer.beta_proj is None else layer.beta_proj(x)[0].sigmoid() * stretch
