@@ -12,6 +12,7 @@ from helpers import add_noise, assert_raises
 
 from halflife import LanguageModel, Session, preset
 from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
 from halflife.serve.engine import Engine, Full
 from halflife.serve.jobs import Done, Failed, Job, Piece, Settings
@@ -19,7 +20,6 @@ from halflife.serve.prefixes import PrefixCache
 from halflife.serve.sessions import Busy
 from halflife.serve.sessions import Session as Session_
 from halflife.serve.states import size
-from halflife.serve.text import StoppableText, unpacker
 
 BYTES = load_tokenizer("bytes")
 PROMPTS = [[7], [1, 2, 3], list(range(40, 63)), [5] * 18]
@@ -204,14 +204,14 @@ def test_the_queue_is_bounded_and_closing_ends_what_waits():
     ],
 )
 def test_stop_strings_end_the_text_wherever_tokens_end(pieces, stops, expected):
-    stream = StoppableText(lambda tokens, final: "".join(pieces[i] for i in tokens), stops)
+    stream = TextStream(lambda tokens: "".join(pieces[i] for i in tokens), stops=stops)
     assert [stream.push([i]) for i in range(len(pieces))] == expected
     assert stream.stopped == bool(stops)
     assert stream.released == sum(map(len, expected))
 
 
 def test_characters_wait_for_their_last_byte():
-    stream = StoppableText(unpacker(BYTES, []))
+    stream = TextStream(BYTES.decode)
     assert [stream.push([byte]) for byte in "é€".encode()] == ["", "é", "", "", "€"]
     assert [stream.push([0xE2]), stream.push([0x82], final=True)] == ["", "\N{REPLACEMENT CHARACTER}"]
 

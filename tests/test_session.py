@@ -15,7 +15,7 @@ from halflife.data.byte_tokenizer import ByteTokenizer
 from halflife.hf import HalflifeForCausalLM
 from halflife.models import checkpoint
 from halflife.models.session import draw, probabilities
-from halflife.models.text import until
+from halflife.models.text import TextStream, pieces_of_text
 
 NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+tpe"]
 
@@ -155,9 +155,11 @@ def test_texts_end_the_text():
         ("one. two", ["."], "one"), ("a\n\nb", ["\n\n"], "a"), ("xaaab", ["aab"], "xa"), ("U: hi", ["END", "U:"], ""),
         ("abcd", ["cd", "bc"], "a"), ("abab", ["abc"], "abab"), ("é.😀", ["😀"], "é."),
     ]:  # fmt: skip
-        assert "".join(until(iter(text), stop)) == expected
-        assert "".join(until(iter([text]), stop)) == expected
-    assert list(until(iter("ab--cd"), ["-->"])) == ["a", "b", "--c", "d"]
+        tokens = list(text.encode())
+        assert "".join(pieces_of_text(iter(tokens), frozenset(), TextStream(None, stops=stop))) == expected
+        assert TextStream(None, stops=stop).push(tokens, final=True) == expected
+    pieces = pieces_of_text(iter(b"ab--cd"), frozenset(), TextStream(None, stops=["-->"]))
+    assert list(pieces) == ["a", "b", "--c", "d"]
     for stop, expected in (("c", "ab."), ([ord("."), "zz"], "ab")):
         assert "".join(Session(Fixed(list(b"ab.cd"))).feed("x").write(5, temperature=0, stop=stop)) == expected
     session = Session(Fixed(list(b"ab"))).feed("x")

@@ -6,6 +6,7 @@ import pytest
 from helpers import assert_raises
 
 from halflife.data.tokenizers import ByteTokenizer, check_vocabulary, load_tokenizer, read_ids, unit_of
+from halflife.models.text import TextStream
 
 TEXT = "λ = e^(−Δ·a), naïve 🙂 <|end|> text\n"
 
@@ -54,12 +55,12 @@ def test_ids_beyond_the_bytes_are_marked():
 
 
 def test_characters_appear_when_they_are_whole():
-    stream = ByteTokenizer(True).stream()
+    stream = TextStream(ByteTokenizer(True).decode)
     found = [stream.push([i]) for i in "a🙂é".encode()]
     assert found == ["a", "", "", "", "🙂", "", "é"]
     assert stream.push([256]) == ""
     assert stream.push("🙂".encode()[:2]) == ""
-    assert stream.finish() == "\ufffd"
+    assert stream.push([], final=True) == "\ufffd"
 
 
 def test_a_tokenizer_of_hugging_face(saved):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,6 @@ class ByteTokenizer:
             raise ValueError(f"a token id is at least 0; got {min(values)}")
         return b"".join(bytes([i]) if i < 256 else UNKNOWN for i in values)
 
-    def stream(self) -> ByteStream:
-        """A decoder for ids that arrive one by one."""
-        return ByteStream(self)
-
     def fingerprint(self) -> str:
         return self.name
 
@@ -83,19 +78,3 @@ def _byte_marks() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(i if i in printable else next(others)) for i in range(256)]
-
-
-class ByteStream:
-    """Decodes bytes as they arrive. A character appears with its last byte."""
-
-    def __init__(self, tokenizer: ByteTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Ids) -> str:
-        """The characters that these ids complete."""
-        return self.decoder.decode(self.tokenizer.to_bytes(ids))
-
-    def finish(self) -> str:
-        """The rest: U+FFFD if the last character is incomplete, otherwise nothing."""
-        return self.decoder.decode(b"", final=True)

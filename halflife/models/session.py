@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import read_tensors, write_tensors
-from halflife.models.text import decoder, divide_stops, pieces_of_text, until
+from halflife.models.text import TextStream, divide_stops, pieces_of_text
 from halflife.ops.linear import fast_linears
 
 FORMAT = 1  # increased when older files can no longer be read
@@ -197,8 +197,7 @@ class Session:
         ends, texts = divide_stops([stop] if isinstance(stop, str) else stop)
         tokens = self.sample(n, **settings)
         before = [] if self._last is None else self._last.tolist()
-        pieces = pieces_of_text(tokens, ends, decoder(self.decode, before))
-        return until(pieces, texts) if texts else pieces
+        return pieces_of_text(tokens, ends, TextStream(self.decode, before, texts))
 
     # ------------------------------------------------------------------------------------------------ files
 

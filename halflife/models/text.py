@@ -2,28 +2,82 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterator, Sequence
 
 
-def decoder(decode: Callable[[Sequence[int]], str] | None, before: Sequence[int] = ()) -> Callable[..., str]:
-    """Return a function `unpack(tokens, final=…)` from tokens, as they come, to the characters that they complete.
+class TextStream:
+    """The text of tokens as they come. A character appears with the last token that it needs.
+
+    A token's text may depend on earlier tokens, so these are decoded together with it. Characters that may begin a stop
+    string wait.
 
     Args:
         decode: the tokenizer's function from ids to text; None for bytes.
         before: the tokens before the first one, as far as its text depends on them.
+        stops: strings that end the text; they are no part of it.
+
+    Attributes:
+        released: number of characters that `push` has returned.
+        stopped: whether a stop string came.
     """
-    return _Bytes() if decode is None else _Incremental(decode, list(before))
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str] | None,
+        before: Sequence[int] = (),
+        stops: Sequence[str] = (),
+    ) -> None:
+        self._decode, self._stops = decode or _decode_bytes, tuple(stops)
+        self._before = list(before)  # the last tokens whose text is decoded
+        self._incomplete: list[int] = []  # tokens whose last character is not complete
+        self._waiting = ""
+        self.released, self.stopped = 0, False
+
+    def __len__(self) -> int:
+        """Return the number of characters, those that wait included."""
+        return self.released + len(self._waiting)
+
+    def push(self, tokens: Sequence[int], final: bool = False) -> str:
+        """Return the characters that `tokens` release; `final` releases all."""
+        self._waiting += self._decode_next(tokens, final)
+        ends = [at for stop in self._stops if (at := self._waiting.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._waiting, cut = True, self._waiting[: min(ends)], min(ends)
+        else:
+            cut = len(self._waiting) - (0 if final else self._begun())
+        piece, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        self.released += len(piece)
+        return piece
+
+    def _decode_next(self, tokens: Sequence[int], final: bool) -> str:
+        self._incomplete += tokens
+        known, text = self._decode(self._before), self._decode([*self._before, *self._incomplete])
+        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        if self._incomplete:
+            self._before, self._incomplete = self._incomplete, []
+        return text[len(known) :]
+
+    def _begun(self) -> int:
+        """Return the most characters at the end of the waiting text with which a stop string begins."""
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if self._waiting.endswith(stop[:n]))
+        return max(begun, default=0)
 
 
-def pieces_of_text(tokens: Iterator[int], stop: frozenset[int], unpack: Callable[..., str]) -> Iterator[str]:
-    """Yield the text of the tokens as they come; the first part of a character waits for the rest of it."""
+def _decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+def pieces_of_text(tokens: Iterator[int], ends: frozenset[int], stream: TextStream) -> Iterator[str]:
+    """Yield the text of the tokens as they come, until one of `ends` or a stop string of the stream."""
     for token in tokens:
-        if token in stop:
+        if token in ends:
             break
-        if piece := unpack([token], final=False):
+        if piece := stream.push([token]):
             yield piece
-    if piece := unpack([], final=True):
+        if stream.stopped:
+            return
+    if piece := stream.push([], final=True):
         yield piece
 
 
@@ -36,47 +90,3 @@ def divide_stops(stop: Sequence[int | str]) -> tuple[frozenset[int], list[str]]:
     if "" in texts:
         raise ValueError("a text of stop must not be empty")
     return frozenset(tokens), texts
-
-
-def until(pieces: Iterator[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield the text before the first of `stops`. An end that may be the beginning of one waits for the rest of it."""
-    held = ""
-    for piece in pieces:
-        held += piece
-        if ends := [at for stop in stops if (at := held.find(stop)) >= 0]:
-            held = held[: min(ends)]
-            break
-        waiting = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        if ready := held[: len(held) - waiting]:
-            yield ready
-        held = held[len(ready) :]
-    if held:
-        yield held
-
-
-class _Bytes:
-    """Decode tokens that are bytes of UTF-8; invalid bytes become replacement characters."""
-
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __call__(self, tokens: Sequence[int], *, final: bool) -> str:
-        return self.decoder.decode(bytes(tokens), final)
-
-
-class _Incremental:
-    """Decode token by token. A token's text may depend on earlier tokens, so these are decoded together with it."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: list[int]) -> None:
-        self.decode = decode
-        self.before = before  # the last tokens whose text has been returned
-        self.waiting: list[int] = []
-
-    def __call__(self, tokens: Sequence[int], *, final: bool) -> str:
-        self.waiting += tokens
-        known, text = self.decode(self.before) if self.before else "", self.decode([*self.before, *self.waiting])
-        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        if self.waiting:
-            self.before, self.waiting = self.waiting, []
-        return text[len(known) :]

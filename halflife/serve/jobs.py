@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import ModelState
+from halflife.models.text import TextStream
 from halflife.serve.prefixes import Prefix
-from halflife.serve.text import StoppableText, unpacker
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Row:
         self.generator = torch.Generator(device)
         seed = job.settings.seed
         self.generator.seed() if seed is None else self.generator.manual_seed(seed + choice)
-        self.text = StoppableText(unpacker(tokenizer, job.tokens[-1:]), job.settings.stop)
+        self.text = TextStream(tokenizer.decode, job.tokens[-1:], job.settings.stop)
         self.tokens: list[int] = []
         self._unreported: list[Written] = []
 
