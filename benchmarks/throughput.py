@@ -30,6 +30,7 @@ from halflife.evaluation import throughput  # noqa: E402
 from halflife.models import LanguageModel, preset  # noqa: E402
 from halflife.report.tables.throughput import first_ahead  # noqa: E402
 from halflife.training import speed  # noqa: E402
+from halflife.training.estimate import model_costs  # noqa: E402
 
 HIDDEN, VOCABULARY = 256, 256
 # Numbers of layers that give 10 M parameters, within 5 %.
@@ -205,7 +206,7 @@ def training_table(models: dict[str, Any], speeds: Speeds, arguments: argparse.N
         own = models[SAME.get(name, name)]
         cells = []
         for length, found in speeds.items():
-            needed = found.get(name, 0.0) * speed.operations(own, length)
+            needed = found.get(name, 0.0) * model_costs(own.config).training_operations(length)
             cells.append(f"{found[name]:,.0f} ({needed / found[GEMM]:.0%})" if name in found else "")
         memory, without = (_memory(name, at, arguments, *flag) / 1e6 for flag in ((), ("--no-kernels",)))
         cells.append(f"{memory:,.0f} ({without:,.0f})")

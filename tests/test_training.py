@@ -369,8 +369,7 @@ def test_atomic_writes_leave_no_half_file(tmp_path, monkeypatch):
 
 def test_runs_are_tried_before_they_begin(monkeypatch):
     """The estimate grows with steps and rows; AdamW's states and the saved activations fit its memory."""
-    monkeypatch.setattr(trial, "_wait", lambda device: clock.append(clock[-1] + 2))
-    monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[-1])
+    monkeypatch.setattr(trial, "now", lambda: clock.append(clock[-1] + 2) or clock[-1])
     clock, cpu, config = [0], torch.device("cpu"), tiny()
     size = LanguageModel(config.model).num_parameters()
     once = trial.try_runs([(config, config.sequences())], cpu)
@@ -379,15 +378,15 @@ def test_runs_are_tried_before_they_begin(monkeypatch):
     assert (twice.runs, twice.steps, twice.seconds) == (2, 36, 72)
     activations = once.memory - 16 * size
     assert 4 * 16 * 16 * 4 < activations < 1e6
-    monkeypatch.setattr(trial, "TOKENS", 32)  # two rows of four
+    monkeypatch.setattr(trial, "TIMED_TOKENS", 32)  # two rows of four
     fewer = trial.try_runs([(config, config.sequences())], cpu)
     assert fewer.seconds == 2 * once.seconds
     assert fewer.memory - 16 * size == pytest.approx(activations, rel=0.2)
-    assert once.disk == 4 * size + 36 * size + trial.PAGE
-    monkeypatch.setattr(trial, "MODELS", 1)
+    assert once.disk == 4 * size + 36 * size + trial.REPORT_BYTES
+    monkeypatch.setattr(trial, "TIMED_MODELS", 1)
     other = tiny("gated_deltanet")
     assert trial.try_runs([(one, one.sequences()) for one in (config, other)], cpu).seconds == 2 * fewer.seconds
-    monkeypatch.setattr(trial, "LARGEST", size - 1)
+    monkeypatch.setattr(trial, "TIMED_PARAMETERS", size - 1)
     large = trial.try_runs([(config, config.sequences())], cpu)
     assert (large.runs, large.steps, large.seconds, large.memory) == (1, config.steps, None, 16 * size)
     assert "because a model is too large to be timed before, at least 144 KiB of memory, " in describe_trial(large)

@@ -46,14 +46,14 @@ def interleaved(
     began, done = time.perf_counter(), 0
     while done < rounds or time.perf_counter() - began < seconds:
         for name, run in candidates.items():
-            start = _now()
+            start = now()
             run()
-            times[name].append(_now() - start)
+            times[name].append(now() - start)
         done += 1
     return {name: median(values) for name, values in times.items()}
 
 
-def _now() -> float:
+def now() -> float:
     """Return the time in seconds, after the accelerator has finished its work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -63,26 +63,31 @@ def _now() -> float:
 # ---------------------------------------------------------------------------------------- what is timed
 
 
-def train_step(model: nn.Module, *, bf16: bool = False) -> Callable[[Tensor], Tensor]:
-    """Return a function that does one training step: forward, backward of the mean cross-entropy, AdamW.
+def train_step(
+    model: nn.Module, *, bf16: bool = False, loss: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that does one training step: forward, backward, AdamW.
 
     Args:
         model: the model, which is put into training mode and trained.
         bf16: whether to use mixed precision.
+        loss: the loss of `ids [B, T]`; None for the mean cross-entropy of the model's logits.
 
     Returns:
         `loss = step(ids)` for `ids [B, T]`. The first call also allocates AdamW's moments.
     """
     optimizer = torch.optim.AdamW(param_groups(model.train(), 0.1, 1e-4), lr=1e-4)
 
+    def cross_entropy(ids: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids)[0][:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
     def step(ids: Tensor) -> Tensor:
         with fast_linears(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=bf16):
-            logits = model(ids)[0]
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-        loss.backward()
+            value = (loss or cross_entropy)(ids)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return value.detach()
 
     return step
 
@@ -239,17 +244,16 @@ class Pace:
         self.every = every
         self.stretches: list[Stretch] = []
         self._times: list[float] = []
-        self._last = _now()
+        self._last = now()
 
     def tick(self) -> None:
         """Record that a token is done."""
-        now = _now()
-        self._times.append(now - self._last)
+        self._times.append(now() - self._last)
         if len(self._times) == self.every:
             tokens = self.every * (len(self.stretches) + 1)
             self.stretches.append(Stretch(tokens, median(self._times), resident_memory()))
             self._times.clear()
-        self._last = _now()  # excludes the time that this method takes
+        self._last = now()  # excludes the time that this method takes
 
 
 # ------------------------------------------------------------------------------------------------ memory

@@ -22,9 +22,10 @@ from halflife.runs.one import CellConfig, ModelRun, training_device
 from halflife.tasks import IGNORED
 from halflife.training.carried import require_constant_state
 from halflife.training.config import ExecutionConfig, rank, world_size
+from halflife.training.estimate import model_costs
 from halflife.training.fit import Objective
 from halflife.training.post_fit import fit_post, resting_rates
-from halflife.training.speed import Speed, gemm_rate, operations
+from halflife.training.speed import Speed, gemm_rate
 from halflife.training.start import check_unchanged, freeze, load_start
 
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
@@ -167,12 +168,12 @@ class CorpusRun(ModelRun):
     def validation(self) -> Callable[[nn.Module], float]:
         return _validation(self.corpus.split("validation"), self._measured)
 
-    def before_training(self, model: LanguageModel) -> Speed:
+    def before_training(self) -> Speed:
         """Measure the rate of matrix products before training, while the machine is idle."""
         config = self.config
         rate = gemm_rate(training_device(), torch.bfloat16 if config.bf16 else torch.float32)
         tokens = config.batch_size * config.context
-        self._speed = Speed(tokens, operations(model, config.context), rate * world_size())
+        self._speed = Speed(tokens, model_costs(config.model).training_operations(config.context), rate * world_size())
         return self._speed
 
     def throughput(self, seconds: float) -> dict[str, float]:

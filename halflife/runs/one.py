@@ -76,8 +76,8 @@ class ModelRun(ABC):
     def validation(self) -> Callable[[nn.Module], float]:
         """A function that takes the `Objective` in training and returns the validated quantity."""
 
-    def before_training(self, model: LanguageModel) -> Speed | None:
-        """Measure the model before its first step. The result, if any, counts tokens per second during training."""
+    def before_training(self) -> Speed | None:
+        """Measure the machine before the first step. The result, if any, counts tokens per second during training."""
         return None
 
     @abstractmethod
@@ -137,7 +137,7 @@ def run_one(
         try:
             diverged, metrics = fit(
                 model, config, data, folder, validate=validate, measure=config.measure, name=name, execution=execution,
-                speed=run.before_training(model),
+                speed=run.before_training(),
             )  # fmt: skip
         except UnreadableCheckpoint as error:
             warnings.warn(f"{error}; the run continues from an older checkpoint, or from its start", stacklevel=2)

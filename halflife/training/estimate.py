@@ -9,8 +9,8 @@ tensors for the backward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,12 +48,16 @@ class Costs:
 
     Attributes:
         operations: floating-point operations a token, on sequences of a length. They grow with the length for softmax
-            attention alone. As in `speed.operations`, elementwise operations are not counted.
+            attention alone. Elementwise operations and recomputed activations are not counted.
         saved: bytes that a number of tokens saves for the backward pass, in sequences of `LONG` tokens at most.
     """
 
     operations: Line
     saved: Line
+
+    def training_operations(self, length: int) -> float:
+        """Operations a token in training on sequences of a length, three times those of the forward pass."""
+        return 3 * self.operations.at(length)
 
     def plus(self, other: Costs, times: float) -> Costs:
         return Costs(self.operations.plus(other.operations, times), self.saved.plus(other.saved, times))
@@ -70,7 +74,7 @@ class Estimate:
         state_bytes: weights, gradients and AdamW's moments.
         rows: sequences that are held at once.
         activation_bytes: what the forward pass of these sequences saves, without gradient checkpointing.
-        operations: floating-point operations of the training, three times those of its forward passes.
+        operations: floating-point operations of the training.
     """
 
     model: str
@@ -103,7 +107,7 @@ def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | No
         state_bytes=STATES * parameters,
         rows=rows,
         activation_bytes=round(costs.saved.at(rows * max(sequences))),
-        operations=3 * sum(costs.operations.at(length) * length * count for length, count in sequences.items()),
+        operations=sum(costs.training_operations(length) * length * n for length, n in sequences.items()),
     )
 
 
@@ -148,19 +152,12 @@ def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tup
     """Operations of a forward pass on one sequence, and the bytes that it saves for the backward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    saved: dict[Any, int] = {}
-
-    def save(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        saved[storage._cdata] = storage.nbytes()
-        return x
-
     with FakeTensorMode() if fake else nullcontext(), torch.random.fork_rng(devices=[]):
         model = LanguageModel(config).eval()  # training mode would count resets
         ids = torch.zeros(1, tokens, dtype=torch.long)
         formulas = {**native.formulas(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
         with (
-            saved_tensors_hooks(save, lambda x: x),
+            recording_saved() as saved,
             FlopCounterMode(display=False, custom_mapping=formulas) as counter,
             torch.autocast("cpu", torch.bfloat16, enabled=bf16),
         ):
@@ -170,6 +167,20 @@ def _count_pass(config: ModelConfig, tokens: int, bf16: bool, fake: bool) -> tup
         for tensor in (*model.parameters(), *model.buffers()):
             kept.pop(tensor.untyped_storage()._cdata, None)
     return float(counter.get_total_flops()), float(sum(kept.values()))
+
+
+@contextmanager
+def recording_saved() -> Iterator[dict[Any, int]]:
+    """Give the bytes of the storages that autograd saves in the context, by storage."""
+    saved: dict[Any, int] = {}
+
+    def save(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return x
+
+    with saved_tensors_hooks(save, lambda x: x):
+        yield saved
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

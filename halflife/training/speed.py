@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from halflife.models import LanguageModel
-from halflife.ops.backends import native
-
-GEMM = 2048  # rows of the square matrices of `gemm_rate`
-PRODUCT = 0.5  # seconds of one product at most; twice the rows take eight times as long
-
+GEMM_ROWS = 2048  # of the square matrices of `gemm_rate`
+GEMM_SECONDS = 0.5  # of one product at most; twice the rows take eight times as long
+GEMM_REPETITIONS = 5  # of which the median counts
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of mallopt(3)
 
@@ -59,33 +54,12 @@ class Speed:
         return {"tokens_per_second": per_second, "mfu": per_second * self.operations / self.rate}
 
 
-@torch.no_grad()
-def operations(model: LanguageModel, length: int) -> float:
-    """Floating-point operations per token in training on `length` tokens, three times those of the forward pass.
-
-    torch counts the forward pass on 128 and on 256 tokens, and the count per token is extrapolated linearly: it is
-    constant for a recurrence, and grows linearly with the length for softmax attention. Recomputed activations and
-    elementwise operations are not counted.
-    """
-
-    def count(tokens: int) -> float:
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=model.embedding.weight.device)
-        # The counter knows neither torch's fused CPU kernel of attention nor our native kernels.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=native.formulas()) as counter:
-            model(ids)
-        return counter.get_total_flops() / tokens
-
-    short, long = count(128), count(256)
-    return 3 * (short + (long - short) * (length - 128) / 128)
-
-
-def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM, repetitions: int = 5) -> float:
+def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM_ROWS) -> float:
     """Operations per second of a large matrix product on this device, an upper bound for a model.
 
     Args:
-        largest: rows of the matrices, fewer where a product takes longer than `PRODUCT`: bfloat16 is a hundred times
-            slower than float32 on CPUs without instructions for it.
-        repetitions: products of which the median counts.
+        largest: rows of the matrices. There are fewer where a product takes longer than `GEMM_SECONDS`, because
+            bfloat16 is a hundred times slower than float32 on CPUs without instructions for it.
     """
 
     def product(rows: int) -> float:
@@ -98,9 +72,9 @@ def gemm_rate(device: torch.device, dtype: torch.dtype, largest: int = GEMM, rep
 
     rows = min(256, largest)
     product(rows)  # the first one also initializes the device
-    while rows < largest and product(rows) < PRODUCT / 8:
+    while rows < largest and product(rows) < GEMM_SECONDS / 8:
         rows *= 2
-    return 2 * rows**3 / median(product(rows) for _ in range(repetitions))
+    return 2 * rows**3 / median(product(rows) for _ in range(GEMM_REPETITIONS))
 
 
 def bf16_slowdown(device: torch.device) -> float:
