@@ -45,7 +45,9 @@ def drawn(inputs: int, outputs: int, law: Law, bias: bool = False) -> nn.Linear:
     """A linear map that starts by `law`."""
     with torch.device("meta"):
         linear = nn.Linear(inputs, outputs, bias=bias)
-    linear.to_empty(device=torch.get_default_device())
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs))  # `to_empty` fails with fake tensors
+    if bias:
+        linear.bias = nn.Parameter(torch.empty(outputs))
     law(linear)
     return linear
 
