@@ -144,33 +144,50 @@ def run_pieces(run, x, bounds, state=None):
     return torch.cat(outputs, 1), state
 
 
-def assert_streams(run, x, tolerance):
-    """Two pieces (at every cut, empty ones too), single tokens, and both in turn give the full pass and its state."""
-    whole, last = run(x, None)
-    length, last = whole.shape[1], state_parts(last)
+def learned(y, x):
+    """Return `{"d0", "d1", …}`, the gradients of a fixed random sum of `y`, for the tensors in `x` that want them."""
+    tensors = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else [x]
+    leaves = [part for part in tensors if part.requires_grad]
+    if not leaves:
+        return {}
+    loss = (y * torch.randn(y.shape, generator=generator("y")).to(y.dtype)).sum()
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return {f"d{i}": grad for i, grad in enumerate(grads)}
+
+
+def assert_streams(run, x, tolerance, state=None):
+    """Two pieces (at every cut, empty ones too), single tokens, and both in turn are the full pass from `state`.
+
+    Outputs and last states agree, and the gradients of outputs for tensors in `x` that want them.
+    """
+    whole, last = run(x, state)
+    length, last, grads = whole.shape[1], state_parts(last), learned(whole, x)
     singles = (range(length + 1), [0, *range(1, length - 2), length])
     for bounds in (*([0, cut, length] for cut in range(length + 1)), *singles):
-        y, state = run_pieces(run, x, bounds)
-        state = state_parts(state)
+        y, end = run_pieces(run, x, bounds, state)
+        end = state_parts(end)
         # SKA's state has an inverse factor between single tokens, and the full pass leaves it out.
-        assert_close({"y": y, **{name: state[name] for name in last}}, {"y": whole, **last}, tolerance)
+        got = {"y": y, **{name: end[name] for name in last}, **learned(y, x)}
+        assert_close(got, {"y": whole, **last, **grads}, tolerance)
 
 
 def assert_packs(run, draw, tolerance):
     """Packed sequences, one of them empty, equal single ones. A second call continues from states of any lengths.
 
-    `draw(batch, length)` gives x. Where that has gradients, none crosses to another sequence.
+    `draw(batch, length)` gives x. Where it wants gradients, these agree too, and none crosses to another sequence.
     """
     state, alone = None, [None] * 4
     for lengths in ([5, 0, 1, 7], [2, 3, 0, 1]):
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         x = draw(1, sum(lengths))
         y, state = run(x, state, cu_seqlens=bounds.int())
+        separate = []
         for row, tokens in enumerate(slices(bounds.tolist())):
             expected, alone[row] = run(at(x, tokens), alone[row])
-            assert_close(y[:, tokens], expected, tolerance)
-        if x.requires_grad:
-            (grad,) = torch.autograd.grad(y[:, -1].sum(), x, retain_graph=True)
+            separate.append(expected)
+        separate = torch.cat(separate, 1)
+        assert_close({"y": y, **learned(y, x)}, {"y": separate, **learned(separate, x)}, tolerance)
+        for grad in learned(y[:, -1:], x).values():
             assert grad[:, : bounds[-2]].count_nonzero() == 0
     return state, alone
 

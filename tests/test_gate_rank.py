@@ -7,13 +7,14 @@ import torch
 from helpers import (
     LOG_DECAYS,
     assert_close,
+    assert_packs,
     assert_raises,
     assert_same,
+    assert_streams,
     cases,
     generator,
     leaves,
     op_inputs,
-    slices,
     unchecked,
 )
 from pairwise import crossed
@@ -214,57 +215,34 @@ def test_the_papers_mask_entry_by_entry(backend):
     assert_close(torch.mul(*masks(*gates))[0, 0], expected, tolerance)
 
 
+def run_from(arguments, **options):
+    """Return the tokens' arguments, and the op as a function of them and of the pair of states."""
+    states = arguments.pop("fast"), arguments.pop("slow")
+
+    def run(x, state, **more):
+        return ops.gate_rank(**x, initial_state=state, output_final_state=True, **options, **more)
+
+    return leaves(arguments), run, states
+
+
 @each_update
-@each_backend
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 def test_streaming_at_every_cut(update, backend):
     arguments, tolerance = widest(backend, inputs(update, 20, 0.2))
-    arguments = leaves(arguments)
-    given = {name: x for name, x in arguments.items() if name not in ("fast", "slow")}
-    options = {"output_final_state": True, "chunk_size": 8, "backend": backend}
-    states = (arguments["fast"], arguments["slow"])
-    o, final = ops.gate_rank(**given, initial_state=states, **options)
-    whole = gradients((o, *final), arguments)
-    for cut in range(21):
-        first, carried = ops.gate_rank(**{n: x[:, :cut] for n, x in given.items()}, initial_state=states, **options)
-        rest, final = ops.gate_rank(**{n: x[:, cut:] for n, x in given.items()}, initial_state=carried, **options)
-        assert_close(gradients((torch.cat([first, rest], 1), *final), arguments), whole, tolerance)
-
-
-@each_update
-def test_token_by_token_on_auto(update):
-    arguments = inputs(update, 12, 0.3)
-    states = (arguments.pop("fast"), arguments.pop("slow"))
-    o, final = ops.gate_rank(**arguments, initial_state=states, output_final_state=True)
-    outputs = []
-    for t in range(12):
-        piece = {name: x[:, t : t + 1] for name, x in arguments.items()}
-        one, states = ops.gate_rank(**piece, initial_state=states, output_final_state=True)
-        outputs.append(one)
-    assert_close(torch.cat(outputs, 1), o, 1e-14)
-    assert_close(torch.stack(states), torch.stack(final), 1e-14)
+    x, run, states = run_from(arguments, chunk_size=8, backend=backend)
+    assert_streams(run, x, tolerance, states)
 
 
 @each_update
 @each_backend
-@pytest.mark.parametrize("lengths", [[5, 0, 20, 1], [16, 16], [0, 0], [33]])
-def test_packed_equals_separate(update, backend, lengths):
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    arguments, tolerance = widest(backend, inputs(update, bounds[-1], 0.2, sequences=len(lengths)))
-    arguments = leaves(arguments)
-    given = {name: x for name, x in arguments.items() if name not in ("fast", "slow")}
-    options = {"output_final_state": True, "chunk_size": 8, "backend": backend}
-    states = (arguments["fast"], arguments["slow"])
-    o, final = ops.gate_rank(**given, initial_state=states, cu_seqlens=torch.tensor(bounds), **options)
-    got = gradients((o, *final), arguments)
-    parts = [
-        ops.gate_rank(
-            **{n: x[:, tokens] for n, x in given.items()},
-            initial_state=tuple(state[row : row + 1] for state in states), **options,
-        )
-        for row, tokens in enumerate(slices(bounds))
-    ]  # fmt: skip
-    joined = [torch.cat([part[0] for part in parts], 1), *(torch.cat([p[1][i] for p in parts]) for i in range(2))]
-    assert_close(got, gradients(joined, arguments), tolerance)
+def test_packed_equals_separate(update, backend):
+    def draw(batch, length):
+        return run_from(widest(backend, inputs(update, length, 0.2))[0])[0]
+
+    arguments, tolerance = widest(backend, inputs(update, 3, 0.2))
+    state, alone = assert_packs(run_from(arguments, chunk_size=8, backend=backend)[1], draw, tolerance)
+    for row, own in enumerate(alone):
+        assert_close(torch.stack(state)[:, row], torch.stack(own)[:, 0], tolerance)
 
 
 @each_backend

@@ -1,10 +1,10 @@
 """Log-linear attention: token loop, mask and chunks, states, and the layer."""
 
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
-from helpers import assert_close, assert_raises, unchecked
+from helpers import assert_close, assert_packs, assert_raises, assert_streams, unchecked
 
 import halflife
 from halflife.ops import linear_attention, log_linear_attention
@@ -67,20 +67,13 @@ def test_pieces_equal_the_token_loop(backend, length, num_levels, chunk, cut):
 
 
 @pytest.mark.parametrize("backend", ["reference", *CHUNKED])
-def test_packed_sequences_are_independent(backend):
-    inputs, bounds = arguments(40, 4, batch=1), torch.tensor([0, 3, 3, 20, 40])
-    options = {"backend": backend, "chunk_size": 4, "output_final_state": True}
-    once, states = log_linear_attention(*inputs, cu_seqlens=bounds, **options)
-    twice, _ = log_linear_attention(*inputs, cu_seqlens=bounds, initial_state=states, **options)
-    for row, (start, stop) in enumerate(pairwise(bounds.tolist())):
-        if start < stop:
-            piece = [x[:, start:stop] for x in inputs]
-            o, state = log_linear_attention(*piece, backend="reference", output_final_state=True)
-            assert_equal(once[:, start:stop], o)
-            assert_equal(states[0][row : row + 1], state[0])
-            assert_equal(
-                twice[:, start:stop], log_linear_attention(*piece, backend="reference", initial_state=state)[0]
-            )
+def test_streams_and_packs(backend):
+    def run(x, state, **packed):
+        options = {"backend": backend, "chunk_size": 4, "output_final_state": True}
+        return log_linear_attention(*x, initial_state=state, **options, **packed)
+
+    assert_streams(run, arguments(20, 4), 1.2e-14)
+    assert_packs(run, lambda batch, length: arguments(length, 4, batch), 1.2e-14)
 
 
 @pytest.mark.parametrize("backend", ["reference", *CHUNKED])
