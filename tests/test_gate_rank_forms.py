@@ -8,6 +8,7 @@ import halflife
 from halflife.layers import GateRank
 from halflife.layers.gate_rank import SlowGate
 from halflife.ops import gate_rank
+from halflife.packing import Packing
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 31, "num_heads": 4, "train_length": 16}
 
@@ -68,7 +69,7 @@ def test_printed_gate():
     assert 1 <= gate.slow_gate.A_log.exp().item() <= 16
     torch.nn.init.constant_(gate.slow_gate.bias, 0.3)
     x = torch.randn(2, 9, 32, dtype=torch.float64)
-    g, state = gate.slow_gate(gate.proj(x), None, None)
+    g, state = gate.slow_gate(gate.proj(x), None, Packing(*x.shape[:2]))
     assert (g.shape, state.shape) == ((2, 9, 4), (2, 1, 3))
     f = gate.proj(x)[..., 0] + 0.3
     for b in range(2):

@@ -15,6 +15,7 @@ from halflife.lab.experiments import EXPERIMENTS, compare, gate_rank_tables
 from halflife.lab.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.layers import GateRank, gate_statistics
 from halflife.layers.gate_rank import SlowGate
+from halflife.packing import Packing
 from halflife.runs.records import Comparison
 from halflife.runs.sweep import Cell
 from halflife.tasks import build, stream_seed
@@ -32,7 +33,7 @@ def built(name, **options):
 def test_the_share_of_resets_at_the_start(rate):
     """The share holds for inputs of unit mean square, as a mean over gates."""
     gate = GateRank(256, 200, reset_rate=rate)
-    g, _ = gate.slow_gate(gate.proj(torch.randn(8, 64, 256)), None, None)
+    g, _ = gate.slow_gate(gate.proj(torch.randn(8, 64, 256)), None, Packing(8, 64))
     # The mean is over 200 gates × 512 tokens. Four neighbouring sums share inputs.
     assert (g != 0).float().mean().item() == pytest.approx(rate, rel=0.05)
     assert (g <= 0).all()
@@ -41,7 +42,7 @@ def test_the_share_of_resets_at_the_start(rate):
 def test_gates_have_the_published_law():
     gate = SlowGate(3, 0.3, 4).double().requires_grad_(False)
     projected = torch.randn(2, 9, 3, dtype=torch.float64)
-    g, _ = gate(projected, None, None)
+    g, _ = gate(projected, None, Packing(2, 9))
     for b in range(2):
         for t in range(9):
             for h in range(3):

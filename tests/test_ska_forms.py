@@ -8,6 +8,7 @@ from helpers import assert_close, assert_raises, cases, generator
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
 from halflife.ops.koopman import convert_state, koopman_attention
+from halflife.packing import Packing
 
 HEADS, RANK, WIDTH, HIDDEN = 2, 5, 3, 16
 EXACT = 4 * 2e-9  # operators of few keys have the condition 1/ε
@@ -320,7 +321,7 @@ def test_ska_beside_a_mixer():
     x, block = torch.randn(2, 7, 32, dtype=torch.float64), model.blocks[1]
     residual = x + block.mixer(block.mixer_norm(x))[0]
     residual = residual + block.beside(residual)[0]
-    assert_close(block(x, None, None, {})[0], residual + block.mlp(block.mlp_norm(residual)), 1e-12)
+    assert_close(block(x, None, Packing(2, 7), {})[0], residual + block.mlp(block.mlp_norm(residual)), 1e-12)
     ids = torch.randint(31, (2, 7))
     whole, _ = model(ids)
     first, state = model(ids[:, :3])

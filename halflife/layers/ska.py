@@ -224,7 +224,7 @@ class SKA(Mixer):
         self,
         x: Tensor,
         state: State | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         attention_mask: Tensor | None = None,
         shared: Shared | None = None,
     ) -> tuple[Tensor, State]:
