@@ -54,7 +54,6 @@ def solve_toolcalling(text):
 
 
 def play(text):
-    """Return the final holdings and the number of rejected moves."""
     moves = re.findall(r"([A-Z]):(\w+)(?: (\d) (gold|wood)(?: ([A-Z]))?)?;", text)
     has = Counter({(agent, good): 5 for agent in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" for good in ("gold", "wood")})
     rejected = 0

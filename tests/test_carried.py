@@ -112,7 +112,6 @@ def test_what_cannot_be_carried():
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_its_states(tmp_path, monkeypatch):
-    """A run that stops within an epoch and is resumed gives the numbers of one that did not."""
     from halflife.cli import main
     from halflife.training.callbacks import Metrics
 

@@ -139,7 +139,6 @@ def test_help_of_every_command_shows_examples(capsys):
 
 @pytest.fixture
 def text(tmp_path, monkeypatch):
-    """Write 40 documents of words below the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text").mkdir()
@@ -157,7 +156,6 @@ TRAIN = {
 
 
 def configured(command):
-    """Return the configuration of the run that a `train` command starts."""
     changed, overrides = take_overrides(command, OPTIONS)
     return changed._configure(overrides, show=False)
 

@@ -45,7 +45,6 @@ def ids():
 
 
 def edit(file, **changes):
-    """Change keys of a JSON file."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
@@ -167,7 +166,6 @@ def test_models_that_transformers_does_not_have_are_refused(name, options, messa
 
 
 def qwen(folder, key_heads=2, value_heads=4):
-    """Build a small Qwen3-Next of transformers: three Gated DeltaNets, attention, and experts after each."""
     model = randomise(Qwen3NextForCausalLM(Qwen3NextConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, linear_num_key_heads=key_heads, linear_num_value_heads=value_heads, linear_key_head_dim=8,
@@ -215,7 +213,6 @@ def test_a_layers_folder_that_is_broken(tmp_path):
 
 
 def gla(folder, weights=lambda weights: weights, **changes):
-    """A folder of a model with fla's names."""
     config, tensors = published("gla", torch.float32)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, **changes}))

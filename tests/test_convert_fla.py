@@ -18,7 +18,6 @@ EXACT, SINGLE = 4 * 3.9e-15, 4 * 2.8e-6
 
 
 def widths(c):
-    """Return the heads and the head sizes of queries, keys and values of GLA or Gated DeltaNet."""
     heads = c["num_heads"]
     if c["model_type"] == "gla":
         shared, key = c["num_kv_heads"] or heads, int(HIDDEN * c["expand_k"]) // heads
@@ -28,7 +27,6 @@ def widths(c):
 
 
 def linear_shapes(c):
-    """Return the names and shapes of one layer of GLA or Gated DeltaNet."""
     gla, parts = c["model_type"] == "gla", widths(c)
     heads = c["num_heads"] if gla else parts[2][0]
     inner, size, gated = heads * parts[2][1], parts[2][1], c["use_output_gate" if gla else "use_gate"]
@@ -53,7 +51,6 @@ def linear_shapes(c):
 
 
 def rwkv7_shapes(c, layer):
-    """Return the names and shapes of one layer of RWKV-7."""
     shapes = {f"attn.x_{name}": (1, 1, HIDDEN) for name in "rwkvag"}
     shapes |= {f"attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "rkvo"}
     shapes |= {"attn.k_k": (HIDDEN,), "attn.k_a": (HIDDEN,), "attn.r_k": (4, 8)}
@@ -200,7 +197,6 @@ def mix_rwkv7(c, w, x, first, recur):
 
 
 def logits(config, weights, ids, recur):
-    """Compute the whole model by its authors' equations."""
     rwkv7, first = config["model_type"] == "rwkv7", None
 
     def norm(x, name):

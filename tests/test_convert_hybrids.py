@@ -22,7 +22,6 @@ MIXER = 4 * 8.2e-7
 
 
 def saved(kind, folder, seed=0, **options):
-    """Save a tiny model of transformers. No weight of a norm is 1 or 0, because this would hide it."""
     model = build(kind, seed, **options)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -43,7 +42,6 @@ def edit(folder, **changes):
 
 
 def tensors(folder):
-    """The tensors in a folder. transformers cuts convolutions anywhere when it saves, so they are joined."""
     return join_convolutions(load_file(folder / "model.safetensors"))
 
 

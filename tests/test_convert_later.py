@@ -38,7 +38,6 @@ def rms(x, weight, eps):
 
 
 def compare(model, expected, ids):
-    """Compare logits in one piece, and in two."""
     with torch.no_grad():
         assert_close(model(ids)[0], expected, EXACT)
         _, state = model(ids[:, :5])

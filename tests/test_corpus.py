@@ -280,7 +280,6 @@ def test_ends_of_documents(folder, tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    """Write a tokenizer of whole words, with known ids, into a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -305,7 +304,6 @@ def test_a_tokenizer_of_hugging_face(words, tmp_path, monkeypatch):
 
 
 def write_as(name, folder, data):
-    """Write a text of bytes into a file of this kind."""
     if name.endswith(".jsonl"):
         data = b'{"text": "' + data + b'"}'
     if name.endswith(".parquet"):

@@ -44,7 +44,6 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Write forty documents, one of them compressed."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(39):
         (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)
@@ -297,7 +296,6 @@ def test_missing_text_and_another_text_are_refused(text, settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_experiment_goes_on(text, tmp_path):
-    """kill −9 in the middle of a run and --resume give the numbers of an uninterrupted experiment."""
     variants = ["vector/gla", "--seeds", "1"]
     command = [sys.executable, "-m", "halflife.cli", *arguments(text, tmp_path / "killed", *variants), "--steps=40"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=dict(os.environ))

@@ -101,7 +101,6 @@ def test_a_small_archive_of_a_large_text_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     run(tiny(), folder)
     return folder
@@ -116,7 +115,6 @@ def interrupted(tmp_path_factory):
 
 
 def stop(folder, step, config=None, number=signal.SIGTERM):
-    """A signal after a step, and the exception that ends the run."""
     with pytest.MonkeyPatch.context() as patch:
         after_step(patch, step, lambda: os.kill(os.getpid(), number))
         with pytest.raises(StoppedBySignal) as stopped:

@@ -35,7 +35,6 @@ def create(folder, models=("mamba2", "llama"), **options):
 
 
 def failing(monkeypatch, *, name, error):
-    """Lets the runs of one model raise an error."""
     run_one = sweep.run_one
 
     def sometimes(run, folder, **options):

@@ -23,7 +23,6 @@ def model(**options):
 
 
 def flip(path, at):
-    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 4
     path.write_bytes(data)

@@ -35,7 +35,6 @@ def model_of(name, vocab_size=64):
 
 
 def splits(model, *lags):
-    """The split state after each lag."""
     task = tasks.build(**MQAR)
     pairs, draw = recall._pairs(task, 4, 0)
     found = [reading.start(model, pairs)]
@@ -136,7 +135,6 @@ def test_needles_have_the_layout_of_the_task():
 
 
 def test_at_the_window_the_forecast_is_the_measurement():
-    """At the window, the aged state is the state that was read."""
     model, task = model_of("mamba2").float(), tasks.build(**MQAR)
     found = recall.forecast_recall(model, task, [WINDOW], window=WINDOW, examples=16)
     assert found.values == recall.measure_recall(model, task, [WINDOW // 2, WINDOW], examples=16)[1:]

@@ -76,7 +76,6 @@ def inputs(update, length, resets, *, slow=None, fast=None, sequences=None, **si
 
 
 def run(arguments, **options):
-    """Return outputs, both states, and the gradients of all inputs."""
     arguments = leaves(arguments)
     given = {name: x for name, x in arguments.items() if name not in ("fast", "slow")}
     states = (arguments["fast"], arguments["slow"])

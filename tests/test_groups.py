@@ -18,7 +18,6 @@ each_group = pytest.mark.parametrize("group", GROUPS)
 
 
 def cycles(images):
-    """Return the lengths of a permutation's cycles."""
     left, found = set(range(len(images))), []
     while left:
         start = at = min(left)

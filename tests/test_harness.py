@@ -60,7 +60,6 @@ TASKS = {
 
 
 def build(name, **options):
-    """Build a model in which every parameter has an effect."""
     return add_noise(LanguageModel(preset(name, **{**SIZES, **options})).eval())
 
 
@@ -95,7 +94,6 @@ def folder(tmp_path, monkeypatch):
 
 
 def letters():
-    """Return a tokenizer of transformers whose tokens are characters and an end token."""
     own = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["<end>", *LETTERS])}, unk_token="<end>"))
     own.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     own.decoder = decoders.Fuse()
@@ -269,7 +267,6 @@ def direct(model):
 
 
 def taught():
-    """Return a model that knows some of the answers."""
     model = build("mamba2", vocab_size=256)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(20):

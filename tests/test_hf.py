@@ -26,7 +26,6 @@ TOLERANCE = 1.2e-12  # float64: four times the largest error over all models, 3.
 
 
 def build(name="mamba2", **options):
-    """Build a float64 model in which every parameter has an effect."""
     model = HalflifeForCausalLM(HalflifeConfig.from_preset(name, **{**TINY, **options})).eval().double()
     return add_noise(model, 0.2)
 

@@ -46,7 +46,6 @@ CORE = [p for p in MODULES if part_of(p) in LIGHT and p not in KERNELS]
 
 
 def allowed(part):
-    """Return the parts that a part may import."""
     if part == "__init__":
         return {"decay", "extensions", "extras", "layers", "models", "ops", "tasks"}
     rank = next(i for i, floor in enumerate(FLOORS) if part in floor)

@@ -134,7 +134,6 @@ def test_an_odd_width_is_an_error():
 
 @each_gate
 def test_gradients(gated):
-    """Gradients of the input and of all parameters equal finite differences."""
     layer = mlp(gated)
     # Eigenvalues stay float32 through `.double()`, which is too inexact for differences.
     for parameter in layer.eigenvalues.parameters():

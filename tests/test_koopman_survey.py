@@ -29,7 +29,6 @@ HEADS, RANK = 2, 6
 
 
 def read_operators(folders, text, **reading):
-    """Return the operators as `halflife spectrum` reads them."""
     return koopman_report.operators_of(measure_models(folders, text, **reading).to_dict())
 
 
@@ -156,13 +155,11 @@ def run_dir(tmp_path):
 
 
 def show_operators(result, output):
-    """Run the part of `halflife spectrum` that shows operators."""
     show(*koopman_report.operator_tables(result))
     return [*koopman_report.write_tables(result, output), *save(operators(result), output, "koopman")]
 
 
 def write_all(folder, text, output):
-    """Print and write what `halflife spectrum` prints and writes."""
     options = {"length": 32, "sequences": 3}
     result = measure_models([folder], [text], **options).to_dict()
     return [*tables.write_tables(result, output), *show_operators(koopman_report.operators_of(result), output)]

@@ -49,7 +49,6 @@ SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Write 40 documents of words, of 60 to 700 bytes."""
     folder = tmp_path_factory.mktemp("text")
     draw = random.Random(0)
     words = ["decay", "state", "memory", "forget", "recall", "slow", "fast", "and", "of", "the"]
@@ -115,7 +114,6 @@ def numbers(folder):
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
-    """A run without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     run(tiny(corpus), corpus, folder, execution=quiet())
     return folder
@@ -505,7 +503,6 @@ def test_numbers_of_tokens():
 
 
 def after_first_checkpoint(folder, process, step=4):
-    """Wait until a run has saved a checkpoint."""
     for _ in range(1200):
         if (folder / "checkpoints" / f"checkpoint-{step}" / "complete.json").exists():
             return
@@ -520,7 +517,6 @@ LONG = ("--tokens", str(LONG_TOKENS))
 
 @pytest.fixture(scope="module")
 def long(corpus, tmp_path_factory):
-    """A run of 60 steps without interruption."""
     folder = tmp_path_factory.mktemp("long")
     run(tiny(corpus, tokens=LONG_TOKENS), corpus, folder, execution=quiet())
     return folder
@@ -562,7 +558,6 @@ def test_a_run_that_is_killed_goes_on_to_the_same_numbers(text, long, tmp_path, 
 
 
 def trial(data, folder):
-    """Start a run in another process, on one thread as the others."""
     torch.set_num_threads(1)
     corpus = Corpus.open(CorpusConfig.from_dict(data), show=False)
     run(tiny(corpus, tokens=LONG_TOKENS), corpus, folder, execution=quiet())

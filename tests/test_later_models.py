@@ -28,7 +28,6 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports 
 
 
 def build(name, **options) -> tuple[Any, torch.Tensor]:
-    """Return a layer in float64 in which every parameter has an effect, and inputs."""
     torch.manual_seed(0)
     chunked = {} if name in ("fox", "attention") else {"chunk_size": 4}
     layer = layers.build(name, hidden_size=HIDDEN, num_heads=HEADS, **chunked, **options)
@@ -63,7 +62,6 @@ def heads(x):
 
 
 def arguments(name, layer, x):
-    """Return the arguments of the layer's recurrence by name."""
     if name == "longhorn":
         values = convolved(layer.conv, (x @ layer.in_proj.weight.T)[..., : layer.conv.weight.shape[0]])
         r, k, q = (values @ layer.x_proj.weight.T).split(layer.splits, -1)
@@ -90,7 +88,6 @@ def arguments(name, layer, x):
 
 
 def output(name, layer, x, o):
-    """Return what the layer makes of the outputs `o [B, T, H, V]` of its recurrence."""
     if name == "fox":
         return o.flatten(-2) @ layer.out_proj.weight.T
     if name == "longhorn":

@@ -282,7 +282,6 @@ def test_picture(models):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of two models that were both trained on mqar."""
     run = tmp_path / "run"
     for name in ("mamba2+gate_rank", "mamba2"):
         folder = checkpoint.save(tiny(name), run / name / "lr0.01-seed0")

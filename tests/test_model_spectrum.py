@@ -191,7 +191,6 @@ def test_the_slow_state_has_a_spectrum_of_its_own():
 
 
 def mamba2(folder, **saving):
-    """Save a small model of transformers with transformers, and return its tensors."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
@@ -203,7 +202,6 @@ def mamba2(folder, **saving):
 
 
 def fla(folder, model_type):
-    """Write a checkpoint of fla with its published names, and return its tensors."""
     config, tensors = published(model_type, torch.float32)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -64,7 +64,6 @@ def test_state_is_of_constant_size(name):
 
 
 def test_initialisation_is_that_of_the_decay():
-    """The initialisation of the model does not overwrite that of the decay."""
     torch.manual_seed(0)
     model = build("mamba2", hidden_size=64, num_heads=64)
     decay = model.blocks[0].mixer.decay
@@ -156,7 +155,6 @@ def test_heads_of_a_hybrid():
 
 
 def test_rwkv7_keeps_its_value_residual_around_other_layers():
-    """The values of the first layer reach the RWKV-7 layer after SKA."""
     model = build("rwkv7+ska", num_layers=3)
     assert [type(block.mixer).__name__ for block in model.blocks] == ["RWKV7", "SKA", "RWKV7"]
     given, values = [], []

@@ -102,7 +102,6 @@ def text(browser, trained):
 
 
 def until(page, holds, argument=None):
-    """Wait until a function of the page returns true. The page forbids strings, which `wait_for_function` evaluates."""
     for _ in range(1200):
         if page.evaluate(holds, argument):
             return

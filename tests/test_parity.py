@@ -112,15 +112,12 @@ def test_gated_delta_rule_equals_qwen3_next(function, normalised):
 
 
 def fla(module, name):
-    """Return a function of fla.ops, imported when a test needs it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning that there is no GPU and no flash-attn
         return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
 def heads_first(function):
-    """Adapt a function that takes and returns `[B, H, T, …]`."""
-
     def call(initial_state, output_final_state, **tensors):
         swapped = {name: x.transpose(1, 2) for name, x in tensors.items()}
         o, state = function(**swapped, initial_state=initial_state, output_final_state=output_final_state)

@@ -41,7 +41,6 @@ def post(name, granularity="scalar", heads=HEADS, **options):
 
 
 def trained(name, granularity="scalar"):
-    """Take a hundred steps of Adam on noise, so that parameters are far from their start."""
     decay = post(name, granularity)
     optimizer = torch.optim.Adam(decay.parameters(), lr=0.05)
     for _ in range(100):
@@ -52,7 +51,6 @@ def trained(name, granularity="scalar"):
 
 
 def geometric(channels, slowest=1 / LENGTH, fastest=1.0):
-    """Return geometric rates, the slowest first."""
     return torch.logspace(math.log10(slowest), math.log10(fastest), channels)
 
 

@@ -47,7 +47,6 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The comparison with runs one after the other, in this process."""
     folder = new(tmp_path_factory.mktemp("whole") / "x")
     comparison.run_comparison(folder, show=False)
     return folder

@@ -50,7 +50,6 @@ TINY_TASK = {"steps": 3, "batch_size": 2, "test_examples": 2, "validation_exampl
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Twenty short documents, and a cache of their own."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(20):
         (folder / f"{i:02}.txt").write_text(f"the state forgets what it cannot hold in {i} tokens; " * 8)

@@ -37,7 +37,6 @@ def make(name, index=0, seed=0, length=None, count=count):
 
 
 def solve(name, prompt):
-    """Solve the task from the prompt alone."""
     if name in NEEDLES:
         asked = re.findall(r"[\w-]+", re.search(r"magic \w+ for (.*?) mentioned", prompt)[1].replace(" and ", " "))
         return [value for key in asked for found, value in NEEDLE.findall(prompt) if found == key]
@@ -390,7 +389,6 @@ class Uneven(ByteTokenizer):
 
 @pytest.mark.parametrize("name", ["mamba2+post", "gated_deltanet", "llama"])
 def test_batches_change_nothing(name, monkeypatch):
-    """Scores do not depend on whether a batch has one prompt or three of unequal lengths."""
     model = LanguageModel(preset(name, vocab_size=257, **MODEL)).double()
     tokenizer, read, written = Uneven(), [], []
 

@@ -19,7 +19,6 @@ EXACT, SINGLE = 4 * 7.5e-15, 4 * 9.0e-7
 
 
 def noisy(module, dtype=torch.float64):
-    """Move every parameter away from its start. None is 0 or 1."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.uniform_(0.1, 0.9) if "mu" in name else parameter.normal_(std=0.3)
@@ -27,7 +26,6 @@ def noisy(module, dtype=torch.float64):
 
 
 def stack(depth=2, **options):
-    """Return the time mixes of a model's first layers."""
     options = {"chunk_size": 4, **options}
     return torch.nn.ModuleList(RWKV7(HIDDEN, HEADS, layer_idx=i, num_layers=depth, **options) for i in range(depth))
 

@@ -56,7 +56,6 @@ def build_post(heads=4, channels=8, **options):
 
 
 def trained():
-    """Take a hundred steps of Adam on noise."""
     decay = build_post()
     optimizer = torch.optim.Adam(decay.parameters(), lr=0.05)
     for _ in range(100):

@@ -21,7 +21,6 @@ NAMES = ["mamba2", "rwkv7", "llama", "mamba2+ska", "mamba2+gate_rank", "simple+t
 
 
 def build(name, **options):
-    """Build a model in which every parameter has an effect."""
     return add_noise(LanguageModel(preset(name, **{**SIZES, **options})).eval())
 
 

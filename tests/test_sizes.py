@@ -47,7 +47,6 @@ ECHO = {"echo-50m": 50e6, "echo-180m": 180e6}
 
 
 def echo_parameters(size, vocabulary=32_000, *, tied=True, **options):
-    """Return the number of parameters of the built model."""
     sizes = {**SIZES[size], "vocab_size": vocabulary, "tie_embeddings": tied}
     with torch.device("meta"):
         return LanguageModel(preset("echo", **sizes, **options)).num_parameters()

@@ -76,7 +76,6 @@ def results(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The results of the same comparison, one run after the other in one process."""
     folder = tmp_path_factory.mktemp("whole") / "x"
     process = halflife(*COMPARE, "--output", str(folder))
     _, error = process.communicate()

@@ -94,7 +94,6 @@ def test_a_model_of_tokens_needs_its_tokenizer(tmp_path):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of four models, of which one has two seeds and one has no decay."""
     run = tmp_path / "run"
     for name, seeds in {"mamba2": 2, "mamba2+post": 1, "lightnet": 1, "llama": 1}.items():
         for seed in range(seeds):

@@ -99,7 +99,6 @@ def test_a_run_continues_a_model(tmp_path, text, capsys):
 
 @pytest.mark.slow
 def test_an_interrupted_run_does_not_start_again(tmp_path, text, monkeypatch):
-    """A run that stops and is resumed gives the numbers of one that did not, also if its start has gone."""
     import shutil
 
     from halflife.training.callbacks import Metrics

@@ -51,7 +51,6 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(inputs):
-    """Run the command once; return its folder, next to which is a file with its output."""
     folder = inputs / "out"
     files = ["--text", str(inputs / "text.txt"), "--runs", str(inputs / "run"), "--output", str(folder)]
     with (inputs / "printed.txt").open("w") as printed, redirect_stdout(printed):
@@ -193,7 +192,6 @@ def test_energies_at_some_positions_are_those_of_all():
 
 @pytest.mark.slow
 def test_every_setting_counts():
-    """Each setting changes the result."""
     small = {"channels": 3, "length": 20, "lengths": (10.0,), "counts": (2,)}
     topics = ["errors", "gaps", "taper"]
     plain = compute(TheorySettings(**small), topics)

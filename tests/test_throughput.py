@@ -196,7 +196,6 @@ def test_faster_from(script):
 
 
 def test_streams(script):
-    """Every kind of stream counts its tokens and appears in the table."""
     streaming = script("streaming")
     found = {name: streaming.stream(name, 20) for name in ("generate() mamba2", "mamba2", "llama")}
     for stretches in found.values():
