@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -131,6 +131,34 @@ class Decay(Float32Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, granularity={self.granularity}"
+
+
+class ConstantDecay(Decay):
+    """g = −e^p with one log-rate p per head, fixed or trained, whatever the input."""
+
+    data_dependent = False
+    granularities = ("scalar",)
+
+    def __init__(self, trained_rates: bool = False, **sizes) -> None:
+        super().__init__(**sizes)
+        self.trained_rates = trained_rates
+        if trained_rates:
+            self.log_rate = nn.Parameter(torch.empty(self.shape))
+        else:
+            self.register_buffer("log_rate", torch.empty(self.shape))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.log_rate is not None:
+            self.log_rate.copy_(self.rates().log())
+
+    def rates(self) -> Tensor:
+        """The fixed, or the initial rates −log λ, `[H]`."""
+        raise NotImplementedError
+
+    def log_decay(self, f: Tensor, log_rate: Tensor | None, step: Tensor | None = None) -> Tensor:
+        rate: Tensor = self.log_rate if log_rate is None else log_rate
+        return (-rate.exp()).to(f.dtype).expand(f.shape)
 
 
 def build(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from halflife.decay.base import DECAYS
+from halflife.decay.base import DECAYS, ConstantDecay
 from halflife.decay.minimax import geometric_rates
 from halflife.decay.spectral import SpectralDecay, check_rate_start
 
 
 @DECAYS.add("retnet")
-class RetNetDecay(SpectralDecay):
-    """λ = 1 − 2^{−5 − 3j/(h−1)}: one fixed rate a head, j = 0 … h − 1.
+class RetNetDecay(SpectralDecay, ConstantDecay):
+    """λ = 1 − 2^{−5 − 3j/(h−1)}: one fixed rate per head, j = 0 … h − 1.
 
     Time-scales 31 to 255 tokens. Under PoST the decays are `exp(−e^{p_h})` with learned, sorted p. The PoST paper uses
     the same form as its model of GLA. RetNet's paper has `retnet_paper`, which is the same for four heads only.
@@ -27,41 +27,24 @@ class RetNetDecay(SpectralDecay):
         train_length: T of "geometric".
     """
 
-    data_dependent = False
-    granularities = ("scalar",)
     RATE_STARTS = ("own", "geometric")
 
     def __init__(
         self, *, trained_rates: bool = False, rate_start: str = "own", train_length: int | None = None, **sizes
     ) -> None:
-        super().__init__(**sizes)
+        super().__init__(trained_rates=trained_rates, **sizes)
         check_rate_start(rate_start, self.RATE_STARTS, train_length)
-        self.trained_rates, self.train_length = trained_rates, train_length
-        log_rate = torch.empty(self.shape)
-        if trained_rates:
-            self.log_rate = nn.Parameter(log_rate)
-        else:
-            self.register_buffer("log_rate", log_rate)
+        self.train_length = train_length
         self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.log_rate is not None:
-            self.log_rate.copy_(self._initial_log_rates())
-
-    def _initial_log_rates(self) -> Tensor:
+    def rates(self) -> Tensor:
         if self.train_length is not None:
-            return geometric_rates(self.num_heads, self.train_length).log()
-        return (-torch.log1p(-(-self._exponents() * math.log(2)).exp())).log()
+            return geometric_rates(self.num_heads, self.train_length)
+        return -torch.log1p(-(-self._exponents() * math.log(2)).exp())
 
     def _exponents(self) -> Tensor:
         """The exponents n of λ = 1 − 2^{−n}, `[H]`."""
         return 5 + 3 * torch.arange(self.num_heads, dtype=torch.float64) / max(self.num_heads - 1, 1)
-
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        fixed: Tensor | None = self.log_rate
-        rate = (fixed if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
-        return (-rate).to(f.dtype).expand(f.shape)
 
     def release_rates(self) -> None:
         if self.trained_rates or self.train_length is not None:
@@ -71,7 +54,7 @@ class RetNetDecay(SpectralDecay):
 
 @DECAYS.add("retnet_paper")
 class PaperRetNetDecay(RetNetDecay):
-    """λ = 1 − 2^{−5−j}: one fixed rate a head, j = 0 … h − 1, as RetNet's paper has it.
+    """λ = 1 − 2^{−5−j}: one fixed rate per head, j = 0 … h − 1, as RetNet's paper has it.
 
     Time-scales 31 tokens to `2^{h+4}`. Source: Sun et al. 2023; flash-linear-attention.
     """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halflife.decay.base import DECAYS, Decay
+from halflife.decay.base import DECAYS, ConstantDecay
 from halflife.decay.spectral import SpectralDecay
 
 
 @DECAYS.add("tnl")
-class TNLDecay(Decay):
-    """λ = exp(−8 j/h · (1 − l/L)): one fixed rate a head, slower in deeper layers.
+class TNLDecay(ConstantDecay):
+    """λ = exp(−8 j/h · (1 − l/L)): one fixed rate per head, slower in deeper layers.
 
     Heads count j = 1 … h and layers l = 0 … L − 1, so that λ < 1 everywhere. If layers counted from 1, the last one
     would have λ = 1, and TNL-L no log-rate to learn. Time-scale `h / (8 j (1 − l/L))`. The
@@ -19,33 +19,13 @@ class TNLDecay(Decay):
     released code has `tnl_released`. Source: Decay, Table 1.
     """
 
-    data_dependent = False
-    granularities = ("scalar",)
-    learnable = False
-
     def __init__(self, **sizes) -> None:
         super().__init__(**sizes)
-        log_rate = torch.empty(self.shape)
-        if self.learnable:
-            self.log_rate = nn.Parameter(log_rate)
-        else:
-            self.register_buffer("log_rate", log_rate)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.log_rate is not None:
-            self.log_rate.copy_(self._rates().log())
-
-    def _rates(self) -> Tensor:
-        """The fixed, or the initial rates `[H]`."""
+    def rates(self) -> Tensor:
         head = torch.arange(1, self.num_heads + 1, dtype=torch.float32) / self.num_heads
         return 8 * head * (1 - self.layer_idx / self.num_layers)
-
-    def log_decay(self, f: Tensor, log_rate: Tensor | None) -> Tensor:
-        learned: Tensor | None = self.log_rate
-        rate = (learned if log_rate is None else log_rate).exp()  # type: ignore[union-attr]
-        return (-rate).to(f.dtype).expand(f.shape)
 
 
 @DECAYS.add("tnl_l")
@@ -55,7 +35,8 @@ class LearnableTNLDecay(SpectralDecay, TNLDecay):
     Source: Decay, §4.
     """
 
-    learnable = True
+    def __init__(self, **sizes) -> None:
+        super().__init__(trained_rates=True, **sizes)
 
     def release_rates(self) -> None:
         self.log_rate = None
@@ -79,7 +60,7 @@ class ReleasedTNLDecay(TNLDecay):
     Source: released code of the Decay paper (xmixers).
     """
 
-    def _rates(self) -> Tensor:
+    def rates(self) -> Tensor:
         return released_rates(self.num_heads, self.layer_idx, self.num_layers)
 
 
