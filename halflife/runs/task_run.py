@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from statistics import fmean
 from typing import Any, ClassVar
@@ -14,7 +15,8 @@ from halflife.data.task_stream import TaskStream
 from halflife.evaluation.recall import accuracy, by_position
 from halflife.models import LanguageModel
 from halflife.runs.one import CellConfig, ModelRun
-from halflife.tasks import build as build_task
+from halflife.tasks import build
+from halflife.tasks.base import Task
 from halflife.training.config import ExecutionConfig
 
 LONGEST = 1 << 24  # tokens of a sequence; more do not fit into memory with what a model computes from them
@@ -36,6 +38,11 @@ class TestSpec:
     name: str
     task: dict[str, Any]
     examples: int | None = None
+
+    @cached_property
+    def built(self) -> Task:
+        """The task."""
+        return build(**self.task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,11 @@ class RunConfig(CellConfig):
         """Whether action masks are used: they are asked for, and the model has a layer that reads them."""
         return self.action_mask and self.model.reads_action_mask
 
+    @cached_property
+    def mixtures(self) -> list[list[Task]]:
+        """The tasks of each stage, and behind them those of the validation."""
+        return [[build(**task) for task in mixture] for mixture in (*self.stages, self.validation)]
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("validation_examples", "test_examples"):
@@ -75,15 +87,16 @@ class RunConfig(CellConfig):
                 raise ValueError(f"{name} must be between 1 and {MOST_EXAMPLES:,}; got {getattr(self, name)}")
         if not self.stages or not self.validation or not all(self.stages):
             raise ValueError("a run needs at least one task in every stage, and at least one task to validate on")
-        for task in (*chain(*self.stages), *self.validation, *(test.task for test in self.tests)):
-            length = build_task(**task).length  # impossible sizes raise here, before training
-            if length > LONGEST:
-                raise ValueError(f"a sequence has at most {LONGEST:,} tokens; {task['name']} was asked for {length:,}")
+        for task in (*chain(*self.mixtures), *(test.built for test in self.tests)):  # impossible sizes raise here
+            if task.length > LONGEST:
+                raise ValueError(
+                    f"a sequence has at most {LONGEST:,} tokens; {task.name} was asked for {task.length:,}"
+                )
 
     def sequences(self) -> dict[int, float]:
         counts: dict[int, float] = {}
-        for stage in self.stages:
-            lengths = {build_task(**task).length for task in stage}  # they take turns
+        for stage in self.mixtures[:-1]:
+            lengths = {task.length for task in stage}  # they take turns
             for length in lengths:
                 share = self.steps * self.batch_size / len(self.stages) / len(lengths)
                 counts[length] = counts.get(length, 0) + share
@@ -105,20 +118,18 @@ class TaskRun(ModelRun):
 
     @property
     def length(self) -> int:
-        return max(build_task(**task).length for task in self.config.validation)
+        return max(task.length for task in self.config.mixtures[-1])
 
     @property
     def positions(self) -> list[int]:
-        return sorted({1, *(build_task(**test.task).length for test in self.config.tests)})
+        return sorted({1, *(test.built.length for test in self.config.tests)})
 
     def data(self, execution: ExecutionConfig) -> TaskStream:
         config = self.config
-        stages = [[build_task(**task) for task in stage] for stage in config.stages]
-        return TaskStream(stages, config.steps, config.batch_size, config.seed, config.passes_action_mask)
+        return TaskStream(config.mixtures[:-1], config.steps, config.batch_size, config.seed, config.passes_action_mask)
 
     def validation(self) -> Callable[[nn.Module], float]:
-        config = self.config
-        tasks = [build_task(**task) for task in config.validation]
+        config, tasks = self.config, self.config.mixtures[-1]
         settings: dict[str, Any] = {
             "seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16,
             "action_mask": config.passes_action_mask,
@@ -136,11 +147,11 @@ class TaskRun(ModelRun):
         tests = self.config.tests
         return {
             "tests": [self._score(model, test, diverged) for test in tests],
-            "positions": [] if diverged else [self._by_position(model, t) for t in tests if build_task(**t.task).dense],
+            "positions": [] if diverged else [self._by_position(model, t) for t in tests if t.built.dense],
         }
 
     def _score(self, model: LanguageModel, test: TestSpec, diverged: bool) -> dict[str, Any]:
-        task = build_task(**test.task)
+        task = test.built
         return {
             "test": test.name, "length": task.length, "num_pairs": test.task.get("num_pairs"),
             "accuracy": float("nan") if diverged else accuracy(model, task, **self._test_settings(test)),
@@ -148,7 +159,7 @@ class TaskRun(ModelRun):
         }  # fmt: skip
 
     def _by_position(self, model: LanguageModel, test: TestSpec) -> dict[str, Any]:
-        task = build_task(**test.task)
+        task = test.built
         return {"test": test.name, "length": task.length, **by_position(model, task, **self._test_settings(test))}
 
     def _test_settings(self, test: TestSpec) -> dict[str, Any]:

@@ -51,17 +51,13 @@ def has_mixers(model_type: str) -> bool:
     return any(hasattr(module, mixer) for mixer in MIXERS)
 
 
-def load_foreign(
-    source: str | Path, device: torch.device | str = "cpu", name: str | None = None, dtype: str = "auto"
-) -> ForeignModel:
-    """Load a model of transformers.
+def load_foreign(source: str | Path, device: torch.device | str = "cpu") -> ForeignModel:
+    """Load a model of transformers, with weights of the type in which they are stored.
 
     Args:
         source: a folder, or a name on the hub, `owner/name` or `owner/name@revision`. A model in the hub's cache needs
             no network.
         device: where the model runs.
-        name: its label; None for its name on the hub, or the type of the model in a folder.
-        dtype: the type of its weights; "auto" for the type in which they are stored.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -80,10 +76,10 @@ def load_foreign(
         Checkpoint(Path(where))  # its errors name missing, truncated and pickled files
     with _plain_errors(source), _quiet():
         model, report = model_class.from_pretrained(
-            where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            where, config=config, dtype="auto", use_safetensors=True, output_loading_info=True, **options
         )
     _require_weights(source, report)
-    return ForeignModel(model.to(device), name or (str(source) if is_hub_name(source) else config.model_type))
+    return ForeignModel(model.to(device), str(source) if is_hub_name(source) else config.model_type)
 
 
 def _location(source: str | Path) -> tuple[str, dict[str, Any]]:

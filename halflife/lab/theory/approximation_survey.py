@@ -24,6 +24,7 @@ from halflife.lab.theory.approximation import (
 from halflife.lab.theory.spectra import response_as_run, spread
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
+DRAWS = 9  # of random rates, whose median error is taken
 NORMS = {"integers": False, "interval": True}
 ENDS = {  # in units of (1/T, 1): the ends of the paper, and two pairs further out
     "geometric on [1/T, 1]": (1.0, 1.0), "geometric on [0.1/T, 6]": (0.1, 6.0), "geometric on [0.5/T, 4]": (0.5, 4.0),
@@ -32,7 +33,7 @@ ENDS = {  # in units of (1/T, 1): the ends of the paper, and two pairs further o
 
 def error_by_channels(
     channels: Sequence[int], lengths: Sequence[float], beta: float = 0.5, *,
-    draws: int = 9, seed: int = 0, continuous: bool = False, cache: Path | None = None,
+    draws: int = DRAWS, seed: int = 0, continuous: bool = False, cache: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the error for each N, spectrum and T, and how fast it falls with N (PoST, Table 1).
 
@@ -112,13 +113,13 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def error_by_ends(
-    channels: int, length: float, beta: float = 0.5, *, draws: int = 9, seed: int = 0, cache: Path | None = None
+    channels: int, length: float, beta: float = 0.5, *, seed: int = 0, cache: Path | None = None
 ) -> dict[str, Any]:
     """Compute the error of geometric rates for different ends, and of other spectra, in both norms.
 
     Args:
         channels, length: N, T.
-        beta, draws, seed, cache: see `error_by_channels`.
+        beta, seed, cache: see `error_by_channels`.
 
     Returns:
         "channels", "length", "beta", "draws". "low" and "high" are ends in units of (1/T, 1), and "errors"
@@ -137,7 +138,7 @@ def error_by_ends(
         {"spectrum": name, "low": low, "high": high, **{norm: error(low, high, on) for norm, on in NORMS.items()}}
         for name, (low, high) in chosen.items()
     ]
-    options: dict[str, Any] = {"draws": draws, "seed": seed, "cache": cache}
+    options: dict[str, Any] = {"draws": DRAWS, "seed": seed, "cache": cache}
     others = {
         norm: error_by_channels([channels], [length], beta, continuous=on, **options)["errors"]
         for norm, on in NORMS.items()
@@ -146,13 +147,13 @@ def error_by_ends(
         errors = {norm: others[norm][name][f"{length:g}"][0] for norm in NORMS}
         rows.append({"spectrum": name, "low": None, "high": None, **errors})
     low, high = ([2 ** (i / 2) for i in range(*ends)] for ends in ((-14, 5), (-2, 9)))
-    return {"channels": channels, "length": length, "beta": beta, "draws": draws, "low": low, "high": high,
+    return {"channels": channels, "length": length, "beta": beta, "draws": DRAWS, "low": low, "high": high,
             "errors": [[error(a, b) for b in high] for a in low], "rows": rows}  # fmt: skip
 
 
 def error_by_position(
     channels: int, length: float, positions: Sequence[int], beta: float = 0.5, *,
-    ends: tuple[float, float] | None = None, continuous: bool = False,
+    ends: tuple[float, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the error on [1, t] at positions t of one geometric spectrum for T, fixed and adapted (Prop. 4.9).
 
@@ -174,7 +175,6 @@ def error_by_position(
         positions: t, at least 3.
         beta: exponent β of the power law.
         ends: the slowest and the fastest rate at T. Default: (1/T, 1).
-        continuous: whether "static" and "adapted" are over the interval [1, t] instead of its integers.
 
     Returns:
         "channels", "length", "beta", "ends", "positions", and "errors": the name of a response → an error for each t.
@@ -185,8 +185,8 @@ def error_by_position(
     errors: dict[str, list[float]] = {name: [] for name in ("static", "adapted", *references)}
     for t in positions:
         adapted = adapted_rates(rates, t, length)
-        errors["static"].append(minimax_error(rates, t, beta, continuous=continuous))
-        errors["adapted"].append(minimax_error(adapted, t, beta, continuous=continuous))
+        errors["static"].append(minimax_error(rates, t, beta))
+        errors["adapted"].append(minimax_error(adapted, t, beta))
         lags = spread(1, t - 1, GRID_POINTS)
         for name, reference in references.items():
             columns = response_as_run(rates, lags.long(), t, reference).mT

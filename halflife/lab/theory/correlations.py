@@ -18,6 +18,7 @@ from torch import Tensor
 
 CORRECTIONS = 50  # iterations; the last one moves β by less than 1e-3
 LEAST_BETA = 0.05
+TAILS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles: the ends of a 95 % interval
 SIGNIFICANT = 2  # standard errors by which an octave's autocovariance must exceed 0 to be used
 
 
@@ -54,8 +55,8 @@ def bits(vocab_size: int) -> Tensor:
 
 
 def power_law(
-    sequence: Tensor, vectors: Tensor | None = None, *, max_lag: int | None = None, mean: Tensor | float | None = None,
-    blocks: int = 16, draws: int = 1000, confidence: float = 0.95, seed: int = 0,
+    sequence: Tensor, vectors: Tensor | None = None, *, mean: Tensor | float | None = None,
+    blocks: int = 16, draws: int = 1000, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Estimate β of R(s) ∝ s^{−β}, with an interval.
 
@@ -72,9 +73,8 @@ def power_law(
         sequence: `[T]` (for example bits) or `[T, D]` (embeddings). With `vectors`, token ids `[T]`.
         vectors: `[V, D]`, a vector for each id. They are looked up block by block, because all of them would fill the
             memory.
-        max_lag: the largest lag. Default: a quarter of a block.
         mean: μ if it is known; see `autocovariance`.
-        blocks, draws, confidence, seed: settings of the bootstrap.
+        blocks, draws, seed: settings of the bootstrap; the largest lag is a quarter of a block.
 
     Returns:
         "exponent", "low", "high", "max_lag", "blocks", "variance of the mean" (0 if the mean is known); and lists with
@@ -82,13 +82,13 @@ def power_law(
         blocks) and "used" (whether the octave is used).
 
     Raises:
-        ValueError: if blocks or max_lag are too small, or fewer than three octaves can be used.
+        ValueError: if blocks are too short, or fewer than three octaves can be used.
     """
     table, tokens = centred_vectors(sequence, vectors, mean)
     size = len(tokens) // blocks if blocks > 1 else 0
-    max_lag = size // 4 if max_lag is None else max_lag
-    if max_lag < 7 or max_lag >= size:
-        raise ValueError(f"need 2 blocks or more, of more than max_lag ≥ 7 tokens; got {blocks} of {size}, {max_lag}")
+    max_lag = size // 4
+    if max_lag < 7:
+        raise ValueError(f"need 2 blocks or more, of 28 tokens or more; got {blocks} of {size}")
     cut = tokens[: size * blocks].split(size)
     per_lag = torch.stack([autocovariance(table[block], max_lag, 0.0) for block in cut])
     octave_lags = [torch.arange(2**i, 2 ** (i + 1)) for i in range((max_lag + 1).bit_length() - 1)]
@@ -104,8 +104,7 @@ def power_law(
     length = len(tokens) if mean is None else None
     exponents, _ = _fit(logs[used], resampled[(resampled > 0).all(-1)], length)
     exponent, added = _fit(logs[used], mean_of[used], length)
-    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = exponents.quantile(tails).tolist()
+    low, high = exponents.quantile(TAILS).tolist()
     return {
         "exponent": exponent.item(), "low": low, "high": high,
         "lags": logs.exp().tolist(), "autocovariance": (mean_of + added).tolist(), "error": error.tolist(),

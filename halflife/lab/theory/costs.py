@@ -86,9 +86,7 @@ def layer_costs(sizes: LayerSizes, length: int) -> dict[str, dict[str, int]]:
     return {name: dict(zip(names, (*counts[name], *printed[name]), strict=True)) for name in counts}
 
 
-def cost_table(
-    sizes: LayerSizes | None = None, lengths: Sequence[int] = (256, 1024, 4096, 16384, 65536)
-) -> dict[str, Any]:
+def cost_table(lengths: Sequence[int] = (256, 1024, 4096, 16384, 65536)) -> dict[str, Any]:
     """Compute `layer_costs` for some lengths.
 
     The table gives SKA O(T r²/S + r³) for training and calls it sublinear in T. Each token adds an outer product to G
@@ -99,7 +97,7 @@ def cost_table(
     Returns:
         "sizes", "lengths", and "counts": component → each number of `layer_costs` → a list over the lengths.
     """
-    sizes = sizes or LayerSizes()
+    sizes = LayerSizes()
     by_length = [layer_costs(sizes, length) for length in lengths]
     counts = {
         name: {kind: [costs[name][kind] for costs in by_length] for kind in kinds}

@@ -119,7 +119,7 @@ def gram_sizes(keys: Tensor, ridge: float = RIDGE) -> GramSizes:
 
 def gram_bounds(
     rank: int = 48, tokens: Sequence[int] = (64, 512, 4096), outliers: Sequence[float] = (1, 4, 16, 64),
-    *, ridge: float = RIDGE, seed: int = 0,
+    *, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute `gram_sizes` for normal keys of which the first is multiplied by a factor.
 
@@ -127,7 +127,6 @@ def gram_bounds(
         rank: R.
         tokens: T.
         outliers: factors on the first key.
-        ridge: ε.
         seed: the seed of the keys.
 
     Returns:
@@ -140,6 +139,6 @@ def gram_bounds(
         keys = torch.randn(length, rank, generator=generator, dtype=torch.float64)
         for outlier in outliers:
             scaled = torch.cat([outlier * keys[:1], keys[1:]])
-            sizes = {name: value.item() for name, value in gram_sizes(scaled, ridge)._asdict().items()}
+            sizes = {name: value.item() for name, value in gram_sizes(scaled)._asdict().items()}
             rows.append({"tokens": length, "outlier": float(outlier), **sizes})
-    return {"rank": rank, "ridge": ridge, "rows": rows}
+    return {"rank": rank, "ridge": RIDGE, "rows": rows}

@@ -120,16 +120,15 @@ def koopman_mlp_bound(lift: Tensor, blocks: Tensor, read: Tensor) -> Tensor:
 def gradient_flow(
     rank: int = 16, width: int = 16, tokens: Sequence[int] = (4, 8, 16, 17, 32, 64, 256),
     scales: Sequence[float] = (1, 4, 16, 64), depths: Sequence[int] = (1, 2, 4, 8),
-    *, power: int = 2, trials: int = 20, seed: int = 0,
+    *, trials: int = 20, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute Jacobians and their bounds for normal keys, values and queries, with γ = η = 1 and ε = 1e-3.
+    """Compute Jacobians and their bounds for normal keys, values and queries, with K = 2, γ = η = 1 and ε = 1e-3.
 
     Args:
         rank, width: R, P.
         tokens: numbers of tokens T.
         scales: factors on the query, at the last T.
         depths: numbers of branches whose Jacobians are multiplied (Theorem J.9), at the last T. Needs R = P.
-        power: K.
         trials: draws, of which means are taken; ranks are the smallest.
         seed: the seed of the draws.
 
@@ -146,16 +145,16 @@ def gradient_flow(
         query, keys, values = draw(rank), draw(length, rank), draw(length, width)
         attended, bound = attention_jacobian(query, keys, values), attention_bound(query, keys, values)
         operator = Operator.of_tokens(keys, values)
-        read, upper = ska_jacobian(operator, power), ska_upper(operator, power)
+        read, upper = ska_jacobian(operator), ska_upper(operator)
         by_tokens.append({
             "tokens": length, "attention rank": int(numerical_rank(attended).min()),
             "attention": _mean(norm(attended)), "attention bound": _mean(bound.paper),
             "attention sharp": _mean(bound.sharp), "ska rank": int(numerical_rank(read).min()),
             "ska": _mean(norm(read)), "ska bound": _mean(upper.paper), "ska sharp": _mean(upper.sharp),
-            "ska least": _mean(torch.linalg.svdvals(read)[..., -1]), "ska lower": _mean(ska_lower(operator, power)),
+            "ska least": _mean(torch.linalg.svdvals(read)[..., -1]), "ska lower": _mean(ska_lower(operator)),
         })  # fmt: skip
     query, keys, values = draw(rank), draw(tokens[-1], rank), draw(tokens[-1], width)
-    read = ska_jacobian(Operator.of_tokens(keys, values), power)
+    read = ska_jacobian(Operator.of_tokens(keys, values))
     by_scale = [
         {
             "scale": float(scale), "largest weight": _mean(attention_weights(scale * query, keys).amax(-1)),
@@ -171,7 +170,7 @@ def gradient_flow(
         operators = [Operator.of_tokens(keys, values) for _, keys, values in layers]
         for name, jacobians, bounds in (
             ("attention", [attention_jacobian(*x) for x in layers], [attention_bound(*x).paper for x in layers]),
-            ("ska", [ska_jacobian(o, power) for o in operators], [ska_upper(o, power).paper for o in operators]),
+            ("ska", [ska_jacobian(o) for o in operators], [ska_upper(o).paper for o in operators]),
         ):
             product = torch.eye(rank, dtype=torch.float64)
             for jacobian in jacobians:
@@ -179,7 +178,7 @@ def gradient_flow(
             row[name] = _mean(norm(product))
             row[f"{name} bound"] = _mean(torch.stack(bounds).prod(0))
         by_depth.append(row)
-    return {"rank": rank, "width": width, "power": power, "trials": trials,
+    return {"rank": rank, "width": width, "power": 2, "trials": trials,
             "by tokens": by_tokens, "by scale": by_scale, "by depth": by_depth}  # fmt: skip
 
 

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.lab.theory.correlations import centred_vectors, power_law
+from halflife.lab.theory.correlations import TAILS, centred_vectors, power_law
 
 FACTORS = (2, 4, 8, 16, 32)
 LAGS = (1, 2, 4, 8)
-CONFIDENCE = 0.95
 
 
 def block_averages(sequence: Tensor, factor: int) -> Tensor:
@@ -66,8 +65,7 @@ def block_exponents(
     ])  # fmt: skip
     picks = torch.randint(blocks, (draws, blocks), generator=torch.Generator().manual_seed(seed))
     resampled = _exponents(covariances[picks].mean(1), factors)
-    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
-    low, high = resampled.nanquantile(tails, 0)
+    low, high = resampled.nanquantile(TAILS, 0)
     unsure = resampled.isnan().double().mean(0) > 0.1
     ends = (end.masked_fill(unsure, math.nan) for end in (low, high))
     names = ("exponents", "low", "high")
@@ -130,8 +128,7 @@ def spectral_density(
     if int(used.sum()) < 3:
         raise ValueError(f"need three octaves of frequencies up to {high:g} in {size} tokens; got {int(used.sum())}")
     picks = torch.randint(blocks, (draws, blocks), generator=torch.Generator().manual_seed(seed))
-    tails = torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], dtype=torch.float64)
-    ends = _slope(logs[used], density[picks].mean(1)[:, used].log()).quantile(tails).tolist()
+    ends = _slope(logs[used], density[picks].mean(1)[:, used].log()).quantile(TAILS).tolist()
     average = density.mean(0)
     return {
         "slope": _slope(logs[used], average[used].log()).item(), "low": ends[0], "high": ends[1],

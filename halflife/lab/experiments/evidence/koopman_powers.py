@@ -295,9 +295,9 @@ READS: dict[str, dict[str, Any]] = {
 }
 
 
-def untrained(cell: MapCell, *, vocab_size: int = 256, num_pairs: int = 8) -> dict[str, float]:
+def untrained(cell: MapCell) -> dict[str, float]:
     """The share of answers that each of `READS` recalls in a cell without training."""
-    task = MQAR(**cell.sizes(vocab_size, num_pairs))
+    task = MQAR(**cell.sizes(vocab_size=256, num_pairs=8))
     return {name: untrained_recall(task, masked=cell.fillers == "masked", **read) for name, read in READS.items()}
 
 

@@ -27,20 +27,19 @@ def median_decay(name: str, layer: int = 0, tokens: int = 1, **options: Any) -> 
         return decay(rest)[0, -1].exp().median().item()
 
 
-def shift_error(log_decay: Tensor, generator: torch.Generator, shift: int = 7) -> float:
-    """Return how much the output of linear attention with RoPE changes if all positions move by `shift`.
+def shift_error(log_decay: Tensor, generator: torch.Generator) -> float:
+    """Return how much the output of linear attention with RoPE changes if all positions move by 7 tokens.
 
     Args:
         log_decay: g `[1, T, 1, K]`.
         generator: of queries, keys and values.
-        shift: tokens by which the positions move.
     """
     shape = log_decay.shape
     q, k, v = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
     positions = torch.arange(shape[1])
     outputs = [
         linear_attention(rope(q, positions + by), rope(k, positions + by), v, log_decay, backend="reference")[0]
-        for by in (0, shift)
+        for by in (0, 7)
     ]
     return error(outputs[1], outputs[0])
 

@@ -73,20 +73,17 @@ def added_state() -> list[int]:
     return [numbers(f"{name}+post") - numbers(name) for name in PAIRS]
 
 
-def fractional_noise(beta: float = 0.5, blocks: int = 8, lags: int = 64) -> list[float]:
+def fractional_noise() -> list[float]:
     """Return how well fractional Gaussian noise meets Condition 3.2, and R(1) over the power law of its long lags.
 
     Its autocovariance is `R(s) = (|s + 1|^h − 2 |s|^h + |s − 1|^h) / 2` with h = 2 − β. It tends to h (h − 1)/2 s^−β.
-    The autocovariance of averages over b numbers is the sum of R over all pairs of two blocks, divided by b².
-
-    Args:
-        beta: β.
-        blocks: the largest b.
-        lags: the largest s.
+    The autocovariance of averages over b numbers is the sum of R over all pairs of two blocks, divided by b². Here β is
+    0.5, b goes to 8 and s to 64.
 
     Returns:
         The largest relative error of `R_b(s) = b^−β R(s)`, and `R(1) / (h (h − 1)/2)`.
     """
+    beta, blocks, lags = 0.5, 8, 64
     h = 2 - beta
 
     def covariance(s: Tensor) -> Tensor:

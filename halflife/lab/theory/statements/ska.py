@@ -32,22 +32,17 @@ TOKENS, WIDTH = 40, 8
 PAIRS = (8, 16, 24, 48, 96, 192)
 
 
-def recall_of_ridge(pairs: Sequence[int], *, rank: int = 24, draws: int = 8, seed: int = 0) -> dict[str, list[float]]:
-    """Recall random pairs by ridge regression (K = 0), with so many pairs in a state of one size.
-
-    Args:
-        pairs: numbers of pairs T.
-        rank: r, the size of keys and of values.
-        draws, seed: number of sequences, and their seed.
+def recall_of_ridge(pairs: Sequence[int]) -> dict[str, list[float]]:
+    """Recall random pairs by ridge regression (K = 0), with T = `pairs` in a state of one size.
 
     Returns:
         "recall", the share of pairs whose value is the nearest one, and "least", the mean λ_min(G̃), by T.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     columns: dict[str, list[float]] = {"recall": [], "least": []}
     for count in pairs:
         keys, values = torch.nn.functional.normalize(
-            torch.randn(2, draws, count, rank, generator=generator, dtype=torch.float64), dim=-1
+            torch.randn(2, 8, count, 24, generator=generator, dtype=torch.float64), dim=-1
         )
         operator = Operator.of_tokens(keys, values, EPSILON)
         found = (keys @ operator.readout.mT @ values.mT).argmax(-1)
