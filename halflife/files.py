@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
 from pathlib import Path
@@ -175,6 +175,15 @@ def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 NUMBER = (int, float, type(None))  # a number of a JSON file, where null stands for one that is not finite
 METRICS = {"step": int, "gates": {str: {str: NUMBER}}}  # the entries of a line of metrics; others are numbers
+
+
+def flatten(data: Mapping[str, Any], divider: str = ".", prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one dict, whose names have the levels divided by `divider`."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        inner = isinstance(value, Mapping)
+        flat |= flatten(value, divider, f"{prefix}{name}{divider}") if inner else {f"{prefix}{name}": value}
+    return flat
 
 
 def fits(value: Any, schema: Any) -> bool:

@@ -15,10 +15,11 @@ from tiny_runs import tiny
 
 from halflife import preset
 from halflife.extras import EXTRAS
+from halflife.files import flatten
 from halflife.models import LanguageModel
 from halflife.report.tracking import observe_decays
 from halflife.training.config import TRACKERS, ExecutionConfig
-from halflife.training.trackers import flatten, run_name, tracker_environment
+from halflife.training.trackers import run_name, tracker_environment
 
 TRAIN = ["mamba2+post+gate_rank", "--held-out", "0.15", "--tokens", "3072", "--context", "32", "--batch-size", "4"]
 SIZES = ["--hidden-size", "16", "--num-layers", "2", "--num-heads", "2", "--lr", "1e-2", "--quiet"]
@@ -116,7 +117,7 @@ def expected(tracked):
     series = {}
     for line in map(json.loads, (tracked / "out" / "metrics.jsonl").read_text().splitlines()):
         step = line.pop("step")
-        for name, value in flatten(line).items():
+        for name, value in flatten(line, "/").items():
             series.setdefault(name.replace("validation_", "eval_"), {})[step] = value
     assert {"loss", "eval_loss", "tokens_per_second", "mfu"} < series.keys()
     assert any(name.startswith("gates/") for name in series)

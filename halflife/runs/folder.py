@@ -49,7 +49,6 @@ from halflife.runs.records import (
     Comparison,
     LanguageRun,
     Training,
-    flatten,
     mean,
 )
 from halflife.runs.scores import IN_DISTRIBUTION, Score, number, read_scores
@@ -58,7 +57,7 @@ __all__ = [
     "CONFIG_JSON", "DECAY_REGRESSION_JSON", "FIGURES", "IN_DISTRIBUTION", "LENGTHS_CSV", "METRICS_JSONL",
     "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON", "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON",
     "SUMMARY_MD", "TIMESCALES_CSV", "VERSIONS_JSON", "Comparison", "FolderKind", "LanguageRun", "Score", "Training",
-    "cell_folder", "check_content", "flatten", "folder_kind", "mean", "read", "read_any", "read_grid",
+    "cell_folder", "check_content", "folder_kind", "mean", "read", "read_any", "read_grid",
     "read_language", "read_metrics", "read_result",
 ]  # fmt: skip
 

@@ -168,14 +168,6 @@ def mean(values: Iterable[float]) -> float:
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
-def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dict as one level with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
 def _find(nested: dict[str, Any], key: str) -> Any:
     """The first value of `key` at any depth of nested dicts; None if there is none."""
     if key in nested:

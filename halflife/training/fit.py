@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from halflife import extensions
 from halflife.data.trust import SIGNATURE, sign
-from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, read_json_object, remove_orphans, write_json
+from halflife.files import CHECKPOINTS, RESULT_JSON, RUN_JSON, flatten, read_json_object, remove_orphans, write_json
 from halflife.models import LanguageModel
 from halflife.models.loss import mean_loss
 from halflife.ops.linear import fast_linears
@@ -111,17 +111,9 @@ def _differences(saved: dict[str, Any], config: TrainConfig, folder: Path) -> st
     """The settings that differ between a `run.json` and a configuration, with both values; "" if none differ."""
     whole = (config.portable(x, folder) for x in (saved, as_json(config.to_dict())))
     others = (extensions.IMPORTS, SIGNATURE)
-    there, here = (_flatten({name: x for name, x in one.items() if name not in others}) for one in whole)
+    there, here = (flatten({name: x for name, x in one.items() if name not in others}) for one in whole)
     names = [name for name in {**here, **there} if name not in here or name not in there or here[name] != there[name]]
     return "; ".join(f"{name} = {there.get(name, 'missing')} and {here.get(name, 'missing')}" for name in names[:4])
-
-
-def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def fit(

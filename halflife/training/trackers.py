@@ -23,7 +23,7 @@ from transformers.integrations.integration_utils import (
     WandbCallback,
 )
 
-from halflife.files import read_json_object, write_json
+from halflife.files import flatten, read_json_object, write_json
 from halflife.models import LanguageModel
 from halflife.training.config import TRACKERS, ExecutionConfig, TrainConfig, rank
 
@@ -120,7 +120,7 @@ class Tracking(TrainerCallback):
         self._event = (args, state, control)
         if not state.is_world_process_zero:
             return
-        settings = flatten(self.config.to_dict())
+        settings = flatten(self.config.to_dict(), "/")
         names: dict[str, str] = {}
         for name, callback in self.reporters.items():
             library = import_module(name)
@@ -142,7 +142,7 @@ class Tracking(TrainerCallback):
         """Report the entries of a line of `metrics.jsonl` that the Trainer does not report itself."""
         values = {
             name.replace("validation_", "eval_"): float(value)
-            for name, value in flatten(line).items()
+            for name, value in flatten(line, "/").items()
             if name not in LOGGED and isinstance(value, (int, float))
         }
         args, state, control = self._event
@@ -199,11 +199,3 @@ def _create_experiment(place: Path) -> None:
     name = os.environ["MLFLOW_EXPERIMENT_NAME"]
     if mlflow.get_experiment_by_name(name) is None:
         mlflow.create_experiment(name, artifact_location=(place / "mlartifacts").as_uri())
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict, whose names have the levels divided by "/"."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        flat |= flatten(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from halflife.files import flatten
 from halflife.report.figures.data import UNFINISHED
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.runs.folder import IN_DISTRIBUTION, Comparison, Score, flatten, mean
+from halflife.runs.folder import IN_DISTRIBUTION, Comparison, Score, mean
 from halflife.runs.scores import repeated_tests
 
 

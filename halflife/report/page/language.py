@@ -7,12 +7,13 @@ import shlex
 from typing import Any
 
 from halflife.data.tokenizers import unit_of
+from halflife.files import flatten
 from halflife.report.figures.data import UNFINISHED
 from halflife.report.figures.language import BITS
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.runs.folder import LanguageRun, flatten
+from halflife.runs.folder import LanguageRun
 
 TOLERANCE = 0.05  # how much a perplexity may exceed that at the training length and still count as equal
 
