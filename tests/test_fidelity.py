@@ -1,5 +1,6 @@
-"""docs/fidelity.md lists every form that has a name, and no other; its numbers are computed."""
+"""docs/fidelity.md lists every form that has a name; its numbers are computed; released initial values."""
 
+import math
 import re
 from pathlib import Path
 from typing import get_type_hints
@@ -7,13 +8,17 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from halflife import decay, preset
+from halflife import LanguageModel, decay, preset
 from halflife.decay import DECAYS, PoST
 from halflife.lab.experiments.overrides import constructor_options
 from halflife.layers import LAYERS, GateRank
 from halflife.models import MODIFIERS, PRESETS
 from halflife.models.config import ATTACHMENTS, INITIALIZATIONS
 from halflife.runs.task_run import RunConfig
+from halflife.training.checkpoints import CheckpointStore
+from halflife.training.config import ExecutionConfig, TrainConfig
+from halflife.training.fit import Objective, _arguments
+from halflife.training.trainer import HalflifeTrainer
 
 TEXT = (Path(__file__).parent.parent / "docs" / "fidelity.md").read_text()
 SUFFIXES = ("_paper", "_released")
@@ -77,3 +82,54 @@ def test_numbers_of_the_decays():
     assert slowest == pytest.approx([255.5, 4095.5], rel=1e-3)
     assert value("lightnet")[0] == 0
     assert value("lightnet_released")[0] == 0.5
+
+
+SIZES_RELEASED = {"hidden_size": 64, "num_layers": 4, "vocab_size": 997, "num_heads": 4}
+
+
+def weights(name, **options):
+    torch.manual_seed(0)
+    return dict(LanguageModel(preset(name, **SIZES_RELEASED, **options)).named_parameters())
+
+
+def test_released_mamba2():
+    """Maps and taps have a standard deviation of 0.02; output projections are uniform in ±1/√(fan-in · layers)."""
+    found = weights("mamba2", initialization="mamba2_released")
+    for key in ("embedding.weight", "blocks.1.mixer.in_proj.weight", "blocks.1.mlp.up.weight"):
+        assert found[key].std().item() == pytest.approx(0.02, rel=0.05)
+    assert found["blocks.1.mixer.conv.weight"].std().item() == pytest.approx(0.02, rel=0.15)
+    assert not found["blocks.1.mixer.conv.bias"].any()
+    projection = found["blocks.3.mixer.out_proj.weight"]
+    bound = 1 / math.sqrt(projection.shape[1] * SIZES_RELEASED["num_layers"])
+    assert 0.99 * bound < projection.abs().max() <= bound
+    decay = found["blocks.1.mixer.decay.A_log"].exp()
+    assert ((decay >= 1) & (decay <= 16)).all()
+    assert weights("mamba2")["blocks.1.mixer.in_proj.weight"].std() > 0.05
+
+
+def test_released_rwkv7():
+    """Embeddings alone change."""
+    found, plain = weights("rwkv7", initialization="rwkv7_released"), weights("rwkv7")
+    assert 0.99e-4 < found["embedding.weight"].abs().max() <= 1e-4
+    assert torch.equal(found["blocks.1.mixer.k_proj.weight"], plain["blocks.1.mixer.k_proj.weight"])
+
+
+def test_unknown_initialization():
+    with pytest.raises(ValueError, match=r"unknown initialization 'mamba2'.*mamba2_released"):
+        preset("mamba2", **SIZES_RELEASED, initialization="mamba2")
+
+
+def test_the_optimiser_has_the_settings_of_the_run(tmp_path):
+    """Both β, ε, and the factor of the released RWKV-7 with PoST."""
+    config = TrainConfig(
+        model=preset("rwkv7+post_released", **SIZES_RELEASED), steps=2, batch_size=2, learning_rate=1e-3,
+        betas=(0.8, 0.99), epsilon=1e-18,
+    )  # fmt: skip
+    objective = Objective(LanguageModel(config.model))
+    store, arguments = CheckpointStore(tmp_path), _arguments(config, tmp_path, ExecutionConfig())
+    trainer = HalflifeTrainer(config, store, model=objective, args=arguments)
+    groups = trainer.create_optimizer().param_groups
+    assert all((group["betas"], group["eps"]) == ((0.8, 0.99), 1e-18) for group in groups)
+    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 2e-3])
+    with pytest.raises(ValueError, match="epsilon must be positive"):
+        TrainConfig(model=config.model, steps=1, batch_size=1, learning_rate=1e-3, epsilon=0)

@@ -1,4 +1,4 @@
-"""Condition 3.2, Corollary 3.7 and Proposition B.2 of PoST against literal sums in float64."""
+"""Condition 3.2, Corollary 3.7 and Proposition B.2 of PoST against literal sums; the papers' statements."""
 
 import cmath
 import math
@@ -8,10 +8,15 @@ import torch
 from helpers import generator
 from test_spectra import noise
 
+from halflife.analysis.koopman import Operator
 from halflife.lab.theory import correlations, spectra
 from halflife.lab.theory.approximation import geometric_rates, taper
 from halflife.lab.theory.normalization import FORMS, energy_at, relative_energies
+from halflife.lab.theory.statements import BOUND, IDENTITY, NUMBER, gate_rank, post, ska, ska_filter, statements
+from halflife.lab.theory.statements.decay import median_decay
+from halflife.lab.theory.statements.row import error, quotient
 from halflife.lab.theory.stationarity import block_averages, block_exponents, spectral_density
+from halflife.ops.gate_rank import masks
 
 EXACT = 4 * 4.5e-16
 
@@ -139,3 +144,160 @@ def test_relative_energies():
     total = energies.sum(0)
     assert found["static"]["share"][0] == pytest.approx((energies[0] / total)[1].item(), rel=EXACT)
     assert found["static"]["shrunk"][0] == pytest.approx((total[0] / total[1]).sqrt().item(), rel=1e-9)
+
+
+# Identities that do not hold, and bounds that are broken.
+BROKEN = {"printed coherence", "rope vector", "printed recurrence", "future key"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return statements()
+
+
+def test_identities_hold_to_rounding_and_bounds_hold(found):
+    for name, one in found.items():
+        if one["kind"] == NUMBER:
+            continue
+        limit = {IDENTITY: 1e-12, BOUND: 1.0}[one["kind"]]
+        assert one["value"] > 1.5 * limit if name in BROKEN else 0 <= one["value"] <= limit, name
+    assert set(found) > BROKEN
+
+
+def test_another_seed_draws_other_numbers(found):
+    other = ska.statements(seed=1)
+    assert other["linear distance"]["value"] != found["linear distance"]["value"]
+    assert other["held"] == found["held"]
+
+
+def test_errors_and_quotients():
+    value = torch.tensor([1.0, -4.0]).double()
+    assert error(value, torch.tensor([1.0, -2.0]).double()) == 1
+    assert error(torch.zeros(2), torch.zeros(2)) == 0
+    assert quotient(value.abs(), torch.tensor([2.0, 5.0])) == pytest.approx(0.8)
+
+
+def test_the_map_is_a_sum_of_softplus():
+    theta, delta = 0.3, [-2.0, 0.5, 1.0]
+    expected = [theta]
+    for x in delta:
+        expected.append(expected[-1] + math.log(1 + math.exp(x)))
+    reached = post.reparameterise(torch.tensor([theta]).double(), torch.tensor([delta]).double())
+    assert reached[0].tolist() == pytest.approx(expected)
+
+
+def test_the_adapted_taper_is_equation_9():
+    logs, reference = [-5.0, -4.5, -1.0, 0.2], 100
+    gap = (logs[-1] - logs[0]) / 3
+    expected = [(4 - k) / 3 + (logs[k - 1] - logs[0] - (k - 1) * gap) / math.log(reference) for k in (1, 2, 3, 4)]
+    assert post.adapted_taper(torch.tensor(logs).double(), reference).tolist() == pytest.approx(expected)
+
+
+def test_timescales_of_rwkv7():
+    """The slowest channel starts at T and has T² at T, where §5.3 writes T²/T = T."""
+    logits = post.rwkv7_logits(4, 1000)
+    assert torch.sigmoid(logits[0]).item() == pytest.approx(math.exp(0.5) / 1000)
+    start, late = (post.rwkv7_timescales(logits, torch.tensor([1, 0.5, 0.2, 0]).double(), t) for t in (1, 1000))
+    assert (start[0].item(), late[0].item()) == pytest.approx((1000, 1000**2), rel=2e-3)
+    assert start[-1].item() == late[-1].item() == pytest.approx(1 / (math.exp(-0.5) / (1 + math.exp(-0.5))))
+
+
+def test_the_printed_bound_of_coherence_fails_for_the_fastest_pair():
+    largest, bound = post.printed_coherence(torch.tensor([0.5]).double(), torch.tensor([1.0]).double(), 3)
+    rates = (0.5, 1.5, 2.5)
+    pairs = [2 * math.sqrt(a * b) / (a + b) for a, b in ((rates[0], rates[1]), (rates[1], rates[2]))]
+    assert largest.item() == pytest.approx(pairs[1])
+    assert bound.item() == pytest.approx(pairs[0])
+
+
+def test_median_decays_are_those_of_the_formulas(found):
+    rates = sorted(math.exp(-8 * j / 12 * (1 - 3 / 12)) for j in range(1, 13))
+    assert median_decay("tnl", 3) == pytest.approx(rates[5])  # torch's median is the lower one
+    assert found["tnl median"]["value"][3] == pytest.approx(rates[5])
+    assert found["lightnet median"]["value"] == pytest.approx(1 - 1 / 2048)
+    assert median_decay("simple", p=0.9) == pytest.approx(0.9)
+
+
+def test_ranks_of_masks(found):
+    """Two outer products stand below the diagonal, however many resets there are; a literal mask agrees."""
+    assert found["mask rank"]["value"] == [1, *[2] * 5]
+    slow, fast = gate_rank.draw_gates(4, generator("ranks"))
+    assert (slow != 0).sum(1).flatten().tolist() == [4] * gate_rank.DRAWS
+    mask = torch.mul(*masks(slow, fast))[0, 0]
+    ranks = [int(torch.linalg.matrix_rank(mask[m:, :m], rtol=1e-10)) for m in range(1, gate_rank.LENGTH)]
+    assert max(ranks) == gate_rank.greatest_rank(mask) == 2
+
+
+def test_the_printed_mask_of_six_tokens():
+    """Eqs. 14 to 16 token by token, with resets at 1, 3 and 5 as in Figure 2a; its entries exceed 1."""
+    gates, resets = [0.9, 0.8, 0.75, 0.7, 0.95, 0.85], {1, 3, 5}
+
+    def product(i):  # λ_i of Eq. 15
+        begin = 1 + max((t for t in resets if t <= i), default=0)
+        return math.prod(gates[j - 1] for j in range(begin, i + 1))
+
+    def following(j, i):  # r_next(j, i) of Eq. 14
+        return min((t for t in resets if j <= t <= i), default=i)
+
+    slow = torch.tensor([-0.5 * (t in resets) for t in range(1, 7)]).double()
+    printed = gate_rank.printed_mask(slow, torch.tensor(gates).double().log())
+    for i in range(1, 7):
+        expected = [product(following(j, i)) / product(j) for j in range(1, i + 1)]
+        assert printed[i - 1, :i].tolist() == pytest.approx(expected)
+        assert not printed[i - 1, i:].any()
+    assert printed[2, 1].item() == pytest.approx(1 / 0.8)  # 1/β₂, where the figure has β₃
+
+
+def test_a_read_out_without_transient_modes_gains_nothing_from_the_filter(found):
+    """It has no error at K = 0, so the smaller bound of Corollary I.12 improves nothing."""
+    assert found["regime lost"]["value"][1] == 0
+    assert found["regime lost"]["value"][0] == found["regime helped"]["value"][0] > 0
+
+
+def test_recall_of_held_tokens_by_a_literal_operator():
+    """Write the sums of one sequence token by token, invert them, and read with K = 2."""
+    pairs, rank, held, draw = 4, 8, 3, torch.Generator().manual_seed(0)
+    tokens = torch.randn(1, 2 * pairs, 1, rank, generator=draw, dtype=torch.float64)[0, :, 0]
+    tokens = torch.nn.functional.normalize(tokens, dim=-1)
+    gram, before = 1e-3 * torch.eye(rank, dtype=torch.float64), None
+    transition, values = torch.zeros(2, rank, rank, dtype=torch.float64)
+    for token in tokens:
+        for _ in range(held):
+            gram += torch.outer(token, token)
+            values += torch.outer(token, token)
+            if before is not None:
+                transition += torch.outer(token, before)
+            before = token
+    inverse = torch.linalg.inv(gram)
+    step = transition @ inverse
+    hits = 0
+    for i in range(pairs):
+        answer = values @ inverse @ step @ step @ tokens[2 * i]
+        hits += int((tokens[1::2] @ answer).argmax()) == i
+    assert ska_filter.recall_of_held(2, held, pairs=pairs, rank=rank, draws=1) == hits / pairs
+
+
+def test_ridge_recalls_no_more_pairs_than_its_rank_holds(found):
+    recalled = dict(zip(found["pairs"]["value"], found["pairs recalled"]["value"], strict=True))
+    assert all(recalled[pairs] == 1 for pairs in (8, 16, 24))
+    assert recalled[48] > 0.9 > 0.5 > recalled[96] > recalled[192]
+    assert found["pairs least"]["value"] == sorted(found["pairs least"]["value"])
+
+
+def test_a_normal_operator_has_the_eigenvalues(found):
+    levels = torch.tensor([[0.9, 0.2, -0.4]]).double()
+    operator = ska_filter.normal_operator(levels, generator("normal"))
+    assert isinstance(operator, Operator)
+    torch.testing.assert_close(operator.whitened, torch.diag_embed(levels))
+    torch.testing.assert_close(operator.regularised, torch.eye(3).double()[None])
+
+
+def test_traces_of_powers():
+    matrix = torch.diag(torch.tensor([2.0, 3.0]))[None]
+    assert ska.power_traces(matrix).tolist() == [[5, 13]]
+
+
+def test_sizes_of_the_state(found):
+    assert found["crossover"]["value"][0] == math.floor(found["crossover"]["value"][1]) + 1
+    assert found["state kB"]["value"] == pytest.approx(28 * 4 * (2 * 56**2 + 64 * 56 + 56 + 1) / 1000)
+    assert found["energy left"]["value"] == pytest.approx(0.9**4)
