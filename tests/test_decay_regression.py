@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halflife.lab.experiments import compare
-from halflife.lab.experiments.evidence.decay_regression import FEWEST, regress, regressions
+from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, regress, regressions
 from halflife.report.figures.decays import loss_by_decay
 from halflife.report.figures.matplotlib_renderer import draw, save
 from halflife.report.labels import PLACES
@@ -108,7 +108,7 @@ def test_the_report_of_the_grid(tmp_path, monkeypatch):
     assert (folder / "figures" / "decay_regression.png").exists()
     medians = {one["model"]: one["init"]["median"] for one in saved["runs"]}
     assert set(medians) == set(models) - {"dplr/none"}  # which has no decay
-    assert len(medians) >= FEWEST
+    assert len(medians) >= FEWEST_ROWS
     assert medians["simple/0.8"] == pytest.approx(0.8, abs=0.1)
     assert medians["simple/0.99"] == pytest.approx(0.99, abs=0.01)
     assert "| median of λ after training | 9 |" in (folder / "summary.md").read_text()

@@ -12,7 +12,7 @@ from halflife import LanguageModel, preset, tasks
 from halflife.analysis.forecast import reading, recall
 from halflife.analysis.forecast.ageing import LayerAgeing, empty_memories, memories
 from halflife.analysis.forecast.survey import lags_to
-from halflife.analysis.forecast.text import SHARE, forecast_influence, measure_influence, texts_length
+from halflife.analysis.forecast.text import FORGOTTEN_SHARE, forecast_influence, measure_influence, texts_length
 from halflife.cli import main
 from halflife.models import checkpoint
 from halflife.report.figures.forecast import forecast_figures
@@ -205,7 +205,7 @@ def test_at_the_window_the_forecast_influence_is_the_measurement(name):
     measured = measure_influence(model, ids, [0, WINDOW], beginning=8)
     found = forecast_influence(model, ids, [WINDOW, 2 * WINDOW], beginning=8, window=WINDOW)
     assert found.values[0] == pytest.approx(measured[1], rel=1e-6)
-    assert found.level == pytest.approx(SHARE * measured[0], rel=1e-9)
+    assert found.level == pytest.approx(FORGOTTEN_SHARE * measured[0], rel=1e-9)
 
 
 def test_a_state_that_keeps_everything_does_not_forget():

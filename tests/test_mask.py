@@ -8,7 +8,7 @@ import torch
 from helpers import assert_raises, cases
 
 from halflife.analysis.masks import (
-    TOLERANCE,
+    RANK_TOLERANCE,
     Gates,
     block_ranks,
     capture_gates,
@@ -57,7 +57,7 @@ def by_recurrence(slow, fast):
 
 def rank(matrix):
     values = torch.linalg.svdvals(matrix)
-    return int((values > TOLERANCE * values[0]).sum())
+    return int((values > RANK_TOLERANCE * values[0]).sum())
 
 
 def predicted(slow, fast, rows, columns):
@@ -156,7 +156,7 @@ def test_rank_of_the_papers_example():
     mask = Head("", gates, 0).masks()[2]
     assert block_ranks(mask, 3).tolist() == [1]
     assert block_ranks(mask, 2).tolist() == [2, 1, 2]
-    assert cut_values(mask)[:, 1].gt(TOLERANCE).tolist() == [False, True, True, True, True, False]
+    assert cut_values(mask)[:, 1].gt(RANK_TOLERANCE).tolist() == [False, True, True, True, True, False]
 
 
 def test_picture_of_the_example():
@@ -340,7 +340,7 @@ def test_example_needs_no_model(tmp_path, capsys):
     (["{run}", "--output", "{run}/picture.gif"], "unknown format 'gif'; choose from png, svg, pdf"),
     (["{run}/../elsewhere"], "no folder"),
     (["{run}/.."], "what its model was trained on"),
-    (["{run}/../plain"], "no layer with one decay a head"),
+    (["{run}/../plain"], "no layer with one decay per head"),
     (["{run}", "--example"], "--example alone"),
     ([], "name at least one checkpoint"),
 )

@@ -119,7 +119,7 @@ def read_from(
         model: any language model.
         ids: token ids, `[B, T]`.
         state: the model's state before them.
-        starts: the other states, a sequence of one state a layer for each repetition.
+        starts: the other states, a sequence of one state per layer for each repetition.
 
     Returns:
         The model's state after `ids`, and for each repetition the state that each block ends in.

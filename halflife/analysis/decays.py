@@ -18,8 +18,8 @@ from halflife.models.timescales import layer_decays
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 MAX_VALUES = 1 << 22  # values of a layer from which quantiles are taken; with more values, every n-th token counts
-ERASED = 0.5  # a decay below this leaves less than half of a memory at one token
-GONE = -1e4  # lower bound of log-decays in sums: nothing is left, and differences of sums stay exact
+ERASING_DECAY = 0.5  # a decay below this leaves less than half of a memory at one token
+LEAST_LOG_DECAY = -1e4  # lower bound of log-decays in sums: nothing is left, and differences of sums stay exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +175,8 @@ class _Tally:
         before = self.num_seen % self.length
         forgetting = g if before else g[1:]
         self.total = self.total + forgetting.sum(0)
-        self.erased = self.erased + (forgetting < math.log(ERASED)).double().mean(-1).sum(0)
-        sums = g.clamp(min=GONE).cumsum(0)
+        self.erased = self.erased + (forgetting < math.log(ERASING_DECAY)).double().mean(-1).sum(0)
+        sums = g.clamp(min=LEAST_LOG_DECAY).cumsum(0)
         if before:
             self.sums = sums + self.sums[-1]
         else:

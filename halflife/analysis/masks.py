@@ -43,8 +43,8 @@ from halflife.registry import unknown
 from halflife.shapes import Float, Int
 from halflife.tasks import TASKS, build, stream_seed
 
-TOLERANCE = torch.finfo(torch.float32).eps  # relative to the largest; a float32 mask cannot tell less from 0
-FORGOTTEN = 1e-290  # below this, rounding to denormal numbers would create singular values, so the block has rank 0
+RANK_TOLERANCE = torch.finfo(torch.float32).eps  # relative to the largest; a float32 mask cannot tell less from 0
+FORGOTTEN_VALUE = 1e-290  # below it, rounding to denormal numbers would create singular values: the rank is 0
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def decay_masks(
 def off_diagonal_rank(mask: Float[Tensor, "*M T T"], block: int) -> tuple[Int[Tensor, "*M"], Float[Tensor, "*M"]]:
     """Return the numerical rank of the blocks below the diagonal, in a partition into blocks of `block` tokens.
 
-    The rank is the number of singular values above `TOLERANCE` (2⁻²³) times the largest one of the block, in float64. A
-    block in which everything is forgotten (all values below 1e-290) has rank 0. The exact rank is 1 for one scalar
+    The rank is the number of singular values above `RANK_TOLERANCE` (2⁻²³) times the largest one, in float64. A block
+    in which everything is forgotten (all values below 1e-290) has rank 0. The exact rank is 1 for one scalar
     decay and at most 2 for GateRank. A block of rank 2 has a reset between two columns, and none between its last
     column and its first row, as the module's text proves. If segments are shorter than blocks, only neighbouring blocks
     can have rank 2.
@@ -153,7 +153,7 @@ def block_ranks(mask: Float[Tensor, "*M T T"], block: int) -> Int[Tensor, "*M P"
     rows, columns = torch.tril_indices(count, count, -1)
     values = torch.linalg.svdvals(tiles[..., rows, columns, :, :])
     largest = values[..., :1]
-    return ((values > TOLERANCE * largest) & (largest > FORGOTTEN)).sum(-1)
+    return ((values > RANK_TOLERANCE * largest) & (largest > FORGOTTEN_VALUE)).sum(-1)
 
 
 def cut_values(mask: Float[Tensor, "T T"], count: int = 3) -> Float[Tensor, "T R"]:
@@ -175,7 +175,7 @@ def cut_values(mask: Float[Tensor, "T T"], count: int = 3) -> Float[Tensor, "T R
 
 @torch.no_grad()
 def capture_gates(model: LanguageModel, ids: Int[Tensor, "B T"]) -> list[Gates]:
-    """Return the log-decays that each layer uses on `ids`, for all layers with one decay a head.
+    """Return the log-decays that each layer uses on `ids`, for all layers with one decay per head.
 
     The model reads in evaluation mode and stays as it is. The counts that GateRank makes in training do not change.
     """
@@ -282,7 +282,7 @@ def measure_masks(
             ids = _task_ids(read, model.config, tokens, sequences)
         gates[label] = capture_gates(model, ids)
         if not gates[label]:
-            raise ValueError(f"{label} has no layer with one decay a head, and so no mask: {folder}")
+            raise ValueError(f"{label} has no layer with one decay per head, and so no mask: {folder}")
     return gates
 
 

@@ -16,8 +16,8 @@ from halflife.decay import PoST
 from halflife.decay.minimax import taper
 from halflife.models.timescales import layer_decays, timescales
 
-MULTIPLES = (1, 4, 16)  # of the training length T, the positions of base spectra besides 1
-EDGE = 1e-5  # relative float32 error of a time-scale that equals a limit
+LENGTH_MULTIPLES = (1, 4, 16)  # of the training length T, the positions of base spectra besides 1
+LIMIT_ERROR = 1e-5  # relative float32 error of a time-scale that equals a limit
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def model_spectrum(
 
 def standard_positions(length: int | None) -> tuple[int, ...]:
     """Return the positions 1, T, 4T and 16T, or 1 alone if the length T is unknown."""
-    return (1,) if length is None else (1, *(times * length for times in MULTIPLES))
+    return (1,) if length is None else (1, *(times * length for times in LENGTH_MULTIPLES))
 
 
 def training_position(positions: Sequence[int]) -> int:
@@ -169,8 +169,8 @@ def spectrum_at(scales: Tensor, position: int) -> Spectrum:
     """Return the spectrum of time-scales `[N]` (tokens) at a position."""
     return Spectrum(
         timescales=scales.tolist(), modes=effective_modes(scales),
-        too_slow=(scales > position * (1 + EDGE)).double().mean().item(),
-        too_fast=(scales < 1 - EDGE).double().mean().item(),
+        too_slow=(scales > position * (1 + LIMIT_ERROR)).double().mean().item(),
+        too_fast=(scales < 1 - LIMIT_ERROR).double().mean().item(),
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from halflife.analysis.records import Record
 from halflife.models import LanguageModel
 from halflife.ops.koopman.decays import weigh_tokens
 
-KEPT = (2, 4)  # powers of the filter in the paper's tables (Prop. D.1)
-DELTA, RHO = 0.3, 0.7  # limits of persistent and of transient modes, see `koopman.modes`
+FILTER_POWERS = (2, 4)  # powers of the filter in the paper's tables (Prop. D.1)
+PERSISTENT_DELTA, TRANSIENT_RHO = 0.3, 0.7  # limits of persistent and of transient modes, see `koopman.modes`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +196,10 @@ def _mode_numbers(eigenvalues: Tensor, gamma: Tensor) -> dict[str, Tensor]:
         eigenvalues.abs().transpose(0, 1).flatten(1).numpy(), list(QUANTILES.values()), axis=1, method="lower"
     )
     scaled = eigenvalues * gamma.unsqueeze(-1)
-    kinds = koopman.modes(scaled, DELTA, RHO)
+    kinds = koopman.modes(scaled, PERSISTENT_DELTA, TRANSIENT_RHO)
+    kept = {f"kept_{power}": koopman.filtered_amplitude(scaled, power) for power in FILTER_POWERS}
     return {
         **dict(zip(QUANTILES, torch.from_numpy(levels), strict=True)),
         **{name: mask.sum(-1).median(0).values for name, mask in kinds._asdict().items()},
-        **{f"kept_{power}": koopman.filtered_amplitude(scaled, power).mean(-1).median(0).values for power in KEPT},
+        **{name: share.mean(-1).median(0).values for name, share in kept.items()},
     }

@@ -11,7 +11,7 @@ from halflife.analysis.model_spectrum import training_position
 from halflife.files import DECAYS_JSON, write_csv, write_json
 
 # Fields of a model in decays.json.
-SAVED = ("model", "checkpoint", "channels", "train_length", "positions", "mixers", "layers")
+SAVED_FIELDS = ("model", "checkpoint", "channels", "train_length", "positions", "mixers", "layers")
 COLUMNS = (
     "model", "layer", "state", "mean", *QUANTILES, "half_life", "slowest_half_life", "erased", "horizon", "position",
     "fastest", "slowest", "modes", "too_slow", "too_fast",
@@ -28,7 +28,7 @@ def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     Returns:
         The two files.
     """
-    models = [{key: model[key] for key in SAVED if key in model} for model in result["models"]]
+    models = [{key: model[key] for key in SAVED_FIELDS if key in model} for model in result["models"]]
     files = [folder / DECAYS_JSON, folder / "decays.csv"]
     write_json(files[0], {**result, "models": models})
     rows = ({**row, "model": model["model"]} for model in models for row in table_rows(model))

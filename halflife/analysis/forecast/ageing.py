@@ -14,8 +14,8 @@ from halflife.models import ModelState
 from halflife.models.timescales import layer_decays
 
 MEMORIES = ("memory", "fast", "slow")  # names of the states that are linear in what was written
-FADED = 1e-9  # fraction of the energy at half the window; float64 cannot tell the rate of a row that has faded further
-NODES = 33  # positions at which PoST's time-scales are computed; between them they are interpolated
+FADED_ENERGY = 1e-9  # share of the energy at half the window, below which float64 cannot tell the rate of a row
+TIMESCALE_NODES = 33  # positions at which PoST's time-scales are computed; between them they are interpolated
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,18 @@ class LayerAgeing:
         early, late = (part.square().mean((0, -1)) for part in (half, full))
         stretch = self._stretch(name, self.window)[seen:].mean(0)
         rate = (early / late).log() / 2 / (self.window - seen) / stretch
-        return torch.where(late > FADED * early, rate.clamp(min=0), torch.inf)
+        return torch.where(late > FADED_ENERGY * early, rate.clamp(min=0), torch.inf)
 
     def _stretch(self, name: str, lag: int) -> Tensor:
         """`r(t) / r(W)` at t = 1 … L tokens after the beginning, `[L, H, K]` or `[L, 1, 1]`. It is 1 without PoST."""
         if self.decay is None or name == "slow":
             return torch.ones(lag, 1, 1, dtype=torch.float64)
         at = torch.arange(1, lag + 1, dtype=torch.float64) + self.before
-        nodes = torch.linspace(0, math.log(self.before + max(lag, self.window)), NODES, dtype=torch.float64).exp()
+        last = math.log(self.before + max(lag, self.window))
+        nodes = torch.linspace(0, last, TIMESCALE_NODES, dtype=torch.float64).exp()
         log_scales = torch.stack([self.decay.timescales(t).double() for t in nodes.tolist()]).log()
-        place = (at.log() / nodes.log()[-1] * (NODES - 1)).clamp(max=NODES - 1)
-        low = place.floor().clamp(max=NODES - 2).long()
+        place = (at.log() / nodes.log()[-1] * (TIMESCALE_NODES - 1)).clamp(max=TIMESCALE_NODES - 1)
+        low = place.floor().clamp(max=TIMESCALE_NODES - 2).long()
         share = (place - low).view(-1, *[1] * (log_scales.ndim - 1))
         log_scale = log_scales[low] * (1 - share) + log_scales[low + 1] * share
         at_window = self.decay.timescales(self.before + self.window).double().log()

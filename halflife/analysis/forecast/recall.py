@@ -29,7 +29,7 @@ from halflife.tasks.layout import FILLERS, QUERY
 from halflife.tasks.mqar import MQAR
 from halflife.tasks.recall import NIAH
 
-HALF = 0.5  # of the pairs
+HALF_RECALLED = 0.5  # of the pairs
 MAX_READ = 512  # tokens that are read in one call
 
 
@@ -84,7 +84,7 @@ def forecast_recall(
     def recall(fade: int, fill: int) -> float:
         return _recall(model, task, pairs, reading.at(fade, fill))
 
-    return extrapolate(reading, lags, recall, items=task.num_pairs, level=HALF, energy_level=1.0)
+    return extrapolate(reading, lags, recall, items=task.num_pairs, level=HALF_RECALLED, energy_level=1.0)
 
 
 def _pairs(task: Any, examples: int, seed: int) -> tuple[Tensor, torch.Generator]:

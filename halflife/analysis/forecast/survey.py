@@ -14,8 +14,8 @@ from torch import Tensor
 
 from halflife import tasks
 from halflife.analysis.forecast.reading import Forecast, HeadFading, Rememberer, crossing, require_linear_memory
-from halflife.analysis.forecast.recall import HALF, forecast_recall, measure_recall
-from halflife.analysis.forecast.text import SHARE, forecast_influence, measure_influence, texts_length
+from halflife.analysis.forecast.recall import HALF_RECALLED, forecast_recall, measure_recall
+from halflife.analysis.forecast.text import FORGOTTEN_SHARE, forecast_influence, measure_influence, texts_length
 from halflife.analysis.foreign.load import load_foreign
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.readable import TextIds
@@ -25,7 +25,7 @@ from halflife.data.tokenizers import check_ids
 from halflife.files import RESULT_JSON, RUN_JSON, read_json_object
 from halflife.models.load import load_any
 
-KINDS = ("mqar", "niah")
+RECALL_TASKS = ("mqar", "niah")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class TextForecast(Record):
         beginning: the number of tokens whose influence is measured.
         window: the tokens after them that were read for the forecast.
         lags: the measured lags L, in tokens.
-        measured: the measured influence in nats a token, one for each lag.
+        measured: the measured influence in nats per token, one for each lag.
         forgotten_lag: the measured lag at which the beginning is forgotten.
         forecast_lags: the lags of the forecast, from the window on.
         forecast: the forecast influence, one for each of these lags.
@@ -206,7 +206,7 @@ def _loaded(folder: Path, run: Mapping[str, Any], has_text: bool, device: torch.
         return RecurrentModel(load_foreign(folder, device))
     if not _trained_tasks(run) and ("context" not in run or not has_text):
         on_text = "a run on text needs --text" if "context" in run else "no run on text"
-        raise ValueError(f"no run on {' or '.join(KINDS)} (run.json), and {on_text}")
+        raise ValueError(f"no run on {' or '.join(RECALL_TASKS)} (run.json), and {on_text}")
     ours = load_any(folder, device).eval()
     require_linear_memory(ours)
     return ours
@@ -236,8 +236,8 @@ def _specs(run: Mapping[str, Any], model: Rememberer, foreign: Mapping[str, int]
 
 
 def _trained_tasks(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tasks in `KINDS` on which a run was validated. Of several sizes of a task, the one with most pairs."""
-    specs = [spec for spec in run.get("validation", []) if isinstance(spec, dict) and spec.get("name") in KINDS]
+    """Return the `RECALL_TASKS` on which a run was validated. Of several sizes of a task, the one with most pairs."""
+    specs = [spec for spec in run.get("validation", []) if isinstance(spec, dict) and spec.get("name") in RECALL_TASKS]
     return [max((s for s in specs if s["name"] == name), key=lambda s: s["num_pairs"])
             for name in dict.fromkeys(spec["name"] for spec in specs)]  # fmt: skip
 
@@ -262,7 +262,7 @@ def _forecast_and_measure(
     ahead = forecast_recall(model, task, beyond, window=num_read, examples=examples, seed=seed)
     return {
         "task": spec["name"], "train_length": task.length, "num_pairs": task.num_pairs, "lags": lags,
-        "measured": measured, "half_lag": crossing(lags, measured, HALF), "forecast_half_lag": ahead.lag,
+        "measured": measured, "half_lag": crossing(lags, measured, HALF_RECALLED), "forecast_half_lag": ahead.lag,
         **_common(ahead),
     }  # fmt: skip
 
@@ -277,7 +277,7 @@ def _forecast_and_measure_text(
     ahead = forecast_influence(model, ids, beyond, beginning=beginning, window=window)
     return {
         "train_length": train_length, "beginning": beginning, "window": window, "lags": lags, "measured": measured,
-        "forgotten_lag": crossing(lags, measured, SHARE * measured[0]), "forecast_forgotten_lag": ahead.lag,
+        "forgotten_lag": crossing(lags, measured, FORGOTTEN_SHARE * measured[0]), "forecast_forgotten_lag": ahead.lag,
         **_common(ahead),
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """How far a trained model uses the beginning of a text: forecast from one short reading, and measured.
 
 The *influence* of a beginning after L further tokens is how much its part of the state changes the prediction of the
-tokens that follow, `KL(p ‖ p′)` in nats a token: p predicts from the whole state `P_L + F_L`, and p′ from `F_L`, with
+tokens that follow, `KL(p ‖ p′)` in nats per token: p predicts from the whole state `P_L + F_L`, and p′ from `F_L`, with
 what the beginning wrote taken out of every layer. Convolutions and positions are the same in both. A beginning counts
 as forgotten at the lag at which its influence is below a hundredth of that without further tokens.
 """
@@ -28,8 +28,8 @@ from halflife.analysis.forecast.reading import (
 from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.models import ModelState
 
-SHARE = 0.01  # of the influence at lag 0; below it the beginning counts as forgotten
-ASKED = 16  # tokens whose predictions are compared
+FORGOTTEN_SHARE = 0.01  # of the influence at lag 0; below it the beginning counts as forgotten
+COMPARED_TOKENS = 16  # tokens whose predictions are compared
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def measure_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, be
         beginning: the number of tokens whose influence is measured.
 
     Returns:
-        The influence at each lag, in nats a token.
+        The influence at each lag, in nats per token.
 
     Raises:
         ValueError: the texts are too short, or a layer's state is no matrix that is linear in what was written.
@@ -70,7 +70,7 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
         window: W, at least 2.
 
     Returns:
-        The forecast, whose values are influences in nats a token. The energies are those of a token.
+        The forecast, whose values are influences in nats per token. The energies are those of a token.
 
     Raises:
         ValueError: as `measure_influence`, a lag is below the window, or the beginning has no influence at lag 0.
@@ -78,7 +78,7 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
     require_window(window, lags)
     model = in_float64(model)
     text = _Text(ids, beginning, window)
-    level = SHARE * _influence(model, text, start(model, text.beginning))
+    level = FORGOTTEN_SHARE * _influence(model, text, start(model, text.beginning))
     if not level > 0:
         raise ValueError(f"no forecast for {model.config.name}: the beginning of a text changes no prediction")
     reading = Reading(model, text.beginning, text.read, window)
@@ -95,7 +95,7 @@ def forecast_influence(model: Rememberer, ids: Tensor, lags: Sequence[int], *, b
 
 def texts_length(beginning: int, longest: int) -> int:
     """The tokens of a text that a measurement up to a lag of `longest` reads."""
-    return beginning + longest + ASKED
+    return beginning + longest + COMPARED_TOKENS
 
 
 class _Text:
@@ -121,7 +121,7 @@ class _Text:
 
     def ahead(self) -> Tensor:
         """Return the next tokens whose predictions are compared, without going on."""
-        return self._ids[:, self._at : self._at + ASKED]
+        return self._ids[:, self._at : self._at + COMPARED_TOKENS]
 
 
 def _influence(model: Rememberer, text: _Text, now: SplitState) -> float:
@@ -130,7 +130,7 @@ def _influence(model: Rememberer, text: _Text, now: SplitState) -> float:
 
 
 def _divergence(model: Rememberer, ids: Tensor, whole: ModelState, without: ModelState) -> float:
-    """KL(p ‖ p′) between the predictions from two states over the same tokens, the mean in nats a token."""
+    """KL(p ‖ p′) between the predictions from two states over the same tokens, the mean in nats per token."""
     p, other = (_logits(model, ids, state).double().log_softmax(-1) for state in (whole, without))
     return (p.exp() * (p - other)).sum(-1).mean().item()
 

@@ -11,7 +11,7 @@ from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_d
 @MIXERS.add("Qwen3_5MoeGatedDeltaNet")
 @MIXERS.add("Qwen4ExpTextGatedDeltaNet")
 class GatedDeltaNetDecay(MixerDecay):
-    """One decay a head, `g = −e^A_log · softplus(a + dt_bias)`, with a projection of its own for a."""
+    """One decay per head, `g = −e^A_log · softplus(a + dt_bias)`, with a projection of its own for a."""
 
     family = "Gated DeltaNet"
     source_name = "in_proj_a"

@@ -9,7 +9,7 @@ from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
 
 @MIXERS.add("MiniMaxLightningAttention")
 class LightningDecay(MixerDecay):
-    """One constant decay a head, `g = −slope`. Deep layers have smaller slopes."""
+    """One constant decay per head, `g = −slope`. Deep layers have smaller slopes."""
 
     family = "lightning attention"
     source_name = "qkv_proj"

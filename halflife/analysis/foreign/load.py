@@ -20,7 +20,7 @@ from halflife.data.hub import model_name, no_model
 from halflife.data.tokenizers import TIMEOUT
 from halflife.models.shards import Checkpoint
 
-SHOWN = 3  # missing tensors that one message lists
+SHOWN_TENSORS = 3  # missing tensors that one message lists
 
 
 def is_hub_name(source: str | Path) -> bool:
@@ -170,5 +170,5 @@ def _require_weights(source: str | Path, report: Any) -> None:
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     wrong = [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if problems := missing + wrong:
-        more = f" ({len(problems)} in all)" if len(problems) > SHOWN else ""
-        raise ValueError(f"the weights in {source} do not fit config.json: {'; '.join(problems[:SHOWN])}{more}")
+        more = f" ({len(problems)} in all)" if len(problems) > SHOWN_TENSORS else ""
+        raise ValueError(f"the weights in {source} do not fit config.json: {'; '.join(problems[:SHOWN_TENSORS])}{more}")

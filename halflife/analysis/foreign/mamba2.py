@@ -15,7 +15,7 @@ from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay, softplus_d
 @MIXERS.add("NemotronHMamba2Mixer")
 @MIXERS.add("Zamba2MambaMixer")
 class Mamba2Decay(MixerDecay):
-    """One decay a head, `g = −e^A_log · clamp(softplus(Δ + dt_bias))`. Δ is the last part of the input projection.
+    """One decay per head, `g = −e^A_log · clamp(softplus(Δ + dt_bias))`. Δ is the last part of the input projection.
 
     The limits of the clamp are the mixer's `time_step_limit`.
     """

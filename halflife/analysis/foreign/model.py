@@ -17,9 +17,9 @@ from halflife.analysis.foreign.cache import recurrent_cache
 from halflife.analysis.foreign.families import MIXERS, MixerDecay
 from halflife.analysis.foreign.kernels import runnable_kernels
 
-WINDOW = 512  # tokens that a model reads in one call
-LISTS = ("layers", "blocks", "h")  # names under which transformers keeps the layers of a decoder
-CACHES = ("past_key_values", "cache_params", "state")  # names of the argument for what a model remembers
+WINDOW_TOKENS = 512  # tokens that a model reads in one call
+LAYER_LISTS = ("layers", "blocks", "h")  # names under which transformers keeps the layers of a decoder
+CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # names of the argument for what a model remembers
 # Classes of modules that mix tokens. What they are named after tells softmax attention from recurrent mixers.
 ATTENTION = re.compile("Attention$")
 OTHER_MIXER = re.compile(
@@ -54,7 +54,7 @@ class ForeignMixer:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the layer's whole memory is a matrix a head in the cache, which tokens write to linearly."""
+        """Whether the layer's whole memory is a matrix per head in the cache, which tokens write to linearly."""
         return self.decay is not None and self.decay.key_axis is not None and len(self.kinds) == 1
 
 
@@ -80,14 +80,14 @@ class ForeignModel:
         ValueError: the model has no list of layers, or a layer has two decays.
     """
 
-    def __init__(self, model: Any, name: str, window: int = WINDOW) -> None:
+    def __init__(self, model: Any, name: str, window: int = WINDOW_TOKENS) -> None:
         if window < 4:
             raise ValueError(f"a window has at least 4 tokens; got {window}")
         self.model, self.window = model.eval(), window
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-        layers = next((getattr(decoder, name) for name in LISTS if hasattr(decoder, name)), None)
+        layers = next((getattr(decoder, name) for name in LAYER_LISTS if hasattr(decoder, name)), None)
         if layers is None:
-            raise ValueError(f"{type(model).__name__} has no list of layers ({', '.join(LISTS)})")
+            raise ValueError(f"{type(model).__name__} has no list of layers ({', '.join(LAYER_LISTS)})")
         self.decoder = decoder
         self.config = ForeignConfig(name, model.config.get_text_config().vocab_size)
         self.blocks = [ForeignBlock(_mixer(layer, i)) for i, layer in enumerate(layers)]
@@ -119,7 +119,7 @@ class ForeignModel:
     def read(self, ids: Tensor, cache: Any, seen: int) -> Any:
         """Read tokens `[B, T]` after `seen` others, and return what the model remembers after them."""
         known = inspect.signature(self.decoder.forward).parameters
-        name = next(name for name in CACHES if name in known)
+        name = next(name for name in CACHE_ARGUMENTS if name in known)
         options: dict[str, Any] = {name: cache}
         if hasattr(cache, "seen"):
             cache.seen = seen

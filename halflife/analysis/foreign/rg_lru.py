@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
 
-POWER = 8.0  # c of the paper, a constant in transformers too
+GATE_POWER = 8.0  # c of the paper, a constant in transformers too
 
 
 @MIXERS.add("RecurrentGemmaRecurrentBlock")
 class RGLRUDecay(MixerDecay):
-    """One decay a channel, `g = −8 · σ(W_a x + b_a) · softplus(Λ)`. A head is a block of W_a.
+    """One decay per channel, `g = −8 · σ(W_a x + b_a) · softplus(Λ)`. A head is a block of W_a.
 
     At position 0 the unit resets its state. The first g of a text is the gate's value nevertheless.
     """
@@ -33,7 +33,7 @@ class RGLRUDecay(MixerDecay):
         unit: Any = self.source
         gate = torch.einsum("bthk, hkl -> bthl", x.unflatten(-1, self.shape), unit.recurrent_gate_weight)
         gate = (gate + unit.recurrent_gate_bias).float().sigmoid()
-        return -POWER * gate * nn.functional.softplus(unit.recurrent_param.float()).view(self.shape)
+        return -GATE_POWER * gate * nn.functional.softplus(unit.recurrent_param.float()).view(self.shape)
 
     @torch.no_grad()
     def at_rest(self) -> Tensor:

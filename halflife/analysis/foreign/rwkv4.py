@@ -9,7 +9,7 @@ from halflife.analysis.foreign.mixer_decay import MIXERS, MixerDecay
 
 @MIXERS.add("RwkvSelfAttention")
 class Rwkv4Decay(MixerDecay):
-    """One constant decay a channel, `g = −e^time_decay`, of numerator and denominator alike. It has no heads."""
+    """One constant decay per channel, `g = −e^time_decay`, of numerator and denominator alike. It has no heads."""
 
     family = "RWKV-4"
     granularity = "vector"

@@ -122,7 +122,7 @@ def find_variant(name: str) -> Variant:
 
 
 def paper_loss(name: str) -> float | None:
-    """The paper's loss of a variant in nats a token; None for a control or a preset, which its tables have not."""
+    """The paper's loss of a variant in nats per token; None for a control or a preset, which its tables have not."""
     return find_variant(name).paper if "@" not in name and name.partition(":")[0] in VARIANTS else None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-EQUAL = 0.01  # nats; two losses closer than this count as equal
+EQUAL_NATS = 0.01  # nats; two losses closer than this count as equal
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # variant → seed → result
 Papers = Mapping[str, float | None]  # variant → loss in the paper
@@ -82,7 +82,7 @@ def losses_and_findings(results: Results, papers: Papers, setting: str) -> str:
     lines += [
         "", "## Findings", "",
         "The difference is the loss of the second variant minus the loss of the first, by seed. An order holds if "
-        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL} nats.", "",
+        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL_NATS} nats.", "",
         "| finding | first, second | difference here | paper | holds here | in the paper |",
         "|---|---|---|--:|---|---|",
     ]  # fmt: skip
@@ -129,6 +129,6 @@ def verdict(differences: Sequence[float], equal: bool) -> str:
         "yes", "no" or "seeds differ".
     """
     if equal:
-        return "yes" if abs(fmean(differences)) <= EQUAL else "no"
+        return "yes" if abs(fmean(differences)) <= EQUAL_NATS else "no"
     right = [x > 0 for x in differences]
     return "yes" if all(right) else "seeds differ" if any(right) else "no"

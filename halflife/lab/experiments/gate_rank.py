@@ -102,7 +102,7 @@ CURRICULA: dict[str, Stages] = {
     "curriculum": (((8, ALL),), ((4, ALL),), ((2, ALL),), ((1, ALL),)),
     "swaps": (((1, SWAPS),), *4 * (((1, MIXED),),), *3 * (((1, ALL),),)),
 }
-WHOLE: Stages = (((1, ALL),),)
+ONE_STAGE: Stages = (((1, ALL),),)
 
 
 def recipe(name: str) -> tuple[str, int | None, Stages]:
@@ -121,7 +121,7 @@ def recipe(name: str) -> tuple[str, int | None, Stages]:
             raise ValueError(f"{name} has two {kind}, {' and '.join(both)}")
     left = "-".join(part for part in parts if part not in DEPTHS and part not in CURRICULA)
     depth = next((DEPTHS[part] for part in parts if part in DEPTHS), None)
-    stages = next((CURRICULA[part] for part in parts if part in CURRICULA), WHOLE)
+    stages = next((CURRICULA[part] for part in parts if part in CURRICULA), ONE_STAGE)
     return f"{base}:{left}" if left else base, depth, stages
 
 
@@ -132,7 +132,7 @@ class GateRankS5(Experiment):
     `preset:neg` has β in (0, 2), `preset:d4` four layers, and `preset:curriculum` trains on words of T/8, T/4, T/2 and
     T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. `preset:swaps` trains on words
     of transpositions for an eighth of the steps, then on mixed words for half of them. `deltaproduct:n4` has four
-    reflections a token. The group `learnable` has them.
+    reflections per token. The group `learnable` has them.
 
     `halflife.lab.papers` has the settings of the scale "paper".
 

@@ -166,7 +166,7 @@ STATES = {"64k": (512, 4), "32k": (512, 8), "16k": (256, 4)}  # state size → h
 class PostMQAR(MQARExperiment):
     """MQAR as PoST ran it (§6.1, Appendix C, released configuration), with its three sizes of the state.
 
-    A model is a preset, or `preset:state` with a state of 64k, 32k or 16k numbers a layer; 64k is the default. Rates
+    A model is a preset, or `preset:state` with a state of 64k, 32k or 16k numbers per layer; 64k is the default. Rates
     are those of the released configuration. `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is

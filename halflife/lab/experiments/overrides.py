@@ -31,7 +31,7 @@ Config = TypeVar("Config", bound=TrainConfig)
 Options = dict[str, Any]
 
 # Options that a group of this name would have, and why it refuses them.
-MODEL = {
+MODEL_REFUSED = {
     "name": "it is the name of the preset",
     "mixer": "choose a preset with that mixer instead",
     "mixer_options": "mixer.… sets these options one at a time",
@@ -39,12 +39,12 @@ MODEL = {
     "num_layers": "a preset derives the layers of a hybrid from it; use the option --num-layers",
     "vocab_size": "the tokenizer or the task sets it",
 }
-PLACE: dict[str, str] = dict.fromkeys(
+SET_BY_MODEL: dict[str, str] = dict.fromkeys(
     ("hidden_size", "layer_idx", "num_layers"), "the model sets it for all of its layers"
 )
 PARTS = ("decay", "post", "gate_rank", "log_linear", "ska")  # groups of parts that a model may lack
 # Fields of a run that say what it is trained on.
-DATA = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode", "test_split")
+DATA_FIELDS = ("model", "stages", "validation", "tests", "digest", "data", "context", "mode", "test_split")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ def _missing(config: TrainConfig, group: str) -> str:
 def model_overrides(model: ModelConfig, base: ModelConfig) -> Options:
     """Return the overrides that turn the model `base` into `model`, which has the same sizes and mixer."""
     new, old = (as_json(config.to_dict()) for config in (model, base))
-    changed = {f"model.{name}": value for name, value in new.items() if name not in MODEL and value != old[name]}
+    free = new.keys() - MODEL_REFUSED.keys()
+    changed = {f"model.{name}": value for name, value in new.items() if name in free and value != old[name]}
     before = old["mixer_options"]
     for name, value in new["mixer_options"].items():
         if isinstance(value, Mapping):
@@ -183,7 +184,7 @@ def _model(config: TrainConfig) -> Group:
     def write(options: Options) -> Options:
         return {"model": dataclasses.replace(config.model, **options)}
 
-    return Group("a model", get_type_hints(ModelConfig), write, MODEL, vars(config.model), [ModelConfig])
+    return Group("a model", get_type_hints(ModelConfig), write, MODEL_REFUSED, vars(config.model), [ModelConfig])
 
 
 def _mixer(config: TrainConfig) -> Group:
@@ -205,7 +206,7 @@ def _mixer(config: TrainConfig) -> Group:
         name: f"{name.removesuffix('_options')}.… sets these options one at a time"
         for name, hint in own.items() if "Mapping" in str(hint)
     }  # fmt: skip
-    return Group(model.name, {**own, **other}, write, PLACE | nested, values, classes)
+    return Group(model.name, {**own, **other}, write, SET_BY_MODEL | nested, values, classes)
 
 
 def _decay(config: TrainConfig) -> Group:
@@ -250,7 +251,7 @@ def _ska(config: TrainConfig) -> Group:
     in_hybrid = model.hybrid.get("mixer") == "ska"
     given, place = (model.hybrid["options"], _with_hybrid) if in_hybrid else (model.mixer_options, _with_mixer)
     return Group(
-        "SKA", constructor_options(cls), lambda options: place(model, options), PLACE, _values(cls, given), [cls]
+        "SKA", constructor_options(cls), lambda options: place(model, options), SET_BY_MODEL, _values(cls, given), [cls]
     )
 
 
@@ -266,7 +267,7 @@ def _training(config: TrainConfig) -> Group:
         return {"schedule_options": {}, **options}  # the settings of one schedule are errors for another
 
     hints = get_type_hints(type(config))
-    types = {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name not in DATA}
+    types = {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name not in DATA_FIELDS}
     return Group("a run", types, write, values=vars(config), classes=[type(config), TrainConfig])
 
 

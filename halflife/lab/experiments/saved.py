@@ -14,10 +14,10 @@ from halflife.tasks import TASKS
 Options = dict[str, Any]
 
 # Options of `halflife train` that a run saves under the same name.
-SAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
+SAME_NAME = ("context", "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 # Fields of a run on text that `--set training.…` alone sets.
 SET_ONLY = ("betas", "epsilon", "validation_tokens", "test_tokens")
-BYTES = {"bytes": 256, "bytes+eos": 257}
+BYTE_VOCABULARY = {"bytes": 256, "bytes+eos": 257}
 
 
 def train_options(run: Mapping[str, Any]) -> Options:
@@ -34,7 +34,7 @@ def train_options(run: Mapping[str, Any]) -> Options:
     sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
     base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
     overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
-    if model.vocab_size != BYTES.get(data["tokenizer"]):
+    if model.vocab_size != BYTE_VOCABULARY.get(data["tokenizer"]):
         overrides["model.vocab_size"] = model.vocab_size
     return _with_schedule(run, {"model": model.name, **sizes, **fitted, **_data_options(run)}, overrides)
 
@@ -54,7 +54,7 @@ def _data_options(run: Mapping[str, Any]) -> Options:
     return {
         "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
         "held_out": data["fractions"][0], **mode, "lr": run["learning_rate"],
-        "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME},
+        "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME_NAME},
         **frozen,
     }  # fmt: skip
 

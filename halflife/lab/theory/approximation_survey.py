@@ -24,7 +24,7 @@ from halflife.lab.theory.approximation import (
 from halflife.lab.theory.spectra import response_as_run, spread
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")
-DRAWS = 9  # of random rates, whose median error is taken
+RANDOM_DRAWS = 9  # of random rates, whose median error is taken
 NORMS = {"integers": False, "interval": True}
 ENDS = {  # in units of (1/T, 1): the ends of the paper, and two pairs further out
     "geometric on [1/T, 1]": (1.0, 1.0), "geometric on [0.1/T, 6]": (0.1, 6.0), "geometric on [0.5/T, 4]": (0.5, 4.0),
@@ -33,7 +33,7 @@ ENDS = {  # in units of (1/T, 1): the ends of the paper, and two pairs further o
 
 def error_by_channels(
     channels: Sequence[int], lengths: Sequence[float], beta: float = 0.5, *,
-    draws: int = DRAWS, seed: int = 0, continuous: bool = False, cache: Path | None = None,
+    draws: int = RANDOM_DRAWS, seed: int = 0, continuous: bool = False, cache: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the error for each N, spectrum and T, and how fast it falls with N (PoST, Table 1).
 
@@ -138,7 +138,7 @@ def error_by_ends(
         {"spectrum": name, "low": low, "high": high, **{norm: error(low, high, on) for norm, on in NORMS.items()}}
         for name, (low, high) in chosen.items()
     ]
-    options: dict[str, Any] = {"draws": DRAWS, "seed": seed, "cache": cache}
+    options: dict[str, Any] = {"draws": RANDOM_DRAWS, "seed": seed, "cache": cache}
     others = {
         norm: error_by_channels([channels], [length], beta, continuous=on, **options)["errors"]
         for norm, on in NORMS.items()
@@ -147,7 +147,7 @@ def error_by_ends(
         errors = {norm: others[norm][name][f"{length:g}"][0] for norm in NORMS}
         rows.append({"spectrum": name, "low": None, "high": None, **errors})
     low, high = ([2 ** (i / 2) for i in range(*ends)] for ends in ((-14, 5), (-2, 9)))
-    return {"channels": channels, "length": length, "beta": beta, "draws": DRAWS, "low": low, "high": high,
+    return {"channels": channels, "length": length, "beta": beta, "draws": RANDOM_DRAWS, "low": low, "high": high,
             "errors": [[error(a, b) for b in high] for a in low], "rows": rows}  # fmt: skip
 
 

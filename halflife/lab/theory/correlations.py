@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CORRECTIONS = 50  # iterations; the last one moves β by less than 1e-3
+MEAN_CORRECTIONS = 50  # iterations; the last one moves β by less than 1e-3
 LEAST_BETA = 0.05
 TAILS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles: the ends of a 95 % interval
-SIGNIFICANT = 2  # standard errors by which an octave's autocovariance must exceed 0 to be used
+SIGNIFICANT_ERRORS = 2  # standard errors by which an octave's autocovariance must exceed 0 to be used
 
 
 def autocovariance(sequence: Tensor, max_lag: int, mean: Tensor | float | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def power_law(
     β is the slope of log R against log s, both averaged over octaves of lags. The sequence is cut into blocks, and
     pairs are taken inside the blocks. The interval comes from a bootstrap over the blocks (percentiles). It is too
     narrow, because blocks of a long-range process are not independent: of 24 samples of 2¹⁷ numbers at β = 0.3 (0.6), a
-    nominal 95 % interval contained β 18 (21) times. Estimates were 0.02 too high, ± 0.06 a sample.
+    nominal 95 % interval contained β 18 (21) times. Estimates were 0.02 too high, ± 0.06 per sample.
 
     Octaves are used up to the first one whose autocovariance is not two standard errors above 0. With an estimated
     mean, R is too low by the variance of this mean. For R(s) = C s^{−β} that is about `2C T^{−β} / ((1−β)(2−β))`, which
@@ -95,7 +95,7 @@ def power_law(
     logs = torch.stack([s.double().log().mean() for s in octave_lags])
     octave_means = torch.stack([per_lag[:, s].mean(-1) for s in octave_lags], -1)  # [blocks, octaves]
     mean_of, error = octave_means.mean(0), octave_means.std(0) / math.sqrt(blocks)
-    used = (mean_of > SIGNIFICANT * error).cumprod(0).bool()
+    used = (mean_of > SIGNIFICANT_ERRORS * error).cumprod(0).bool()
     if int(used.sum()) < 3:
         raise ValueError(f"only {int(used.sum())} octaves of lags have an autocovariance clearly above 0; need 3")
     generator = torch.Generator().manual_seed(seed)
@@ -135,7 +135,7 @@ def _fit(logs: Tensor, values: Tensor, length: int | None) -> tuple[Tensor, Tens
     """Fit β to R `[…, n]` at log lags `[n]`; return β and the variance of the mean of `length` tokens (0 if None)."""
     centred = logs - logs.mean()
     added = torch.zeros_like(values[..., 0])
-    for _ in range(1 if length is None else CORRECTIONS):
+    for _ in range(1 if length is None else MEAN_CORRECTIONS):
         raised = (values + added.unsqueeze(-1)).log()
         beta = -(raised * centred).sum(-1) / (centred**2).sum()
         if length is not None:
@@ -146,7 +146,7 @@ def _fit(logs: Tensor, values: Tensor, length: int | None) -> tuple[Tensor, Tens
 
 
 def octave_information(buckets: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
-    """Return J(σ), the information of a context of 2σ beyond one of σ (bits a token) (Def. 3.4, Condition 3.5).
+    """Return J(σ), the information of a context of 2σ beyond one of σ (bits per token) (Def. 3.4, Condition 3.5).
 
     `J(σ) = I(x; 2σ tokens) − I(x; σ tokens)` is the loss with σ tokens of context minus the loss with 2σ, for a model
     that uses its context well. Here it is the loss in one octave of positions minus the loss in the next.

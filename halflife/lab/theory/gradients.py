@@ -17,13 +17,13 @@ from halflife.analysis.koopman import Operator, filtered_readout, lambda_min, no
 from halflife.lab.theory.koopman_bounds import Bound
 
 SILU_SLOPE = 1.09983932012887  # sup |SiLU'|, which SiLU'(x) takes at x = 2.3994
-TOLERANCE = 1e-10  # a singular value below this, relative to the largest, counts as 0
+RANK_TOLERANCE = 1e-10  # a singular value below this, relative to the largest, counts as 0
 
 
 def numerical_rank(matrix: Tensor) -> Tensor:
-    """Return the number of singular values above `TOLERANCE` times the largest one, `[…]`; 0 for a zero matrix."""
+    """Return the number of singular values above `RANK_TOLERANCE` times the largest one, `[…]`; 0 for a zero matrix."""
     sizes = torch.linalg.svdvals(matrix)
-    return ((sizes > TOLERANCE * sizes[..., :1]) & (sizes > 0)).sum(-1)
+    return ((sizes > RANK_TOLERANCE * sizes[..., :1]) & (sizes > 0)).sum(-1)
 
 
 # --------------------------------------------------------------------------------------------- attention

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from halflife.lab.theory.correlations import TAILS, centred_vectors, power_law
 
-FACTORS = (2, 4, 8, 16, 32)
-LAGS = (1, 2, 4, 8)
+BLOCK_FACTORS = (2, 4, 8, 16, 32)
+BLOCK_LAGS = (1, 2, 4, 8)
 
 
 def block_averages(sequence: Tensor, factor: int) -> Tensor:
@@ -32,8 +32,9 @@ def block_averages(sequence: Tensor, factor: int) -> Tensor:
 
 
 def block_exponents(
-    sequence: Tensor, vectors: Tensor | None = None, *, factors: Sequence[int] = FACTORS, lags: Sequence[int] = LAGS,
-    mean: Tensor | float | None = None, blocks: int = 16, draws: int = 1000, seed: int = 0,
+    sequence: Tensor, vectors: Tensor | None = None, *, factors: Sequence[int] = BLOCK_FACTORS,
+    lags: Sequence[int] = BLOCK_LAGS, mean: Tensor | float | None = None, blocks: int = 16, draws: int = 1000,
+    seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Estimate the exponent `h(b, s) = −log(R_b(s) / R(s)) / log b` of Condition 3.2, under which it is β for all b, s.
 
@@ -103,11 +104,11 @@ def spectral_density(
 
     Args:
         sequence, vectors, mean, blocks, draws, seed: as in `power_law`; `blocks` is the number of segments.
-        high: the largest frequency of the fit, in cycles a token. The two lowest octaves of a segment are left out.
+        high: the largest frequency of the fit, in cycles per token. The two lowest octaves of a segment are left out.
 
     Returns:
-        "slope", "low", "high" (its interval by a bootstrap over the segments); and lists with one entry an octave:
-        "frequencies" (in cycles a token, their geometric mean), "density", "error" and "used" (in the fit).
+        "slope", "low", "high" (its interval by a bootstrap over the segments); and lists with one entry per octave:
+        "frequencies" (in cycles per token, their geometric mean), "density", "error" and "used" (in the fit).
 
     Raises:
         ValueError: if the fit has fewer than three octaves.

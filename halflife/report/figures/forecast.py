@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from halflife.analysis.forecast.text import SHARE
+from halflife.analysis.forecast.text import FORGOTTEN_SHARE
 from halflife.report.figures.grids import panel_grid
 from halflife.report.style import INK, REFERENCE_LINE, WIDTH, ModelStyle, legend, model_handles, model_styles, styled
 from halflife.report.tables.forecast import FORECASTS, is_text, measured_lag
@@ -98,7 +98,7 @@ def _recall_by_lag(axes: Axes, rows: list[Row], styles: Mapping[str, ModelStyle]
 
 def _influence_by_lag(axes: Axes, rows: list[Row], styles: Mapping[str, ModelStyle]) -> None:
     _curves(axes, rows, styles, lambda row: 1 / row["measured"][0])
-    axes.axhline(SHARE, **REFERENCE_LINE)
+    axes.axhline(FORGOTTEN_SHARE, **REFERENCE_LINE)
     axes.set(xscale="log", yscale="log", ylim=(1e-4, 2))
     axes.set(xlabel="tokens after the beginning", ylabel="influence, over that at lag 0")
 

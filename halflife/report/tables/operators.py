@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from halflife.analysis.decays import QUANTILES
-from halflife.analysis.operators import DELTA, KEPT, RHO
+from halflife.analysis.operators import FILTER_POWERS, PERSISTENT_DELTA, TRANSIENT_RHO
 from halflife.files import KOOPMAN_JSON, write_json, write_text
 from halflife.report.table import Table, grouped
 
 LAYER = ("tokens", "rank", "width", "power", "ridge", "chunk_size", "retries", "state_size", "crossover")
 HEAD = (
-    "sigma_max", *QUANTILES, "persistent", "transient", "neither", *(f"kept_{power}" for power in KEPT),
+    "sigma_max", *QUANTILES, "persistent", "transient", "neither", *(f"kept_{power}" for power in FILTER_POWERS),
     "eigenvector_condition", "condition", "lambda_min", "unexplained", "filter_bias", "linear_bound", "linear_distance",
     "gamma", "mix", "eta",
 )  # fmt: skip
@@ -33,7 +33,7 @@ def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
         {"model": model["model"], "checkpoint": model["checkpoint"], "layers": model["operators"]}
         for model in measured["models"] if model["operators"]
     ]  # fmt: skip
-    return {**measured, "delta": DELTA, "rho": RHO, "models": models}
+    return {**measured, "delta": PERSISTENT_DELTA, "rho": TRANSIENT_RHO, "models": models}
 
 
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:

@@ -21,9 +21,9 @@ from halflife.runs.folder import DECAY_REGRESSION_JSON
 from halflife.runs.sweep import Cell
 from halflife.training.config import TrainConfig
 
-FEWEST = 8  # rows; fewer have no regression
+FEWEST_ROWS = 8  # rows; fewer have no regression
 RESAMPLES = 2000
-SEQUENCES = 4  # of the test text, in each of which decays are measured
+TEXT_SEQUENCES = 4  # of the test text, in each of which decays are measured
 HEADING = ("predictors of the loss", "rows", "coefficients", "error, nats", "error of the mean", "explained")
 WHEN = {"init": "before training", "trained": "after training"}
 # Name → the predictors that a regression has beside a constant, computed from the median m and the spread s of λ.
@@ -142,10 +142,10 @@ def report(folder: Path, rows: Rows, decays: Callable[[Path, Rows], list[dict[st
         folder, rows: see `measure`.
         decays: returns what `measure` does.
     """
-    if len({row["model"] for row in rows if row["selected"]}) < FEWEST:
+    if len({row["model"] for row in rows if row["selected"]}) < FEWEST_ROWS:
         return ""
     runs = decays(folder, rows)
-    if len({one["model"] for one in runs}) < FEWEST:
+    if len({one["model"] for one in runs}) < FEWEST_ROWS:
         return ""
     found = regressions(runs)
     write_json(folder / DECAY_REGRESSION_JSON, {"runs": runs, "regressions": found})
@@ -173,4 +173,4 @@ def _row(name: str, one: Mapping[str, Any]) -> Iterator[str]:
 def sequences(corpus: Corpus, length: int) -> Tensor:
     """Sequences of the test text `[B, T]`."""
     found = corpus.split("test").batches(1, length, 0, "concatenated")
-    return torch.cat([found[i]["input_ids"] for i in range(min(SEQUENCES, len(found)))])
+    return torch.cat([found[i]["input_ids"] for i in range(min(TEXT_SEQUENCES, len(found)))])

@@ -34,13 +34,13 @@ from halflife.tasks.mqar import MQAR
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-HIGHEST = 3  # the highest power of a learned sum
+HIGHEST_POWER = 3  # the highest power of a learned sum
 POWERS = (0, 1, 2, 4, 8)
 # Model → options of the SKA layer. K0, K1, … read one power (μ = 1), "learned" a sum over the powers from 0 to 3,
 # and "mixed" the learned mixture (1 − μ) x + μ x_K of the preset, with a learned or a fixed γ.
 KOOPMAN: dict[str, dict[str, Any]] = {
     **{f"K{power}": {"power": power, "mix": "koopman" if power else "ridge"} for power in POWERS},
-    "learned": {"power": HIGHEST, "mix": "powers"},
+    "learned": {"power": HIGHEST_POWER, "mix": "powers"},
     **{
         f"K{power}-mixed{'' if gamma is None else f'-g{gamma:g}'}": {"power": power, "mix": "learned", "gamma": gamma}
         for power in (1, 2)
@@ -50,9 +50,9 @@ KOOPMAN: dict[str, dict[str, Any]] = {
 RIDGE = "ridge-conv"  # ridge regression behind a short convolution in both layers, the form of MesaNet
 BASELINES = {"attention": "mamba2+attention", "gated_deltanet": "gated_deltanet", "mesa": "mesa"}
 MODELS = ("K0", "K1", "K2", "learned", RIDGE, *BASELINES)
-CELL = re.compile(r"(?P<axis>[hl])(?P<size>[1-9])(?:-(?P<fillers>none|masked))?")
+CELL_NAME = re.compile(r"(?P<axis>[hl])(?P<size>[1-9])(?:-(?P<fillers>none|masked))?")
 AXES = {"h": "hold", "l": "value_size"}
-SLOTS = 2  # slots of a query, with fillers
+QUERY_SLOTS = 2  # slots of a query, with fillers
 UNTRAINED = (*(f"h{n}" for n in range(1, 10)), *(f"l{n}" for n in range(2, 10)))  # the map before training; l1 is h1
 
 
@@ -72,7 +72,7 @@ class MapCell:
     @classmethod
     def parse(cls, name: str) -> MapCell:
         """Raises: ValueError: the name has another form."""
-        if (found := CELL.fullmatch(name)) is None:
+        if (found := CELL_NAME.fullmatch(name)) is None:
             raise ValueError(
                 f"a cell is hN or lN with N from 1 to 9, and -none or -masked after it: h4, l3-none; got {name!r}"
             )
@@ -81,7 +81,7 @@ class MapCell:
     def sizes(self, vocab_size: int, num_pairs: int, factor: int = 1) -> dict[str, Any]:
         """Settings of `mqar`. Half of the slots have a query, fewer at `factor` times the length."""
         spacing = int(self.fillers != "none")
-        slots = num_pairs * (SLOTS if spacing else 1)
+        slots = num_pairs * (QUERY_SLOTS if spacing else 1)
         steps = num_pairs * (1 + self.value_size) + slots * (self.value_size + spacing)
         return {
             "vocab_size": vocab_size, "length": factor * self.hold * steps, "num_pairs": num_pairs,

@@ -67,7 +67,7 @@ class Overview(RecallExperiment):
         return (3e-3, 1e-2, 3e-2) if base in DELTA_RULE and "attention" not in others else (1e-3, 3e-3, 1e-2)
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
-        """The models of the MQAR experiments: states of d²/h numbers a layer, and no MLP."""
+        """The models of the MQAR experiments: states of d²/h numbers per layer, and no MLP."""
         names = {field.name for field in dataclasses.fields(RecallSettings)}
         fields = [field.name for field in dataclasses.fields(EchoMQARSettings) if field.name in names]
         common: dict[str, Any] = {name: getattr(settings, name) for name in fields}

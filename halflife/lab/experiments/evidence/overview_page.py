@@ -26,7 +26,7 @@ RECALL = {
     "persistence": ("mqar", "trained"), "capacity": ("mqar", "most"), "decoys": ("niah:hard", "all"),
     "tracking": ("s5:s3", "all"),
 }  # fmt: skip
-SINGLE = {"training": "tokens/s", "decoding": "tokens/s"}  # columns with one number for each model
+SPEED_COLUMNS = {"training": "tokens/s", "decoding": "tokens/s"}  # columns with one number for each model
 
 
 def recall(rows: Rows, train_length: int, pairs: int) -> dict[str, dict[str, Any]]:
@@ -171,7 +171,7 @@ def table(data: Mapping[str, Any]) -> str:
     lengths = {name: " → ".join(f"{n:,}" for n in column["lengths"]) for name, column in columns.items()}
     heading = [
         "model", "parameters", *(f"{name} {between}" for name, between in lengths.items()),
-        *(f"{name}, {unit}" for name, unit in SINGLE.items()),
+        *(f"{name}, {unit}" for name, unit in SPEED_COLUMNS.items()),
     ]  # fmt: skip
     if "text" not in columns:
         heading.insert(2 + len(RECALL), "text")
@@ -180,7 +180,7 @@ def table(data: Mapping[str, Any]) -> str:
         cells = [_cell(name, column, model) for name, column in columns.items()]
         if "text" not in columns:
             cells.insert(len(RECALL), "–")
-        numbers = [f"{fast[name][model]:,.0f}" for name in SINGLE]
+        numbers = [f"{fast[name][model]:,.0f}" for name in SPEED_COLUMNS]
         lines.append([model, f"{data['parameters'][model]:,}", *cells, *numbers])
     return markdown(heading, lines)
 
@@ -210,6 +210,6 @@ def _best(data: Mapping[str, Any]) -> list[str]:
             best = (min if name in ("text", "state") else max)(means.values())
             equal = [model for model, mean in means.items() if math.isclose(mean, best, abs_tol=1e-9)]
             lines.append(f"* Best {name} at {column['lengths'][1]:,} tokens: {', '.join(equal)}.")
-    for name in SINGLE:
+    for name in SPEED_COLUMNS:
         lines.append(f"* Fastest in {name}: {max(data['speeds'][name], key=data['speeds'][name].__getitem__)}.")
     return lines

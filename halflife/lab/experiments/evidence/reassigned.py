@@ -19,7 +19,7 @@ class ReassignedSettings(EchoMQARSettings):
     """The settings of MQAR with reassigned keys.
 
     Attributes:
-        updates: how often each key is reassigned, one number a stage of the curriculum; the last is that of the tests.
+        updates: how often each key is reassigned, one number per stage; the last is that of the tests.
     """
 
     updates: tuple[int, ...] = (0, 0, 1, 1)

@@ -150,7 +150,7 @@ class LanguageExperiment(Experiment):
         return self.build_model(name, **sizes, **({"mixer_options": mixer} if mixer else {}))
 
     def papers(self, settings: Any, names: Sequence[str]) -> dict[str, float | None]:
-        """Model → the loss in the paper, nats a token; None where the paper gives none."""
+        """Model → the loss in the paper, nats per token; None where the paper gives none."""
         return dict.fromkeys(names)
 
     def findings(self, results: dict[str, Any]) -> list[str]:
