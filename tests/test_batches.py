@@ -10,7 +10,7 @@ from corpora import open_corpus, write_documents
 from helpers import assert_raises, cases
 
 from halflife import LanguageModel, preset
-from halflife.cli.train import Train
+from halflife.cli.train import Text, Train
 from halflife.data.batches import Batches, TokenFiles, permuted
 from halflife.data.corpus import CorpusConfig
 from halflife.tasks import IGNORED
@@ -257,7 +257,7 @@ def test_what_cannot_be_carried():
     with pytest.raises(ValueError, match="cannot come from sources with weights"):
         CorpusConfig(sources=("a", "b"), weights=(0.5, 0.5), mode="continued")
     with pytest.raises(ValueError, match="--carry-state needs --documents concatenated"):
-        Train(model="mamba2", data=("text",), carry_state=True)._configure({}, show=False)
+        Train("mamba2", Text(("text",), carry_state=True))._configure({}, show=False)
 
 
 @pytest.mark.slow

@@ -98,7 +98,9 @@ def test_no_open_claim_waits_for_a_run_that_was_made():
 
     def run(command):
         asked = read_command(shlex.split(command)[1:])
-        return (asked.experiment, asked.scale, asked.steps) if command.startswith("halflife compare") else command
+        return (
+            (asked.experiment, asked.scale, asked.settings.steps) if command.startswith("halflife compare") else command
+        )
 
     for claim in EVERY:
         reading = claims.read(claim)

@@ -13,7 +13,8 @@ import yaml
 from helpers import cases
 
 import halflife
-from halflife.cli import COMMANDS, main, read_command
+from halflife.cli import COMMANDS, command_class, main, read_command
+from halflife.cli.groups import options_of
 from halflife.cli.options import take_overrides
 from halflife.cli.train import OPTIONS
 from halflife.decay import DECAYS
@@ -86,7 +87,6 @@ def test_compare_end_to_end(tmp_path, capsys):
     (["compare", "mamba2", "--set", "training.seed=1"], "--seeds"),
     (["compare", "mamba2", "--set", "mixer.state_size"], "group.option=value"),
     (["compare", "mamba2", "--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
-    (["reproduce", "decay_design"], "halflife compare --experiment decay-design"),
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -165,7 +165,8 @@ def test_a_file_has_any_option_and_the_command_line_wins(text):
     (text / "run.yaml").write_text(yaml.safe_dump(written))
     (text / "run.json").write_text(json.dumps({**TRAIN, "set": ["post.reference_length=8"]}))
     command = read_command(["train", "--config", "run.yaml", "--lr", "3e-3", "--set", "post.reference_length=16"])
-    assert (command.model, command.data, command.batch_size, command.lr) == ("mamba2+post", ("text",), 4, 3e-3)
+    assert (command.model, command.text.data) == ("mamba2+post", ("text",))
+    assert (command.recipe.batch_size, command.recipe.lr) == (4, 3e-3)
     run = configured(command)
     post = {"train_length": 32, "reference_length": 16, "beta": 0.4}
     assert run.model.mixer_options == {"num_heads": 2, "post": post}
@@ -222,7 +223,17 @@ def test_the_settings_of_a_run_are_a_file_of_options():
     path = Path(__file__).parent / "fixtures" / "language" / "run.json"
     run = json.loads(path.read_text())
     command = read_command(["train", "--config", str(path)])
-    assert (command.model, command.lr) == (run["model"]["name"], run["learning_rate"])
+    assert (command.model, command.recipe.lr) == (run["model"]["name"], run["learning_rate"])
+
+
+@pytest.mark.parametrize(("name", "count"), [("train", 42), ("compare", 44)])
+def test_options_of_groups_have_no_prefix(name, count, capsys):
+    options = options_of(command_class(name)())
+    assert len(options) == count
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown, others = capsys.readouterr().out, ("model", "models", "from_weights")
+    assert not [one for one in options if one not in others and f"--{one.replace('_', '-')}" not in shown]
 
 
 @cases(

@@ -10,7 +10,7 @@ from test_start import SIZES, saved, text, train  # noqa: F401 (text is a fixtur
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.analysis.survey import load_readable
-from halflife.cli.train import Train
+from halflife.cli.train import Start, Text, Train
 from halflife.decay import PoST
 from halflife.decay.minimax import best_endpoints, best_weights, geometric_rates, moving_error
 from halflife.lab.theory.spectra import response_as_run
@@ -280,9 +280,9 @@ def test_what_is_refused(tmp_path):
     checkpoint.save(broken, tmp_path / "constant")
     with pytest.raises(ValueError, match=r"layer 1 of the model in .*constant has decay rates from 0 to 0"):
         rates_of(tmp_path / "constant")
-    for options in ({"model": "mamba2+post"}, {"from_weights": "old"}):
+    for model, weights in (("mamba2+post", None), (None, "old")):
         with pytest.raises(ValueError, match="--post-fit needs a model with PoST and --from"):
-            Train(post_fit=True, data=("text",), **options)._folder()
+            Train(model, Text(("text",)), start=Start(weights, post_fit=True))._folder()
 
 
 @pytest.mark.slow

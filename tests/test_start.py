@@ -7,7 +7,7 @@ import torch
 from helpers import assert_raises
 
 from halflife import LanguageModel, preset
-from halflife.cli.train import Train
+from halflife.cli.train import Shape, Start, Text, Train
 from halflife.models import checkpoint
 from halflife.training.start import freeze, load_start, local_folder, start_of
 
@@ -128,8 +128,8 @@ def test_an_interrupted_run_does_not_start_again(tmp_path, text, monkeypatch):
 
 def test_options_that_from_replaces():
     with pytest.raises(ValueError, match="--from takes the model from its folder; leave out model, num_layers"):
-        Train(model="mamba2", from_weights="old", data=("text",), num_layers=3)._folder()
-    assert_raises(ValueError, "give a model", Train(data=("text",))._folder)
+        Train("mamba2", Text(("text",)), Shape(num_layers=3), Start("old"))._folder()
+    assert_raises(ValueError, "give a model", Train(text=Text(("text",)))._folder)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import sys
@@ -12,7 +11,8 @@ from operator import or_
 from typing import Annotated, Any
 
 from halflife import __version__, extensions
-from halflife.cli.options import check_device, one_line_errors
+from halflife.cli.groups import replace_options
+from halflife.cli.options import check_device, one_line_errors, read_options
 from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
@@ -44,7 +44,7 @@ examples:
 COMMANDS = {
     "list": "about.List", "info": "about.Info", "build": "about.Build", "compare": "compare.Compare",
     "train": "train.Train", "generate": "generate.Generate", "eval": "evaluate.Eval", "spectrum": "spectrum.Spectrum",
-    "memory": "memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
+    "memory": "measure.memory.Memory", "mask": "mask.Mask", "forecast": "forecast.Forecast", "theory": "theory.Theory",
     "figures": "figures.Figures", "convert": "convert.Convert", "throughput": "measure.throughput.Throughput",
     "serve": "deploy.serve.Serve", "export": "deploy.export.Export", "quantize": "deploy.quantize.Quantize",
     "push": "share.push.Push",
@@ -117,20 +117,17 @@ def read_command(arguments: list[str]) -> Any:
     """Return the command of a command line, with the options of its --config file.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing or wrong, or the command has another name now.
+        FileNotFoundError, ValueError: the file is missing or wrong.
         SystemExit: tyro refuses the command line.
     """
-    from halflife.cli.options import read_options
-
-    if arguments[:1] == ["reproduce"]:
-        raise ValueError("`halflife reproduce` is now `halflife compare --experiment decay-design`")
     command = parse(arguments)
-    if getattr(command, "config", None) is None or command.resume is not None:
+    job = getattr(command, "job", None)
+    if job is None or job.config is None or job.resume is not None:
         return command
     # The options of the file are the defaults of a second reading, so that the command line wins.
     default = read_options(command)
-    overrides = (*default.set, *command.set)
-    return dataclasses.replace(parse(arguments, default=default), set=overrides)
+    overrides = (*default.job.set, *job.set)
+    return replace_options(parse(arguments, default=default), {"set": overrides})
 
 
 def parse(arguments: list[str], **options: Any) -> Any:

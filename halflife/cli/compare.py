@@ -6,23 +6,20 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import tyro
 from tyro.conf import Positional
 
-from halflife.cli.options import FAILED, confirm_origin, reject_other_options, resumable, say, take_overrides
+from halflife.cli.groups import Execution, Job, options_of
+from halflife.cli.options import FAILED, check_resume, resumable, say, take_overrides
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
     from halflife.runs.sweep import Runner
 
-PLACE = (
-    "on", "slurm", "cpus_per_run", "gpus_per_run", "worker_timeout", "micro_batch_size", "gradient_checkpointing",
-    "track",
-)  # fmt: skip
 EXTENSION = ("models", "lr", "seeds")  # what may be added to a comparison with --resume
 # Names for --set that are options of the command.
 OPTIONS = {
@@ -33,65 +30,9 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Compare:
-    """Train models, test them in and beyond their training distribution, and write a table, figures and a report.
+class Settings:
+    """Settings of the experiment or of the task, which replace those of the scale."""
 
-    The models learn one task or a mixture of tasks (--task), or a paper's experiment (--experiment). The folder
-    runs/<time>-<name>/ gets results.csv, report.html, figures/, and one folder a run with its configuration, metrics
-    and weights. An interrupted comparison continues with --resume DIR and reaches the same numbers.
-
-    examples:
-      halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
-      halflife compare mamba2 simple+vector --task sysprompt niah:hard --scale small --seeds 3 --lr 1e-3 3e-3
-      halflife compare mamba2+post mamba2+post+ska --set post.reference_length=512 training.weight_decay=0.05
-      halflife compare --experiment echo-mqar --scale small --seeds 3
-      halflife compare vector/mamba2 simple/0.99 --experiment decay-design --text corpus/*.txt
-      halflife compare --experiment post-lm --scale paper --dry-run
-      halflife compare --config runs/20260101-120000-mqar-smoke/config.json --seeds 3
-      halflife compare --resume runs/20260101-120000-mqar-smoke
-      halflife compare gla --resume runs/20260101-120000-mqar-smoke --lr 1e-3
-    """
-
-    models: Positional[tuple[str, ...]] = ()
-    """Presets, base[+modifier…]; `halflife list` shows them. An experiment may add models and has its own default.
-    'mamba2@state(mamba2+ska)' and 'mamba2@parameters(mamba2+ska)' are controls: mamba2 with as much state, or as many
-    parameters."""
-    task: tuple[str, ...] = ()
-    """The task to learn, or several as a mixture: `name` or `name:tier` (niah:hard); `halflife list` shows them. All
-    but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs. Default:
-    mqar."""
-    experiment: str | None = None
-    """A paper's experiment, which brings its models. Recall and tracking: echo-transfer, echo-mqar, echo-tiers,
-    echo-ablations, gate-rank-s5, gate-rank-mqar, gate-rank-niah, koopman-powers, mqar-updates, post-mqar,
-    post-taken-apart, overview. Text: decay-design, decay-lm, post-lm, echo-lm, gate-rank-lm, post-taken-apart-text."""
-    scale: str = "smoke"
-    """smoke (minutes on 2 cores), small (an hour), paper or large (GPUs). Some experiments have more, such as
-    paper-440m."""
-    dry_run: bool = False
-    """Print the settings and what the runs need (parameters, tokens, memory without --gradient-checkpointing,
-    operations); write and train nothing."""
-    seeds: int = 1
-    """The number of seeds, counted from 0. The table shows every seed."""
-    tune_seeds: int | None = None
-    """How many seeds try all learning rates; the others run at each model's best one. Default: all seeds try all."""
-    lr: tuple[float, ...] = ()
-    """Learning rates to try. The table marks the best on in-distribution validation. Default: those of the scale."""
-    resume: Path | None = None
-    """Continue the comparison in this folder, which has all settings but where the runs are done. Models, --lr and
-    --seeds extend it: --lr adds learning rates to the models that are named, or to all; --seeds is the new number."""
-    trust_data: bool = False
-    """With --resume, accept a config.json that somebody else wrote, or that was changed: the texts, the tokenizer and
-    the modules that it names are read, wherever they lie. It counts as yours from then on."""
-    config: Path | None = None
-    """Take options from this YAML or JSON file, or from the config.json of another comparison. The command line wins
-    over it."""
-    set: tuple[str, ...] = ()
-    """Set options of every model or training by name: group.option=value, with a group of model, mixer, decay, post,
-    gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""
-    output: Path | None = None
-    """The folder to write. Default: runs/<time>-<name>."""
-    name: str | None = None
-    """Name of that folder, after the time. Default: <task or experiment>-<scale>."""
     text: Annotated[tuple[str, ...] | None, tyro.conf.arg(aliases=("--data",))] = None
     """Files, folders, globs or hf:owner/name to train on (experiments on text). Default: that of the scale: FineWeb-Edu
     for paper, else the source of Python's standard library, 11 MB."""
@@ -134,8 +75,12 @@ class Compare:
     """The words of gate-rank-s5: all, swaps (transpositions alone), or mixed (one letter of eight is any element)."""
     save_every: int | None = None
     """Steps between checkpoints."""
-    only_seeds: tuple[int, ...] = ()
-    """Run only these seeds now, so that several processes can share the work."""
+
+
+@dataclass(frozen=True)
+class Place(Execution):
+    """Where and how the runs are done."""
+
     on: str = "local"
     """Where the runs are done: local, one after the other; ray, as many at once as this machine has room for (pip
     install 'halflife-lm[sweep]'); ray://host:port, on that Ray cluster, whose machines must all see the folder under
@@ -151,15 +96,57 @@ class Compare:
     Slurm a whole number; default: none."""
     worker_timeout: float | None = None
     """Seconds without a sign of life after which a worker of Ray is killed and its run continued. Default: 600."""
-    micro_batch_size: int | None = None
-    """Rows that a run holds at once (experiments on text); the gradients of micro-batches are added. Default: all."""
-    gradient_checkpointing: bool = False
-    """Recompute the activations inside blocks: this takes less memory and a third more work."""
-    track: tuple[str, ...] = ()
-    """Report every run to wandb, trackio, mlflow or tensorboard; several are allowed. Each has an extra of its name.
-    Local files go into the folder of the comparison, unless the environment variables of the tool say otherwise."""
-    quiet: bool = False
-    """Show no progress bars, and no estimate of time, memory and disk before the first run."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train models, test them in and beyond their training distribution, and write a table, figures and a report.
+
+    The models learn one task or a mixture of tasks (--task), or a paper's experiment (--experiment). The folder
+    runs/<time>-<name>/ gets results.csv, report.html, figures/, and one folder a run with its configuration, metrics
+    and weights. An interrupted comparison continues with --resume DIR and reaches the same numbers.
+
+    examples:
+      halflife compare mamba2 mamba2+post gated_deltanet --task mqar --scale smoke
+      halflife compare mamba2 simple+vector --task sysprompt niah:hard --scale small --seeds 3 --lr 1e-3 3e-3
+      halflife compare mamba2+post mamba2+post+ska --set post.reference_length=512 training.weight_decay=0.05
+      halflife compare --experiment echo-mqar --scale small --seeds 3
+      halflife compare vector/mamba2 simple/0.99 --experiment decay-design --text corpus/*.txt
+      halflife compare --experiment post-lm --scale paper --dry-run
+      halflife compare --config runs/20260101-120000-mqar-smoke/config.json --seeds 3
+      halflife compare --resume runs/20260101-120000-mqar-smoke
+      halflife compare gla --resume runs/20260101-120000-mqar-smoke --lr 1e-3
+    """
+
+    models: Positional[tuple[str, ...]] = ()
+    """Presets, base[+modifier…]; `halflife list` shows them. An experiment may add models and has its own default.
+    'mamba2@state(mamba2+ska)' and 'mamba2@parameters(mamba2+ska)' are controls: mamba2 with as much state, or as many
+    parameters."""
+    task: tuple[str, ...] = ()
+    """The task to learn, or several as a mixture: `name` or `name:tier` (niah:hard); `halflife list` shows them. All
+    but mqar alone are trained on 128 token ids and tested on the grid --test-tasks × --lengths × --test-pairs. Default:
+    mqar."""
+    experiment: str | None = None
+    """A paper's experiment, which brings its models. Recall and tracking: echo-transfer, echo-mqar, echo-tiers,
+    echo-ablations, gate-rank-s5, gate-rank-mqar, gate-rank-niah, koopman-powers, mqar-updates, post-mqar,
+    post-taken-apart, overview. Text: decay-design, decay-lm, post-lm, echo-lm, gate-rank-lm, post-taken-apart-text."""
+    scale: str = "smoke"
+    """smoke (minutes on 2 cores), small (an hour), paper or large (GPUs). Some experiments have more, such as
+    paper-440m."""
+    seeds: int = 1
+    """The number of seeds, counted from 0, also with --resume. The table shows every seed."""
+    tune_seeds: int | None = None
+    """How many seeds try all learning rates; the others run at each model's best one. Default: all seeds try all."""
+    lr: tuple[float, ...] = ()
+    """Learning rates to try, or with --resume to add to the models that are named, or to all. The table marks the best
+    on in-distribution validation. Default: those of the scale."""
+    name: str | None = None
+    """Name of that folder, after the time. Default: <task or experiment>-<scale>."""
+    only_seeds: tuple[int, ...] = ()
+    """Run only these seeds now, so that several processes can share the work."""
+    settings: Settings = Settings()
+    place: Place = Place()
+    job: Job = field(default_factory=Job)
 
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -178,31 +165,30 @@ class Compare:
         from halflife.runs.sweep import RunsFailed, check_seeds
         from halflife.training.config import ExecutionConfig
 
+        place, rows_held, quiet = self.place, self.place.micro_batch_size, self.job.quiet
         execution = ExecutionConfig(
-            micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing,
-            **track_options(self.track),
+            micro_batch_size=rows_held, gradient_checkpointing=place.gradient_checkpointing,
+            **track_options(place.track),
         )  # fmt: skip
         runner = self._runner()
-        if self.resume is not None:
-            reject_other_options(self, "resume", "trust_data", "only_seeds", "quiet", *EXTENSION, *PLACE)
-        confirm_origin(self, CONFIG_JSON)
-        if self.resume is not None:
-            folder = self.resume
+        check_resume(self, CONFIG_JSON, "only_seeds", *EXTENSION, *options_of(place))
+        if self.job.resume is not None:
+            folder = self.job.resume
             self._extend(folder)
-        elif self.dry_run:
+        elif self.job.dry_run:
             return self._estimate()
         else:
             check_seeds(self.only_seeds, range(self.seeds))
             folder = self._create()
         say(f"writing to {folder}")
-        if not self.quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, self.micro_batch_size)):
-            say(describe_trial(trial, here=self.on in ("local", "ray")))
+        if not quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, rows_held)):
+            say(describe_trial(trial, here=place.on in ("local", "ray")))
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
         with resumable(command, folder / CONFIG_JSON):
             try:
                 rows = compare.run_comparison(
-                    folder, only_seeds=self.only_seeds or None, show=not self.quiet, runner=runner,
+                    folder, only_seeds=self.only_seeds or None, show=not quiet, runner=runner,
                     execution=execution,
                 )  # fmt: skip
             except RunsFailed as error:
@@ -222,13 +208,15 @@ class Compare:
         from halflife.runs.pool import make_runner
         from halflife.runs.slurm import SlurmRunner
 
-        if self.on == "slurm":
-            return SlurmRunner(self.slurm, 1 if self.cpus_per_run is None else self.cpus_per_run, self.gpus_per_run)
-        if self.slurm:
+        place = self.place
+        if place.on == "slurm":
+            return SlurmRunner(place.slurm, 1 if place.cpus_per_run is None else place.cpus_per_run, place.gpus_per_run)
+        if place.slurm:
             raise ValueError("--slurm has the options of --on slurm; give both, or neither")
         return make_runner(
-            self.on, cpus_per_run=self.cpus_per_run, gpus_per_run=self.gpus_per_run, worker_timeout=self.worker_timeout
-        )
+            place.on, cpus_per_run=place.cpus_per_run, gpus_per_run=place.gpus_per_run,
+            worker_timeout=place.worker_timeout,
+        )  # fmt: skip
 
     def _report_failures(self, rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str]) -> None:
         """Name the runs that raised an error and the models whose runs all diverged, and end with an exit code."""
@@ -244,7 +232,7 @@ class Compare:
         from halflife.lab.experiments import compare
 
         command = shlex.join(["halflife", *sys.argv[1:]])
-        return compare.create_comparison(**self._choices(), output=self.output, name=self.name, command=command)
+        return compare.create_comparison(**self._choices(), output=self.job.output, name=self.name, command=command)
 
     def _extend(self, folder: Path) -> None:
         """Add the models, learning rates and seeds that are given with --resume to the comparison."""
@@ -261,7 +249,7 @@ class Compare:
         from halflife.report.tables.estimate import describe_model, print_needs
 
         plan = compare.plan_comparison(**self._choices())
-        needs = compare.estimate_comparison(plan, self.micro_batch_size)
+        needs = compare.estimate_comparison(plan, self.place.micro_batch_size)
         configs = [plan.experiment.configure(plan.settings, cell) for cell in plan.cells()]
         models = {cell.model: describe_model(config.model) for cell, config in zip(plan.cells(), configs, strict=True)}
         rates = {model: ", ".join(f"{rate:g}" for rate in rates) for model, rates in plan.learning_rates.items()}
@@ -272,13 +260,13 @@ class Compare:
 
     def _choices(self) -> dict[str, Any]:
         """The arguments of `plan_comparison`."""
-        from halflife.lab.experiments.base import RECIPE, SETTINGS, ExperimentSettings
+        from halflife.lab.experiments.base import RECIPE, ExperimentSettings
         from halflife.lab.experiments.values import convert
 
         command, overrides = take_overrides(self, OPTIONS)
         if "training.seed" in overrides:
             raise ValueError("training.seed cannot be set: a comparison runs the seeds of --seeds")
-        settings = {name: value for name in SETTINGS if (value := getattr(command, name)) is not None}
+        settings = {name: value for name, value in options_of(command.settings).items() if value is not None}
         types = get_type_hints(ExperimentSettings)
         for name in RECIPE:  # settings of every experiment, which config.json then shows
             if (key := f"training.{name}") in overrides:
@@ -292,8 +280,9 @@ class Compare:
 
     def _place(self) -> Iterator[str]:
         """The options that say where and how the runs are done, as they were typed."""
-        for field in dataclasses.fields(self):
-            if field.name in PLACE and (value := getattr(self, field.name)) != field.default:
-                yield f"--{field.name.replace('_', '-')}"
+        defaults = options_of(Place())
+        for name, value in options_of(self.place).items():
+            if value != defaults[name]:
+                yield f"--{name.replace('_', '-')}"
                 if value is not True:
                     yield from map(str, value if isinstance(value, tuple) else (value,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import re
@@ -11,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from halflife import extensions
+from halflife.cli.groups import command_with, option_types, options_of, replace_options
 from halflife.files import silence_stdout
 from halflife.registry import unknown
 
@@ -23,7 +23,7 @@ FAILED = 3  # the exit code of a command that has ended its work, of which a par
 
 
 def read_options(command: Command) -> Command:
-    """Return the command with the options of its file `command.config`, and defaults for all others.
+    """Return the command with the options of its file `command.job.config`, and defaults for all others.
 
     The file is YAML or JSON. Keys are the options' names, with "-" or "_"; `set` is a list of `group.option=value` or
     a mapping. A configuration that a run of this command saved is such a file, too.
@@ -34,7 +34,7 @@ def read_options(command: Command) -> Command:
     """
     from halflife.lab.experiments.values import convert, load_yaml
 
-    file: Path = command.config  # pyright: ignore[reportAttributeAccessIssue] (commands with a file have it)
+    file: Path = command.job.config  # pyright: ignore[reportAttributeAccessIssue] (commands with a file have it)
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}, which --config names")
     try:
@@ -47,16 +47,15 @@ def read_options(command: Command) -> Command:
     extensions.recall(written, file.parent)
     located = _located(written, file.parent)
     written = command.from_saved(located) or written  # pyright: ignore[reportAttributeAccessIssue]
-    hints = {name: hint for name, hint in get_type_hints(type(command)).items() if name not in NOT_IN_FILES}
-    known = [f.name for f in dataclasses.fields(command) if f.name in hints]  # pyright: ignore[reportArgumentType]
+    hints = {name: hint for name, hint in option_types(type(command)).items() if name not in NOT_IN_FILES}
     options = {}
     for key, value in written.items():
         name = str(key).replace("-", "_")
-        if name not in known:
-            raise unknown(f"option in {file}:", str(key), known)
+        if name not in hints:
+            raise unknown(f"option in {file}:", str(key), [*hints])
         value = _entries(value) if name == "set" else value
         options[name] = convert(f"{key} in {file}", value, hints[name])
-    return type(command)(**options)
+    return command_with(type(command), options)
 
 
 def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -88,37 +87,42 @@ def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Comman
     """Return the command after its `--set` entries that are options of the command, and the other entries by name.
 
     Args:
-        command: the command, with the entries in `command.set`.
+        command: the command, with the entries in `command.job.set`.
         options: names of overrides that are options of the command, and the names of those options.
     """
     from halflife.lab.experiments.overrides import parse_overrides
     from halflife.lab.experiments.values import convert
 
-    overrides = parse_overrides(command.set)  # pyright: ignore[reportAttributeAccessIssue]
-    hints = get_type_hints(type(command))
+    overrides = parse_overrides(command.job.set)  # pyright: ignore[reportAttributeAccessIssue]
+    hints = option_types(type(command))
     own = {options[n]: convert(n, value, hints[options[n]]) for n, value in overrides.items() if n in options}
-    changed: Any = dataclasses.replace(command, **own)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return changed, {name: value for name, value in overrides.items() if name not in options}
+    return replace_options(command, own), {name: value for name, value in overrides.items() if name not in options}
 
 
-def reject_other_options(command: Any, *allowed: str) -> None:
-    """Raise a ValueError that names the options given beside `allowed`: a resumed job has its settings."""
-    given = [
-        field.name for field in dataclasses.fields(command)
-        if field.name not in allowed and getattr(command, field.name) != field.default
-    ]  # fmt: skip
-    if given:
-        raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(given)}")
+def check_resume(command: Any, name: str, *allowed: str) -> None:
+    """Check a command with or without --resume, and sign the file `name` of the folder where --trust-data asks for it.
 
+    Args:
+        command: the command.
+        name: the file in the folder of --resume that holds the settings.
+        allowed: options that may be given with --resume, beside those that confirm the origin or print less.
 
-def confirm_origin(command: Any, name: str) -> None:
-    """Sign the file `name` in the folder of --resume as this user's, if --trust-data is given."""
+    Raises:
+        ValueError: other options are given, because a resumed job has its settings; or --trust-data has no folder.
+    """
     from halflife.data.trust import confirm
 
-    if command.trust_data and command.resume is None:
-        raise ValueError("--trust-data belongs to --resume, whose folder somebody else may have written")
-    if command.trust_data:
-        confirm(command.resume / name)
+    job = command.job
+    if job.resume is None:
+        if job.trust_data:
+            raise ValueError("--trust-data belongs to --resume, whose folder somebody else may have written")
+        return
+    allowed, defaults = ("resume", "trust_data", "quiet", *allowed), options_of(type(command)())
+    given = [key for key, value in options_of(command).items() if key not in allowed and value != defaults[key]]
+    if given:
+        raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(given)}")
+    if job.trust_data:
+        confirm(job.resume / name)
 
 
 @contextmanager

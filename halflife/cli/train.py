@@ -7,13 +7,14 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from halflife.cli.options import FAILED, confirm_origin, reject_other_options, resumable, say, take_overrides
+from halflife.cli.groups import Execution, Job, options_of
+from halflife.cli.options import FAILED, check_resume, resumable, say, take_overrides
 from halflife.extras import require
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
@@ -21,18 +22,115 @@ if TYPE_CHECKING:
     from halflife.runs.language_run import LanguageConfig
     from halflife.training.trial import Trial
 
-EXECUTION = (
-    "resume", "trust_data", "micro_batch_size", "gradient_checkpointing", "fsdp", "track", "tensorboard", "prompts",
-    "quiet",
-)  # fmt: skip
-RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
-SHAPE = ("model", "size", "hidden_size", "num_layers", "num_heads", "mlp")  # options that --from replaces
 # Names for --set that are options of the command.
 OPTIONS = {
     "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "model.mlp": "mlp",
     "training.learning_rate": "lr",
-    **{f"training.{name}": name for name in RECIPE},
+    **{
+        f"training.{name}": name
+        for name in (
+            "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every"
+        )
+    },
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text, and how it is cut into rows."""
+
+    data: tuple[str, ...] = ()
+    """Files (.txt .md .jsonl .parquet, also .gz), folders, globs in quotes, or hf:owner/name[:config][@revision] from
+    the Hub, of which only as much is downloaded as --tokens and --held-out need. With weights, SOURCE=0.7 for every
+    source, the rows of a batch are mixed in these shares."""
+    tokens: str = "20M"
+    """Tokens to train on: 500K, 20M, 1B."""
+    context: int = 1024
+    """Tokens of a row."""
+    tokenizer: str = "bytes"
+    """bytes, bytes+eos (a token ends each document), or a tokenizer of Hugging Face by its name or folder."""
+    documents: str = "packed"
+    """packed (each document starts with an empty state) or concatenated (the state crosses documents)."""
+    carry_state: bool = False
+    """With --documents concatenated, row b of a step continues row b of the step before, with its state. The gradient
+    stops at the cut (truncated back-propagation through time), and checkpoints hold the states."""
+    field: str = "text"
+    """The field that holds the text in .jsonl and .parquet records."""
+    held_out: float = 0.01
+    """Share of the documents for validation."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a new model."""
+
+    size: str | None = None
+    """A model size of the papers: decay-160m, echo-180m, …; `halflife list` shows them."""
+    hidden_size: int | None = None
+    """Model width. Default: 256, or the width of --size."""
+    num_layers: int | None = None
+    """Layers. Default: 6, or the layers of --size."""
+    num_heads: int | None = None
+    """Heads. Default: the choice of the architecture, or the heads of --size."""
+    mlp: str | None = None
+    """The MLP of every block: swiglu, koopman, rwkv7, … or none (Mamba-2 as its paper has it). Default: that of the
+    preset or of --size."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Trained weights from which the run starts, and parameters that stay as they are."""
+
+    from_weights: Annotated[str | None, arg(aliases=["--from"])] = None
+    """Continue a trained model instead of a new one: a folder, or owner/name[@revision] on the hub, of a model of ours
+    or of one that `halflife convert` converts. Give its tokenizer with --tokenizer. Embeddings grow to a larger one."""
+    post_fit: bool = False
+    """With --from, train a new model with PoST, and take from the weights only their decay rates: sorted, they are the
+    initial spectra of the layers. The command prints how well they fit."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, as patterns of their names: "embedding*" "blocks.0.*"."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Optimiser and schedule."""
+
+    batch_size: int = 8
+    """Rows of a step, over all processes."""
+    lr: float = 1e-3
+    """Learning rate after the warm-up."""
+    schedule: str = "cosine"
+    """cosine (falls to the floor), wsd (stays constant, then falls linearly to the floor), linear, or constant."""
+    floor: float = 0.1
+    """The last learning rate, as a share of --lr."""
+    warmup: float = 0.02
+    """Share of the steps in which the learning rate rises."""
+    decay: float = 0.2
+    """Share of the steps in which wsd falls."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices, embeddings and the head. Decays, norms and biases have none."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    bf16: bool = False
+    """Compute matrix products in bfloat16. Decays, states and weights stay float32."""
+    seed: int = 0
+    """Seed of the weights and of the order of the data."""
+    validate_every: int = 200
+    """Steps between validations."""
+    save_every: int = 200
+    """Steps between checkpoints."""
+
+
+@dataclass(frozen=True)
+class TrainExecution(Execution):
+    """How the run uses memory and processes, and what it reports."""
+
+    fsdp: bool = False
+    """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
+    tensorboard: bool = False
+    """The same as --track tensorboard."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
 
 
 @dataclass(frozen=True)
@@ -59,99 +157,12 @@ class Train:
 
     model: Positional[str | None] = None
     """A preset, base[+modifier…], or a row of the Decay paper's grid (vector/gla). `halflife list` shows presets."""
-    data: tuple[str, ...] = ()
-    """Files (.txt .md .jsonl .parquet, also .gz), folders, globs in quotes, or hf:owner/name[:config][@revision] from
-    the Hub, of which only as much is downloaded as --tokens and --held-out need. With weights, SOURCE=0.7 for every
-    source, the rows of a batch are mixed in these shares."""
-    from_weights: Annotated[str | None, arg(aliases=["--from"])] = None
-    """Continue a trained model instead of a new one: a folder, or owner/name[@revision] on the hub, of a model of ours
-    or of one that `halflife convert` converts. Give its tokenizer with --tokenizer. Embeddings grow to a larger one."""
-    post_fit: bool = False
-    """With --from, train a new model with PoST, and take from the weights only their decay rates: sorted, they are the
-    initial spectra of the layers. The command prints how well they fit."""
-    freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, as patterns of their names: "embedding*" "blocks.0.*"."""
-    output: Path | None = None
-    """The folder to write. Default: runs/<time>-<model>."""
-    resume: Path | None = None
-    """Continue the run in this folder. Options of the execution (micro-batches, processes, …) may differ."""
-    trust_data: bool = False
-    """With --resume, accept a run.json that somebody else wrote, or that was changed: the texts, the tokenizer and the
-    modules that it names are read, wherever they lie. It counts as yours from then on."""
-    config: Path | None = None
-    """Take options from this YAML or JSON file, or from the run.json of another run. The command line wins over it."""
-    set: tuple[str, ...] = ()
-    """Set options of the model or the training by name: group.option=value, with a group of model, mixer, decay, post,
-    gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""
-    tokens: str = "20M"
-    """Tokens to train on: 500K, 20M, 1B."""
-    context: int = 1024
-    """Tokens of a row."""
-    batch_size: int = 8
-    """Rows of a step, over all processes."""
-    tokenizer: str = "bytes"
-    """bytes, bytes+eos (a token ends each document), or a tokenizer of Hugging Face by its name or folder."""
-    documents: str = "packed"
-    """packed (each document starts with an empty state) or concatenated (the state crosses documents)."""
-    carry_state: bool = False
-    """With --documents concatenated, row b of a step continues row b of the step before, with its state. The gradient
-    stops at the cut (truncated back-propagation through time), and checkpoints hold the states."""
-    field: str = "text"
-    """The field that holds the text in .jsonl and .parquet records."""
-    held_out: float = 0.01
-    """Share of the documents for validation."""
-    size: str | None = None
-    """A model size of the papers: decay-160m, echo-180m, …; `halflife list` shows them."""
-    hidden_size: int | None = None
-    """Model width. Default: 256, or the width of --size."""
-    num_layers: int | None = None
-    """Layers. Default: 6, or the layers of --size."""
-    num_heads: int | None = None
-    """Heads. Default: the choice of the architecture, or the heads of --size."""
-    mlp: str | None = None
-    """The MLP of every block: swiglu, koopman, rwkv7, … or none (Mamba-2 as its paper has it). Default: that of the
-    preset or of --size."""
-    lr: float = 1e-3
-    """Learning rate after the warm-up."""
-    schedule: str = "cosine"
-    """cosine (falls to the floor), wsd (stays constant, then falls linearly to the floor), linear, or constant."""
-    floor: float = 0.1
-    """The last learning rate, as a share of --lr."""
-    warmup: float = 0.02
-    """Share of the steps in which the learning rate rises."""
-    decay: float = 0.2
-    """Share of the steps in which wsd falls."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices, embeddings and the head. Decays, norms and biases have none."""
-    clip: float = 1.0
-    """Largest norm of the gradient."""
-    bf16: bool = False
-    """Compute matrix products in bfloat16. Decays, states and weights stay float32."""
-    seed: int = 0
-    """Seed of the weights and of the order of the data."""
-    validate_every: int = 200
-    """Steps between validations."""
-    save_every: int = 200
-    """Steps between checkpoints."""
-    micro_batch_size: int | None = None
-    """Rows that a process holds at once; the gradients of micro-batches are added. Default: all rows of the process."""
-    gradient_checkpointing: bool = False
-    """Recompute the activations inside blocks: this takes less memory and a third more work."""
-    fsdp: bool = False
-    """With torchrun, shard parameters and optimiser over the processes (FSDP2). Default: each process has all (DDP)."""
-    track: tuple[str, ...] = ()
-    """Report metrics, gates, decay spectra and their figures to wandb, trackio, mlflow or tensorboard; several are
-    allowed. Each has an extra of its name. Local files go into the folder of the run, unless the environment variables
-    of the tool say otherwise."""
-    tensorboard: bool = False
-    """The same as --track tensorboard."""
-    prompts: tuple[str, ...] = ()
-    """Texts that the model continues into samples.txt. Default: the starts of three validation documents."""
-    quiet: bool = False
-    """Show no progress bars, and no estimate of time, memory and disk before the run."""
-    dry_run: bool = False
-    """Print the settings and what the run needs (parameters, tokens, memory of one process without
-    --gradient-checkpointing and --fsdp, operations); read no text, write and train nothing."""
+    text: Text = Text()
+    shape: Shape = Shape()
+    start: Start = Start()
+    recipe: Recipe = Recipe()
+    execution: TrainExecution = TrainExecution()
+    job: Job = field(default_factory=Job)
 
     @staticmethod
     def from_saved(written: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -173,30 +184,29 @@ class Train:
         from halflife.report.tracking import track_options
         from halflife.training.config import ExecutionConfig, rank
 
+        own, rows, show = self.execution, self.execution.micro_batch_size, not self.job.quiet
         execution = ExecutionConfig(
-            micro_batch_size=self.micro_batch_size, gradient_checkpointing=self.gradient_checkpointing, fsdp=self.fsdp,
-            show=not self.quiet, **track_options((*self.track, *["tensorboard"] * self.tensorboard)),
+            micro_batch_size=rows, gradient_checkpointing=own.gradient_checkpointing, fsdp=own.fsdp, show=show,
+            **track_options((*own.track, *["tensorboard"] * own.tensorboard)),
         )  # fmt: skip
-        if self.tensorboard:
+        if own.tensorboard:
             require("--tensorboard", "tensorboard")
-        if self.resume is not None:
-            reject_other_options(self, *EXECUTION)
-        confirm_origin(self, RUN_JSON)
-        if self.resume is not None:
-            folder, config = self.resume, language.load_config(self.resume)
+        check_resume(self, RUN_JSON, *options_of(own))
+        if self.job.resume is not None:
+            folder, config = self.job.resume, language.load_config(self.job.resume)
         else:
             folder = self._folder()
             command, overrides = take_overrides(self, OPTIONS)
-            config = command._configure(overrides, show=not self.quiet and rank() == 0)
-            if self.dry_run:
-                return _print_needs(config, self.micro_batch_size)
+            config = command._configure(overrides, show=show and rank() == 0)
+            if self.job.dry_run:
+                return _print_needs(config, rows)
         if rank() == 0:
             say(f"writing to {folder}")
-            if not (self.quiet or (folder / RESULT_JSON).exists()) and (trial := _try(config, self.micro_batch_size)):
+            if show and not (folder / RESULT_JSON).exists() and (trial := _try(config, rows)):
                 say(describe_trial(trial))
         with resumable(f"halflife train --resume {shlex.quote(str(folder))}", folder / RUN_JSON):
             result = language.run_language(
-                config, folder, execution=execution, samples=self.prompts,
+                config, folder, execution=execution, samples=own.prompts,
                 command=shlex.join(["halflife", *sys.argv[1:]]),
             )  # fmt: skip
         if rank() == 0:
@@ -207,20 +217,22 @@ class Train:
     def _folder(self) -> Path:
         from halflife.training.config import rank, world_size
 
-        name = self.model or Path(self.from_weights or "").name
-        if not name or not self.data:
+        start, output = self.start, self.job.output
+        name = self.model or Path(start.from_weights or "").name
+        if not name or not self.text.data:
             raise ValueError("give a model (or --from) and --data, or --resume and the folder of a run")
-        if self.post_fit and not (self.model and self.from_weights):
+        if start.post_fit and not (self.model and start.from_weights):
             raise ValueError("--post-fit needs a model with PoST and --from with the model whose rates it takes")
-        given = [name for name in SHAPE if getattr(self, name) is not None]
-        if self.from_weights and given and not self.post_fit:
+        shape = {"model": self.model, **options_of(self.shape)}
+        given = [name for name, value in shape.items() if value is not None]
+        if start.from_weights and given and not start.post_fit:
             raise ValueError(f"--from takes the model from its folder; leave out {', '.join(given)}")
-        if self.output is None and world_size() > 1:
+        if output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
-        folder = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace('/', '-')}"
+        folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace('/', '-')}"
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
-        if rank() == 0 and not (folder / RUN_JSON).exists() and not self.dry_run:
+        if rank() == 0 and not (folder / RUN_JSON).exists() and not self.job.dry_run:
             check_new_folder(folder)
         return folder
 
@@ -231,45 +243,42 @@ class Train:
         from halflife.lab.experiments.overrides import apply_overrides
         from halflife.lab.experiments.values import convert, parse_count
 
-        if self.carry_state and self.documents != "concatenated":
+        text, recipe, shape = self.text, options_of(self.recipe), options_of(self.shape)
+        batch_size, size = self.recipe.batch_size, shape.pop("size")
+        if text.carry_state and text.documents != "concatenated":
             raise ValueError("--carry-state needs --documents concatenated: the state crosses documents, too")
-        for name in ("batch_size", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        tokens, sizes = parse_count(self.tokens), {} if self.size else {"num_layers": 6}
+        for name, value in (("batch_size", batch_size), ("context", text.context)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        tokens, sizes = parse_count(text.tokens), {} if size else {"num_layers": 6}
         if (steps := overrides.pop("training.steps", None)) is not None:
-            tokens = convert("training.steps", steps, int) * self.batch_size * self.context
+            tokens = convert("training.steps", steps, int) * batch_size * text.context
         if (vocab_size := overrides.pop("model.vocab_size", None)) is not None:
             sizes["vocab_size"] = convert("model.vocab_size", vocab_size, int)
-        for name in ("hidden_size", "num_layers", "num_heads", "mlp"):
-            if (value := getattr(self, name)) is not None:
-                sizes[name] = value
-        mode = "continued" if self.carry_state else self.documents
-        rows = math.ceil(tokens / (self.batch_size * self.context)) * self.batch_size + 1
-        sources, weights = read_weights(self.data)
+        sizes |= {name: value for name, value in shape.items() if value is not None}
+        rows = math.ceil(tokens / (batch_size * text.context)) * batch_size + 1
+        sources, weights = read_weights(text.data)
         data = CorpusConfig(
-            sources=sources, weights=weights, tokens=rows * self.context, tokenizer=self.tokenizer,
-            context=self.context, mode=mode, field=self.field, fractions=(self.held_out, 0.0),
-            seed=self.seed,
+            sources=sources, weights=weights, tokens=rows * text.context, tokenizer=text.tokenizer,
+            context=text.context, mode="continued" if text.carry_state else text.documents, field=text.field,
+            fractions=(text.held_out, 0.0), seed=self.recipe.seed,
         )  # fmt: skip
         # A size of the papers has a vocabulary, so no tokenizer is needed to know the model.
-        known = "vocab_size" in sizes or self.size is not None
-        corpus = Corpus.unread(data, known) if self.dry_run else Corpus.open(data, show)
-        start = self._start(corpus.tokenizer.vocab_size) if self.from_weights and not self.post_fit else {}
+        known = "vocab_size" in sizes or size is not None
+        corpus = Corpus.unread(data, known) if self.job.dry_run else Corpus.open(data, show)
+        start = self._start(corpus.tokenizer.vocab_size) if self.start.from_weights and not self.start.post_fit else {}
         config = language.configure(
-            self.model or "", corpus, tokens=tokens, batch_size=self.batch_size, learning_rate=self.lr,
-            size=self.size, sizes=sizes, schedule_name=self.schedule, floor=self.floor, decay=self.decay,
-            warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip, bf16=self.bf16, seed=self.seed,
-            validate_every=self.validate_every, save_every=self.save_every, freeze=self.freeze, **start,
+            self.model or "", corpus, tokens=tokens, size=size, sizes=sizes, learning_rate=recipe.pop("lr"),
+            schedule_name=recipe.pop("schedule"), freeze=self.start.freeze, **recipe, **start,
         )  # fmt: skip
         config = apply_overrides(config, overrides)
-        return self._fit(config) if self.post_fit else config
+        return self._fit(config) if self.start.post_fit else config
 
     def _start(self, vocab_size: int) -> dict[str, Any]:
         """The fields of a configuration that starts from trained weights."""
         from halflife.training.start import start_of
 
-        model, folder, digest, rows = start_of(self.from_weights or "", vocab_size)
+        model, folder, digest, rows = start_of(self.start.from_weights or "", vocab_size)
         if rows != vocab_size:
             grown = f"the embeddings grow to {vocab_size:,}" if rows < vocab_size else "the last rows stay unused"
             say(f"the model has {rows:,} tokens and the tokenizer {vocab_size:,}; {grown}")
@@ -284,7 +293,7 @@ class Train:
         from halflife.training.post_fit import plan_fit, resting_rates
         from halflife.training.start import digest, local_folder
 
-        folder = local_folder(self.from_weights or "").resolve()
+        folder = local_folder(self.start.from_weights or "").resolve()
         with torch.device("meta"):
             model = LanguageModel(config.model)
         fit = plan_fit(model, resting_rates(load_readable(folder), folder))

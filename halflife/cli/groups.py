@@ -1,0 +1,90 @@
+"""Groups of options that commands share, and a command with its groups as one mapping of options.
+
+tyro shows the options of a group without a prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar, get_type_hints
+
+Command = TypeVar("Command")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The folder of a job, and where its settings come from."""
+
+    output: Path | None = None
+    """The folder to write. Default: runs/<time>-<name>."""
+    resume: Path | None = None
+    """Continue the job in this folder, which has all settings. Options of the execution (micro-batches, processes, …)
+    may differ. A comparison also takes models, --lr and --seeds, which are added to it."""
+    trust_data: bool = False
+    """With --resume, accept a folder whose settings somebody else wrote, or that were changed: the texts, the tokenizer
+    and the modules that they name are read, wherever they lie. They count as yours from then on."""
+    config: Path | None = None
+    """Take options from this YAML or JSON file, or from the run.json or config.json of another job. The command line
+    wins over it."""
+    set: tuple[str, ...] = ()
+    """Set options of every model or training by name: group.option=value, with a group of model, mixer, decay, post,
+    gate_rank, log_linear, ska, training. An unknown name is answered with the known ones."""
+    dry_run: bool = False
+    """Print the settings and what the job needs (parameters, tokens, memory of one process without
+    --gradient-checkpointing and --fsdp, operations); read no text, write and train nothing."""
+    quiet: bool = False
+    """Show no progress bars, and no estimate of time, memory and disk before the first run."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How runs use memory, and what they report."""
+
+    micro_batch_size: int | None = None
+    """Rows that a process holds at once (training on text); the gradients of micro-batches are added. Default: all."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations inside blocks: this takes less memory and a third more work."""
+    track: tuple[str, ...] = ()
+    """Report metrics, gates, decay spectra and their figures to wandb, trackio, mlflow or tensorboard; several are
+    allowed. Each has an extra of its name. Local files go into the folder of the job, unless the environment variables
+    of the tool say otherwise."""
+
+
+def options_of(command: Any) -> dict[str, Any]:
+    """The options of a command by name, those of its groups included."""
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        options |= options_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return options
+
+
+def option_types(command: type) -> dict[str, Any]:
+    """The types of `options_of`."""
+    types: dict[str, Any] = {}
+    for name, hint in get_type_hints(command).items():
+        types |= option_types(hint) if _is_group(hint) else {name: hint}
+    return types
+
+
+def _is_group(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def command_with(kind: type[Command], options: Mapping[str, Any]) -> Command:
+    """A command, or a group, with these options and the defaults of all others."""
+    hints, own = get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+        if _is_group(group := hints[field.name]):
+            own[field.name] = command_with(group, options)
+        elif field.name in options:
+            own[field.name] = options[field.name]
+    return kind(**own)
+
+
+def replace_options(command: Command, options: Mapping[str, Any]) -> Command:
+    """A command with some of its options replaced."""
+    return command_with(type(command), {**options_of(command), **options})
