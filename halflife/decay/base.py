@@ -88,13 +88,9 @@ class Decay(Float32Module):
         raise NotImplementedError
 
     def scan(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        state: Tensor | None = None,
+        self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
         cu_seqlens: Tensor | Packing | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return `(g, state)` for streaming, with g of `forward`. Only a `stateful` decay has a state."""
         return self(f, position=position), None
 

@@ -38,13 +38,9 @@ class LightNetDecay(Decay):
         return self.scan(f)[0]
 
     def scan(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        state: Tensor | None = None,
+        self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
         cu_seqlens: Tensor | Packing | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return `g` and the running logsumexp `[N, H(, K)]`, −inf (or 0, by `first`) before the first token."""
         f = f if f.dtype == torch.float64 else f.float()
         packing = Packing.of(cu_seqlens, *f.shape[:2])
@@ -79,13 +75,9 @@ class ReleasedLightNetDecay(LightNetDecay):
     default_first = "zero"
 
     def scan(
-        self,
-        f: Tensor,
-        *,
-        position: Tensor | None = None,
-        state: Tensor | None = None,
+        self, f: Tensor, *, position: Tensor | None = None, state: Tensor | None = None,
         cu_seqlens: Tensor | Packing | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `LightNetDecay.scan`. The state is `[N, 2, H]` or `[N, 2, H, K]`: lse, and exp(f − lse) of the last f."""
         g, last = super().scan(f, state=None if state is None else state[:, 0], cu_seqlens=cu_seqlens)
         return g, torch.stack([last, self._weights(g, state, cu_seqlens)[1]], 1)

@@ -44,15 +44,9 @@ class Mamba2Decay(SpectralDecay):
     RATE_STARTS = ("uniform_1_16", "uniform_0_16", "s4d_real", "geometric")
 
     def __init__(
-        self,
-        *,
-        step_bias: str | None = None,
-        rate_start: str = "uniform_1_16",
-        train_length: int | None = None,
-        min_step: float = 0.0,
-        max_step: float | None = None,
-        **sizes,
-    ) -> None:
+        self, *, step_bias: str | None = None, rate_start: str = "uniform_1_16", train_length: int | None = None,
+        min_step: float = 0.0, max_step: float | None = None, **sizes,
+    ) -> None:  # fmt: skip
         super().__init__(**sizes)
         if not 0 <= min_step < (math.inf if max_step is None else max_step):
             raise ValueError(f"need 0 ≤ min_step < max_step; got {min_step} and {max_step}")

@@ -118,9 +118,6 @@ def _around(positions: Tensor, residual: Tensor, continuous: bool) -> Tensor:
     return points.unique() if continuous else points.round().unique()
 
 
-# ------------------------------------------------------------------------------------- minimax on a grid
-
-
 def best_weights(columns: Float[Tensor, "M N"], target: Float[Tensor, " M"]) -> tuple[Tensor, float, int]:
     """Find the weights `[N]` that minimise `max |target − columns · w|`.
 
@@ -219,8 +216,6 @@ def taper(channels: int) -> Tensor:
     return torch.linspace(1, 0, channels, dtype=torch.float64) if channels > 1 else torch.zeros(1).double()
 
 
-# ---------------------------------------------------------------------------------------- best end points
-
 _FOUND: dict[str, list[float]] = {}
 
 
@@ -252,8 +247,8 @@ def best_endpoints(
         return max(minimax_error(rates, length, beta, continuous=continuous), LEAST_ERROR)
 
     limit = "" if fastest == FASTEST_RATE else f" fastest={fastest:g}"
-    key = f"geometric N={channels} T={length:g} beta={beta:g} {'interval' if continuous else 'integers'}{limit}"
-    key += " moving" if moving else ""
+    norm = ("interval" if continuous else "integers") + limit + (" moving" if moving else "")
+    key = f"geometric N={channels} T={length:g} beta={beta:g} {norm}"
 
     def find() -> list[float]:
         ends = MOVING_STARTS if moving else [FIRST_START, *(FURTHER_STARTS if channels <= FEW_CHANNELS else ())]

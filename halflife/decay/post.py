@@ -56,18 +56,11 @@ class PoST(Decay):
     """
 
     def __init__(
-        self,
-        decay: Decay,
-        *,
-        train_length: int,
-        reference_length: float = 1,
-        endpoints: tuple[float, float] | list[float] | str = (1.0, 1.0),  # a list from JSON
-        beta: float = 0.5,
-        rate_range: Sequence[float] | None = None,
-        learning_rate_factor: float = 1.0,
-        stretch: bool = True,
+        self, decay: Decay, *, train_length: int, reference_length: float = 1,
+        endpoints: tuple[float, float] | list[float] | str = (1.0, 1.0), beta: float = 0.5,
+        rate_range: Sequence[float] | None = None, learning_rate_factor: float = 1.0, stretch: bool = True,
         last_position: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if train_length < 2 or reference_length <= 0:
             raise ValueError(f"need train_length ≥ 2 and reference_length > 0; got {train_length}, {reference_length}")
         if not isinstance(decay, SpectralDecay):

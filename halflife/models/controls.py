@@ -13,11 +13,11 @@ from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
 from halflife.registry import constructor_parameters
 
-NAME = re.compile(r"(?P<base>[^@]+)@(?P<kind>\w+)\((?P<target>.+)\)")
+CONTROL_NAME = re.compile(r"(?P<base>[^@]+)@(?P<kind>\w+)\((?P<target>.+)\)")
 KINDS = ("state", "parameters")
-TOLERANCE = 0.05  # relative difference from the target
-STEPS = (1, 2, 4, 8, 16, 32)  # a size may have to be a multiple, for example of the number of heads
-LARGEST = 1 << 14
+SIZE_TOLERANCE = 0.05  # relative difference from the target
+SIZE_STEPS = (1, 2, 4, 8, 16, 32)  # a size may have to be a multiple, for example of the number of heads
+LARGEST_SIZE = 1 << 14
 CACHES = ("attention", "fox")  # mixers whose state is a cache
 
 
@@ -29,14 +29,14 @@ def split_control(name: str) -> tuple[str, str, str] | None:
     """
     if "@" not in name:
         return None
-    match = NAME.fullmatch(name)
+    match = CONTROL_NAME.fullmatch(name)
     if match is None or match["kind"] not in KINDS:
         raise ValueError(f"a control is called base@state(target) or base@parameters(target); got {name!r}")
     return match["base"], match["kind"], match["target"]
 
 
 def control(base: ModelConfig, kind: str, target: ModelConfig, length: int, name: str) -> ModelConfig:
-    """Return the base with as much state, or as many parameters, as the target, to `TOLERANCE`.
+    """Return the base with as much state, or as many parameters, as the target, to `SIZE_TOLERANCE`.
 
     The state is resized by its rows: `state_size`, or `head_dim` of mixers without it. The parameters are resized by
     the width of the MLP, or by the width of a model without one.
@@ -53,15 +53,15 @@ def control(base: ModelConfig, kind: str, target: ModelConfig, length: int, name
     """
     measure = _parameters if kind == "parameters" else lambda config: _state(config, length)
     wanted = measure(target)
-    for step in STEPS:
+    for step in SIZE_STEPS:
         try:
             found = _nearest(lambda size, step=step: _resized(base, kind, size * step), measure, wanted)
         except (ValueError, TypeError):  # the size must be another multiple, or the mixer has no such size
             continue
-        if abs(measure(found) - wanted) <= TOLERANCE * wanted:
+        if abs(measure(found) - wanted) <= SIZE_TOLERANCE * wanted:
             return dataclasses.replace(found, name=name)
     raise ValueError(
-        f"{name}: no size of {base.name} has {wanted:,} {_NOUNS[kind]} to {TOLERANCE:.0%}, as {target.name} has; "
+        f"{name}: no size of {base.name} has {wanted:,} {_NOUNS[kind]} to {SIZE_TOLERANCE:.0%}, as {target.name} has; "
         f"{base.name} itself has {measure(base):,}"
     )
 
@@ -83,7 +83,7 @@ def _nearest(build: Callable[[int], ModelConfig], measure: Callable[[ModelConfig
     low, high = 1, 2
     while measure(build(high)) < wanted:
         low, high = high, 2 * high
-        if high > LARGEST:
+        if high > LARGEST_SIZE:
             raise ValueError("the measure does not grow with the size")
     while high - low > 1:
         middle = (low + high) // 2

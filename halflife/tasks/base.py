@@ -124,6 +124,11 @@ def stream_seed(split: str, seed: int, index: int = 0) -> int:
     return (SPLITS.index(split) << 60) | (int.from_bytes(digest[:8], "big") >> 4)
 
 
+def constant_slices(num_examples: int, **sizes: int) -> dict[str, Tensor]:
+    """Return slices that are the same for all examples."""
+    return {name: torch.full((num_examples,), size) for name, size in sizes.items()}
+
+
 def distinct(rows: int, count: int, low: int, high: int, draw: torch.Generator) -> Tensor:
     """Draw `count` distinct ids of [low, high) for each row, `[rows, count]`; every ordered tuple is equally likely.
 

@@ -17,7 +17,7 @@ from halflife.tasks.text import TextTask, check_range, render, slot_mask, table
 
 GOODS = ("gold", "wood")
 HOLDINGS = 10  # an agent has 0 to 9 of each good, so the answer is one digit
-START = 5
+STARTING_HOLDING = 5
 NOISE = "!#$%&*+<@^_|"  # characters that occur in no statement
 
 
@@ -111,7 +111,7 @@ def play(
     within = torch.rand(kinds.shape, generator=draw, dtype=torch.float64)
     moves = starts[kinds] + (within * starts.diff()[kinds]).long()
     steps = min_steps + draw_index(num_examples, max_steps - min_steps + 1, draw)
-    counts = torch.full((num_examples, effects.shape[1]), START)
+    counts = torch.full((num_examples, effects.shape[1]), STARTING_HOLDING)
     accepted = torch.zeros_like(steps)
     for step in range(max_steps):
         after = counts + effects[moves[:, step]]

@@ -15,7 +15,7 @@ from halflife.tasks.base import TASKS, Task, TaskBatch
 
 GROUPS = ("s5", "s3", "a5", "z60", "z2")
 WORDS = ("all", "swaps", "mixed")
-MIXED = 8  # one letter of this many in mixed words is any element
+MIXED_PERIOD = 8  # one letter of this many in mixed words is any element
 
 
 @TASKS.add("s5")
@@ -130,7 +130,7 @@ def word_letters(group: str, words: str) -> Tensor:
     swaps = torch.tensor([i for i, p in enumerate(images) if sum(at != image for at, image in enumerate(p)) == 2])
     if words == "swaps":
         return swaps
-    return torch.cat([everything, swaps.repeat((MIXED - 1) * len(everything) // len(swaps))])
+    return torch.cat([everything, swaps.repeat((MIXED_PERIOD - 1) * len(everything) // len(swaps))])
 
 
 @lru_cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halflife.tasks.base import IGNORED, Task, TaskBatch, distinct
+from halflife.tasks.base import IGNORED, Task, TaskBatch, constant_slices, distinct
 
 VOCABULARY = 128
 BOS, SYS, SEP, QUERY, CALL, RESULT = range(1, 7)  # 0 is padding
@@ -73,9 +73,8 @@ class RecallTask(Task):
         inputs[:, start + 1 :] = names
         labels = torch.full_like(inputs, IGNORED)
         labels[:, -1:] = inputs.gather(1, at)
-        same = {"num_pairs": self.num_pairs, "length": self.length}
-        shared = {name: torch.full((len(inputs),), size) for name, size in same.items()}
-        return TaskBatch(inputs, labels, {**shared, "gap": start - 1 - at.squeeze(1), **slices}, facts)
+        sizes = constant_slices(len(inputs), num_pairs=self.num_pairs, length=self.length)
+        return TaskBatch(inputs, labels, {**sizes, "gap": start - 1 - at.squeeze(1), **slices}, facts)
 
 
 def check_sizes(task: Task, shortest: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fft
 
-from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, distinct
+from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, constant_slices, distinct
 
 
 @TASKS.add("selective_copy")
@@ -68,8 +68,8 @@ class SelectiveCopy(Task):
         inputs[:, copy] = self.vocab_size - 1
         order = torch.arange(n).expand_as(tokens)
         labels, order, gap = (_at_end(inputs, of) for of in (tokens, order, copy + order - places))
-        sizes = {"num_tokens": n, "length": self.length}
-        return TaskBatch(inputs, labels, {**_constant(num_examples, sizes), "order": order, "gap": gap})
+        sizes = constant_slices(num_examples, num_tokens=n, length=self.length)
+        return TaskBatch(inputs, labels, {**sizes, "order": order, "gap": gap})
 
 
 @TASKS.add("noisy_recall")
@@ -172,8 +172,8 @@ class NoisyRecall(Task):
             torch.full_like(inputs, IGNORED).scatter_(1, at, torch.where(previous < 0, IGNORED, found))
             for found in (answers, gaps)
         )
-        sizes = {"num_pairs": self.num_pairs, "length": self.length}
-        return TaskBatch(inputs, labels, {**_constant(num_examples, sizes), "gap": gap})
+        sizes = constant_slices(num_examples, num_pairs=self.num_pairs, length=self.length)
+        return TaskBatch(inputs, labels, {**sizes, "gap": gap})
 
     def _pairs(self, num_examples: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw the key of each pair, from 0 to K − 1, and find the previous pair with it or −1; both `[N, P]`."""
@@ -216,8 +216,3 @@ def expected_mode(draws: int, kinds: int) -> float:
 def _at_end(inputs: Tensor, numbers: Tensor) -> Tensor:
     """Put `numbers` `[N, n]` at the last positions and −100 at the others: `[N, T]`."""
     return F.pad(numbers, (inputs.shape[1] - numbers.shape[1], 0), value=IGNORED)
-
-
-def _constant(num_examples: int, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Return slices that are the same for all examples."""
-    return {name: torch.full((num_examples,), size) for name, size in sizes.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halflife.registry import unknown
-from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, distinct
+from halflife.tasks.base import IGNORED, TASKS, Task, TaskBatch, constant_slices, distinct
 from halflife.tasks.layout import FILLERS as FILLER_IDS
 from halflife.tasks.layout import KEYS, VALUES, VOCABULARY
 
@@ -148,7 +148,7 @@ class MQAR(Task):
         inputs.scatter_(1, at, asked[:, :, :-1].flatten(1))
         labels = torch.full((num_examples, self.length), IGNORED)
         labels.scatter_(1, self.hold * (at + 1) - 1, asked[:, :, 1:].flatten(1))
-        slices = {"num_pairs": torch.full((num_examples,), self.num_pairs)}
+        slices = constant_slices(num_examples, num_pairs=self.num_pairs)
         facts = torch.arange(self.length) < self.hold * self.num_written * (1 + self.value_size)
         return TaskBatch(inputs.repeat_interleave(self.hold, 1), labels, slices, facts.expand(num_examples, -1))
 

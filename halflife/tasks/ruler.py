@@ -37,9 +37,9 @@ from halflife.tasks.words import PAIRS, draw_codes, draw_distinct, numbered
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {} for {} is: {}."
 DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's depths
-LEVELS = 10  # parts of the haystack, for a needle that is the only answer
-WORKED = 500  # tokens of the worked example of variable tracking without its answer, as in RULER
-LINKS = 5  # variables of a chain
+HAYSTACK_PARTS = 10  # parts of the haystack, for a needle that is the only answer
+WORKED_TOKENS = 500  # tokens of the worked example of variable tracking without its answer, as in RULER
+CHAIN = 5  # variables of a chain
 USER_TEXT = "user text"
 
 
@@ -141,9 +141,9 @@ def needle_in_a_haystack(kind: Needles, request: Request) -> Draft:
     lines = [NEEDLE.format(kind.values, key, value) for key, value in zip(owners, values, strict=True)]
     depths = draw.sample(DEPTHS, hidden)
     if kind.haystack != USER_TEXT:
-        depths[0] = (request.level + draw.random()) / LEVELS
+        depths[0] = (request.level + draw.random()) / HAYSTACK_PARTS
     elif single:
-        depths[0] = request.level / (LEVELS - 1)
+        depths[0] = request.level / (HAYSTACK_PARTS - 1)
     asked = keys[: kind.num_queries]
     query = ", ".join(asked[:-1]) + f", and {asked[-1]}" if len(asked) > 1 else asked[0]
     some, are, what = ("A", "is", "What is") if single else ("Some", "are", "What are all")
@@ -153,7 +153,7 @@ def needle_in_a_haystack(kind: Needles, request: Request) -> Draft:
         if kind.haystack == USER_TEXT:
             units, space = re.split(r"(?<=[.!?]) ", " ".join(request.essay[:size])), " "
         else:
-            units, space = ([NOISE] * size if kind.haystack == "repeat" else lines[hidden : hidden + size]), "\n"
+            units, space = [NOISE] * size if kind.haystack == "repeat" else lines[hidden : hidden + size], "\n"
         whole = len(units)
         for depth, needle in sorted(zip(depths, lines[:hidden], strict=True), reverse=True):
             units.insert(int(depth * whole), needle)
@@ -180,27 +180,27 @@ def variable_tracking(request: Request) -> Draft:
     A worked example comes first. It has names of three letters and as many sentences as fit into 500 tokens.
     """
     worked, known = _chain(request.draw, 3)
-    size = _largest(lambda size: request.count(worked(size)), WORKED, LINKS, WORKED)
+    size = _largest(lambda size: request.count(worked(size)), WORKED_TOKENS, CHAIN, WORKED_TOKENS)
     example = f"{worked(size)} {' '.join(known)}\n\n"
     render, asked = _chain(request.draw, 5)
-    return Draft(lambda size: example + render(size), asked, 30, "repeat", LINKS, request.length)
+    return Draft(lambda size: example + render(size), asked, 30, "repeat", CHAIN, request.length)
 
 
 def _chain(draw: Random, letters: int) -> tuple[Callable[[int], str], list[str]]:
     """Return the prompt as a function of its number of noise sentences, and the names in it."""
-    names = draw_codes(ascii_uppercase, letters, LINKS, draw)
+    names = draw_codes(ascii_uppercase, letters, CHAIN, draw)
     value, order = draw.randrange(10_000, 99_999), draw.getrandbits(64)
     chain = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
 
     def render(size: int) -> str:
         lines = [NOISE] * size
-        for before, place in enumerate(sorted(Random(order).sample(range(size), LINKS))):
+        for before, place in enumerate(sorted(Random(order).sample(range(size), CHAIN))):
             lines.insert(place + before, chain[before])
         context = "\n".join(lines)
         return (
             f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
             f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to "
-            f"the chain(s) of variable assignment in the text above, {LINKS} variables are assigned the value {value}, "
+            f"the chain(s) of variable assignment in the text above, {CHAIN} variables are assigned the value {value}, "
             "they are: "
         )
 
@@ -276,7 +276,7 @@ def example(
     draft_of, words = RULER[task], (essay or "").split()
     if task not in names(essay=bool(words)):
         raise ValueError(f"{task} needs an essay; without one, choose from: {', '.join(names(essay=False))}")
-    level = 3 * index % LEVELS  # steps of 3 put the first few examples far apart
+    level = 3 * index % HAYSTACK_PARTS  # steps of 3 put the first few examples far apart
     draft = draft_of(Request(Random(f"{task}/{length}/{seed}/{index}"), length, count, level, words))
     size = _largest(lambda size: count(draft.render(size)), length - draft.new_tokens, draft.least, draft.most)
     prompt = draft.render(size)
