@@ -60,6 +60,26 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    from tiny_runs import run, tiny
+
+    folder = tmp_path_factory.mktemp("whole")
+    run(tiny(), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def interrupted(tmp_path_factory):
+    """A run that was interrupted after step 9, with the checkpoints of the steps 4 and 8."""
+    from tiny_runs import interrupt
+
+    folder = tmp_path_factory.mktemp("interrupted")
+    interrupt(folder, 9)
+    return folder
+
+
 @pytest.fixture
 def refused(capsys):
     """A function that runs a command, checks that it ends with one line on stderr and code 2, and returns the line."""

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from helpers import assert_raises, cases
-from tiny_runs import after_step, comparable, interrupt, run, tiny
+from tiny_runs import after_step, comparable, run, tiny
 
 from halflife import preset
 from halflife.files import NUMBER, atomic_path, fits, read_bytes, read_json, remove_orphans, write_json, write_text
@@ -97,21 +97,6 @@ def test_a_small_archive_of_a_large_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("halflife.files.UNPACKED", 1000)
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 1001))
     assert_raises(ValueError, r"a\.gz unpacks to more than", read_bytes, tmp_path / "a.gz")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    run(tiny(), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """A run that was interrupted after step 9, with the checkpoints of the steps 4 and 8."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    interrupt(folder, 9)
-    return folder
 
 
 def stop(folder, step, config=None, number=signal.SIGTERM):

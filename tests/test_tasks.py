@@ -39,6 +39,13 @@ def test_pure_function_of_settings_and_seed(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
+def test_splits_share_no_example(name):
+    task = tasks.build(name)
+    batches = [task.generate(200, stream_seed(split, 0)).inputs for split in tasks.base.SPLITS]
+    assert len(torch.cat(batches).unique(dim=0)) == 600
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_no_examples_and_too_few(name):
     assert len(tasks.build(name).generate(0, seed=0)) == 0
     assert_raises(ValueError, "num_examples", tasks.build(name).generate, -1, seed=0)

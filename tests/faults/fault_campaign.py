@@ -17,7 +17,7 @@ import pytest
 import torch
 from processes import compare, limited, trial, trial_of_comparison
 from table import EVENTS, EVENTS_OF_COMPARISON, TABLE
-from tiny_runs import after_step, comparable, interrupt, run, tiny
+from tiny_runs import after_step, comparable, run, tiny
 
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.models import checkpoint
@@ -32,22 +32,6 @@ def processes():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tiny_runs"])
     return context
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """An uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
-    run(tiny(), folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def interrupted(tmp_path_factory):
-    """A run that was interrupted after step 9, with the checkpoints of the steps 4 and 8."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    interrupt(folder, 9)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -127,18 +111,20 @@ def test_killed_comparison(row, processes, compared, tmp_path):
 @pytest.mark.parametrize("row", [row for row in TABLE if row[0] == "kill of fsdp"], ids=identity)
 def test_killed_shards(row, tmp_path):
     (tmp_path / "notes.txt").write_text("".join(f"line {i} of the notes\n" for i in range(4000)))
-    words = [
-        "mamba2",
-        "--data",
-        str(tmp_path / "notes.txt"),
-        "--tokens",
-        "15360",
-        "--context",
-        "64",
+    words = ["mamba2", "--data", str(tmp_path / "notes.txt"), "--tokens", "15360", "--context", "64"]
+    words += [
         "--batch-size",
         "4",
+        "--hidden-size",
+        "16",
+        "--num-layers",
+        "1",
+        "--num-heads",
+        "2",
+        "--save-every",
+        "4",
+        "--quiet",
     ]
-    words += ["--hidden-size", "16", "--num-layers", "1", "--num-heads", "2", "--save-every", "4", "--quiet"]
 
     def torchrun(count, folder, *others):
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
