@@ -269,6 +269,27 @@ def panels_of_parts(parts: Mapping[str, Sequence[str]]) -> tuple[Figure, Sequenc
 
 
 @styled
+def gate_rank_states() -> Figure:
+    """Draw needles and recall of a base, the base with GateRank, and the base with as large a state, by seed."""
+    tests = {
+        "8 needles at 8 T": ("gate_rank_niah.csv", "niah:hard", 256, 8),
+        "32 pairs at 4 T": ("gate_rank_mqar.csv", "capacity", 128, 32),
+    }
+    figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+    panels = figure.subplots(1, len(tests), sharey=True)
+    looks = dict(zip(("mamba2", "gated_deltanet"), model_styles("ab").values(), strict=True))
+    rows = [(base, form) for base in looks for form in ("{}", "{}+gate_rank", "{0}@state({0}+gate_rank)")][::-1]
+    for axes, (title, (file, test, length, pairs)) in zip(panels, tests.items(), strict=True):
+        for height, (base, form) in enumerate(rows):
+            values = 100 * claims.Files().accuracy(file, form.format(base), test, length, pairs)
+            draw_seeds(axes, height, values, looks[base], "")
+        axes.set(title=title, xlabel="right, %")
+    names = {"{}": "", "{}+gate_rank": " + GateRank", "{0}@state({0}+gate_rank)": ", equal state"}
+    panels[0].set(yticks=range(len(rows)), yticklabels=[f"{BASES[base]}{names[form]}" for base, form in rows])
+    return figure
+
+
+@styled
 def endpoints() -> Figure:
     """Draw recall by length with a quarter of the length in pairs, and with 16 pairs, of three models, by seed."""
     figure = Figure(figsize=(WIDTH, 3), layout="constrained")
@@ -347,7 +368,7 @@ def stretched(part: str) -> str:
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     pages = dict.fromkeys((decays, spectra, stretching, gate_rank_reset, koopman), IMAGES)
-    pages |= dict.fromkeys((post_parts, post_parts_text, post_parts_text_others, endpoints, speed), RESULTS)
+    pages |= dict.fromkeys((post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, speed), RESULTS)
     for draw, folder in pages.items():
         path = folder / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150)

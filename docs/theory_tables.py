@@ -35,9 +35,9 @@ def table(topic: str, file: str = "theory.json", number: int = 0, only: Mapping[
 
 
 def errors(file: str) -> str:
-    """Errors of each spectrum by T with `CHANNELS` channels, and how fast they fall with each channel."""
+    """Errors of each spectrum at every other T with `CHANNELS` channels, and how fast they fall with each channel."""
     data = read_json(RESULTS / file)["errors"]
-    place, lengths = data["channels"].index(CHANNELS), [f"{length:g}" for length in data["lengths"]]
+    place, lengths = data["channels"].index(CHANNELS), [f"{length:g}" for length in data["lengths"][::2]]
     slopes = {(row["spectrum"], f"{row['length']:g}"): row for row in data["slopes"]}
     lines = []
     for spectrum, paper in PAPER.items():
