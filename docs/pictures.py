@@ -1,26 +1,20 @@
-"""Draw the pictures of the concept pages, and some of results, with `python docs/pictures.py` in half a minute."""
+"""Draw the pictures of the concept pages with `python docs/pictures.py` in half a minute."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import claims  # beside this file
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
-from halflife.files import read_json
-from halflife.lab.experiments.evidence.post_parts import PARTS
 from halflife.ops import gate_rank, koopman_attention, linear_attention
-from halflife.report.intervals import bootstrap
-from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, ModelStyle, model_styles, styled
+from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 
 DOCS = Path(__file__).parent
-IMAGES, RESULTS = DOCS / "images", DOCS / "results"
+IMAGES = DOCS / "images"
 LENGTH = 512  # T of training, in the pictures
 
 
@@ -184,193 +178,10 @@ def recall(pairs: int, power: int, rank: int = 48, trials: int = 40) -> float:
     return (guess == asked).float().mean().item()
 
 
-TEXT_FILES = {
-    "mamba2": (
-        "post_parts_text.csv",
-        "post_parts_text_more.csv",
-        "post_parts_text_norm.csv",
-        "post_parts_text_norm_float32.csv",
-    ),
-    "gla": ("post_parts_text_gla.csv",),
-    "gated_deltanet": ("post_parts_text_gated_deltanet.csv",),
-    "rwkv7": ("post_parts_text_rwkv7.csv",),
-    "retnet": ("post_parts_text_retnet.csv",),
-}
-OTHER_BASES = {"gla": "GLA", "gated_deltanet": "Gated DeltaNet", "rwkv7": "RWKV-7", "retnet": "RetNet"}
-BASES = {"mamba2": "Mamba-2", **OTHER_BASES}
-RECALL_FILES = {base: f"post_parts_{base}.csv" for base in OTHER_BASES} | {"mamba2": "post_parts_mqar.csv"}
-
-
-@styled
-def post_parts_text() -> Figure:
-    """Draw the perplexity of each part of PoST over that of Mamba-2, by seed, for the last T bytes of T and of 16 T."""
-    order = sorted(parts_on_text("mamba2"), key=lambda part: over_base(part, 16 * LENGTH).mean())
-    figure = Figure(figsize=(WIDTH, 5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    looks = model_styles(("no stretching", "decay and gain stretched", "decay alone stretched"))
-    for axes, length, title in zip(panels, (LENGTH, 16 * LENGTH), ("T", "16 T"), strict=True):
-        for row, part in enumerate(order):
-            kind = stretched(part)
-            draw_seeds(axes, row, over_base(part, length), looks[kind], kind)
-        axes.axvline(1, **REFERENCE_LINE)
-        axes.set(xscale="log", title=f"{length:,} bytes, {title}", xlabel="perplexity over that of Mamba-2")
-    panels[0].set(yticks=range(len(order)), yticklabels=order, xticks=(1, 1.1, 1.2), xticklabels=("1", "1.1", "1.2"))
-    panels[1].set(xticks=(1, 2, 3, 5), xticklabels=("1", "2", "3", "5"))
-    for axes in panels:
-        axes.minorticks_off()
-    name_looks(figure, panels[1])
-    return figure
-
-
-@styled
-def post_parts_text_others() -> Figure:
-    """Draw the same for the other architectures, with T and 16 T in one panel."""
-    parts = {base: parts_on_text(base) for base in OTHER_BASES}
-    figure, panels, order = panels_of_parts(parts)
-    lengths = {"T": LENGTH, "16 T": 16 * LENGTH}
-    looks = model_styles(tuple(lengths))
-    for axes, base in zip(panels, parts, strict=True):
-        for part in parts[base]:
-            for shift, (name, length) in zip((0.17, -0.17), lengths.items(), strict=True):
-                draw_seeds(axes, order.index(part) + shift, over_base(part, length, base), looks[name], name)
-        axes.axvline(1, **REFERENCE_LINE)
-        axes.set(xlabel=f"over that of {BASES[base]}")
-    panels[0].set(xlabel="perplexity over that of GLA")
-    name_looks(figure, panels[0])
-    return figure
-
-
-@styled
-def post_parts() -> Figure:
-    """Draw the recall of 32 pairs at 4 T of each part of PoST minus that of its architecture, by seed."""
-    read = claims.Files()
-    parts = {base: [part for part in PARTS if read.measured(RECALL_FILES[base], f"{base}:{part}")] for base in BASES}
-    figure, panels, order = panels_of_parts(parts)
-    (look,) = model_styles(("recall",)).values()
-    for axes, base in zip(panels, parts, strict=True):
-        of_base = read.accuracy(RECALL_FILES[base], base, "capacity", 128, 32)
-        for part in parts[base]:
-            own = read.accuracy(RECALL_FILES[base], f"{base}:{part}", "capacity", 128, 32)
-            draw_seeds(axes, order.index(part), 100 * (own - of_base), look, "")
-        axes.axvline(0, **REFERENCE_LINE)
-    figure.supxlabel("points of 32 pairs at 4 T", fontsize="medium")
-    return figure
-
-
-def panels_of_parts(parts: Mapping[str, Sequence[str]]) -> tuple[Figure, Sequence[Axes], list[str]]:
-    """Return a figure with a panel for each architecture of `parts`, and the parts in the order of their rows."""
-    order = [part for part in PARTS if any(part in own for own in parts.values())][::-1]
-    figure = Figure(figsize=(0.3 * len(parts) * WIDTH, 5), layout="constrained")
-    panels = figure.subplots(1, len(parts), sharex=True, sharey=True)
-    for axes, base in zip(panels, parts, strict=True):
-        axes.set(title=BASES[base])
-    panels[0].set(yticks=range(len(order)), yticklabels=order)
-    return figure, panels, order
-
-
-@styled
-def gate_rank_states() -> Figure:
-    """Draw needles and recall of a base, the base with GateRank, and the base with as large a state, by seed."""
-    tests = {
-        "8 needles at 8 T": ("gate_rank_niah.csv", "niah:hard", 256, 8),
-        "32 pairs at 4 T": ("gate_rank_mqar.csv", "capacity", 128, 32),
-    }
-    figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
-    panels = figure.subplots(1, len(tests), sharey=True)
-    looks = dict(zip(("mamba2", "gated_deltanet"), model_styles("ab").values(), strict=True))
-    rows = [(base, form) for base in looks for form in ("{}", "{}+gate_rank", "{0}@state({0}+gate_rank)")][::-1]
-    for axes, (title, (file, test, length, pairs)) in zip(panels, tests.items(), strict=True):
-        for height, (base, form) in enumerate(rows):
-            values = 100 * claims.Files().accuracy(file, form.format(base), test, length, pairs)
-            draw_seeds(axes, height, values, looks[base], "")
-        axes.set(title=title, xlabel="right, %")
-    names = {"{}": "", "{}+gate_rank": " + GateRank", "{0}@state({0}+gate_rank)": ", equal state"}
-    panels[0].set(yticks=range(len(rows)), yticklabels=[f"{BASES[base]}{names[form]}" for base, form in rows])
-    return figure
-
-
-@styled
-def endpoints() -> Figure:
-    """Draw recall by length with a quarter of the length in pairs, and with 16 pairs, of three models, by seed."""
-    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    looks = model_styles(("mamba2", "mamba2+post", "mamba2+post_optimal"))
-    for axes, test, lengths in zip(panels, ("capacity", "persist"), ((128, 256, 512), (256, 512)), strict=True):
-        tests = [("in_distribution", 64), *((test, length) for length in lengths)]
-        for model, look in looks.items():
-            values = [100 * claims.Files().accuracy("endpoints.csv", model, *each) for each in tests]
-            where = [length for _, length in tests]
-            axes.plot(where, [seeds.mean() for seeds in values], **look._asdict(), label=model)
-            for length, seeds in zip(where, values, strict=True):
-                axes.plot([length] * len(seeds), seeds, look.marker, color=look.color, markersize=3, alpha=0.5)
-        axes.set_xscale("log", base=2)
-        axes.set(xticks=(64, *lengths), xticklabels=(64, *lengths), xlabel="tokens")
-        axes.minorticks_off()
-    panels[0].set(title="a quarter of the length in pairs", ylabel="recalled, %")
-    panels[1].set(title="16 pairs")
-    panels[1].legend(loc="lower left")
-    return figure
-
-
-@styled
-def speed() -> Figure:
-    """Draw the milliseconds of a training step of 65,536 tokens on one H100 by the length of its sequences."""
-    data = read_json(RESULTS / "speed_attention.json")
-    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
-    axes = figure.subplots()
-    looks = model_styles(tuple(row["model"] for row in data["models"]))
-    for row, look in zip(data["models"], looks.values(), strict=True):
-        axes.plot(data["lengths"], [1e3 * seconds for seconds in row["seconds"]], **look._asdict(), label=row["model"])
-    axes.set_xscale("log", base=2)
-    axes.set(xticks=data["lengths"], xticklabels=[f"{length:,}" for length in data["lengths"]], ylim=(0, None))
-    axes.set(xlabel="tokens of a sequence", ylabel="milliseconds of a training step")
-    axes.minorticks_off()
-    axes.legend(loc="lower right")
-    return figure
-
-
-def draw_seeds(axes: Axes, height: float, values: np.ndarray, look: ModelStyle, name: str) -> None:
-    """Draw one number per seed at a height, with their interval."""
-    ends = bootstrap(values.tolist())
-    axes.plot([ends.low, ends.high], [height, height], color=look.color)
-    axes.plot(values, np.full(len(values), height), look.marker, color=look.color, markersize=5, label=name)
-
-
-def name_looks(figure: Figure, axes: Axes) -> None:
-    """Name every look once, below the panels."""
-    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named))
-
-
-def over_base(part: str, length: int, base: str = "mamba2") -> np.ndarray:
-    """Return the perplexity of a part over that of the architecture trained with it, for every seed of both."""
-    return claims.Files().perplexity_over(file_of(part, base), f"{base}:{part}", base, length)
-
-
-def parts_on_text(base: str) -> list[str]:
-    """Return the parts of PoST that have runs on text."""
-    return [part for part in PARTS if file_of(part, base)]
-
-
-def file_of(part: str, base: str) -> str:
-    """Return the name of the file of results that has a part, or "" if none has."""
-    return next((name for name in TEXT_FILES[base] if claims.Files().measured(name, f"{base}:{part}")), "")
-
-
-def stretched(part: str) -> str:
-    """Return what a part of PoST stretches with the position."""
-    options = PARTS[part]
-    if "base" in options or not options.get("post", {}).get("stretch", True):
-        return "no stretching"
-    return "decay and gain stretched" if "stretch_gain" in options.get("mixer", {}) else "decay alone stretched"
-
-
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
-    pages = dict.fromkeys((decays, spectra, stretching, gate_rank_reset, koopman), IMAGES)
-    pages |= dict.fromkeys((post_parts, post_parts_text, post_parts_text_others, gate_rank_states, endpoints, speed), RESULTS)
-    for draw, folder in pages.items():
-        path = folder / f"{draw.__name__}.png"
+    for draw in (decays, spectra, stretching, gate_rank_reset, koopman):
+        path = IMAGES / f"{draw.__name__}.png"
         draw().savefig(path, dpi=150)
         print(path)
 
