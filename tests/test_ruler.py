@@ -17,7 +17,7 @@ from halflife.data.tokenizers import ByteTokenizer
 from halflife.evaluation import ruler as evaluation
 from halflife.evaluation.batched import generate
 from halflife.report.figures.ruler import ruler_figure, write_figure
-from halflife.tasks.ruler import LEVELS, NEEDLES, NOISE, RULER, Request, example, names
+from halflife.tasks.ruler import HAYSTACK_PARTS, NEEDLES, NOISE, RULER, Request, example, names
 
 ESSAY = " ".join(f"Some day number {i} of the year {i * i} was rather {'un' * (i % 5)}eventful." for i in range(900))
 NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
@@ -247,7 +247,7 @@ def test_examples_are_a_function_of_seed_and_index(name):
 
 @pytest.mark.parametrize("name", [name for name in NEEDLES if make(name).depth is not None])
 def test_needles_lie_at_every_depth(name):
-    examples = [make(name, index, length=8192) for index in range(LEVELS)]
+    examples = [make(name, index, length=8192) for index in range(HAYSTACK_PARTS)]
     depths = sorted(made.depth for made in examples)
     assert [min(int(10 * depth), 9) for depth in depths] == list(range(10))
     assert (depths == pytest.approx([i / 9 for i in range(10)])) == (NEEDLES[name].haystack == "user text")
@@ -264,7 +264,7 @@ def test_places_between_repeated_sentences_are_uniform():
     draws, size = 2000, 25
     places = Counter()
     for index in range(draws):
-        draft = RULER["niah_single_1"](Request(Random(index), 4096, count, 3 * index % LEVELS, []))
+        draft = RULER["niah_single_1"](Request(Random(index), 4096, count, 3 * index % HAYSTACK_PARTS, []))
         lines = draft.render(size).split("\n")[1:-1]
         (place,) = [i for i, line in enumerate(lines) if line != NOISE]
         assert len(lines) == size + 1
