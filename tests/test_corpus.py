@@ -340,7 +340,7 @@ def test_the_largest_id_says_which_models_a_tokenizer_fits(words):
 
 
 def test_bits_per_byte():
-    """A uniform guess among 256 bytes costs eight bits. With two bytes a token, a byte costs half of a token's bits."""
+    """A uniform guess among 256 bytes costs eight bits. With two bytes per token, a byte costs half of its bits."""
     assert bits_per_byte(math.log(256), 10, 10) == pytest.approx(8)
     assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)
     assert_raises(ValueError, "at least one byte", bits_per_byte, 1.0, 0, 0)

@@ -93,7 +93,7 @@ def test_released_rope(granularity):
 
 
 def test_released_tpe():
-    """Σ aᵀb λ^{t−s} x_s with one λ a head, an RMS norm over each head and a projection."""
+    """Σ aᵀb λ^{t−s} x_s with one λ per head, an RMS norm over each head and a projection."""
     layer = layers.build("tpe_released", hidden_size=WIDTH, num_heads=HEADS, chunk_size=4).double()
     x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     values, decays = per_head(x), layer.kernel.logit.sigmoid()
@@ -107,7 +107,7 @@ def test_released_tpe():
 
 
 def test_paper_tpe():
-    """Σ aᵀb λ^{t−s} x_s with one λ a head and nothing else, in the place of the embeddings."""
+    """Σ aᵀb λ^{t−s} x_s with one λ per head and nothing else, in the place of the embeddings."""
     model = LanguageModel(preset("simple+scalar+tpe_paper", **SIZES)).double()
     heads, kernel, given = model.tpe.num_heads, model.tpe.kernel, []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))

@@ -216,7 +216,7 @@ def test_columns_of_the_overview():
 
 
 def test_bits_of_text(tmp_path, monkeypatch):
-    """Tokens of two bytes: a loss of three bits a token is 1.5 bits a byte, and a perplexity of 16 two."""
+    """Tokens of two bytes: a loss of three bits per token is 1.5 bits per byte; a perplexity of 16 is two."""
     lengths = [{"length": n, "perplexity": p} for n, p in ((32, 8), (64, 4), (512, 16))]
     result = {"bits_per_byte": 1.5, "tests": [{"length": 32, "loss": 3 * math.log(2)}], "lengths": lengths}
     (tmp_path / "result.json").write_text(json.dumps(result))

@@ -306,7 +306,7 @@ def test_rank_one_updates_do_not_drift():
 
 @torch.no_grad()
 def test_the_tokens_of_a_chunk_share_a_factorisation(monkeypatch):
-    """With an operator a chunk, a step is O(r²) except where a chunk ends and where the next one begins."""
+    """With one operator per chunk, a step is O(r²) except where a chunk ends and where the next one begins."""
     x, whole = inputs(21), koopman_attention(*inputs(21), chunk_size=5)[0]
     first, state = koopman_attention(*(part[:, :6] for part in x), chunk_size=5, output_final_state=True)
     calls, cholesky, outputs = [], solve.cholesky, [first]

@@ -10,7 +10,7 @@ DECAYS = [0.0, -1e-8, -1e-6, -1e-5, -1e-4, -1e-3, -1e-2]  # one per head
 PIECE, RANK, WIDTH = 2000, 12, 6
 
 # Form → the worst error of outputs at 100,000 tokens, relative to the largest one of the head: of the first five heads,
-# and of the two that decay by 10⁻³ or more a token; and the worst error of the sums.
+# and of the two that decay by 10⁻³ or more per token; and the worst error of the sums.
 FORMS = {
     "chunk": ({"chunk_size": 64}, 1.1e-6, 3.5e-7, 1.3e-6),
     "trace": ({"chunk_size": 64, "normalization": "trace"}, 1.1e-6, 4e-7, 1.3e-6),

@@ -272,7 +272,7 @@ def test_the_echo_block_token_by_token():
 
 
 def test_the_counts_of_the_echo_paper():
-    """121,600 a layer; 1.11 M, 998 K and 982 K in all, the last without γ and η of two SKA layers."""
+    """121,600 per layer; 1.11 M, 998 K and 982 K in all, the last without γ and η of two SKA layers."""
     layer = layers.build("mamba3_echo", hidden_size=128, num_heads=4)
     assert sum(x.numel() for x in layer.parameters()) == 121_600
     models = [LanguageModel(recall_model(name, PAPER)) for name in EchoTransfer().models_at("paper")]

@@ -41,7 +41,7 @@ def test_parameters_of_the_decay_paper(preset_name, options, published):
 
 
 def test_vector_dplr_is_smaller_than_the_papers():
-    """The paper prints 0.17 and 1.47 B, two low-rank maps a layer more than it describes. Our model adds only β."""
+    """The paper prints 0.17 and 1.47 B, two low-rank maps per layer more than it describes. Our model adds only β."""
     for size in DECAY:
         more = billions(size, update="dplr") - billions(size)
         sizes = SIZES[size]

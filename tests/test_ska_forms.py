@@ -134,7 +134,7 @@ def test_main_text_operator(power, backend):
 
 
 def test_main_text_operator_while_decoding():
-    """One token at a time equals the whole, for an operator a chunk and an operator a token."""
+    """One token at a time equals the whole, for an operator per chunk and one per token."""
     q, k, v = inputs(9)
     for refresh in ("chunk", "token"):
         options = {"chunk_size": 3, "refresh": refresh, "operator": "main_text"}
@@ -169,7 +169,7 @@ def test_the_forms_run_in_plain_torch_alone():
 
 @pytest.mark.parametrize("pending", [0, 1, 3])
 def test_states_convert(pending):
-    """From an operator a chunk of 4 to an operator a token, at every number of waiting tokens, and back."""
+    """From an operator per chunk of 4 to one per token, at every number of waiting tokens, and back."""
     q, k, v = inputs(14)
     start = 8 + pending
     head, tail = slice(0, start), slice(start, None)

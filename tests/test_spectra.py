@@ -271,7 +271,7 @@ def test_condition_3_2_does_not_make_a_power_law():
 
 
 def test_information_per_octave():
-    """A loss that falls by 0.3 bits a doubling gives 0.3 bits in every octave. The slack is that of Condition 3.5."""
+    """A loss that falls by 0.3 bits per doubling gives 0.3 bits in every octave. The slack is that of Condition 3.5."""
     positions = torch.arange(1, 5001, dtype=torch.float64)
     buckets = octave_means(8 - 0.3 * math.log(2) * positions.log2())
     found = correlations.octave_information(buckets)

@@ -113,7 +113,7 @@ def test_a_million_tokens():
 
 @pytest.mark.slow
 def test_a_float32_state_cannot_be_more_exact():
-    """Token by token, the error is at most four times that of a state that is rounded correctly, once a token."""
+    """Token by token, the error is at most four times that of a state that is rounded correctly, once per token."""
     draw = generator("stream", "linear_attention")
     decay = torch.tensor(DECAYS).double().exp().view(1, -1, 1, 1)
     rounded = exact = torch.zeros(1, len(DECAYS), K, V, dtype=torch.float64)
