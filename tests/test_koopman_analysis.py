@@ -247,17 +247,6 @@ def test_excess_risk_identity(found, seed, ridge):
     assert_close(koopman.loss(operator, operator.readout, energy) + koopman.excess_risk(operator, readout), loss, EXACT)
 
 
-def test_readout_is_the_minimiser():
-    """The gradient vanishes at B* (Prop. I.2), and C is one gradient step of ½ from 0 (Prop. I.5)."""
-    keys, values = tokens("minimiser")
-    operator = Operator.of_tokens(keys, values, 0.1)
-    energy = values.square().sum()
-    for start, expected in ((operator.readout, 0 * operator.readout), (0 * operator.readout, -2 * operator.values)):
-        readout = start.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(koopman.loss(operator, readout, energy), readout)
-        assert (gradient - expected).abs().max() <= EXACT * operator.values.abs().max()
-
-
 @anything
 @given(any_tokens(), seeds)
 def test_linear_attention_is_near_ridge_when_the_gram_is_isotropic(found, seed):
@@ -465,7 +454,3 @@ def test_memory_crossover(rank, width, chunk_size):
     first = next(length for length in count() if length * (rank + width) > floats)
     assert first == math.floor(koopman.crossover(rank, width, chunk_size)) + 1
     assert koopman.crossover(rank, width) == (2 * rank**2 + width * rank + rank + 1) / (rank + width)
-
-
-def test_the_50m_models_state_is_no_77_kilobytes():
-    assert 4 * 7 * 4 * koopman.state_size(56, 64) == 1_110_256

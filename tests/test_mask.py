@@ -352,9 +352,3 @@ def test_errors_are_one_line_and_exit_code_2(run_dir, tmp_path, refused, argumen
         (folder / "run.json").write_text(json.dumps({"validation": [task]}))
     assert message in refused("mask", *(argument.replace("{run}", str(run_dir)) for argument in arguments))
     assert not list(run_dir.glob("*.*"))
-
-
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["mask", "--help"])
-    assert "halflife mask --example" in capsys.readouterr().out

@@ -251,12 +251,6 @@ def test_files_go_to_runs(tmp_path, capsys, monkeypatch):
     assert "Koopman" not in capsys.readouterr().out
 
 
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["memory", "--help"])
-    assert "halflife memory mamba2 mamba2+ska" in capsys.readouterr().out
-
-
 def made_up(sizes, lengths, per_token=1024):
     """Make a result of `measure_memory` for models of given (constant, per_token) bytes."""
     cache = StateSize(per_token=per_token)

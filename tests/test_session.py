@@ -230,12 +230,6 @@ def test_generate_errors_are_one_line(arguments, message, tmp_path, refused):
     assert message in refused("generate", str(tmp_path / arguments[0]), *arguments[1:], "--device", "cpu")
 
 
-def test_help_has_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    assert "Once upon a time" in capsys.readouterr().out
-
-
 def test_a_session_needs_torch_alone():
     code = "import sys; from halflife import Session; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -171,12 +171,6 @@ def test_nothing_named(tmp_path, refused):
     assert "hold no checkpoint" in refused("spectrum", str(tmp_path), "--text")
 
 
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["spectrum", "--help"])
-    assert "halflife spectrum runs/" in capsys.readouterr().out
-
-
 def made_up(models, layers, **values):
     """`ModelMeasurements.to_dict()` for made-up models, from one that forgets at once to one that never forgets."""
 
