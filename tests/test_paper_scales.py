@@ -127,6 +127,7 @@ def test_rates_are_those_of_the_architecture():
     rates = {name: PostMQAR().learning_rates(name, "paper") for name in PostMQAR.models}
     assert rates["rwkv7"] == rates["rwkv7+post_released"] == (10**-4.5, 1e-4, 10**-3.5)
     assert rates["gated_deltanet"] == (10**-3.5, 1e-3, 10**-2.5)
+    assert PostMQAR().learning_rates("gated_deltanet:16k", "paper") == rates["gated_deltanet"]
     assert rates["mamba2"] == rates["gla"] == rates["retnet"] == (1e-3, 10**-2.5, 1e-2)
 
 

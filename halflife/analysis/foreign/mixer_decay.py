@@ -1,7 +1,6 @@
 """The contract of a mixer of transformers: which of its modules shows the decay, and what the decay is there.
 
-Adding a mixer is one short file beside this one. It holds a subclass of `MixerDecay` that is registered under the names
-of the mixer's classes, and `families.py` imports it.
+A new mixer is one class in `families.py`, a subclass of `MixerDecay` that is registered under the mixer's class names.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halflife.analysis.foreign.cache import recurrent_cache
 from halflife.analysis.foreign.families import MIXERS, MixerDecay
 from halflife.analysis.foreign.kernels import runnable_kernels
 
@@ -179,3 +178,23 @@ def _kind(module: nn.Module) -> str:
     if OTHER_MIXER.search(name):
         return f"{name}, whose decay is not read"
     return "softmax attention" if getattr(module, "sliding_window", None) is None else "sliding-window attention"
+
+
+def recurrent_cache(config: Any) -> Any:
+    """Return an empty cache for a decoder of recurrent layers alone.
+
+    Some decoders build an attention mask even if no layer uses it. They ask the cache how many tokens it has seen. A
+    cache without attention layers refuses to say, and here the attribute `seen` answers.
+    """
+    from transformers import DynamicCache
+
+    class RecurrentCache(DynamicCache):
+        seen = 0
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return self.seen
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+            return self.seen + query_length, 0
+
+    return RecurrentCache(config=config)

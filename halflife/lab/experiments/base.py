@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,24 +85,30 @@ class Experiment:
     Attributes:
         scales: scale → settings.
         settings: the class of the settings.
+        rates: scale → learning rates that are tried when the user names none; "" stands for the other scales. A key
+            `scale base` is for one base alone.
         models: the models that are compared when the user names none.
+        models_of: the same for scales that have other models.
         groups: names that stand for several models.
         measure: the tested quantity, "accuracy" or "loss". With "loss", `summary.md` is the table for the terminal.
     """
 
     scales: ClassVar[dict[str, Any]]
     settings: ClassVar[type[ExperimentSettings]] = TaskSettings
+    rates: ClassVar[dict[str, tuple[float, ...]]] = {}
     models: ClassVar[tuple[str, ...]] = ()
+    models_of: ClassVar[dict[str, tuple[str, ...]]] = {}
     groups: ClassVar[dict[str, tuple[str, ...]]] = {}
     measure: ClassVar[str] = "accuracy"
 
     def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
         """The learning rates that are tried for a model when the user names none."""
-        raise NotImplementedError
+        base = re.split("[+:]", model)[0]
+        return self.rates.get(f"{scale} {base}") or self.rates.get(scale) or self.rates[""]
 
     def models_at(self, scale: str) -> tuple[str, ...]:
         """The models that are compared at a scale when the user names none."""
-        return self.models
+        return self.models_of.get(scale, self.models)
 
     def open_data(self, settings: Any) -> Any:
         """The settings with what only the data can tell, such as their digest. It may read and download data."""

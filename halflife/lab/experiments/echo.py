@@ -107,14 +107,9 @@ class EchoTransfer(RecallExperiment):
         "small": SMALL,
         "paper": PAPER,
     }
+    rates: ClassVar = {"paper": (3e-4,), "": (2e-3,)}
     models: ClassVar = ("mamba2", "mamba2+attention", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
-
-    def models_at(self, scale: str) -> tuple[str, ...]:
-        paper = ("mamba3_echo", "mamba3_echo+attention", "mamba3_echo+ska_paper")
-        return paper if scale == "paper" else self.models
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (3e-4,) if scale == "paper" else (2e-3,)
+    models_of: ClassVar = {"paper": ("mamba3_echo", "mamba3_echo+attention", "mamba3_echo+ska_paper")}
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         base, options = variant(name)
@@ -178,12 +173,8 @@ class EchoMQAR(MQARExperiment):
     settings = EchoMQARSettings
     models: ClassVar = ("mamba2", "mamba2:equal-state", "mamba2+ska:K2-full-own", "mamba2+ska:K1")
     groups: ClassVar = {cell: tuple(f"{name}:{cell}" for name in MODELS_50M) for cell in CELLS}
-
-    def models_at(self, scale: str) -> tuple[str, ...]:
-        return tuple(self.groups) if scale == "paper" else self.models
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (3e-4,) if scale == "paper" else super().learning_rates(model, scale)
+    models_of: ClassVar = {"paper": CELLS}
+    rates: ClassVar = {"paper": (3e-4,), "": (1e-2,)}
 
     def build_cell(self, settings: EchoMQARSettings, cell: Cell) -> RunConfig:
         base, _, place = cell.model.partition(":")

@@ -74,12 +74,8 @@ class EchoTiers(Experiment):
     settings = TierSettings
     models: ClassVar = tuple(f"{name}:toolcalling-easy" for name in VARIANTS)
     groups: ClassVar = {tier: tuple(f"{name}:{tier}" for name in VARIANTS) for tier in TIERS}
-
-    def models_at(self, scale: str) -> tuple[str, ...]:
-        return tuple(self.groups) if scale == "paper" else self.models
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (3e-4,) if scale == "paper" else (1e-3,)
+    models_of: ClassVar = {"paper": tuple(TIERS)}
+    rates: ClassVar = {"paper": (3e-4,), "": (1e-3,)}
 
     def build_cell(self, settings: TierSettings, cell: Cell) -> RunConfig:
         name, _, place = cell.model.partition(":")

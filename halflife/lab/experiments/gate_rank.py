@@ -146,6 +146,7 @@ class GateRankS5(Experiment):
         "paper": PAPER,
     }
     settings = S5Settings
+    rates: ClassVar = {"": (1e-2,)}
     models: ClassVar = (*PAIRS, "gated_deltanet:neg", "gated_deltanet+gate_rank:neg")
     groups: ClassVar = {
         "learnable": tuple(
@@ -159,9 +160,6 @@ class GateRankS5(Experiment):
             for curriculum in ("", *(f"-{name}" for name in CURRICULA))
         )
     }
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (1e-2,)
 
     def build_cell(self, settings: S5Settings, cell: Cell) -> RunConfig:
         def task(length: int, words: str | None = None) -> dict[str, Any]:
@@ -242,9 +240,7 @@ class GateRankNIAH(RecallExperiment):
     }  # fmt: skip
     models: ClassVar = PAIRS
     groups: ClassVar = {"gates": GATES}
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (1e-3,) if scale == "large" else (1e-2,)
+    rates: ClassVar = {"large": (1e-3,), "": (1e-2,)}
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         base, options = variant(name)

@@ -56,6 +56,9 @@ PAPER = MQARSettings(
 )  # fmt: skip
 
 
+LARGE_RATES, DELTA_RATES = (1e-3, 10**-2.5, 1e-2), (10**-3.5, 1e-3, 10**-2.5)  # of the large scales
+
+
 @EXPERIMENTS.add("mqar")
 class MQARExperiment(Experiment):
     """MQAR with two layers without MLP and equal states; tests `capacity` and `persist` at T to 8T.
@@ -65,13 +68,10 @@ class MQARExperiment(Experiment):
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = MQARSettings
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        if scale not in ("large", "paper"):
-            return (1e-2,)
-        if model.split("+")[0] in ("gated_deltanet", "deltanet"):
-            return (10**-3.5, 1e-3, 10**-2.5)
-        return (1e-3, 10**-2.5, 1e-2)
+    rates: ClassVar = {
+        "large": LARGE_RATES, "paper": LARGE_RATES, "": (1e-2,),
+        **{f"{scale} {base}": DELTA_RATES for scale in ("large", "paper") for base in ("gated_deltanet", "deltanet")},
+    }  # fmt: skip
 
     def settings_at(self, scale: str, changes: Mapping[str, Any]) -> ExperimentSettings:
         settings = super().settings_at(scale, changes)
@@ -178,13 +178,9 @@ class PostMQAR(MQARExperiment):
         "small": dataclasses.replace(SMALL, filler="zoology", zoology=True),
         "paper": POST,
     }
+    rates: ClassVar = {**MQARExperiment.rates, "paper rwkv7": (10**-4.5, 1e-4, 10**-3.5)}
     models: ClassVar = TABLE
     groups: ClassVar = {state: tuple(f"{name}:{state}" for name in TABLE) for state in STATES}
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        if scale == "paper" and model.startswith("rwkv7"):
-            return (10**-4.5, 1e-4, 10**-3.5)
-        return super().learning_rates(model, scale)
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         base, _, state = name.partition(":")

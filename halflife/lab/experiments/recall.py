@@ -67,9 +67,7 @@ class RecallExperiment(Experiment):
 
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
     settings = RecallSettings
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (3e-4,) if scale == "paper" else (1e-3,)
+    rates: ClassVar = {"paper": (3e-4,), "": (1e-3,)}
 
     def build_cell(self, settings: RecallSettings, cell: Cell) -> RunConfig:
         mixture = tuple(grid(settings.tasks, (settings.train_length,), settings.pairs))

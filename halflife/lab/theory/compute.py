@@ -16,6 +16,7 @@ import torch
 
 from halflife.data.tokenizers import BYTES, check_ids, read_ids
 from halflife.files import RESULT_JSON, THEORY_JSON, read_json, write_json
+from halflife.lab.theory import spectra
 from halflife.lab.theory.approximation import (
     adapted_rates,
     best_endpoints,
@@ -32,16 +33,6 @@ from halflife.lab.theory.covariances import gram_bounds, phase_attenuation
 from halflife.lab.theory.gradients import gradient_flow
 from halflife.lab.theory.normalization import relative_energies
 from halflife.lab.theory.settings import TheorySettings
-from halflife.lab.theory.spectra import (
-    best_taper,
-    coherences,
-    effective_channels,
-    energies,
-    minimum_gap,
-    responses,
-    spread,
-    taper_bound,
-)
 from halflife.lab.theory.statements import statements
 from halflife.lab.theory.stationarity import block_exponents, spectral_density
 from halflife.models.load import checkpoints, load_any
@@ -67,7 +58,7 @@ def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
     low, high = FAR_ENDS
     ends = (1 / s.length, 1.0), best_endpoints(s.channels, s.length, s.beta, cache=cache), (low / s.length, high)
     first = max(4, min(2 * s.channels, s.length // 2))  # N weights fit as many positions
-    positions = spread(first, s.length, 16).int().tolist()
+    positions = spectra.spread(first, s.length, 16).int().tolist()
     return [error_by_position(s.channels, s.length, positions, s.beta, ends=pair) for pair in ends]
 
 
@@ -76,26 +67,26 @@ def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
 
 def _gaps(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """Gaps of log-rates that are drawn uniformly on [−log T, 0]."""
-    return minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed)
+    return spectra.minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed)
 
 
 def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
     n, t, middle = s.channels, s.length, round(math.sqrt(s.length))
     geometric = geometric_rates(n, t)
-    spectra = {
+    named = {
         "random, log-uniform": random_rates(n, t, torch.Generator().manual_seed(s.seed), "log-uniform"),
         "linear, best step": linear_rates(n, best_step(n, t, s.beta, cache=cache)),
         "geometric on [1/T, 1]": geometric,
         f"adapted to t = {middle:,}": adapted_rates(geometric, middle, t),
         f"run at t = {middle:,}, t_ref = 1": adapted_rates(geometric, middle, 1),
     }
-    return {name: coherences(rates) for name, rates in spectra.items()}
+    return {name: spectra.coherences(rates) for name, rates in named.items()}
 
 
 def _channels(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """Channels in use of static rates; "theorem" and "default" have the stretching with t_ref = T and t_ref = 1."""
-    rates, positions = geometric_rates(s.channels, s.length), spread(1, s.length, 120).int().tolist()
-    found = (effective_channels(rates, positions, s.length, reference) for reference in (None, s.length, 1))
+    rates, positions = geometric_rates(s.channels, s.length), spectra.spread(1, s.length, 120).int().tolist()
+    found = (spectra.effective_channels(rates, positions, s.length, reference) for reference in (None, s.length, 1))
     static, theorem, default = found
     return {**static, "theorem": theorem, "default": default}
 
@@ -104,7 +95,7 @@ def _responses(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """Responses with the stretching of Theorem 4.11, t_ref = T, and as "default" with the algorithm's t_ref = 1."""
     positions = sorted({max(4, s.length // part) for part in (100, 10, 1)})
     rates = geometric_rates(s.channels, s.length)
-    theorem, default = (responses(rates, positions, reference, points=40) for reference in (s.length, 1))
+    theorem, default = (spectra.responses(rates, positions, reference, points=40) for reference in (s.length, 1))
     return {**theorem, "default": default}
 
 
@@ -114,8 +105,8 @@ def _energy(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     "default" has the τ_k(t) = (T t)^{α_k} of the algorithm, t_ref = 1.
     """
     steps, trials = min(s.length, 1000), 4000
-    spectra = torch.ones(3, dtype=torch.float64), geometric_rates(3, s.length)
-    theorem, default = (energies(rates, taper(3), steps, trials, s.seed, points=60) for rates in spectra)
+    both = torch.ones(3, dtype=torch.float64), geometric_rates(3, s.length)
+    theorem, default = (spectra.energies(rates, taper(3), steps, trials, s.seed, points=60) for rates in both)
     return {**theorem, "default": default}
 
 
@@ -130,8 +121,8 @@ def _taper(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     """
     by_slack = {}
     for slack in SLACKS:
-        bound, octave = taper_bound(slack, s.channels), torch.arange(20)
-        best = best_taper(torch.where(octave < round(10 * (1 - slack)), 1 + slack, 1 - slack), s.channels)
+        bound, octave = spectra.taper_bound(slack, s.channels), torch.arange(20)
+        best = spectra.best_taper(torch.where(octave < round(10 * (1 - slack)), 1 + slack, 1 - slack), s.channels)
         by_slack[f"{slack:g}"] = {"paper": bound.paper.tolist(), "sharp": bound.sharp.tolist(), "best": best.tolist()}
     return by_slack
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from halflife.files import write_json
 from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.echo import EchoMQARSettings, with_ska
-from halflife.lab.experiments.mqar import MQARExperiment, mqar_model
+from halflife.lab.experiments.mqar import LARGE_RATES, MQARExperiment, mqar_model
 from halflife.lab.experiments.recall import fits
 from halflife.models import ModelConfig
 from halflife.models.controls import split_control
@@ -167,9 +167,7 @@ class KoopmanPowers(MQARExperiment):
     }  # fmt: skip
     groups: ClassVar = _groups()
     models: ClassVar = (*groups["h1"], *groups["h4"])
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (1e-3, 10**-2.5, 1e-2) if scale == "large" else (3e-3, 1e-2, 3e-2)
+    rates: ClassVar = {"large": LARGE_RATES, "": (3e-3, 1e-2, 3e-2)}
 
     def build_cell(self, settings: EchoMQARSettings, cell: Cell) -> RunConfig:
         _, place = split(cell.model)

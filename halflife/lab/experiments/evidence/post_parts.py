@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.language_models.base import LARGE, SMOKE, LanguageExperiment, LanguageSettings
+from halflife.lab.experiments.mqar import LARGE_RATES, MQARExperiment, MQARSettings, mqar_model
 from halflife.lab.experiments.mqar import PAPER as MQAR_LARGE
 from halflife.lab.experiments.mqar import SMALL as MQAR_SMALL
 from halflife.lab.experiments.mqar import SMOKE as MQAR_SMOKE
-from halflife.lab.experiments.mqar import MQARExperiment, MQARSettings, mqar_model
 from halflife.models import ModelConfig
 from halflife.registry import unknown
 
@@ -135,9 +135,7 @@ class PostTakenApart(MQARExperiment):
     }
     models: ClassVar = models("mamba2")
     groups: ClassVar = {f"{base}-parts": models(base) for base in BASES}
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (1e-3, 10**-2.5, 1e-2) if scale == "large" else (3e-3, 1e-2, 3e-2)
+    rates: ClassVar = {"large": LARGE_RATES, "": (3e-3, 1e-2, 3e-2)}
 
     def model(self, name: str, settings: MQARSettings) -> ModelConfig:
         preset, part = split(name)

@@ -69,9 +69,7 @@ class Reassigned(MQARExperiment):
     models: ClassVar = (
         "mamba2+ska", "mamba2+ska_decay", "mamba2+ska_post", "gated_deltanet", "mesa", "mamba2+attention"
     )  # fmt: skip
-
-    def learning_rates(self, model: str, scale: str) -> tuple[float, ...]:
-        return (3e-3, 1e-2, 3e-2)
+    rates: ClassVar = {"": (3e-3, 1e-2, 3e-2)}
 
     def build_cell(self, settings: ReassignedSettings, cell: Cell) -> RunConfig:
         length, pairs, updates = settings.train_length, settings.pairs[-1], settings.updates[-1]

@@ -9,14 +9,8 @@ from typing import Any, ClassVar
 from halflife.lab.experiments.base import EXPERIMENTS
 from halflife.lab.experiments.decay_design import VARIANTS, DecayDesign, paper_loss, row_or_preset
 from halflife.lab.experiments.decay_findings import finding_sentences
-from halflife.lab.experiments.language_models.base import (
-    FINEWEB_EDU,
-    LARGE,
-    SMALL,
-    SMOKE,
-    LanguageExperiment,
-    LanguageSettings,
-)
+from halflife.lab.experiments.language_models import base as language
+from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment, LanguageSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +24,7 @@ class DecaySettings(LanguageSettings):
 
 
 PAPER = DecaySettings(
-    **LARGE, size="decay-160m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="gpt2", vocab_size=50_257,
+    **language.LARGE, size="decay-160m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="gpt2", vocab_size=50_257,
     train_length=2048, batch_size=256, steps=20_000, learning_rate=3e-4, warmup=0.05,
 )  # fmt: skip
 
@@ -49,8 +43,8 @@ class DecayLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": DecaySettings(**SMOKE, size="decay-160m", learning_rate=3e-3),
-        "small": DecaySettings(**SMALL, size="decay-160m", learning_rate=2e-3),
+        "smoke": DecaySettings(**language.SMOKE, size="decay-160m", learning_rate=3e-3),
+        "small": DecaySettings(**language.SMALL, size="decay-160m", learning_rate=2e-3),
         "paper": PAPER,
         "paper-410m": replace(PAPER, size="decay-410m"),
         "paper-1.45b": replace(PAPER, size="decay-1.45b"),

@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
-from halflife.lab.experiments.language_models.base import (
-    FINEWEB_EDU,
-    LARGE,
-    SMALL,
-    SMOKE,
-    LanguageExperiment,
-    LanguageSettings,
-)
+from halflife.lab.experiments.language_models import base as language
+from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment, LanguageSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +24,7 @@ class EchoSettings(LanguageSettings):
 
 
 PAPER = EchoSettings(
-    **LARGE, size="echo-180m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="meta-llama/Llama-2-7b-hf",
+    **language.LARGE, size="echo-180m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="meta-llama/Llama-2-7b-hf",
     vocab_size=32_000, train_length=2048, batch_size=96, steps=50_000, learning_rate=3e-4, floor=0.0, warmup=0.02,
     weight_decay=0.01,
 )  # fmt: skip
@@ -51,8 +45,8 @@ class EchoLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": EchoSettings(**SMOKE, size="echo-180m", learning_rate=3e-3),
-        "small": EchoSettings(**SMALL, size="echo-180m", learning_rate=2e-3),
+        "smoke": EchoSettings(**language.SMOKE, size="echo-180m", learning_rate=3e-3),
+        "small": EchoSettings(**language.SMALL, size="echo-180m", learning_rate=2e-3),
         "paper": PAPER,
         "paper-50m": replace(PAPER, size="echo-50m", steps=15_259),
     }

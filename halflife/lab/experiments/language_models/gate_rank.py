@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
-from halflife.lab.experiments.language_models.base import (
-    FINEWEB_EDU,
-    LARGE,
-    SMALL,
-    SMOKE,
-    LanguageExperiment,
-    LanguageSettings,
-)
+from halflife.lab.experiments.language_models import base as language
+from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment, LanguageSettings
 
 PAPER = LanguageSettings(
-    **LARGE, size="gate-rank-760m", text=(FINEWEB_EDU,), tokenizer="mistralai/Mistral-7B-v0.1", vocab_size=32_000,
-    train_length=4096, batch_size=120, steps=61_036, learning_rate=1.25e-3, floor=0.1, warmup=0.01,
+    **language.LARGE, size="gate-rank-760m", text=(FINEWEB_EDU,), tokenizer="mistralai/Mistral-7B-v0.1",
+    vocab_size=32_000, train_length=4096, batch_size=120, steps=61_036, learning_rate=1.25e-3, floor=0.1, warmup=0.01,
 )  # fmt: skip
 
 
@@ -33,8 +27,8 @@ class GateRankLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": LanguageSettings(**SMOKE, size="gate-rank-760m", learning_rate=3e-3),
-        "small": LanguageSettings(**SMALL, size="gate-rank-760m", learning_rate=2e-3),
+        "smoke": LanguageSettings(**language.SMOKE, size="gate-rank-760m", learning_rate=3e-3),
+        "small": LanguageSettings(**language.SMALL, size="gate-rank-760m", learning_rate=2e-3),
         "paper": PAPER,
     }
     models: ClassVar = ("mamba2", "mamba2+gate_rank_paper", "gated_deltanet", "gated_deltanet+gate_rank_paper")

@@ -6,14 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
-from halflife.lab.experiments.language_models.base import (
-    FINEWEB_EDU,
-    LARGE,
-    SMALL,
-    SMOKE,
-    LanguageExperiment,
-    LanguageSettings,
-)
+from halflife.lab.experiments.language_models import base as language
+from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment, LanguageSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +26,7 @@ class PostSettings(LanguageSettings):
 
 
 PAPER = PostSettings(
-    **LARGE, size="post-180m", text=(FINEWEB_EDU,), tokenizer="meta-llama/Llama-3.1-8B", vocab_size=128_256,
+    **language.LARGE, size="post-180m", text=(FINEWEB_EDU,), tokenizer="meta-llama/Llama-3.1-8B", vocab_size=128_256,
     train_length=2048, batch_size=256, steps=83_924, learning_rate=6e-4, schedule="cosine", floor=1e-5 / 6e-4,
     warmup=0.01,
 )  # fmt: skip
@@ -52,18 +46,16 @@ class PostLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": PostSettings(**SMOKE, size="post-180m", learning_rate=3e-3),
-        "small": PostSettings(**SMALL, size="post-180m", learning_rate=2e-3),
+        "smoke": PostSettings(**language.SMOKE, size="post-180m", learning_rate=3e-3),
+        "small": PostSettings(**language.SMALL, size="post-180m", learning_rate=2e-3),
         "paper": PAPER,
         "paper-440m": replace(PAPER, size="post-440m", steps=188_828, learning_rate=3e-4, floor=1e-5 / 3e-4),
     }
     settings = PostSettings
     models: ClassVar = tuple(name for base in PAIRS for name in (base, f"{base}+post_paper"))
     groups: ClassVar = {"released": tuple(name for base in PAIRS for name in (base, f"{base}+post_released"))}
+    models_of: ClassVar = {"paper-440m": ("mamba2", "mamba2+post_paper")}
     zero_shot: ClassVar = "post-lm"
-
-    def models_at(self, scale: str) -> tuple[str, ...]:
-        return ("mamba2", "mamba2+post_paper") if scale == "paper-440m" else self.models
 
     def size_of(self, name: str, settings: PostSettings) -> str:
         without_mlp = name.partition("+")[0] == "mamba2"
