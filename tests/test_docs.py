@@ -288,6 +288,12 @@ def test_the_api_names_what_exists():
         assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 
 
+def test_the_journeys_of_the_architecture_lead_through_files_that_exist():
+    named = re.findall(r"`((?:halflife|tests|benchmarks|docs)/[\w/]+\.\w+)`", (ROOT / "docs/architecture.md").read_text())
+    assert len(named) > 15
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
 def test_the_picture_of_the_architecture_has_the_floors():
     """The diagram in `docs/architecture.md` has the floors of `tests/test_house.py`, from the top."""
     page = blocks((ROOT / "docs/architecture.md").read_text())
