@@ -1,4 +1,4 @@
-"""Converted GLA, Gated DeltaNet and RWKV-7 of fla, compared with their published names, shapes and equations."""
+"""Converted GLA, Gated DeltaNet, KDA and RWKV-7 of fla, compared with their published names, shapes and equations."""
 
 import math
 
@@ -27,9 +27,9 @@ def widths(c):
 
 
 def linear_shapes(c):
-    gla, parts = c["model_type"] == "gla", widths(c)
+    gla, kda, parts = c["model_type"] == "gla", c["model_type"] == "kda", widths(c)
     heads = c["num_heads"] if gla else parts[2][0]
-    inner, size, gated = heads * parts[2][1], parts[2][1], c["use_output_gate" if gla else "use_gate"]
+    inner, size, gated = heads * parts[2][1], parts[2][1], not kda and c["use_output_gate" if gla else "use_gate"]
     norm = ("g_norm_swish_gate" if gated and c["fuse_norm"] else "g_norm") if gla else "o_norm"
     shapes = {f"attn.{n}_proj.weight": (own * dim, HIDDEN) for n, (own, dim) in zip("qkv", parts, strict=True)}
     if c["use_short_conv"]:
@@ -40,8 +40,12 @@ def linear_shapes(c):
         shapes |= {"attn.gk_proj.0.weight": (rank, HIDDEN), "attn.gk_proj.1.weight": (rows, rank)}
         shapes |= {"attn.gk_proj.1.bias": (rows,)}
     else:
-        shapes |= {"attn.a_proj.weight": (heads, HIDDEN), "attn.b_proj.weight": (heads, HIDDEN)}
-        shapes |= {"attn.A_log": (heads,), "attn.dt_bias": (heads,)}
+        decays = heads * parts[0][1] if kda else heads
+        shapes |= {"attn.b_proj.weight": (heads, HIDDEN), "attn.A_log": (heads,), "attn.dt_bias": (decays,)}
+        shapes |= {} if kda else {"attn.a_proj.weight": (heads, HIDDEN)}
+    for name, rows in (("f", decays), ("g", inner)) if kda else ():
+        shapes |= {f"attn.{name}_proj.0.weight": (size, HIDDEN), f"attn.{name}_proj.1.weight": (rows, size)}
+    shapes |= {"attn.g_proj.1.bias": (inner,)} if kda else {}
     shapes |= {"attn.g_proj.weight": (inner, HIDDEN)} if gated else {}
     return shapes | {
         f"attn.{norm}.weight": (size,), "attn.o_proj.weight": (HIDDEN, inner), "attn_norm.weight": (HIDDEN,),
@@ -75,6 +79,10 @@ CONFIGS = {
     "gated_deltanet": {
         "hidden_ratio": 4, "expand_v": 2, "head_dim": 8, "num_heads": 3, "num_v_heads": None, "use_gate": True,
         "use_short_conv": True, "conv_size": 4, "hidden_act": "swish", "norm_eps": 1e-6, "fuse_norm": True,
+    },
+    "kda": {
+        "hidden_ratio": 4, "expand_v": 1.5, "head_dim": 8, "num_heads": 2, "num_v_heads": 4, "use_short_conv": True,
+        "conv_size": 4, "hidden_act": "swish", "norm_eps": 1e-3, "fuse_norm": True, "allow_neg_eigval": True,
     },
     "rwkv7": {
         "hidden_ratio": 4.0, "head_dim": 8, "num_heads": None, "decay_low_rank_dim": 6, "gate_low_rank_dim": 7,
@@ -110,7 +118,8 @@ def gla_loop(q, k, v, g):
 def delta_loop(q, k, v, beta, g):
     state, read = q.new_zeros(*q[:, 0].shape, v.shape[-1]), []
     for t in range(q.shape[1]):
-        state = g[:, t, :, None, None].exp() * state
+        decay = g[:, t].exp()
+        state = decay.view(*decay.shape, *[1] * (4 - decay.ndim)) * state
         error = beta[:, t].unsqueeze(-1) * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
         state = state + k[:, t].unsqueeze(-1) * error.unsqueeze(-2)
         read.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / q.shape[-1] ** 0.5)
@@ -132,10 +141,11 @@ def fla_dplr(r, k, v, removed, a, g):
     return recurrence(None, True, q=r * r.shape[-1] ** 0.5, k=k, v=v, alpha=-removed, beta=removed * a, gk=g)[0]
 
 
-LOOPS = {"gla": gla_loop, "gated_deltanet": delta_loop, "rwkv7": dplr_loop}
+LOOPS = {"gla": gla_loop, "gated_deltanet": delta_loop, "kda": delta_loop, "rwkv7": dplr_loop}
 FLAS = {
     "gla": lambda q, k, v, g: fla("gla.naive", "naive_recurrent_gla")(q, k, v, g)[0],
     "gated_deltanet": lambda *x: fla("gated_delta_rule.naive", "naive_recurrent_gated_delta_rule")(*x)[0],
+    "kda": lambda q, k, v, beta, g: fla("kda.naive", "naive_recurrent_kda")(q, k, v, g, beta)[0],
     "rwkv7": fla_dplr,
 }
 
@@ -145,9 +155,9 @@ def rms(x, weight, eps):
 
 
 def mix_linear(c, w, x, recur):
-    """Compute GLA or Gated DeltaNet; `w` holds the weights of one `attn`."""
-    gla, parts = c["model_type"] == "gla", {}
-    heads = c["num_heads"] if gla else widths(c)[2][0]
+    """Compute GLA, Gated DeltaNet or KDA; `w` holds the weights of one `attn`."""
+    kind, parts = c["model_type"], {}
+    heads = c["num_heads"] if kind == "gla" else widths(c)[2][0]
     for name, (own, size) in zip("qkv", widths(c), strict=True):
         y = x @ w[f"{name}_proj.weight"].T
         if c["use_short_conv"]:
@@ -155,7 +165,7 @@ def mix_linear(c, w, x, recur):
             y = F.silu(F.conv1d(F.pad(y.mT, (3, 0)), taps, groups=len(taps))).mT
         parts[name] = y.unflatten(-1, (own, size)).repeat_interleave(heads // own, 2)
     q, k, v = parts.values()
-    if gla:
+    if kind == "gla":
         logits = x @ w["gk_proj.0.weight"].T @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
         own, size = widths(c)[1]
         g = F.logsigmoid(logits).unflatten(-1, (own, size)).repeat_interleave(heads // own, 2)
@@ -164,11 +174,17 @@ def mix_linear(c, w, x, recur):
         o = recur(q, k, v, g / c.get("gate_logit_normalizer", 16))
     else:
         q, k = (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt() for z in (q, k))
-        g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+        if kind == "kda":
+            f = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]
+            g = -w["A_log"].exp()[:, None] * F.softplus(f.unflatten(-1, (heads, -1)))
+        else:
+            g = -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
         scale = 2 if c.get("allow_neg_eigval") else 1
         o = recur(q, k, v, scale * (x @ w["b_proj.weight"].T).sigmoid(), g)
     norm = next(w[name] for name in ("g_norm_swish_gate.weight", "g_norm.weight", "o_norm.weight") if name in w)
     o = rms(o, norm, c["norm_eps"]).flatten(-2)
+    if kind == "kda":
+        o = o * (x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T + w["g_proj.1.bias"]).sigmoid()
     return (o * F.silu(x @ w["g_proj.weight"].T) if "g_proj.weight" in w else o) @ w["o_proj.weight"].T
 
 
@@ -233,6 +249,8 @@ VARIANTS = [
     ("gated_deltanet", {"num_v_heads": 6, "expand_v": 1.5}),
     ("gated_deltanet", {"use_gate": False, "tie_word_embeddings": True}),
     ("gated_deltanet", {"allow_neg_eigval": True}),
+    ("kda", {}),
+    ("kda", {"num_v_heads": None, "allow_neg_eigval": False, "expand_v": 1}),
     ("rwkv7", {}),
     ("rwkv7", {"norm_first": False, "head_dim": None, "num_heads": 4, "tie_word_embeddings": True}),
 ]
@@ -294,6 +312,10 @@ def test_rwkv7s_first_version():
     ("gla", {"gate_logit_normalizer": -8}),
     ("gla", {"hidden_act": "gelu"}),
     ("gated_deltanet", {"use_short_conv": False}),
+    ("kda", {"safe_gate": True, "lower_bound": -5.0}),
+    ("kda", {"use_short_conv": False}),
+    ("kda", {"attnres_block_size": 2}),
+    ("kda", {"new_gate": 1}),
     ("rwkv7", {"norm_bias": False}),
     ("rwkv7", {"hidden_act": "relu"}),
     ("rwkv7", {"value_dim": 64}),

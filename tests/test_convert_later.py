@@ -1,6 +1,6 @@
-"""Converted KDA and Mamba-3 of fla and RWKV-7 of its author, compared with their published names and equations.
+"""Converted Mamba-3 of fla and RWKV-7 of its author, compared with their published names and equations.
 
-The equations are computed here token by token in float64, from the code of fla, mamba-ssm and RWKV-LM. No weights of
+The equations are computed here token by token in float64, from the code of mamba-ssm and RWKV-LM. No weights of
 these models were at hand, so the checkpoints have random weights under the published names.
 """
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_raises, cases
 from safetensors.torch import save_file
+from test_convert_fla import rms
 
 from halflife.models import checkpoint
 from halflife.models.convert import SOURCES, assemble, convert, from_rwkv7_pth
@@ -33,10 +34,6 @@ def draw(shapes, seed=0):
     return {name: 0.4 * torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def rms(x, weight, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
 def compare(model, expected, ids):
     with torch.no_grad():
         assert_close(model(ids)[0], expected, EXACT)
@@ -44,70 +41,8 @@ def compare(model, expected, ids):
         assert_close(model(ids[:, 5:], state)[0], expected[:, 5:], EXACT)
 
 
-def kda(**changes):
-    config = {
-        "model_type": "kda", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 2, "head_dim": 4,
-        "num_heads": 2, "num_v_heads": 4, "expand_v": 1.5, "intermediate_size": 24, "norm_eps": 1e-3, "attn": None,
-        "allow_neg_eigval": True, "hidden_act": "swish", "fuse_norm": True, **changes,
-    }  # fmt: skip
-    keys, heads, value = 8, config["num_v_heads"] or 2, int(4 * config["expand_v"])
-    shapes = {"model.embeddings.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
-    for i in range(2):
-        rows = {"q": keys, "k": keys, "v": heads * value}
-        layer = {f"{n}_proj.weight": (size, HIDDEN) for n, size in rows.items()}
-        layer |= {f"{n}_conv1d.weight": (size, 1, 4) for n, size in rows.items()}
-        layer |= {"f_proj.0.weight": (value, HIDDEN), "f_proj.1.weight": (heads * 4, value), "A_log": (heads,)}
-        layer |= {"dt_bias": (heads * 4,), "b_proj.weight": (heads, HIDDEN), "g_proj.0.weight": (value, HIDDEN)}
-        layer |= {"g_proj.1.weight": (heads * value, value), "g_proj.1.bias": (heads * value,)}
-        layer |= {"o_norm.weight": (value,), "o_proj.weight": (HIDDEN, heads * value)}
-        shapes |= {f"model.layers.{i}.attn.{name}": shape for name, shape in layer.items()}
-        shapes |= {f"model.layers.{i}.{n}_norm.weight": (HIDDEN,) for n in ("attn", "mlp")}
-        shapes |= {f"model.layers.{i}.mlp.{n}_proj.weight": (24, HIDDEN) for n in ("gate", "up")}
-        shapes |= {f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, 24)}
-    return config, draw(shapes)
-
-
-def kda_mixer(config, w, x):
-    heads, value = config["num_v_heads"] or 2, int(4 * config["expand_v"])
-    parts = []
-    for name in "qkv":
-        y = (x @ w[f"{name}_proj.weight"].T).mT
-        parts.append(F.silu(F.conv1d(F.pad(y, (3, 0)), w[f"{name}_conv1d.weight"], groups=y.shape[1])).mT)
-    q, k, v = (part.unflatten(-1, (n, -1)) for part, n in zip(parts, (2, 2, heads), strict=True))
-    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    q, k = (y.repeat_interleave(heads // 2, 2) for y in (q, k))
-    f = (x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]).unflatten(-1, (heads, 4))
-    g = -w["A_log"].exp()[:, None] * F.softplus(f)
-    beta = (2 if config["allow_neg_eigval"] else 1) * (x @ w["b_proj.weight"].T).sigmoid()
-    state, outputs = torch.zeros(len(x), heads, 4, value, dtype=x.dtype), []
-    for t in range(x.shape[1]):
-        state = g[:, t].exp().unsqueeze(-1) * state
-        error = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
-        state = state + k[:, t].unsqueeze(-1) * error.unsqueeze(-2)
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / 2)
-    o = rms(torch.stack(outputs, 1), w["o_norm.weight"], config["norm_eps"]).flatten(-2)
-    gate = x @ w["g_proj.0.weight"].T @ w["g_proj.1.weight"].T + w["g_proj.1.bias"]
-    return (o * gate.sigmoid()) @ w["o_proj.weight"].T
-
-
 def under(weights, prefix):
     return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-
-
-@pytest.mark.parametrize("changes", [{}, slow({"num_v_heads": None, "allow_neg_eigval": False, "expand_v": 1.0})])
-def test_kda(changes):
-    config, weights = kda(**changes)
-    ids, eps = torch.randint(VOCABULARY, (2, LENGTH)), config["norm_eps"]
-    x = weights["model.embeddings.weight"][ids]
-    for i in range(2):
-        w = under(weights, f"model.layers.{i}.")
-        x = x + kda_mixer(config, under(w, "attn."), rms(x, w["attn_norm.weight"], eps))
-        y = rms(x, w["mlp_norm.weight"], eps)
-        gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-    expected = rms(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
-    compare(assemble(*SOURCES["kda"](config, weights)), expected, ids)
 
 
 SIZE, VALUE = 8, 4
@@ -196,18 +131,14 @@ def test_mamba3(changes):
 
 
 @cases(
-    "model, changes, message",
-    (kda, {"safe_gate": True, "lower_bound": -5.0}, "safe_gate = True"),
-    (kda, {"use_short_conv": False}, "use_short_conv"),
-    (kda, {"attnres_block_size": 2}, "attnres_block_size"),
-    (kda, {"new_gate": 1}, "unknown settings.*: new_gate"),
-    (mamba3, {"use_bias": True}, "use_bias"),
-    (mamba3, {"A_floor": -1.0}, "A_floor = -1.0"),
-    (mamba3, {"complex": True}, "unknown settings.*: complex"),
+    "changes, message",
+    ({"use_bias": True}, "use_bias"),
+    ({"A_floor": -1.0}, "A_floor = -1.0"),
+    ({"complex": True}, "unknown settings.*: complex"),
 )
-def test_what_cannot_be_represented_is_named(model, changes, message):
-    config, weights = model()
-    assert_raises(ValueError, message, SOURCES[model.__name__], {**config, **changes}, weights)
+def test_what_cannot_be_represented_is_named(changes, message):
+    config, weights = mamba3()
+    assert_raises(ValueError, message, SOURCES["mamba3"], {**config, **changes}, weights)
 
 
 def test_a_folder_of_fla(tmp_path):
