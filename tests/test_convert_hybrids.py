@@ -1,4 +1,4 @@
-"""Conversion of Qwen3.5 and OLMo Hybrid in both directions, and of single mixers, compared with transformers."""
+"""Conversion of transformers' and fla's models in both directions, and of single mixers of transformers."""
 
 import json
 
@@ -47,10 +47,26 @@ def tensors(folder):
     return join_convolutions(load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("olmo_hybrid", marks=pytest.mark.slow)])
-def test_there_and_back(kind, tmp_path):
-    """Logits equal those of transformers, in one piece and by the token. The way back gives the same file."""
-    theirs = saved(kind, tmp_path / "in")
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
+MAMBA2 = {"time_step_limit": (0.0, float("inf")), "chunk_size": 256}
+WHOLE = [
+    ("mamba2", MAMBA2),
+    ("mamba2", {**MAMBA2, "n_groups": 1, "tie_word_embeddings": True}),
+    ("qwen3_5_text", {}),
+    ("mamba2", {**MAMBA2, "time_step_limit": (0.3, 0.6)}),
+    ("mamba2", {**MAMBA2, "time_step_limit": (0.6, float("inf"))}),
+    ("olmo_hybrid", {}),
+    ("qwen3_5_text", {"tie_word_embeddings": True, "head_dim": 16, "linear_num_key_heads": 4}),
+    ("qwen3_5_text", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    ("olmo_hybrid", {"rope_parameters": NO_ROPE, "linear_allow_neg_eigval": False, "linear_num_key_heads": 1}),
+]
+
+
+@cases("kind, options", *WHOLE[:3], *(pytest.param(*row, marks=pytest.mark.slow) for row in WHOLE[3:]))
+def test_there_and_back(kind, options, tmp_path):
+    """Logits equal those of transformers, in one piece and in two. The way back gives the same file."""
+    theirs = saved(kind, tmp_path / "in", **options)
     ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "ours")).eval()
     ids = torch.randint(VOCAB, (2, LENGTH))
     expected = logits(theirs, ids)
@@ -66,29 +82,6 @@ def test_there_and_back(kind, tmp_path):
     ignored = {"_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings"}
     first, second = ({k: x for k, x in m.config.to_dict().items() if k not in ignored} for m in (theirs, again))
     assert first == second
-
-
-ROPE = {"rope_type": "default", "rope_theta": 1e6}
-NO_ROPE = {"rope_type": "default", "rope_theta": None}
-
-
-@pytest.mark.slow
-@cases(
-    "kind, options",
-    ("qwen3_5_text", {"tie_word_embeddings": True, "head_dim": 16, "linear_num_key_heads": 4}),
-    ("qwen3_5_text", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
-    ("olmo_hybrid", {"rope_parameters": NO_ROPE, "linear_allow_neg_eigval": False, "linear_num_key_heads": 1}),
-)
-def test_variants(kind, options, tmp_path):
-    theirs = saved(kind, tmp_path / "in", **options)
-    ours = checkpoint.load(convert(tmp_path / "in", tmp_path / "ours")).eval()
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    with torch.no_grad():
-        assert_close(ours(ids)[0], logits(theirs, ids), TOLERANCE)
-    convert(tmp_path / "ours", tmp_path / "back", to="transformers")
-    assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "in"))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    assert_same(logits(again, ids), logits(theirs, ids))
 
 
 @pytest.mark.slow
