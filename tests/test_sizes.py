@@ -8,7 +8,7 @@ from helpers import assert_raises, cases
 
 from halflife import SIZES, LanguageModel, layers, preset
 from halflife.lab.experiments import EXPERIMENTS, compare
-from halflife.models.controls import TOLERANCE, control, split_control
+from halflife.models.controls import SIZE_TOLERANCE, control, split_control
 from halflife.ops.backends import triton
 from halflife.runs.sweep import Cell
 
@@ -220,7 +220,7 @@ TARGETS = ("mamba2+gate_rank", "mamba2+ska", "mamba2+attention")
 
 
 def close(found, wanted):
-    return abs(found - wanted) <= TOLERANCE * wanted
+    return abs(found - wanted) <= SIZE_TOLERANCE * wanted
 
 
 CASES = [
