@@ -10,8 +10,8 @@ import pytest
 from halflife.lab.experiments import compare
 from halflife.lab.experiments.evidence.decay_regression import FEWEST_ROWS, regress, regressions
 from halflife.report.figures.decays import loss_by_decay
-from halflife.report.figures.matplotlib_renderer import draw, save
-from halflife.report.labels import PLACES
+from halflife.report.figures.labels import PLACES
+from halflife.report.figures.matplotlib_renderer import arrange, draw, save_as
 from halflife.runs.folder import DECAY_REGRESSION_JSON
 
 
@@ -79,7 +79,7 @@ def test_labels_do_not_cover_each_other(tmp_path):
         for i, (x, y) in enumerate(places)
     ]
     figure = draw(loss_by_decay(runs))
-    save(figure, tmp_path, "labels", ("png",))
+    save_as(arrange(figure), tmp_path / "labels.png")
     for axes in figure.axes:
         labels = {text.get_text(): text for text in axes.texts if text.get_visible()}
         boxes = [text.get_window_extent() for text in labels.values()]

@@ -15,6 +15,7 @@ from halflife import LanguageModel
 from halflife.lab.experiments import EXPERIMENTS, compare
 from halflife.lab.experiments.evidence import koopman_powers, overview_page, post_parts
 from halflife.models import ModelConfig
+from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.figures.operators import power_map
 from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
@@ -153,7 +154,7 @@ def test_a_control_stands_in_the_cell_of_its_base():
 
 def test_the_map_is_drawn_with_empty_cells():
     panels = {"before": {"K1": {"h1": 1.0, "h4": 0.34}}, "after": {"attention": {"h4": 0.25}, "K1": {"h1": 0.5}}}
-    before, after = power_map(panels).axes
+    before, after = draw(power_map(panels)).axes
     texts = lambda axes: [text.get_text() for text in axes.texts]  # noqa: E731
     assert (texts(before), texts(after)) == (["100", "34"], ["25", "50"])
     assert [label.get_text() for label in after.get_yticklabels()] == ["attention", "K1"]

@@ -18,7 +18,7 @@ from halflife.analysis.survey import measure_models
 from halflife.cli import main
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures.decays import decays
-from halflife.report.figures.matplotlib_renderer import save
+from halflife.report.figures.matplotlib_renderer import draw, save
 from halflife.report.figures.operators import operators
 from halflife.report.table import show
 from halflife.report.tables import operators as koopman_report
@@ -156,7 +156,7 @@ def run_dir(tmp_path):
 
 def show_operators(result, output):
     show(*koopman_report.operator_tables(result))
-    return [*koopman_report.write_tables(result, output), *save(operators(result), output, "koopman")]
+    return [*koopman_report.write_tables(result, output), *save(operators(result), output)]
 
 
 def write_all(folder, text, output):
@@ -210,9 +210,8 @@ def test_operators_without_any_decay(tmp_path):
     checkpoint.save(hybrid("llama"), tmp_path / "run")
     result = measure_models([tmp_path / "run"], [tmp_path / "text"], length=32).to_dict()
     assert result["models"][0]["layers"] == []
-    figure = decays(result)
-    figure.canvas.draw()
-    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["no layer with a decay"] * 2
+    figure = draw(decays(result))
+    assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["no layer with a decay"] * 3
     found = read_operators([tmp_path / "run"], [tmp_path / "text"], length=32)
     assert len(show_operators(found, tmp_path / "out")) == 4
 
@@ -237,22 +236,23 @@ def made_up(layers, heads, power=2):
     ]}  # fmt: skip
 
 
-@cases("layers, heads, panels", ([1], 1, 1), ([2], 12, 2), ([1] * 5, 2, 6), ([2, 3], 4, 6), ([24], 4, 6))
+@cases("layers, heads, panels", ([1], 1, 1), ([2], 12, 2), ([1] * 5, 2, 5), ([2, 3], 4, 5), ([24], 4, 6))
 def test_figure(layers, heads, panels):
     result = made_up(layers, heads)
-    figure = operators(result)
+    data = operators(result)
+    figure = draw(data)
     figure.canvas.draw()
     assert len(figure.axes) == panels
-    first = figure.axes[0]
-    assert [line.get_xydata().tolist() for line in first.lines] == [
+    unit, half, *dots = figure.axes[0].lines
+    assert [line.get_xydata().tolist() for line in dots] == [
         head["eigenvalues"] for head in result["models"][0]["layers"][0]["heads"]
     ]
-    assert len({(line.get_color(), line.get_marker()) for line in first.lines}) == heads
-    assert [patch.radius for patch in first.patches] == [1, math.sqrt(0.5)]
-    assert len(figure.legends[0].get_texts()) == heads + 1
+    assert len({(line.get_color(), line.get_marker()) for line in dots}) == heads
+    assert [abs(complex(*line.get_xydata()[7])) for line in (unit, half)] == pytest.approx([1, math.sqrt(0.5)])
+    assert len(data.legend) == heads + 1
 
 
 def test_without_a_power_nothing_is_filtered():
-    figure = operators(made_up([1], 2, power=0))
-    assert [patch.radius for patch in figure.axes[0].patches] == [1]
-    assert len(figure.legends[0].get_texts()) == 2
+    data = operators(made_up([1], 2, power=0))
+    assert len(data.panels[0].series) == 1 + 2
+    assert list(data.legend) == ["head 0", "head 1"]

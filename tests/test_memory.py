@@ -28,7 +28,9 @@ from halflife.evaluation.memory import (
     ska_threshold,
 )
 from halflife.models import PRESETS
-from halflife.report.figures.memory import apart, memory
+from halflife.report.figures.labels import apart
+from halflife.report.figures.matplotlib_renderer import draw
+from halflife.report.figures.memory import memory
 from halflife.report.tables.memory import write_memory
 
 D, LAYERS, HEADS = 64, 3, 2
@@ -270,7 +272,7 @@ def rings(figure):
 
 
 def test_rings_mark_crossings_that_are_shown():
-    figure = memory(made_up([(100 * 1024, 0), (10**9, 0), (0, 1024), (50 * 1024, 512)], [16, 4096]))
+    figure = draw(memory(made_up([(100 * 1024, 0), (10**9, 0), (0, 1024), (50 * 1024, 512)], [16, 4096])))
     figure.draw_without_rendering()
     assert rings(figure) == [(101, 100 * 1024), (101, 50 * 1024 + 101 * 512)]
     texts = [text.get_text() for text in figure.axes[0].texts]
@@ -282,7 +284,7 @@ def test_rings_mark_crossings_that_are_shown():
 @pytest.mark.parametrize("models", [1, 4, 30])
 @pytest.mark.parametrize("lengths", [[1], [64], [1, 2**20], [1000, 1001, 1002, 8000], list(range(1, 200))])
 def test_names_stand_in_the_figure_one_below_the_other(models, lengths):
-    figure = memory(made_up([(2**20, 0)] * models, lengths))
+    figure = draw(memory(made_up([(2**20, 0)] * models, lengths)))
     figure.draw_without_rendering()
     boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.y0)
     assert all(lower.y1 <= upper.y0 + 1 for lower, upper in pairwise(boxes))

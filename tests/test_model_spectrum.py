@@ -21,6 +21,7 @@ from halflife.models import LanguageModel, ModelConfig, checkpoint, preset
 from halflife.models.load import checkpoints, load_any
 from halflife.models.timescales import layer_decays
 from halflife.report.figures import spectrum as model_spectrum_figures
+from halflife.report.figures.matplotlib_renderer import draw
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 FLOAT32 = 4 * 2.8e-7  # of time-scales, relative; worst measured error
@@ -375,32 +376,31 @@ def data(tmp_path):
 
 
 def test_figures_show_the_saved_numbers(data):
-    figures = model_spectrum_figures.spectrum_figures(data)
+    figures = {figure.name: figure for figure in model_spectrum_figures.spectrum_figures(data)}
     assert list(figures) == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads", "spectrum_taper"]
     for figure in figures.values():
-        figure.canvas.draw()
+        draw(figure).canvas.draw()
     post = next(model for model in data["models"] if model["model"] == "mamba2+post")
-    panels = {axes.get_title("left"): axes for axes in figures["spectrum"].axes if axes.get_title("left")}
-    assert len(panels) == 4  # the first layer of each of three models has the name
-    for place, line in zip(("1", "32", "512", "text"), panels["mamba2+post\nlayer 0"].lines[:4], strict=True):
-        assert line.get_ydata().tolist() == pytest.approx(post["layers"][0]["spectra"][place]["timescales"])
-    shown = {text.get_text() for text in figures["spectrum"].legends[0].get_texts()}
+    panels = {panel.title: panel for panel in figures["spectrum"].panels}
+    assert sum("\n" in title for title in panels) == 3  # the first layer of each model has the name
+    for place, series in zip(("1", "32", "512", "text"), panels["mamba2+post\nlayer 0"].series, strict=True):
+        assert series.y.tolist() == pytest.approx(post["layers"][0]["spectra"][place]["timescales"])
+    shown = set(figures["spectrum"].legend)
     assert {"base, position 1", "base, 16T", "mean on the text", "of the slow state, on the text", "T"} <= shown
-    slow = figures["spectrum_modes"].axes[1].lines
     expected = [
         [layer["spectra"][place]["too_slow"] for layer in model["layers"]]
         for model in data["models"] if model["layers"] for place in (str(model["positions"][1]), "text")
     ]  # fmt: skip
-    assert [line.get_ydata().tolist() for line in slow] == expected
-    ideal, learned = figures["spectrum_taper"].axes[0].lines
-    assert ideal.get_ydata().tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
-    assert learned.get_ydata().tolist() == post["layers"][0]["taper"]["learned"]
+    assert [series.y for series in figures["spectrum_modes"].panels[1].series] == expected
+    ideal, learned = figures["spectrum_taper"].panels[0].series
+    assert ideal.y == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert learned.y == post["layers"][0]["taper"]["learned"]
 
 
 def test_figures_of_models_without_a_decay(data):
     nothing = {**data, "models": [model for model in data["models"] if not model["layers"]]}
     figures = model_spectrum_figures.spectrum_figures(nothing)
-    assert list(figures) == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads"]
-    for figure in figures.values():
+    assert [one.name for one in figures] == ["spectrum", "spectrum_modes", "spectrum_distribution", "spectrum_heads"]
+    for figure in map(draw, figures):
         figure.canvas.draw()
         assert {text.get_text() for axes in figure.axes for text in axes.texts} == {"no layer with a decay"}

@@ -20,7 +20,7 @@ from helpers import assert_raises
 from halflife.report.figures import comparison
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison import length as length_by_model
-from halflife.report.figures.comparison_spectrum import spectrum_pages
+from halflife.report.figures.comparison_spectrum import spectrum
 from halflife.report.figures.data import Axis, FigureData, HeatMap, Panel, Series
 from halflife.report.figures.language import length, loss
 from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
@@ -167,7 +167,7 @@ def test_figures_are_the_same_each_time(run_dir):
 def assert_same_figure(data):
     """The file and the page show the same titles, labels and points in the same colours."""
     for axes, panel, shown in zip(draw(data).axes, data.panels, plot(data).panels, strict=True):
-        assert axes.get_title() == panel.title == shown["title"]
+        assert axes.get_title("left") == panel.title == shown["title"]
         assert axes.get_xlabel() == panel.x.label == shown["layout"]["xaxis"]["title"]["text"]
         assert axes.get_ylabel() == panel.y.label == shown["layout"]["yaxis"]["title"]["text"]
         lines = axes.lines[len(panel.references) :]
@@ -369,10 +369,10 @@ def test_results_of_an_evaluation_have_no_figure(tmp_path):
 def test_figures_of_many_models_are_divided(tmp_path):
     """Into files `name`, `name-2`, …, with each panel once."""
     run = results.read(make_run(tmp_path / "many", models=[f"model{i}" for i in range(10)], seeds=(0,), layers=2))
-    figures = spectrum_pages(run)
+    figures = draw_pages(spectrum(run))
     assert [len(figure.axes) for figure in figures] == [16, 4]
     heat = HeatMap("x", Axis("x"), Axis("y"), ["1"], ["1", "2"], [[0.5], [1.0]])
-    pages = draw_pages(FigureData("heat", "", "", "", [heat] * 60, columns=2))
+    pages = draw_pages(FigureData("heat", "", [heat] * 60, columns=2))
     assert [len(figure.axes) for figure in pages] == [26, 26, 8]
     assert all(figure.get_figheight() < 20 for figure in (*figures, *pages))
 
@@ -381,7 +381,7 @@ def test_a_long_line_of_missing_values_is_drawn(tmp_path):
     """The resets of gates that stay closed are 0 at every step, which a logarithmic axis cannot show."""
     line = Series("a", "a", model_styles(["a"])["a"], list(range(100)), [math.nan] * 100)
     panel = Panel("resets", Axis("step"), Axis("", log=True), [line])
-    assert all(file.stat().st_size for file in save(draw(FigureData("gates", "", "", "", [panel])), tmp_path, "gates"))
+    assert all(file.stat().st_size for file in save(FigureData("gates", "", [panel]), tmp_path))
 
 
 def test_perplexity_by_length(tmp_path):

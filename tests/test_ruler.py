@@ -16,6 +16,7 @@ from halflife import LanguageModel, preset
 from halflife.data.tokenizers import ByteTokenizer
 from halflife.evaluation import ruler as evaluation
 from halflife.evaluation.batched import generate
+from halflife.report.figures.matplotlib_renderer import draw
 from halflife.report.figures.ruler import ruler_figure, write_figure
 from halflife.tasks.ruler import HAYSTACK_PARTS, NEEDLES, NOISE, RULER, Request, example, names
 
@@ -423,7 +424,7 @@ def test_the_figure_shows_every_mean(tmp_path):
         for (task, length), score in scores.items()
         for depth in (0.0, 0.5)
     ]
-    every, deep = ruler_figure(details).axes
+    every, deep = draw(ruler_figure(details)).axes
     assert [text.get_text() for text in every.texts] == ["15", "30", "45", "75"]
     assert [text.get_text() for text in deep.texts] == ["20", "40", "10", "20"]  # one row for each tenth
     assert [label.get_text() for label in deep.get_yticklabels()] == ["0 to 10", "50 to 60"]

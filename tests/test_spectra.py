@@ -11,6 +11,7 @@ from halflife.evaluation.language import octave_means
 from halflife.lab.theory import correlations, spectra
 from halflife.lab.theory.approximation import geometric_rates, linear_rates, taper
 from halflife.report.figures import theory as theory_figures
+from halflife.report.figures.matplotlib_renderer import draw
 
 EXACT = 4 * 4.5e-16  # relative, four times the worst measured error, as all multiples of 4 below
 PAIRS = [(1, 2), (2, 3), (3, 10), (10, 1000)]  # positions t₁ < t₂
@@ -45,7 +46,7 @@ def test_the_least_gap_collapses():
     logs = spectra.minimum_gap([5, 20], density=1 / 15, draw=lambda u: (1 + 15 * u).log(), trials=2000)
     assert all(mean < bound for mean, bound in zip(logs["mean"], logs["bound"], strict=True))
     assert_raises(ValueError, "two channels", spectra.minimum_gap, [1])
-    theory_figures.gaps(found).canvas.draw()
+    draw(theory_figures.gaps(found)).canvas.draw()
 
 
 def test_coherence_and_its_bound():
@@ -62,9 +63,9 @@ def test_coherence_and_its_bound():
     assert even["largest"] > 1.2 * printed
     assert even["largest"] == pytest.approx(even["matrix"][4][5])
     assert even["largest"] <= even["bound"] * (1 + EXACT)
-    figure = theory_figures.coherence_maps({"geometric": found, "even": even})
+    figure = draw(theory_figures.coherence_maps({"geometric": found, "even": even}))
     figure.canvas.draw()
-    assert "0.9" in figure.axes[1].get_title()
+    assert "0.9" in figure.axes[1].get_title("left")
 
 
 def test_channels_in_use():
@@ -77,7 +78,7 @@ def test_channels_in_use():
         slow = rates[: 17 - count]
         assert (1 - torch.exp(-slow * t) <= 1 - math.exp(-1)).all()
         assert (1 - torch.exp(-rates[17 - count :] * t) >= (1 - math.exp(-1)) * (1 - 1e-9)).all()
-    theory_figures.channels_in_use(found).canvas.draw()  # as in the files of earlier versions
+    draw(theory_figures.channels_in_use(found)).canvas.draw()  # as in the files of earlier versions
     for t in (10, 100, 10_000):
         theorem, default = (spectra.effective_channels(rates, [t], 1e4, reference) for reference in (1e4, 1))
         assert (theorem["counted"], theorem["law"]) == ([17], [pytest.approx(17)])
@@ -121,15 +122,15 @@ def test_the_response_as_run_is_the_recurrence_of_the_layer():
 
 def test_response_figure():
     data = spectra.responses(geometric_rates(5, 100), [10, 100], 100)
-    figure = theory_figures.impulse_responses(data)
+    figure = draw(theory_figures.impulse_responses(data))
     figure.canvas.draw()
     assert [len(axes.lines) for axes in figure.axes] == [4] * 6
-    figure = theory_figures.impulse_responses(
-        {**data, "default": spectra.responses(geometric_rates(5, 100), [10, 100])}
+    figure = draw(
+        theory_figures.impulse_responses({**data, "default": spectra.responses(geometric_rates(5, 100), [10, 100])})
     )
     figure.canvas.draw()
     assert [len(axes.lines) for axes in figure.axes] == [4] * 12
-    assert [axes.get_title()[:9] for axes in figure.axes[::6]] == ["t_ref = T", "t_ref = 1"]
+    assert [axes.get_title("left")[:9] for axes in figure.axes[::6]] == ["t_ref = T", "t_ref = 1"]
 
 
 @pytest.mark.parametrize("alpha", [0, 0.3, 0.7, 1])
@@ -181,8 +182,8 @@ def test_energy_of_moving_gates():
     # The mean of n squares of a normal variable has the relative error √(2/n).
     shares = f64(data["simulated"])[:, ::40] / held[:, ::40]
     assert (shares - 1).abs().max() < 4.5 * math.sqrt(2 / 1500)
-    theory_figures.energy_growth(data).canvas.draw()
-    assert len(theory_figures.energy_growth({**data, "default": data}).axes) == 6
+    draw(theory_figures.energy_growth(data)).canvas.draw()
+    assert len(theory_figures.energy_growth({**data, "default": data}).panels) == 6
 
 
 @pytest.mark.parametrize("slack", [0, 0.1, 0.5, 0.9])
@@ -210,7 +211,7 @@ def test_best_taper_by_hand():
     assert_raises(ValueError, r"\[0, 1\)", spectra.taper_bound, 1, 3)
     bands = {e: {k: v.tolist() for k, v in spectra.taper_bound(e, 5)._asdict().items()} for e in (0.1, 0.3)}
     bands[0.3]["best"] = taper(5).tolist()
-    theory_figures.taper_bands(bands).canvas.draw()
+    draw(theory_figures.taper_bands(bands)).canvas.draw()
 
 
 def test_autocovariance_is_a_mean_over_pairs():
@@ -237,7 +238,7 @@ def test_the_exponent_is_found(beta):
         exponents = torch.tensor([result["exponent"] for result in results])
         assert exponents.mean().item() == pytest.approx(beta, abs=4 * 0.05 / math.sqrt(6))
         assert sum(result["low"] <= beta <= result["high"] for result in results) >= 4
-    figure = theory_figures.autocovariances({kind: results[0] for kind, results in found.items()})
+    figure = draw(theory_figures.autocovariances({kind: results[0] for kind, results in found.items()}))
     figure.canvas.draw()
     assert "β = " in figure.legends[0].get_texts()[0].get_text()
 
@@ -286,7 +287,7 @@ def test_information_per_octave():
     worse = correlations.octave_information([(2, 2, 3.0), (3, 4, 2.0), (5, 8, 2.5)])
     assert worse["slack"] > 1
     assert_raises(ValueError, "two whole octaves", correlations.octave_information, [(1, 1, 3.0), (2, 2, 2.0)])
-    figure = theory_figures.information({"even": found, "worse": worse})
+    figure = draw(theory_figures.information({"even": found, "worse": worse}))
     figure.canvas.draw()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["even (ε = 0.67)", "worse (not even)"]
 

@@ -17,10 +17,10 @@ from halflife.cli import main
 from halflife.data.tokenizers import pieces, read_ids
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.models.load import checkpoints
-from halflife.report.figures import allocation
+from halflife.report.figures import spectrum as allocation
+from halflife.report.figures.data import SLOWEST
 from halflife.report.figures.decays import decays
-from halflife.report.figures.grids import SLOWEST
-from halflife.report.figures.matplotlib_renderer import save
+from halflife.report.figures.matplotlib_renderer import draw, save
 
 TEXT = b"Before we proceed any further, hear me speak. Speak, speak.\n" * 8
 
@@ -191,34 +191,32 @@ def made_up(models, layers, **values):
 
 @pytest.mark.parametrize(("models", "layers"), [(1, 1), (4, 3), (12, 24)])
 def test_figure(models, layers):
-    figure = decays(made_up(models, layers))
-    figure.canvas.draw()
-    values, lives = figure.axes
+    data = decays(made_up(models, layers))
+    values, lives, horizons = draw(data).axes
     assert [line.get_ydata()[0] for line in values.lines] == pytest.approx(np.linspace(0, 1, models))
-    assert len(lives.lines) == models + 1
+    assert len(lives.lines) == len(horizons.lines) == models + 1
     assert bool(values.collections) == (models <= 4)
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(labels) == models + (2 if models <= 4 else 1)
+    assert len(data.legend) == models + 1
 
 
 def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     figure = decays(made_up(1, 1))
-    files = save(figure, tmp_path, "decays")
+    files = save(figure, tmp_path)
     before = [file.read_bytes() for file in files]
 
-    def fail(path, **options):
+    def fail(figure, path, **options):
         path.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(figure, "savefig", fail)
-    assert_raises(OSError, "disk full", save, figure, tmp_path, "decays")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    assert_raises(OSError, "disk full", save, figure, tmp_path)
     assert [file.read_bytes() for file in files] == before
     assert sorted(tmp_path.iterdir()) == files
 
 
 def test_numbers_that_are_not_finite(tmp_path):
     result = made_up(2, 2, q25=math.nan, median=math.nan)
-    decays(result).canvas.draw()
+    draw(decays(result)).canvas.draw()
     write_tables(result, tmp_path)
     layer = json.loads((tmp_path / "decays.json").read_text(), parse_constant=pytest.fail)["models"][0]["layers"][0]
     assert (layer["median"], layer["slowest_half_life"]) == (None, None)
@@ -251,32 +249,34 @@ def test_a_density_is_that_of_scipy():
 
 def test_a_geometric_spectrum_is_a_straight_line():
     """Check the right panel of `distributions`, whose axis is logarithmic."""
-    _, right = allocation.distributions(DATA).axes
-    line = right.lines[1]
-    x, y = line.get_xdata(), np.log10(line.get_ydata())
-    assert right.get_yscale() == "log"
-    assert np.allclose(np.diff(y) / np.diff(x), np.log10(512))
+    _, right = allocation.distributions(DATA).panels
+    line = right.series[1]
+    assert right.y.log
+    assert np.allclose(np.diff(np.log10(line.y)) / np.diff(line.x), np.log10(512))
 
 
 def test_heads_are_not_sorted():
     """Each layer and head has a cell, in the model's order. Infinite time-scales are at the end of the scale."""
     figure = allocation.heads(DATA)
-    maps = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    maps = [panel.cells for panel in figure.panels]
     assert maps[0].shape == (2, 8)
-    assert maps[0][1, 0] == np.log10(SLOWEST)
-    assert np.allclose(maps[1][0], np.log10(GEOMETRIC[0]))
-    figure.draw_without_rendering()
+    assert maps[0][1, 0] == SLOWEST
+    assert np.allclose(maps[1][0], GEOMETRIC[0])
+    axes = draw(figure).axes[0]
+    assert np.array_equal(axes.images[0].get_array(), maps[0])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]
 
 
 def test_figures_are_the_same_of_data_read_again():
     """In `halflife figures`, NaN replaces the null of decays.json."""
     again = {"models": [model("mamba2", [[20.0] * 8, [float("nan")] + [30.0] * 7])]}
-    for axes, expected in zip(allocation.distributions(again).axes, allocation.distributions(DATA).axes, strict=True):
-        assert np.array_equal(axes.lines[0].get_ydata(), expected.lines[0].get_ydata())
-        assert np.isfinite(axes.lines[0].get_ydata()).all()
+    first, second = (allocation.distributions(data).panels for data in (again, DATA))
+    for panel, expected in zip(first, second, strict=True):
+        assert np.array_equal(panel.series[0].y, expected.series[0].y)
+        assert np.isfinite(panel.series[0].y).all()
 
 
-@pytest.mark.parametrize("draw", [allocation.distributions, allocation.heads])
-def test_nothing_to_show_says_so(draw):
-    figure = draw({"models": [model("llama", [])]})
+@pytest.mark.parametrize("make", [allocation.distributions, allocation.heads])
+def test_nothing_to_show_says_so(make):
+    figure = draw(make({"models": [model("llama", [])]}))
     assert "no layer with a decay" in [text.get_text() for axes in figure.axes for text in axes.texts]

@@ -84,7 +84,7 @@ class Forecast:
         ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "forecast")
         files = write_forecasts(result, output)
-        for name, figure in forecast_figures(result).items():
-            files += save(figure, output, name)
+        for figure in forecast_figures(result):
+            files += save(figure, output)
         print_forecasts(result)
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -52,14 +52,14 @@ class Mask:
 
     def run(self) -> None:
         from halflife.report.figures import masks as figures
-        from halflife.report.figures.matplotlib_renderer import check_format, save_as
+        from halflife.report.figures.matplotlib_renderer import check_format, draw, save_as
 
         if self.example == bool(self.folders):
             raise ValueError("name at least one checkpoint or run, or give --example alone")
         output = self.output or (Path("mask_example.png") if self.example else self.folders[0] / "mask.png")
         check_format(output.suffix[1:])
         if self.example:
-            save_as(figures.example(), output)
+            save_as(draw(figures.example()), output)
         else:
             self._show_models(output)
         print(f"written: {output}")
@@ -69,7 +69,7 @@ class Mask:
 
         from halflife.analysis.masks import measure_masks
         from halflife.report.figures import masks as figures
-        from halflife.report.figures.matplotlib_renderer import save_as
+        from halflife.report.figures.matplotlib_renderer import draw, save_as
         from halflife.report.tables.masks import mask_table
 
         gates_of = measure_masks(
@@ -78,6 +78,6 @@ class Mask:
         )  # fmt: skip
         heads = [figures.most_resets(label, gates, self.layer, self.head) for label, gates in gates_of.items()]
         print(mask_table(gates_of, self.block).terminal())
-        save_as(figures.mask(heads), output)
+        save_as(draw(figures.mask(heads)), output)
         if (more := len(heads) - figures.MAX_ROWS) > 0:
             print(f"The picture shows the first {figures.MAX_ROWS} models, not the other {more}.")

@@ -81,13 +81,13 @@ class Spectrum:
         show(*spectrum_tables(result, heads=self.heads))
         files = write_tables(result, output)
         if self.text:
-            files += save(decays(result), output, "decays")
-        for name, figure in spectrum_figures(finite(result)).items():
-            files += save(figure, output, name)
+            files += save(decays(result), output)
+        for figure in spectrum_figures(finite(result)):
+            files += save(figure, output)
         with_ska = operators_of(result)
         if with_ska["models"]:
             show(*operator_tables(with_ska))
-            files += [*write_operators(with_ska, output), *save(operators(with_ska), output, "koopman")]
+            files += [*write_operators(with_ska, output), *save(operators(with_ska), output)]
         if any(model["layers"] for model in result["models"]):
             files.append(write_spectrum_page(result, output, shlex.join(["halflife", *sys.argv[1:]])))
         print(f"written to {output}: {', '.join(file.name for file in files)}")

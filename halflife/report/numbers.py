@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 MISSING = "–"
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 T = TypeVar("T")
 
 
@@ -25,6 +26,14 @@ def count(number: float) -> str:
 def short_count(number: float) -> str:
     """A number of tokens for an axis: "512", "1,500", "4K" for 4,096."""
     return f"{number / 1024:g}K" if number >= 1024 and number % 1024 == 0 else f"{number:,g}"
+
+
+def axis_number(number: float) -> str:
+    """A number for an axis: "0.01", "1,000", "10⁶"."""
+    exponent = math.floor(math.log10(abs(number))) if number else 0
+    if not -4 <= exponent < 6 and math.isclose(number, 10.0**exponent):
+        return f"10{str(exponent).translate(SUPERSCRIPTS)}"
+    return f"{number:,g}"
 
 
 def rounded(number: float, digits: int = 6) -> float | None:

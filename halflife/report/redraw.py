@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from halflife.files import FORECAST_JSON, THEORY_JSON, read_json, without_null
 from halflife.report.card import write_card
 from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
-from halflife.report.figures.comparison_spectrum import spectrum_pages
+from halflife.report.figures.comparison_spectrum import spectrum
 from halflife.report.figures.data import FigureData
 from halflife.report.figures.decays import decays, grid_figures
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.language import language_figures
-from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, draw_pages, save
+from halflife.report.figures.matplotlib_renderer import FORMATS, check_format, save
 from halflife.report.figures.operators import operators
 from halflife.report.figures.spectrum import spectrum_figures
 from halflife.report.page.render import write_page
@@ -35,9 +33,9 @@ from halflife.runs.folder import (
 )
 
 # The files that `halflife spectrum` writes about a text that trained models read, and the figures of each.
-SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], dict[str, Figure]]] = {
-    "decays": lambda data: {**({"decays": decays(data)} if data["text"] else {}), **spectrum_figures(data)},
-    "koopman": lambda data: {"koopman": operators(data)},
+SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], list[FigureData]]] = {
+    "decays": lambda data: [*([decays(data)] if data["text"] else []), *spectrum_figures(data)],
+    "koopman": lambda data: [operators(data)],
 }
 
 
@@ -76,23 +74,15 @@ def save_figures(
 ) -> list[Path]:
     """Draw the figures of a run, and the spectra of a comparison, into its folder `figures/` and return the files.
 
-    A figure of many models is divided into several files, `spectrum.png`, `spectrum-2.png` and so on.
-
     Raises:
         ValueError: a format is unknown.
     """
-    figures: dict[str, list[Figure]] = {}
+    figures = list(data)
     if isinstance(run, Comparison):
         on_text = folder_kind(run.path) is FolderKind.GRID
-        if not on_text or any(one.spectrum for one in run.trainings):  # earlier versions saved none of models on text
-            figures["spectrum"] = spectrum_pages(run)
-    figures |= {one.name: draw_pages(one) for one in data}
-    return [
-        file
-        for name, pages in figures.items()
-        for number, page in enumerate(pages, start=1)
-        for file in save(page, run.path / FIGURES, name if number == 1 else f"{name}-{number}", formats)
-    ]
+        if not on_text or any(one.spectrum for one in run.trainings):
+            figures.insert(0, spectrum(run))
+    return [file for one in figures for file in save(one, run.path / FIGURES, formats=formats)]
 
 
 def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -118,8 +108,8 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     folder = run.path / "spectrum"
     for name, figures_of in SPECTRUM_FILES.items():
         if (folder / f"{name}.json").exists():
-            for figure_name, figure in figures_of(without_null(read_json(folder / f"{name}.json"), math.nan)).items():
-                files += save(figure, folder, figure_name, formats)
+            for figure in figures_of(without_null(read_json(folder / f"{name}.json"), math.nan)):
+                files += save(figure, folder, formats=formats)
     files += redraw_analyses(run.path / "forecast", formats)
     return [*files, write_page(run, data)]
 
@@ -133,6 +123,6 @@ def redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
     if (folder / THEORY_JSON).exists():
         files += theory.draw_all(without_null(read_json(folder / THEORY_JSON), math.nan), folder, formats)
     if (folder / FORECAST_JSON).exists():
-        for name, figure in forecast_figures(read_forecasts(folder / FORECAST_JSON)).items():
-            files += save(figure, folder, name, formats)
+        for figure in forecast_figures(read_forecasts(folder / FORECAST_JSON)):
+            files += save(figure, folder, formats=formats)
     return files

@@ -55,20 +55,17 @@ class ModelStyle(NamedTuple):
     linestyle: Any
 
 
+REFERENCE = ModelStyle(INK, "", REFERENCE_LINE["linestyle"])
+FORMULA = ModelStyle(INK, "", (0, (1, 1.5)))  # values of a formula, or a level to compare with
+DOTS = ModelStyle(INK, "o", "none")
+
+
 def model_styles(models: Sequence[str]) -> dict[str, ModelStyle]:
     """The style of each model, by its place in the list. The first 280 styles all differ."""
     return {
         model: ModelStyle(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], LINES[i % len(LINES)])
         for i, model in enumerate(models)
     }
-
-
-def model_handles(models: Sequence[str], **changes: Any) -> list[Line2D]:
-    """Legend entries of models; `changes` replace attributes of each style, such as `marker=""`."""
-    return [
-        Line2D([], [], **{**style._asdict(), **changes}, label=escape_formula(model))
-        for model, style in model_styles(models).items()
-    ]
 
 
 def legend(figure: Figure, handles: Sequence[Line2D]) -> None:

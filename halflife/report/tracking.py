@@ -26,6 +26,7 @@ def observe_decays(model: LanguageModel) -> tuple[dict[str, float], dict[str, Fi
     that PoST knows, otherwise at position 1.
     """
     from halflife.analysis.model_spectrum import model_spectrum
+    from halflife.report.figures.matplotlib_renderer import draw
     from halflife.report.figures.spectrum import timescales
 
     spectrum = model_spectrum(model)
@@ -37,4 +38,4 @@ def observe_decays(model: LanguageModel) -> tuple[dict[str, float], dict[str, Fi
         for name, statistic in (("shortest", min), ("median", median), ("longest", max)):
             values[f"timescales/layer{layer.layer}/{name}"] = float(statistic(scales))
     data = {"model": model.config.name, "channels": granularity(model), **spectrum.to_dict()}
-    return values, {"decay_spectrum": timescales(finite({"models": [data]}))}
+    return values, {"decay_spectrum": draw(timescales(finite({"models": [data]})))}

@@ -55,5 +55,5 @@ class Memory:
         )  # fmt: skip
         show(*memory_tables(result))
         output = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-memory"
-        files = [*write_memory(result, output), *save(memory(result), output, "memory")]
+        files = [*write_memory(result, output), *save(memory(result), output)]
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -66,5 +66,5 @@ class Throughput:
         )  # fmt: skip
         show(*throughput_tables(result))
         output = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-throughput"
-        files = [*write_throughput(result, output), *save(step_times(result), output, "throughput")]
+        files = [*write_throughput(result, output), *save(step_times(result), output)]
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -25,7 +25,7 @@ from halflife.runs.folder import Comparison, Score, Training, mean
 SHORTCUT = ModelStyle(INK, "", (0, (1, 1.2)))
 CHANCE = ModelStyle(INK, "", (0, (1, 4)))
 ACCURACY = Axis("accuracy", fraction=True)
-STEP = Axis("step", from_zero=True, phrase="step {}")
+STEP = Axis("step", from_zero=True, phrase="step {}", whole=True)
 
 
 def comparison_figures(run: Comparison) -> list[FigureData]:
@@ -60,10 +60,10 @@ def accuracy(run: Comparison) -> FigureData:
     return FigureData(
         "accuracy",
         "Accuracy against length",
+        [_accuracy_panel(run, test) for test in run.tests],
         f"Line charts of accuracy against sequence length for {', '.join(run.models)}.",
         f"{SEEDS}The vertical line marks the training length T. To its right, sequences are longer than in training. "
         f"{pairs}Dotted lines show chance and the best answer that ignores the key.",
-        [_accuracy_panel(run, test) for test in run.tests],
     )
 
 
@@ -115,10 +115,10 @@ def recall(run: Comparison) -> FigureData:
     return FigureData(
         "recall",
         "Recall by length and pairs",
+        [_recall_panel(run, model, test) for model in run.models for test in tests],
         f"Heat maps of accuracy by sequence length and number of pairs for {', '.join(run.models)}.",
         "Mean accuracy over seeds, in percent. Sequences get longer to the right, and the number of pairs grows "
         "downwards. A cell is empty where the pairs do not fit into the length.",
-        [_recall_panel(run, model, test) for model in run.models for test in tests],
         columns=len(tests),
     )
 
@@ -156,10 +156,10 @@ def positions(run: Comparison) -> FigureData:
     return FigureData(
         "positions",
         "Accuracy and loss by position",
+        panels,
         "Line charts of accuracy and of cross-entropy against the position in the longest test for "
         f"{', '.join(run.models)}.",
         f"{SEEDS}The dashed line marks the training length T. Positions to its right did not occur in training.",
-        panels,
     )
 
 
@@ -183,10 +183,10 @@ def length(run: Comparison) -> FigureData:
     return FigureData(
         "length",
         "Perplexity by length",
+        panels,
         f"Line charts of perplexity against the length of the text for {', '.join(run.models)}.",
         f"{SEEDS}On the test text. Left: over all tokens of texts of each length. Right: over their last T "
         "tokens alone, where distant context can help most. The vertical line marks the training length T.",
-        panels,
     )
 
 
@@ -214,11 +214,11 @@ def gates(trainings: Mapping[str, Sequence[Training]]) -> FigureData:
     return FigureData(
         "gates",
         "What the slow gates do",
+        panels,
         "Line charts of the share of resets, the mean segment length and the slow state's share of the energy "
         "during training.",
         f"{SEEDS}All values are means over layers. At a reset, the content of the fast state is added to the slow "
         "state. Values of 0 are missing on logarithmic axes.",
-        panels,
     )
 
 
@@ -254,8 +254,8 @@ def training(
     return FigureData(
         "training",
         "Training",
+        panels,
         f"Line charts of training loss and {validation} against the step for {', '.join(run.models)}.",
         f"{SEEDS}All runs have the selected learning rate. Left: cross-entropy at the scored positions, averaged "
         f"over the steps between two records. Right: {explanation}. Its final value selects the learning rate.",
-        panels,
     )

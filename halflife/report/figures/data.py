@@ -1,4 +1,4 @@
-"""Figures as data: panels of curves or heat maps, with titles and labels, independent of the library that draws them.
+"""Figures as data: panels of curves, heat maps or images, independent of the library that draws them.
 
 A data function returns a `FigureData`. `figures.matplotlib_renderer` draws it into a file, and `page.plotly_renderer`
 makes an interactive plot of it.
@@ -6,20 +6,25 @@ makes an interactive plot of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from halflife.report.numbers import short_count
-from halflife.report.style import ModelStyle
+import numpy as np
+
+from halflife.report.numbers import axis_number, evenly, short_count
+from halflife.report.style import ModelStyle, model_styles
 from halflife.runs.folder import mean
 
 MAX_TICKS = 8
+MAX_LAYERS = 6  # of one model
+SLOWEST, FASTEST = 1e8, 1e-2  # tokens; time-scales outside are drawn at these limits
 NO_DATA = "no data yet"
 UNFINISHED = "There are no results yet because the run has not finished."
 SEEDS = "Thick lines are means over seeds, and thin lines are single seeds. "
 
-Curve = tuple[Sequence[float], Sequence[float]]  # x and y
+Values = Sequence[float] | np.ndarray
+Curve = tuple[Values, Values]  # x and y
 
 
 @dataclass(frozen=True)
@@ -33,39 +38,53 @@ class Axis:
         from_zero: whether a linear axis begins at 0.
         ticks: value → label; if empty, the renderer chooses the ticks.
         phrase: the words around a value when it is read out, "{} tokens".
+        limits: the ends of the axis; None where the renderer chooses them.
+        whole: whether ticks stand at whole numbers alone.
+        write: how the value of a tick is written.
+        names: whether ticks are names, of which each needs a line.
     """
 
     label: str
     log: bool = False
     fraction: bool = False
     from_zero: bool = False
-    ticks: Mapping[float, str] = field(default_factory=dict)
+    ticks: Mapping[Any, str] = field(default_factory=dict)
     phrase: str = "{}"
+    limits: tuple[float | None, float | None] = (None, None)
+    whole: bool = False
+    write: Callable[[float], str] = axis_number
+    names: bool = False
+
+
+Weight = Literal["thick", "thin", "level", "line", "hollow", "ring", "bar"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve.
+    """One curve, or dots where the line style is "none".
 
     Attributes:
         name: its name in tables and under the pointer.
-        group: the entry of the legend that it belongs to.
+        group: the entry of the legend that it belongs to; "" for none.
         style: colour, marker and line style.
         x: positions of its points.
         y: values of its points, which may be NaN.
-        weight: "thick" has markers, "thin" has none, and "level" is a dotted line to compare with.
+        weight: "thick" has markers, "hollow" has hollow ones, "thin" and "line" have none, "level" is a dotted line to
+            compare with, "ring" has large hollow markers, and "bar" is a wide pale line.
         note: what is added to the name under the pointer.
         label: what is written beside its points.
+        bars: the lower and upper ends of vertical bars at the points.
     """
 
     name: str
     group: str
     style: ModelStyle
-    x: Sequence[float]
-    y: Sequence[float]
-    weight: Literal["thick", "thin", "level"] = "thick"
+    x: Values
+    y: Values
+    weight: Weight = "thick"
     note: str = ""
     label: str = ""
+    bars: tuple[Values, Values] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,14 +97,37 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Band:
+    """The area between two curves."""
+
+    x: Values
+    low: Values
+    high: Values
+    color: str
+    alpha: float
+
+
+@dataclass(frozen=True)
 class Panel:
-    """Curves on one pair of axes."""
+    """Curves on one pair of axes.
+
+    Attributes:
+        title, x, y: its title and its axes.
+        series, references, bands: what it shows.
+        equal: whether a unit has the same length on both axes.
+        named: whether the names of the series stand at the right ends of their lines.
+        wide: whether it fills a row of the figure.
+    """
 
     title: str
     x: Axis
     y: Axis
     series: Sequence[Series]
     references: Sequence[Reference] = ()
+    bands: Sequence[Band] = ()
+    equal: bool = False
+    named: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +140,46 @@ class HeatMap:
     columns: Sequence[str]
     rows: Sequence[str]
     cells: Sequence[Sequence[float]]
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Image:
+    """Numbers as colours. All images of a figure share their colours.
+
+    Attributes:
+        title, x, y: as of a panel. The centres of cells are whole numbers from 0, and rows are counted downwards.
+        cells: `[rows, columns]`; cells that are NaN stay empty.
+        marks: rows and columns that have a mark.
+        texts: what is written in the cells, one text for each; "" for nothing.
+        series: curves and dots above the image, in its coordinates.
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    cells: np.ndarray
+    marks: Sequence[int] = ()
+    texts: Sequence[Sequence[str]] = ()
+    series: Sequence[Series] = ()
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Colours:
+    """The scale of the colours of images: its label, its ends, and whether it is logarithmic."""
+
+    label: str
+    low: float
+    high: float
+    log: bool = False
+
+
+class Key(NamedTuple):
+    """The look of an entry of a legend."""
+
+    style: ModelStyle
+    weight: Weight = "thick"
 
 
 @dataclass(frozen=True)
@@ -107,29 +189,74 @@ class FigureData:
     Attributes:
         name: the name of its file, and of its place in the page.
         title: its heading.
-        description: what it shows, for readers who cannot see it.
-        caption: how to read it.
-        panels: either curves or heat maps, in rows.
+        panels: curves, heat maps or images, in rows; None leaves a place empty.
+        description: what it shows, for readers of a page who cannot see it.
+        caption: how to read it, in a page.
         columns: the largest number of panels in a row.
+        keys: entries of the legend below those of the series.
+        missing: what a panel says that has nothing to show.
+        size: width and height of a panel of curves, inches.
+        shared: whether all panels have the same y-axis, which is labelled at the left alone.
+        colours: the scale of images.
     """
 
     name: str
     title: str
-    description: str
-    caption: str
-    panels: Sequence[Panel | HeatMap]
+    panels: Sequence[Panel | HeatMap | Image | None]
+    description: str = ""
+    caption: str = ""
     columns: int = 3
+    keys: Mapping[str, Key] = field(default_factory=dict)
+    missing: str = NO_DATA
+    size: tuple[float, float] = (3.0, 3.0)
+    shared: bool = False
+    colours: Colours | None = None
 
     @property
-    def legend(self) -> dict[str, ModelStyle]:
-        """The style of each group of series, in order."""
-        curves = [series for panel in self.panels if isinstance(panel, Panel) for series in panel.series]
-        return {series.group: series.style for series in curves}
+    def legend(self) -> dict[str, Key]:
+        """The look of each group of series, in order, and the other entries."""
+        found: dict[str, Key] = {}
+        for panel in self.panels:
+            for series in panel.series if isinstance(panel, Panel | Image) else ():
+                if series.group and (series.group not in found or series.weight == "thick"):
+                    found[series.group] = Key(series.style, series.weight)
+        return found | dict(self.keys)
 
     @property
     def empty(self) -> bool:
         """Whether no panel has anything to show."""
-        return not any(isinstance(panel, HeatMap) or panel.series for panel in self.panels)
+        return not any(panel and (not isinstance(panel, Panel) or panel.series) for panel in self.panels)
+
+
+def curves(x: Values, values: Mapping[str, Values], weight: Weight = "thick") -> list[Series]:
+    """A series for each name, all at the same positions."""
+    styles = model_styles(list(values))
+    return [Series(name, name, styles[name], x, y, weight) for name, y in values.items()]
+
+
+def layer_rows(
+    models: Mapping[str, Sequence[Mapping[str, Any]]], draw: Callable[[str, str, Any], Panel]
+) -> dict[str, Any]:
+    """The panels of a figure with a row for each model and a panel for each layer.
+
+    At most `MAX_LAYERS` layers are shown, evenly spaced. Models with a single layer each stand side by side.
+
+    Args:
+        models: the layers of each model. Models without layers are left out.
+        draw: makes a panel of a title, the model's name and the layer.
+
+    Returns:
+        Arguments of `FigureData`.
+    """
+    rows = [[(name, layer) for layer in evenly(layers, MAX_LAYERS)] for name, layers in models.items() if layers]
+    width = max(map(len, rows), default=1)
+    panels: list[Panel | None] = []
+    for row in rows:
+        for i, (name, layer) in enumerate(row):
+            # A long name extends over the panels to its right, which have the same model.
+            panels.append(draw(f"{name}\n" * (i == 0) + f"layer {layer['layer']}", name, layer))
+        panels += [None] * (width - len(row))
+    return {"panels": panels, "columns": width if width > 1 else 3, "size": (2.1, 2.25), "shared": True}
 
 
 def seed_series(model: str, style: ModelStyle, curves: Mapping[int, Curve]) -> list[Series]:
@@ -163,8 +290,8 @@ def octave_ticks(last: int) -> dict[float, str]:
     return length_ticks([2**i for i in range(int(last).bit_length())])
 
 
-def log_tick_digits(values: Sequence[float]) -> tuple[int, ...]:
+def log_tick_digits(values: Values) -> tuple[int, ...]:
     """The leading digits of the ticks on a logarithmic axis: the shorter the span of the values, the more."""
     positive = [value for value in values if value > 0] or [1]
     span = max(positive) / min(positive)
-    return tuple(range(1, 10)) if span < 5 else (1, 2, 5) if span < 300 else (1,)
+    return tuple(range(1, 10)) if span < 5 else (1, 2, 5) if span < 50 else (1,)

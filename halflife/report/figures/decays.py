@@ -3,86 +3,78 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from halflife.analysis.decays import half_life
 from halflife.data.tokenizers import unit_of
 from halflife.files import read_json
 from halflife.report.figures.comparison import length, training
-from halflife.report.figures.data import Axis, FigureData, Panel, Series
-from halflife.report.figures.grids import FASTEST, SLOWEST, panel_grid
-from halflife.report.style import (
-    INK,
-    REFERENCE_LINE,
-    ModelStyle,
-    legend,
-    model_handles,
-    model_styles,
-    note,
-    styled,
-)
+from halflife.report.figures.data import FASTEST, SLOWEST, Axis, FigureData, Key, Panel, Reference, Series
+from halflife.report.figures.spectrum import LAYER, MISSING
+from halflife.report.style import REFERENCE, model_styles
 from halflife.runs.folder import DECAY_REGRESSION_JSON, Comparison, mean, read_grid
 
 MAX_WITH_BARS = 4  # models; the bars of more models would cover each other
-BAR: dict[str, Any] = {"linewidth": 2.5, "alpha": 0.35}
+SHIFT = 0.13  # layers, between the bars of two models
 
 
-@styled
-def decays(result: dict[str, Any]) -> Figure:
-    """Median decay λ of every layer, and its half-life (tokens, log): a line for each model, bars between quartiles.
+def decays(result: dict[str, Any]) -> FigureData:
+    """Median decay λ, half-life and horizon (tokens, log) of every layer: a line for each model, bars from quartiles.
 
     Args:
         result: what `analysis.survey.measure_models` returns. Models without a decay are left out.
     """
     models = {model["model"]: model["layers"] for model in result["models"] if model["layers"]}
     bars = len(models) <= MAX_WITH_BARS
-    figure, (values, lives) = panel_grid(2, 3.0)
-    for i, (name, style) in enumerate(model_styles(list(models)).items()):
-        shift = 0.13 * (i - (len(models) - 1) / 2) if bars else 0.0
-        _draw_model(values, models[name], style, shift, float, bars)
-        _draw_model(lives, models[name], style, shift, _clipped_half_life, bars)
-    lives.axhline(result["length"], **REFERENCE_LINE)
-    values.set(ylabel="median decay λ", ylim=(-0.03, 1.03))
-    lives.set(ylabel="half-life (tokens)", yscale="log")
-    deepest = max((layer["layer"] for layers in models.values() for layer in layers), default=0)
-    for axes in (values, lives):
-        axes.set(xlabel="layer", xlim=(-0.6, deepest + 0.6))
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-        if not models:
-            note(axes, "no layer with a decay")
-    handles = [Line2D([], [], **REFERENCE_LINE, label=f"tokens of a sequence, {result['length']:,}")]
-    if bars:
-        handles.append(Line2D([], [], color=INK, **BAR, label="from quartile to quartile"))
-    legend(figure, [*model_handles(list(models)), *handles])
-    return figure
+    tokens = Axis("tokens", log=True, phrase="{} tokens")
+    panels = []
+    for title, y, transform in (
+        ("Median decay λ", Axis("λ", limits=(-0.03, 1.03)), float), ("Half-life at the median", tokens, _half_life)
+    ):  # fmt: skip
+        series = []
+        for i, (name, style) in enumerate(model_styles(list(models)).items()):
+            shift = SHIFT * (i - (len(models) - 1) / 2) if bars else 0.0
+            low, middle, high = (
+                [math.nan if layer[key] is None else transform(layer[key]) for layer in models[name]]
+                for key in ("q25", "median", "q75")
+            )
+            x = [layer["layer"] + shift for layer in models[name]]
+            series.append(Series(name, name, style, x, middle, bars=(low, high) if bars else None))
+        panels.append(Panel(title, LAYER, y, series))
+    length = [Reference("", y=result["length"])]
+    panels[1] = replace(panels[1], references=length)
+    horizons = [
+        Series(name, name, style, [layer["layer"] for layer in models[name]], [_finite(one) for one in models[name]])
+        for name, style in model_styles(list(models)).items()
+    ]
+    panels.append(Panel("Horizon", LAYER, tokens, horizons, length))
+    return FigureData(
+"decays",
+"Decays on the text",
+panels,
+description="Line charts of median decays, half-lives and horizons by layer.",
+caption=("λ is the fraction of a memory that a token leaves. Bars go from quartile to quartile. The horizon is the lag "
+        "at which 1/e of a write is left, in the slowest head. A horizon beyond the longest measured lag has no point. "
+        "The dashed line is at the number of tokens of a sequence."),
+keys={f"tokens of a sequence, {result['length']:,}": Key(REFERENCE, "level")},
+missing=MISSING,
+        size=(2.4, 2.8),
+)  # fmt: skip
 
 
-def _draw_model(
-    axes: Axes,
-    layers: list[dict[str, Any]],
-    style: ModelStyle,
-    shift: float,
-    transform: Callable[[float], float],
-    bars: bool,
-) -> None:
-    """Draw a transform of the median decay by layer, moved to the right by `shift` layers."""
-    x = np.array([layer["layer"] for layer in layers]) + shift
-    low, middle, high = ([transform(layer[key]) for layer in layers] for key in ("q25", "median", "q75"))
-    if bars:
-        axes.vlines(x, low, high, color=style.color, **BAR, zorder=1.5)  # below all lines
-    axes.plot(x, middle, **style._asdict(), linewidth=1.2)
-
-
-def _clipped_half_life(decay: float) -> float:
+def _half_life(decay: float) -> float:
     """The half-life in tokens, within the limits of all figures of time-scales."""
     return float(np.clip(half_life(decay), FASTEST, SLOWEST))
+
+
+def _finite(layer: dict[str, Any]) -> float:
+    """The horizon of a layer, NaN if it is unknown or beyond the longest lag."""
+    horizon = layer.get("horizon")
+    return horizon if horizon and math.isfinite(horizon) else math.nan
 
 
 def unit(run: Comparison) -> str:
@@ -133,10 +125,10 @@ def against_paper(data: dict[str, Any], unit: str = "byte") -> FigureData:
     return FigureData(
         "results",
         "Loss against the paper's",
+        [Panel("loss", x, y, series)],
         f"Dot chart of the test loss here against the paper's loss for {', '.join(shown)}.",
         "Each dot is a variant, the mean over seeds. A thin vertical line goes from its lowest to its highest seed. "
         "Variants without a loss in the paper are left out.",
-        [Panel("loss", x, y, series)],
     )
 
 
@@ -162,9 +154,9 @@ def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> Figu
     return FigureData(
         "decay_regression",
         "Loss by decay",
+        panels,
         f"Dot charts of the test loss against the median decay before and after training for {', '.join(models)}.",
         "Each dot is a variant, a mean over seeds. Its place is the median of λ over channels and tokens of the test "
         "text, a mean over layers.",
-        panels,
         columns=1,
     )

@@ -50,15 +50,15 @@ def length(results: Mapping[str, Mapping[str, Any]]) -> FigureData:
     return FigureData(
         "length",
         "Perplexity and loss by length",
+        [
+            Panel("perplexity by length", x, Axis("perplexity", log=True), perplexity, line),
+            Panel("loss by position", position, bits, by_position, line),
+        ],
         f"Line charts of {', '.join(results)}: perplexity against the length of the text, and loss by position in it.",
         "On the validation text. Left: perplexity of texts of each length, over all of their tokens (thick) and over "
         "those of the last context alone (thin). Right: loss by position in the longest text. Each point is the mean "
         "over an octave of positions, drawn at its end. To the right of the dashed line, the model reads further than "
         "in training.",
-        [
-            Panel("perplexity by length", x, Axis("perplexity", log=True), perplexity, line),
-            Panel("loss by position", position, bits, by_position, line),
-        ],
     )
 
 
@@ -83,13 +83,13 @@ def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = N
     return FigureData(
         "loss",
         "Training",
-        f"Line charts of the loss of {', '.join(runs)} in training and validation, and of the learning rate, by step.",
-        "Left: the thin line is the loss of the training batches, averaged over the steps between two "
-        "records. The thick line is the loss on the validation text, always on the same rows.",
         [
             Panel("loss", x, Axis(BITS_A_TOKEN, log=True, phrase="{} bits"), _with_points(losses), lines),
             Panel("learning rate", x, Axis("", from_zero=True), _with_points(rates)),
         ],
+        f"Line charts of the loss of {', '.join(runs)} in training and validation, and of the learning rate, by step.",
+        "Left: the thin line is the loss of the training batches, averaged over the steps between two "
+        "records. The thick line is the loss on the validation text, always on the same rows.",
     )
 
 

@@ -9,24 +9,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure, FigureBase
-from matplotlib.image import AxesImage
-from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
 from halflife.analysis.masks import Gates, cut_values
-from halflife.report.style import COLOURS, INK, WIDTH, escape_formula, legend, model_styles, styled
+from halflife.report.figures.data import Axis, Colours, FigureData, Image, Key, Panel, Series, Weight
+from halflife.report.style import COLOURS, FORMULA, INK, WIDTH, ModelStyle, model_styles
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
 FAINTEST = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
 SMALLEST = 1e-18  # smaller singular values are drawn here
-RESET: dict[str, Any] = {"color": COLOURS[1], "width": 0.8, "length": 4}  # of ticks
+MAX_TICKS = 8  # tokens that all have a number
 MAX_ROWS = 4  # models in one picture
 EXAMPLE_RESETS, EXAMPLE_LENGTH = (1, 3, 5), 6  # tokens, counted from 0 as in the paper
-EXAMPLE_FAINTEST, EXAMPLE_DARK = 0.05, 0.3
+EXAMPLE_FAINTEST = 0.05
 EXAMPLE_SLOW, EXAMPLE_FAST = 0.5, 0.8  # α at a reset, and β at every token
 
 
@@ -58,7 +53,7 @@ class Head(NamedTuple):
     def title(self) -> str:
         """The head's name and how often it resets."""
         count, length = len(self.resets()), self.gates.g_fast.shape[1]
-        name = f"{escape_formula(self.label)}, layer {self.gates.layer}, head {self.head}: "
+        name = f"{self.label}, layer {self.gates.layer}, head {self.head}: "
         if not count:
             return f"{name}no reset in {length} tokens"
         resets = "1 reset" if count == 1 else f"{count} resets"
@@ -85,8 +80,7 @@ def most_resets(label: str, found: Sequence[Gates], layer: int | None = None, he
 # ----------------------------------------------------------------------------------------------- models
 
 
-@styled
-def mask(heads: Sequence[Head]) -> Figure:
+def mask(heads: Sequence[Head]) -> FigureData:
     """Γ, Λ and Γ ⊙ Λ (log colours) with ticks at the resets, a row for each model; below, singular values.
 
     The singular values are those of the block of the mask in which tokens from m on read from tokens up to m, relative
@@ -94,69 +88,51 @@ def mask(heads: Sequence[Head]) -> Figure:
     drawn.
     """
     heads = heads[:MAX_ROWS]
-    figure = Figure(figsize=(WIDTH, 2.55 * len(heads) + 1.9), layout="constrained")
-    heights = [*([2.55] * len(heads)), 1.9]
-    subfigures: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    *rows, below = subfigures
     masks = [one.masks() for one in heads]
     smallest = min(both[torch.ones_like(both).tril().bool()].min().item() for *_, both in masks)
-    faintest = min(max(smallest, FAINTEST), 0.5)
-    for row, one, shown in zip(rows, heads, masks, strict=True):
-        panels = row.subplots(1, 3)
-        for axes, name, entries in zip(panels, NAMES, shown, strict=True):
-            image = _draw_mask(axes, entries, one.resets(), faintest)
-            axes.set(title=name, xlabel="written at token j")
-        panels[0].set_ylabel("read at token i")
-        row.suptitle(one.title(), fontsize=9, x=0.01, ha="left")
-        beyond = "min" if smallest < faintest else "neither"
-        _colour_bar(row, image, panels, beyond)
-    lines = _draw_singular_values(below.subplots(), heads)
-    legend(figure, [*lines, Line2D([], [], color=RESET["color"], marker="|", linestyle="none", label="reset")])
-    return figure
+    panels: list[Image | Panel] = []
+    for one, shown in zip(heads, masks, strict=True):
+        panels += _images(shown, one.resets(), f"{one.title()}\n")
+    title = "singular values of the block in which tokens from m on read from tokens up to m"
+    y = Axis("σ / σ₁", log=True, limits=(SMALLEST / 3, 3))
+    panels.append(Panel(title, Axis("token m", whole=True), y, _singular_values(heads), wide=True))
+    return FigureData(
+"mask",
+"Decay masks",
+panels,
+size=(2.5, 2.55),
+keys={"reset": Key(ModelStyle(COLOURS[1], "|", "none"))},
+colours=Colours("share that is left", min(max(smallest, FAINTEST), 0.5), 1, log=True),
+)  # fmt: skip
 
 
-def _draw_mask(axes: Axes, entries: Tensor, resets: Sequence[int], faintest: float) -> AxesImage:
-    """Draw the lower triangle of a mask. Ticks above and to the right mark the resets."""
-    upper = ~np.tri(len(entries), dtype=bool)
-    shown = np.ma.masked_array(entries.clamp(min=faintest).numpy(), upper)
-    image = axes.imshow(shown, norm=LogNorm(faintest, 1), cmap="magma", interpolation="nearest")
-    axes.grid(False)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(4, integer=True))
-        axis.set_ticks(resets, minor=True)
-        axis.remove_overlapping_locs = False  # a reset has a tick even next to a number
-    axes.tick_params(which="minor", bottom=False, left=False, top=True, right=True, **RESET)
-    return image
+def _images(masks: Sequence[Tensor], resets: Sequence[int], above: str = "", texts: Any = ((), (), ())) -> list[Image]:
+    """The lower triangles of the three masks of a head, with marks at the resets."""
+    panels = []
+    for i, (name, entries) in enumerate(zip(NAMES, masks, strict=True)):
+        cells = np.where(np.tri(len(entries), dtype=bool), entries.numpy(), np.nan)
+        ticks = {token: str(token) for token in range(len(entries))} if len(entries) <= MAX_TICKS else {}
+        y = Axis("" if i else "read at token i", ticks=ticks)
+        title = name if i else f"{above}{name}"
+        panels.append(Image(title, Axis("written at token j", ticks=ticks), y, cells, resets, texts[i]))
+    return panels
 
 
-def _colour_bar(figure: FigureBase, image: AxesImage, panels: Any, extend: str) -> None:
-    bar = figure.colorbar(image, ax=panels, extend=extend, shrink=0.8, label="share that is left", format="%g")
-    bar.minorformatter = NullFormatter()
-    low, high = image.get_clim()
-    bar.set_ticks([tick for tick in (0.001, 0.01, 0.1, 0.2, 0.5, 1) if low <= tick <= high])
-
-
-def _draw_singular_values(axes: Axes, heads: Sequence[Head]) -> list[Line2D]:
-    """Draw σ₂ (solid) and σ₃ (dotted) of each model, and in grey σ₂ of the first model's fast gates alone."""
-    lines = []
-
-    def draw(values: Tensor, label: str, **style: Any) -> None:
-        shown = values.clamp(min=SMALLEST)
-        lines.extend(axes.step(range(len(shown)), shown, where="mid", label=label, linewidth=1.2, **style))
-
+def _singular_values(heads: Sequence[Head]) -> list[Series]:
+    """σ₂ (solid) and σ₃ (dotted) of each model, and σ₂ of the first model's fast gates alone."""
     fast_only = dataclasses.replace(heads[0].gates, g_slow=None, factors=None)
-    one_decay = cut_values(heads[0]._replace(gates=fast_only).masks()[2])
-    draw(one_decay[:, 1], "one decay (Mamba-2), σ₂", color=INK, alpha=0.45)
+    alone = cut_values(heads[0]._replace(gates=fast_only).masks()[2])
+    lines: dict[str, tuple[Tensor, ModelStyle, Weight]] = {
+        "one decay (Mamba-2), σ₂": (alone[:, 1], ModelStyle(INK, "", "-"), "bar")
+    }
     for one, style in zip(heads, model_styles([one.label for one in heads]).values(), strict=True):
         values = cut_values(one.masks()[2])
-        for k, linestyle in ((1, "-"), (2, (0, (1, 1)))):
-            label = f"{escape_formula(one.label)}, σ{'₁₂₃'[k]}"
-            draw(values[:, k], label, color=style.color, linestyle=linestyle)
-    axes.set(yscale="log", ylim=(SMALLEST / 3, 3), xlabel="token m", ylabel="σ / σ₁")
-    axes.yaxis.set_major_locator(LogLocator(numticks=5))
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.set_title("singular values of the block in which tokens from m on read from tokens up to m", loc="left")
-    return lines
+        for k, line in ((1, "-"), (2, FORMULA.linestyle)):
+            lines[f"{one.label}, σ{'₁₂₃'[k]}"] = (values[:, k], ModelStyle(style.color, "", line), "line")
+    return [
+        Series(name, name, style, range(len(values)), values.clamp(min=SMALLEST).tolist(), weight)
+        for name, (values, style, weight) in lines.items()
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- example
@@ -182,26 +158,21 @@ def example_symbols() -> tuple[list[list[str]], ...]:
     return written(gamma), written(lam), written(gamma, lam)
 
 
-@styled
-def example() -> Figure:
+def example() -> FigureData:
     """Γ, Λ and Γ ⊙ Λ of the example with the formula of each entry, in colours for α = 1/2 and β = 4/5."""
     head = Head("example", example_gates(), 0)
-    figure = Figure(figsize=(1.6 * WIDTH, 4.1), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for axes, name, entries, symbols in zip(panels, NAMES, head.masks(), example_symbols(), strict=True):
-        image = _draw_mask(axes, entries, head.resets(), faintest=EXAMPLE_FAINTEST)
-        axes.set(title=name, xlabel="written at token j", xticks=range(EXAMPLE_LENGTH), yticks=range(EXAMPLE_LENGTH))
-        for i, row in enumerate(symbols):
-            for j, symbol in enumerate(row):
-                _draw_formula(axes, i, j, symbol, dark=entries[i, j].item() < EXAMPLE_DARK)
-    panels[0].set_ylabel("read at token i")
-    figure.suptitle(f"resets at 1, 3 and 5 (ticks), colours for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}", fontsize=9)
-    _colour_bar(figure, image, panels, "neither")
-    return figure
+    texts = [[[_formula(entry) for entry in row] for row in symbols] for symbols in example_symbols()]
+    above = f"resets at 1, 3 and 5 (ticks), colours for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}\n"
+    return FigureData(
+"example",
+"Decay masks",
+_images(head.masks(), head.resets(), above, texts),
+size=(0.53 * WIDTH, 4.1),
+colours=Colours("share that is left", EXAMPLE_FAINTEST, 1, log=True),
+)  # fmt: skip
 
 
-def _draw_formula(axes: Axes, i: int, j: int, symbol: str, dark: bool) -> None:
-    if symbol:
-        names = symbol.replace("α", r"\alpha").replace("β", r"\beta").split(" ")
-        lines = ["$" + " ".join(names[k : k + 2]) + "$" for k in range(0, len(names), 2)]
-        axes.text(j, i, "\n".join(lines), ha="center", va="center", fontsize=8, color="#ffffff" if dark else INK)
+def _formula(symbol: str) -> str:
+    """An entry as matplotlib writes formulas, with two factors in a line."""
+    names = symbol.replace("α", r"\alpha").replace("β", r"\beta").split()
+    return "\n".join("$" + " ".join(names[k : k + 2]) + "$" for k in range(0, len(names), 2))

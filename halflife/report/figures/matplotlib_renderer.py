@@ -10,20 +10,33 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from halflife.files import atomic_path
-from halflife.report.figures.data import NO_DATA, Axis, FigureData, HeatMap, Panel, Series, log_tick_digits
-from halflife.report.figures.grids import panel_grid
-from halflife.report.labels import label_point, separate_labels
+from halflife.report.figures.data import (
+    Axis,
+    Colours,
+    FigureData,
+    HeatMap,
+    Image,
+    Panel,
+    Series,
+    log_tick_digits,
+)
+from halflife.report.figures.labels import label_point, name_lines, separate_labels
+from halflife.report.numbers import axis_number
 from halflife.report.style import (
+    COLOURS,
     HEAT_COLOURS,
     INK,
     PAPER,
     REFERENCE_LINE,
     WIDTH,
+    ModelStyle,
     escape_formula,
     legend,
     note,
@@ -32,67 +45,152 @@ from halflife.report.style import (
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "thick": {}, "thin": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "level": {"linewidth": 1.2},
+    "line": {"linewidth": 1.4, "marker": ""}, "hollow": {"linewidth": 0.8, "markerfacecolor": "none"},
+    "ring": {"markerfacecolor": "none", "markeredgewidth": 1.4, "markersize": 9},
+    "bar": {"linewidth": 3, "alpha": 0.35, "solid_capstyle": "butt"},
 }  # fmt: skip
+BARS: dict[str, Any] = {"linewidth": 1.6, "alpha": 0.45, "zorder": 1.5}  # below all lines
 MAX_MARKERS = 16  # of a line; longer lines have markers at equal distances
-PANEL = (3.0, 3.0)  # width and height of a panel of curves, inches
+CROWDED = 48  # dots of a series; more dots are smaller
 PAGE_HEIGHT = 18.0  # of the panels in one picture, inches
 FORMATS = ("png", "svg")  # by default
 DPI = 150
+TITLE_PAD, LINE_HEIGHT = 6, 11.5  # of titles, points
+MARK: dict[str, Any] = {"color": COLOURS[1], "width": 0.8, "length": 4}  # of a row or column of an image
 # Without a date, the same data give the same file.
 _METADATA: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def draw_pages(data: FigureData) -> list[Figure]:
     """`draw` in pictures whose rows of panels are at most `PAGE_HEIGHT` high in all."""
-    heights = _heat_map_heights(data) or [PANEL[1]]
-    size = max(1, int(PAGE_HEIGHT / max(heights))) * data.columns
+    rows = max(1, int(PAGE_HEIGHT / max((_height(data, panel) for panel in data.panels), default=1.0)))
+    size = rows * data.columns
     pages = [replace(data, panels=data.panels[i : i + size]) for i in range(0, len(data.panels), size)]
     return [draw(page) for page in pages or [data]]
 
 
-def _heat_map_heights(data: FigureData) -> list[float]:
-    """The heights of the heat maps of a figure, inches."""
-    return [0.75 + 0.3 * len(panel.rows) for panel in data.panels if isinstance(panel, HeatMap)]
+def _height(data: FigureData, panel: Panel | HeatMap | Image | None) -> float:
+    """The height of the row of a panel, inches."""
+    if isinstance(panel, HeatMap):
+        return 0.75 + 0.3 * len(panel.rows)
+    return 0.7 + 0.17 * len(panel.y.ticks) if isinstance(panel, Panel) and panel.y.names else data.size[1]
 
 
 @styled
 def draw(data: FigureData) -> Figure:
     """The figure as matplotlib draws it, with a legend below its panels."""
-    if heights := _heat_map_heights(data):
-        ratios = [len(panel.columns) for panel in data.panels[: data.columns] if isinstance(panel, HeatMap)]
-        width = max(WIDTH, 0.38 * sum(ratios) + 0.5 * len(ratios) + 1)
-        figure, grid = panel_grid(
-            len(data.panels), max(heights), columns=data.columns, width=width, width_ratios=ratios
-        )
-    else:
-        count = max(1, len(data.panels))
-        figure, grid = panel_grid(count, PANEL[1], columns=data.columns, width=max(WIDTH, PANEL[0] * min(count, 3)))
-    if not data.panels:
-        grid[0].set_title(data.title)
-        note(grid[0], NO_DATA)
-    for axes, panel in zip(grid, data.panels, strict=False):
-        axes.set(title=escape_formula(panel.title), xlabel=panel.x.label, ylabel=panel.y.label)
-        if isinstance(panel, HeatMap):
-            draw_heat_map(axes, np.array(panel.cells), panel.rows, panel.columns)
-        else:
-            _draw_curves(axes, panel)
-    styles = data.legend.items()
-    legend(figure, [Line2D([], [], **style._asdict(), label=escape_formula(name)) for name, style in styles])
+    data = data if any(data.panels) else replace(data, panels=[Panel(data.title, Axis(""), Axis(""), [])])
+    columns = min(len(data.panels), data.columns)
+    columns = 2 if (len(data.panels), data.columns) == (4, 3) else columns  # two by two
+    rows = _rows(data.panels, columns)
+    heights = [max(_height(data, panel) for panel in row) for row in rows]
+    figure = Figure(figsize=(_width(data, columns), sum(heights)))
+    figure.set_layout_engine(
+        "compressed" if any(isinstance(p, Panel) and p.equal for p in data.panels) else "constrained"
+    )
+    cells = next((row for row in rows if isinstance(row[0], HeatMap) and not row[0].wide), [])
+    ratios = [len(panel.columns) for panel in cells if isinstance(panel, HeatMap)]
+    ratios = ratios if len(ratios) == columns else None
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights, width_ratios=ratios)
+    y, drawn = _shared_axis(data), {}
+    for i, row in enumerate(rows):
+        for j, panel in enumerate(row):
+            if panel is not None:
+                axes = figure.add_subplot(grid[i, :] if panel.wide else grid[i, j])
+                drawn[axes] = _draw_panel(axes, replace(panel, y=y) if y else panel, data)
+                if y and j:
+                    axes.set_ylabel("")
+                    axes.tick_params(labelleft=False)
+    if data.colours:
+        image = next(image for image in drawn.values() if image is not None)
+        bar = figure.colorbar(image, ax=list(drawn), label=data.colours.label, shrink=0.8)
+        bar.formatter = FuncFormatter(lambda value, _: axis_number(value))
+        bar.ax.minorticks_off()
+    legend(figure, [Line2D([], [], **_look(*key), label=escape_formula(name)) for name, key in data.legend.items()])
     return figure
 
 
+def _rows(panels: Sequence[Any], columns: int) -> list[list[Any]]:
+    """The panels of each row. A wide panel has a row of its own."""
+    rows: list[list[Any]] = []
+    for panel in panels:
+        wide = panel is not None and panel.wide
+        if not rows or wide or len(rows[-1]) == columns or (rows[-1][0] is not None and rows[-1][0].wide):
+            rows.append([])
+        rows[-1].append(panel)
+    return rows
+
+
+def _width(data: FigureData, columns: int) -> float:
+    """The width of a figure, inches."""
+    counts = [len(panel.columns) for panel in data.panels[:columns] if isinstance(panel, HeatMap)]
+    return max(WIDTH, data.size[0] * columns, 0.38 * sum(counts) + 0.5 * len(counts) + 1 if counts else 0)
+
+
+def _shared_axis(data: FigureData) -> Axis | None:
+    """The y-axis of all panels with limits around all their values. Axes that matplotlib shares take far longer."""
+    panels = [panel for panel in data.panels if isinstance(panel, Panel)]
+    if not data.shared or not panels:
+        return None
+    axis = panels[0].y
+    values = [y for panel in panels for one in panel.series for end in (one.y, *(one.bars or ())) for y in end]
+    values += [one.y for panel in panels for one in panel.references if one.y is not None]
+    shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
+    if not shown or axis.fraction or axis.limits != (None, None):
+        return axis
+    low, high = min(shown), max(shown)
+    margin = 0.05 * (high - low) or 1.0
+    return replace(axis, limits=(low / 1.4, high * 1.4) if axis.log else (low - margin, high + margin))
+
+
+def _draw_panel(axes: Axes, panel: Panel | HeatMap | Image, data: FigureData) -> AxesImage | None:
+    """Draw a panel, and return its image if it is one."""
+    above, _, title = escape_formula(panel.title).rpartition("\n")
+    axes.set_title("\n" * bool(above) + title, loc="left")
+    if above:  # this line may extend over the panels to its right, and takes no width from them
+        place = (0, TITLE_PAD + LINE_HEIGHT)
+        text = axes.annotate(above, (0, 1), place, xycoords="axes fraction", textcoords="offset points", fontsize=9)
+        text.set_in_layout(False)
+    axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
+    if isinstance(panel, Image):
+        return _draw_image(axes, panel, data.colours or Colours("", 0.0, 1.0))
+    if isinstance(panel, HeatMap):
+        draw_heat_map(axes, np.array(panel.cells, dtype=float), panel.rows, panel.columns)
+    elif panel.series:
+        _draw_curves(axes, panel)
+    else:
+        note(axes, data.missing)
+    return None
+
+
+def _look(style: ModelStyle, weight: str) -> dict[str, Any]:
+    """A style in the terms of a line of matplotlib."""
+    return {**style._asdict(), **WEIGHTS[weight]}
+
+
 def _draw_curves(axes: Axes, panel: Panel) -> None:
-    if not panel.series:
-        return note(axes, NO_DATA)
     for reference in panel.references:
         _draw_reference(axes, reference.label, reference.x, reference.y)
+    for band in panel.bands:
+        axes.fill_between(band.x, band.low, band.high, color=band.color, alpha=band.alpha, linewidth=0)
     for i, series in enumerate(panel.series):
-        style = {**series.style._asdict(), **WEIGHTS[series.weight]}
-        axes.plot(series.x, series.y, **style, markevery=_marker_places(series, i / len(panel.series)))
+        look = _look(series.style, series.weight)
+        if look["linestyle"] == "none":
+            crowded = len(series.x) > CROWDED
+            edge = (0.5 if crowded else 0.8) if series.weight == "hollow" else 0
+            look = {"markersize": 2.0 if crowded else 4.5, "markeredgewidth": edge, "alpha": 0.85, **look}
+        if series.bars:
+            low, high = series.bars
+            axes.vlines(series.x, low, high, color=series.style.color, **BARS)
+        axes.plot(series.x, series.y, **look, markevery=_marker_places(series, i / len(panel.series)))
         for point in zip(series.x, series.y, strict=True) if series.label else ():
             label_point(axes, escape_formula(series.label), point)
-    _set_axis(axes, "x", panel.x, [value for series in panel.series for value in series.x])
-    _set_axis(axes, "y", panel.y, [value for series in panel.series for value in series.y])
+    _set_axis(axes, "x", panel.x, [float(x) for one in panel.series for x in one.x])
+    _set_axis(axes, "y", panel.y, [float(y) for one in panel.series for end in (one.y, *(one.bars or ())) for y in end])
+    if panel.equal:
+        axes.set_aspect("equal")
+    if panel.named:
+        name_lines(axes, panel.series)
 
 
 def _marker_places(series: Series, shift: float) -> tuple[float, float] | None:
@@ -101,7 +199,8 @@ def _marker_places(series: Series, shift: float) -> tuple[float, float] | None:
     None where no more than `MAX_MARKERS` points are seen: matplotlib refuses places on a line of NaN alone.
     """
     spacing = 0.15
-    return (spacing * shift, spacing) if sum(map(math.isfinite, series.y)) > MAX_MARKERS else None
+    many = series.style.linestyle != "none" and sum(map(math.isfinite, series.y)) > MAX_MARKERS
+    return (spacing * shift, spacing) if many else None
 
 
 def _draw_reference(axes: Axes, label: str, x: float | None, y: float | None) -> None:
@@ -120,56 +219,94 @@ def _set_axis(axes: Axes, name: str, data: Axis, values: Sequence[float]) -> Non
     if data.log:
         axes.set(**{f"{name}scale": "log"})
         axis.set_minor_locator(NullLocator())
-        axis.set_major_locator(LogLocator(subs=log_tick_digits(values)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    elif name == "x":
+        low, high = data.limits
+        axis.set_major_locator(LogLocator(subs=log_tick_digits((low, high) if low and high else values)))
+    elif data.whole:
         axis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if data.log or data.whole:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: data.write(value)))
     if data.ticks:
-        axis.set_ticks(list(data.ticks), labels=list(data.ticks.values()))
+        labels = list(map(escape_formula, data.ticks.values()))
+        axis.set_ticks(list(data.ticks), labels=labels, fontsize=7 if data.names else None)
     if data.fraction and not data.log:
         axes.set(**{f"{name}lim": (-0.03, 1.03)})
         axis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
     if data.from_zero:
         axes.set(**{f"{name}lim": (0, None)})
+    if data.limits != (None, None):
+        axes.set(**{f"{name}lim": data.limits})
 
 
 def draw_heat_map(axes: Axes, cells: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> None:
     """Draw fractions `[rows, columns]` as coloured cells with percentages. Cells that are NaN stay empty."""
     axes.imshow(cells, vmin=0, vmax=1, cmap=HEAT_COLOURS, aspect="auto")
     axes.grid(visible=False)
-    axes.set_xticks(range(len(columns)), columns, fontsize=7)
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=90 if max(map(len, columns)) > 5 else 0)
+    axes.set_yticks(range(len(rows)), list(map(escape_formula, rows)), fontsize=7)
     for (i, j), value in np.ndenumerate(cells):
         if math.isfinite(value):
             colour = PAPER if value > 0.55 else INK
             axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
 
 
+def _draw_image(axes: Axes, panel: Image, colours: Colours) -> AxesImage:
+    norm = (LogNorm if colours.log else Normalize)(colours.low, colours.high, clip=True)
+    image = axes.imshow(panel.cells, norm=norm, cmap=HEAT_COLOURS, aspect="auto", interpolation="nearest")
+    axes.grid(visible=False)
+    for axis, given in ((axes.xaxis, panel.x), (axes.yaxis, panel.y)):
+        axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+        axis.set_major_formatter(FuncFormatter(lambda value, _, given=given: given.write(value)))
+        axis.set_ticks(panel.marks, minor=True)
+        axis.remove_overlapping_locs = False  # a mark is drawn even next to a number
+    axes.tick_params(which="minor", bottom=False, left=False, top=True, right=True, **MARK)
+    for axis, given in ((axes.xaxis, panel.x), (axes.yaxis, panel.y)):
+        if given.ticks:
+            axis.set_ticks(list(given.ticks), labels=list(given.ticks.values()))
+    for series in panel.series:
+        axes.plot(series.x, series.y, **_look(series.style, series.weight), markeredgecolor=PAPER, markersize=7)
+    for i, row in enumerate(panel.texts):
+        for j, text in enumerate(row):
+            colour = PAPER if norm(panel.cells[i][j]) > 0.55 else INK
+            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
+    return image
+
+
 # -------------------------------------------------------------------------------------------------- files
 
 
-def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
+def save(data: FigureData, folder: Path, name: str = "", formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write `name.png` (150 dpi), `name.svg`, … into the folder and return the files.
+
+    A figure with many panels is divided into several files, `name.png`, `name-2.png` and so on.
+
+    Args:
+        data: the figure.
+        folder: where to write.
+        name: the name of the files; by default that of the figure.
+        formats: png, svg, pdf.
 
     Raises:
         ValueError: see `check_format`.
     """
-    files = [folder / f"{name}.{check_format(suffix)}" for suffix in formats]
-    _arrange(figure)
-    for file in files:
-        save_as(figure, file)
+    files = []
+    for number, figure in enumerate(draw_pages(data), start=1):
+        stem = (name or data.name) + ("" if number == 1 else f"-{number}")
+        arrange(figure)
+        for file in (folder / f"{stem}.{check_format(suffix)}" for suffix in formats):
+            save_as(figure, file)
+            files.append(file)
     return files
 
 
 @styled
-def _arrange(figure: Figure) -> None:
-    """Compute the layout once for all files. With a layout engine, matplotlib draws each file twice."""
+def arrange(figure: Figure) -> Figure:
+    """Compute the layout once for all files and return the figure. With a layout engine, each file is drawn twice."""
     if (engine := figure.get_layout_engine()) is not None:
         figure.dpi = DPI
         engine.execute(figure)
         figure.set_layout_engine(None)
     separate_labels(figure)
+    return figure
 
 
 @styled

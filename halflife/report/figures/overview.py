@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-from halflife.evaluation.memory import format_bytes
-from halflife.report.figures.grids import panel_grid
-from halflife.report.style import INK, WIDTH, escape_formula, styled
+from halflife.report.figures.data import Axis, FigureData, Panel, Series
+from halflife.report.figures.memory import size_ticks
+from halflife.report.style import DOTS, INK, ModelStyle
 
 # Column → title.
 PANELS = {
@@ -20,15 +17,22 @@ PANELS = {
     "text": "text, bits a byte", "state": "state, bytes", "training": "training, tokens/s",
     "decoding": "decoding, tokens/s",
 }  # fmt: skip
-PERCENT = ("persistence", "capacity", "decoys", "tracking")
-SPEEDS = ("training", "decoding")
+PERCENT: dict[str, Any] = {"limits": (-3, 103)}
+SPEED: dict[str, Any] = {
+    "from_zero": True,
+    "whole": True,
+    "write": lambda x: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("persistence", "capacity", "decoys", "tracking"), PERCENT),
+    **dict.fromkeys(("training", "decoding"), SPEED),
+}
 
 
-@styled
-def overview(data: Mapping[str, Any]) -> Figure:
+def overview(data: Mapping[str, Any]) -> FigureData:
     """A dot for each model and quantity: hollow at the shorter length, filled at the longer one, with a line between.
 
-    Dots are means, and the seeds at the longer length are small and pale. A model that has not learned the task of a
+    Dots are means, and the bars reach over the seeds at the longer length. A model that has not learned the task of a
     panel has no dots there, and a task that no model has learned no panel.
 
     Args:
@@ -36,40 +40,40 @@ def overview(data: Mapping[str, Any]) -> Figure:
     """
     names, columns = data["models"], dict(data["columns"])
     columns |= {name: {"values": {m: [[x], [x]] for m, x in own.items()}} for name, own in data["speeds"].items()}
-    drawn = {
-        name: {model: column["values"][model] for model in column.get("learned", column["values"])}
-        for name, column in columns.items()
-    }
-    shown = [name for name in PANELS if drawn.get(name)]
-    figure, panels = panel_grid(
-        len(shown), max(1.6, 0.17 * len(names) + 0.6), columns=4, width=1.45 * WIDTH, sharey=True
-    )
-    for axes, name in zip(panels, shown, strict=True):
-        _draw(axes, names, drawn[name], 100 if name in PERCENT else 1)
-        lengths = columns[name].get("lengths", [])
-        axes.set_title(PANELS[name], loc="left")
-        axes.set_xlabel(" → ".join(f"{n:,}" for n in lengths) + " tokens" if lengths else "")
-        if name == "state":
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(LogLocator(base=2, numticks=3))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_bytes(x)))
-        if name in SPEEDS:
-            axes.set_xlim(left=0)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 15k
-        if name in PERCENT:
-            axes.set_xlim(-3, 103)
-    panels[0].set_yticks(range(len(names)), [escape_formula(name) for name in names])
-    panels[0].set_ylim(len(names) - 0.5, -0.5)
-    return figure
+    y = Axis("", ticks=dict(enumerate(names)), limits=(len(names) - 0.5, -0.5), names=True)
+    panels = []
+    for name, title in PANELS.items():
+        column = columns.get(name, {"values": {}})
+        values = {model: column["values"][model] for model in column.get("learned", column["values"])}
+        if values:
+            lengths = " → ".join(f"{n:,}" for n in column.get("lengths", []))
+            x = Axis(f"{lengths} tokens" if lengths else "", **OPTIONS.get(name, {}))
+            if name == "state":
+                sizes = [value for ends in values.values() for end in ends for value in end]
+                x = replace(x, log=True, ticks=size_ticks(min(sizes), max(sizes), 4))
+            scale = 100 if OPTIONS.get(name) is PERCENT else 1
+            series = [one for i, model in enumerate(names) for one in _dots(i, values.get(model), scale)]
+            panels.append(Panel(title, x, y, series))
+    return FigureData(
+"overview",
+"Overview",
+panels,
+columns=4,
+shared=True,
+size=(2.6, 3.0),
+)  # fmt: skip
 
 
-def _draw(axes: Axes, names: Sequence[str], values: Mapping[str, Sequence[Sequence[float]]], scale: float) -> None:
-    for y, name in enumerate(names):
-        if (ends := values.get(name)) and all(ends):
-            near, far = (scale * fmean(end) for end in ends)
-            axes.plot([near, far], [y, y], color=INK, linewidth=1, alpha=0.5)
-            axes.plot(near, y, "o", color=INK, fillstyle="none", markersize=4)
-            axes.plot(far, y, "o", color=INK, markersize=4)
-            axes.plot([scale * value for value in ends[1]], [y] * len(ends[1]), ".", color=INK, alpha=0.4, markersize=3)
+def _dots(y: int, ends: Any, scale: float) -> list[Series]:
+    """The dots of one model: the line between its means, the seeds at the longer length, and the means."""
+    if not ends or not all(ends):
+        return []
+    near, far = (scale * fmean(end) for end in ends)
+    seeds = [scale * value for value in ends[1]]
+    small = ModelStyle(INK, ".", "none")
+    return [
+        Series("", "", ModelStyle(INK, "", "-"), [near, far], [y, y], "thin"),
+        Series("seeds", "", small, seeds, [y] * len(seeds), "hollow"),
+        Series("shorter", "", DOTS, [near], [y], "hollow"),
+        Series("longer", "", DOTS, [far], [y]),
+    ]

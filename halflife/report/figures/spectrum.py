@@ -1,81 +1,84 @@
-"""Figures of trained models' decay spectra, from the contents of `decays.json`."""
+"""Figures of trained models' decay spectra, from the contents of `decays.json`: time-scales, modes, tapers.
+
+`distributions` and `heads` show how models distribute their channels over time-scales (PoST, Figures 1 and 2). All
+functions take what `analysis.survey.measure_models` returns.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from halflife.report.figures.allocation import distributions, heads
-from halflife.report.figures.grids import CROWDED, FASTEST, SLOWEST, layer_grid, note_missing, panel_grid
-from halflife.report.style import COLOURS, INK, REFERENCE_LINE, legend, model_handles, model_styles, note, styled
+from halflife.report.figures.data import (
+    FASTEST,
+    SLOWEST,
+    Axis,
+    Colours,
+    FigureData,
+    Image,
+    Key,
+    Panel,
+    Reference,
+    Series,
+    Weight,
+    layer_rows,
+)
+from halflife.report.style import COLOURS, DOTS, REFERENCE, ModelStyle, model_styles
 
 Data = dict[str, Any]
 
+MISSING = "no layer with a decay"
+LAYER = Axis("layer", phrase="layer {}", whole=True)
+TIMESCALE = Axis("time-scale (tokens)", log=True, phrase="{} tokens")
 # Where time-scales are taken → the label. Their order is that of the colours and markers.
 PLACES = {
     "1": "position 1", "T": "T", "16T": "16T", "text": "mean on the text", "slow text": "of the slow state, on the text"
 }  # fmt: skip
-PLACE_STYLES = dict(zip(PLACES, zip(COLOURS, "o^sDv", strict=False), strict=True))
-IDEAL: Data = {**REFERENCE_LINE, "alpha": 1}
+PLACE_STYLES = {
+    place: ModelStyle(color, marker, "none") for place, color, marker in zip(PLACES, COLOURS, "o^sDv", strict=False)
+}
+POINTS = 200  # of a density
 
 
-def spectrum_figures(data: Data) -> dict[str, Figure]:
-    """The figures of what `analysis.survey.measure_models` returns, by name."""
-    figures = {
-        "spectrum": timescales(data), "spectrum_modes": modes(data), "spectrum_distribution": distributions(data),
-        "spectrum_heads": heads(data),
-    }  # fmt: skip
+def spectrum_figures(data: Data) -> list[FigureData]:
+    """All figures of this module; that of tapers only if a layer has one."""
+    figures = [timescales(data), modes(data), distributions(data), heads(data)]
     has_taper = any("taper" in layer for model in data["models"] for layer in model["layers"])
-    return {**figures, "spectrum_taper": tapers(data)} if has_taper else figures
+    return [*figures, tapers(data)] if has_taper else figures
 
 
-# ------------------------------------------------------------------------------------------- time-scales
+def channel_axis(label: str, count: int) -> Axis:
+    """The axis of the numbers of channels, from 1."""
+    return Axis(label, limits=(0.4, count + 0.6), whole=True)
 
 
-@styled
-def timescales(data: Data) -> Figure:
+def timescales(data: Data) -> FigureData:
     """Time-scales (tokens, log) of the channels in the model's order: a panel for each layer, a row for each model.
 
     They are taken at positions 1, T and 16T, and at the mean decays on the text. Time-scales that do not depend on the
     position are drawn once. The dashed line is at T.
     """
     models = {model["model"]: model for model in data["models"]}
-    figure, panels = layer_grid([(name, model["layers"]) for name, model in models.items()], sharey=True)
-    if not panels:
-        return note_missing(figure, "no layer with a decay")
     drawn: set[str] = set()
-    for axes, name, layer in panels:
-        drawn |= _timescale_panel(axes, models[name], layer)
-    figure.supylabel("time-scale (tokens)", fontsize=9)
-    handles = [
-        Line2D([], [], color=color, marker=marker, linestyle="none", label=_label(place, drawn))
-        for place, (color, marker) in PLACE_STYLES.items() if place in drawn
-    ]  # fmt: skip
-    if any(_train_length(model) for model in data["models"]):
-        handles.append(Line2D([], [], **REFERENCE_LINE, label="T"))
-    legend(figure, handles)
-    return figure
 
+    def panel(title: str, name: str, layer: Data) -> Panel:
+        found, length = _by_place(models[name], layer), _train_length(models[name])
+        drawn.update(found)
+        count = len(next(iter(found.values())))
+        series = [
+            Series(place, "", style, range(1, count + 1), found[place].clip(FASTEST, SLOWEST))
+            for place, style in PLACE_STYLES.items() if place in found
+        ]  # fmt: skip
+        lines = [Reference("", y=length)] if length else []
+        return Panel(title, channel_axis(models[name]["channels"], count), TIMESCALE, series, lines)
 
-def _timescale_panel(axes: Axes, model: Data, layer: Data) -> set[str]:
-    """Draw one layer. Return the places where its time-scales are taken."""
-    by_place = _by_place(model, layer)
-    count = len(next(iter(by_place.values())))
-    dots = {"linestyle": "none", "markersize": 2.0 if count > CROWDED else 4.5, "markeredgewidth": 0, "alpha": 0.85}
-    for place, (color, marker) in PLACE_STYLES.items():
-        if place in by_place:
-            y = np.clip(by_place[place], FASTEST, SLOWEST)
-            axes.plot(np.arange(1, count + 1), y, color=color, marker=marker, **dots)
-    if length := _train_length(model):
-        axes.axhline(length, **REFERENCE_LINE)
-    axes.set(yscale="log", xlabel=model["channels"], xlim=(0.4, count + 0.6))
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    return set(by_place)
+    rows = layer_rows({name: model["layers"] for name, model in models.items()}, panel)
+    keys = {_label(place, drawn): Key(style) for place, style in PLACE_STYLES.items() if place in drawn}
+    if drawn and any(map(_train_length, data["models"])):
+        keys["T"] = Key(REFERENCE, "level")
+    return FigureData("spectrum", "Time-scales", keys=keys, missing=MISSING, **rows)
 
 
 def _by_place(model: Data, layer: Data) -> dict[str, np.ndarray]:
@@ -103,71 +106,121 @@ def _train_length(model: Data) -> int | None:
     return model["positions"][1] if len(model["positions"]) > 1 else None
 
 
-# ------------------------------------------------------------------------------------- modes, waste, taper
-
-
-@styled
-def modes(data: Data) -> Figure:
-    """Distinct modes by layer (log2), and the fractions of channels too slow and too fast: a line for each model.
+def modes(data: Data) -> FigureData:
+    """Distinct modes by layer (log), and the fractions of channels too slow and too fast: a line for each model.
 
     Filled markers are base spectra at T. Hollow markers are spectra at the mean decays on the text, with the text's
     length as T. Models without a decay are left out.
     """
     models = {model["model"]: model for model in data["models"] if model["layers"]}
-    figure, grid = panel_grid(3, 2.8)
-    panels: dict[str, Axes] = dict(zip(("modes", "too_slow", "too_fast"), grid, strict=True))
-    for name, style in model_styles(list(models)).items():
-        layers = models[name]["layers"]
-        position = str(_train_length(models[name]) or 1)
-        filled: Data = {"linewidth": 1.2}
-        hollow: Data = {"markerfacecolor": "none", "linewidth": 0.8}
-        for place, changes in ((position, filled), ("text", hollow)):
-            spectra = [layer["spectra"].get(place) for layer in layers]
-            for key, axes in panels.items():
-                if all(spectra):
-                    values = np.array([spectrum[key] for spectrum in spectra], dtype=float)
-                    axes.plot([layer["layer"] for layer in layers], values, **style._asdict(), **changes)
-    _modes_axes(panels, models)
-    dots: Data = {"color": INK, "marker": "o", "linestyle": "none"}
-    handles = [Line2D([], [], **dots, label="base, at T")]
-    if data["text"]:
-        handles.append(Line2D([], [], **dots, markerfacecolor="none", label="mean on the text"))
-    legend(figure, [*model_handles(list(models)), *handles])
-    return figure
+    fraction = Axis("fraction of channels", fraction=True)
+    panels = []
+    for key, title, y in (
+        ("modes", "Distinct time-scales", Axis("effective modes", log=True)), ("too_slow", "Too slow", fraction),
+        ("too_fast", "Too fast", fraction),
+    ):  # fmt: skip
+        series: list[Series] = []
+        for name, style in model_styles(list(models)).items():
+            layers = models[name]["layers"]
+            looks: dict[str, Weight] = {str(_train_length(models[name]) or 1): "thick", "text": "hollow"}
+            for place, weight in looks.items():
+                if all(place in layer["spectra"] for layer in layers):
+                    values = [layer["spectra"][place][key] for layer in layers]
+                    y_values = [math.nan if value is None else value for value in values]
+                    label = name if weight == "thick" else f"{name}, on the text"
+                    series.append(Series(label, name, style, [one["layer"] for one in layers], y_values, weight))
+        panels.append(Panel(title, LAYER, y, series))
+    keys = {"base, at T": Key(DOTS), **({"mean on the text": Key(DOTS, "hollow")} if data["text"] else {})}
+    return FigureData(
+"spectrum_modes",
+"Distinct time-scales and wasted channels",
+panels,
+description="Line chart of distinct time-scales and of wasted channels by layer.",
+caption=("A channel is too slow if its time-scale is beyond the training length, or the length of the text if that is "
+        "unknown. It is too fast if its time-scale is below one token. Filled markers are the spectrum at zero input. "
+        "Hollow markers are that of the mean log-decays on the text, with the text's length as T."),
+keys=keys if models else {}, size=(2.4, 2.8),
+missing=MISSING,
+)  # fmt: skip
 
 
-def _modes_axes(panels: dict[str, Axes], models: dict[str, Data]) -> None:
-    deepest = max((layer["layer"] for model in models.values() for layer in model["layers"]), default=0)
-    panels["modes"].set_ylabel("distinct modes")
-    panels["modes"].set_yscale("log", base=2)
-    panels["modes"].set_ylim(0.9, max(4.4, 1.1 * panels["modes"].get_ylim()[1]))
-    panels["modes"].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for key, title in (("too_slow", "channels slower than T"), ("too_fast", "channels faster than 1 token")):
-        panels[key].set(ylabel=title, ylim=(-0.03, 1.03))
-        panels[key].yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
-    for axes in panels.values():
-        axes.set(xlabel="layer", xlim=(-0.5, deepest + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-        if not models:
-            note(axes, "no layer with a decay")
-
-
-@styled
-def tapers(data: Data) -> Figure:
+def tapers(data: Data) -> FigureData:
     """PoST's exponents α of the channels: learned (dots) and ideal, (N − k)/(N − 1) (line), a panel for each layer."""
     channels = {model["model"]: model["channels"] for model in data["models"]}
-    models = [(model["model"], [one for one in model["layers"] if "taper" in one]) for model in data["models"]]
-    figure, panels = layer_grid(models, sharey=True)
-    if not panels:
-        return note_missing(figure, "no layer with PoST")
-    for axes, name, layer in panels:
-        ideal, learned = (np.array(layer["taper"][key], dtype=float) for key in ("ideal", "learned"))
-        k = np.arange(1, len(ideal) + 1)
-        axes.plot(k, ideal, **IDEAL)
-        axes.plot(k, learned, "o", color=COLOURS[0], markersize=2.0 if len(k) > CROWDED else 4.5, markeredgewidth=0)
-        axes.set(xlabel=f"{channels[name]}, slowest first", xlim=(0.4, len(k) + 0.6), ylim=(-0.05, 1.05))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    figure.supylabel("exponent α", fontsize=9)
-    dots = Line2D([], [], color=COLOURS[0], marker="o", linestyle="none", label="learned")
-    legend(figure, [dots, Line2D([], [], **IDEAL, label="ideal")])
-    return figure
+    models = {model["model"]: [one for one in model["layers"] if "taper" in one] for model in data["models"]}
+    learned = ModelStyle(COLOURS[0], "o", "none")
+
+    def panel(title: str, name: str, layer: Data) -> Panel:
+        numbers = range(1, len(layer["taper"]["ideal"]) + 1)
+        series = [
+            Series("ideal", "ideal", REFERENCE, numbers, layer["taper"]["ideal"], "level"),
+            Series("learned", "learned", learned, numbers, layer["taper"]["learned"]),
+        ]
+        x = channel_axis(f"{channels[name]}, slowest first", len(numbers))
+        return Panel(title, x, Axis("exponent α", limits=(-0.05, 1.05)), series)
+
+    rows = layer_rows(models, panel)
+    return FigureData("spectrum_taper", "Tapers", missing="no layer with PoST", **rows)
+
+
+def distributions(data: Data) -> FigureData:
+    """Base time-scales (tokens) at position 1. Left: density of their log10. Right: those of the middle layer.
+
+    The density is a sum of Gaussians over all layers, whose width follows Silverman's rule. On the right, channels
+    stand in the model's order and are spread over the same width. A geometric spectrum is a straight line.
+    """
+    models = {model["model"]: model for model in data["models"] if model["layers"]}
+    left, right = [], []
+    for name, style in model_styles(list(models)).items():
+        layers = [_log_timescales(layer) for layer in models[name]["layers"]]
+        x, y = density(np.concatenate(layers))
+        left.append(Series(name, "", style, 10**x, y, "line"))
+        middle = layers[len(layers) // 2]
+        place = np.linspace(0, 1, len(middle)) if len(middle) > 1 else np.array([0.5])
+        right.append(Series(name, name, style, place, 10**middle))
+    return FigureData(
+"spectrum_distribution",
+"Distribution of time-scales",
+[
+            Panel("all layers", TIMESCALE, Axis("density, per decade", from_zero=True), left),
+            Panel("middle layer", Axis("channel / number of channels"), TIMESCALE, right),
+        ],
+missing=MISSING,
+)  # fmt: skip
+
+
+def density(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Points and values `[POINTS]` of a Gaussian density of numbers `[N]`. Its Gaussians are at least 0.1 wide."""
+    width = max(1.06 * float(logs.std()) * len(logs) ** -0.2, 0.1)
+    x = np.linspace(logs.min() - 3 * width, logs.max() + 3 * width, POINTS)
+    heights = np.exp(-0.5 * ((x[:, None] - logs) / width) ** 2) / (width * math.sqrt(2 * math.pi))
+    return x, heights.mean(1)
+
+
+def heads(data: Data) -> FigureData:
+    """The base time-scale (tokens, log colours) of every channel, in the model's order: an image for each model."""
+    panels, ends = [], []
+    for model in data["models"]:
+        rows = [10 ** _log_timescales(layer) for layer in model["layers"]]
+        if rows:
+            longest = max(map(len, rows))
+            cells = np.stack([np.pad(row, (0, longest - len(row)), constant_values=np.nan) for row in rows])
+            ticks = {i: str(layer["layer"]) for i, layer in enumerate(model["layers"])}
+            panels.append(Image(model["model"], Axis(model["channels"]), Axis("layer", ticks=ticks), cells))
+            ends += [np.nanmin(cells), np.nanmax(cells)]
+    colours = Colours("time-scale (tokens)", min(ends), max(ends), log=True) if ends else None
+    return FigureData(
+"spectrum_heads",
+"Heads",
+panels,
+missing=MISSING,
+size=(2.4, 2.2),
+colours=colours,
+)  # fmt: skip
+
+
+def _log_timescales(layer: Data) -> np.ndarray:
+    """log10 of the base time-scales at position 1. None and NaN, which files have for infinity, are infinite."""
+    scales = next(iter(layer["spectra"].values()))["timescales"]
+    known = np.nan_to_num(np.array(scales, dtype=float), nan=np.inf, posinf=np.inf)
+    return np.log10(np.clip(known, FASTEST, SLOWEST))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from halflife.analysis.model_spectrum import training_position
 from halflife.analysis.tables import table_rows
 from halflife.files import write_text
-from halflife.report.figures.data import Axis, FigureData, Panel, Series
+from halflife.report.figures.decays import decays
+from halflife.report.figures.spectrum import modes
 from halflife.report.numbers import token_count
 from halflife.report.page.render import render
 from halflife.report.page.spectrum import explorer_of_measurements, opened
-from halflife.report.style import ModelStyle, model_styles
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.spectrum import layer_groups
 from halflife.runs.folder import REPORT_HTML
@@ -26,7 +25,6 @@ ON_TEXT = {
 }  # fmt: skip
 BASE = {"fastest": "fastest", "slowest": "slowest", "modes": "modes", "too_slow": "too slow", "too_fast": "too fast"}
 FRACTIONS = ("too_slow", "too_fast")
-LAYER = Axis("layer", phrase="layer {}")
 
 
 def write_spectrum_page(result: dict[str, Any], folder: Path, command: str) -> Path:
@@ -55,7 +53,7 @@ def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:
         "findings": [finding(model) for model in models],
         "table": _table(models, bool(result["text"])),
         "numbers": None,
-        "figures": _figures(models, bool(result["text"])),
+        "figures": [*([decays(result)] if result["text"] else []), modes(result)],
         "spectra": spectra,
         "opened": opened(spectra),
         "without": [model["model"] for model in result["models"] if not model["layers"]],
@@ -117,47 +115,3 @@ def _cell(row: dict[str, Any], key: str) -> Cell:
     if key in ("median", "modes"):
         return Cell(f"{value:.4f}" if key == "median" else f"{value:.1f}", value)
     return Cell(token_count(value, row["longest_lag"] if key == "horizon" else None), min(value, 1e300))
-
-
-def _figures(models: Sequence[dict[str, Any]], with_text: bool) -> list[FigureData]:
-    base = FigureData(
-        "modes", "Distinct time-scales and wasted channels",
-        "Line chart of distinct time-scales and of wasted channels by layer.",
-        "From the spectrum at zero input. A channel is too slow if its time-scale is beyond the training length, or "
-        "the length of the text if that is unknown. It is too fast if its time-scale is below one token.",
-        [
-            _panel(models, "Distinct time-scales", Axis("effective modes", log=True), lambda row: row.get("modes")),
-            _panel(models, "Too slow", Axis("fraction of channels", fraction=True), lambda row: row.get("too_slow")),
-            _panel(models, "Too fast", Axis("fraction of channels", fraction=True), lambda row: row.get("too_fast")),
-        ],
-    )  # fmt: skip
-    if not with_text:
-        return [base]
-    tokens = Axis("tokens", log=True, phrase="{} tokens")
-    on_text = FigureData(
-        "decays", "Decays on the text", "Line chart of median decays, half-lives and horizons by layer.",
-        "λ is the fraction of a memory that a token leaves. The horizon is the lag at which 1/e of a write is left, in "
-        "the slowest head. A horizon beyond the longest measured lag has no point.",
-        [
-            _panel(models, "Median decay λ", Axis("λ"), lambda row: row["median"]),
-            _panel(models, "Half-life at the median", tokens, lambda row: row["half_life"]),
-            _panel(models, "Horizon", tokens, lambda row: row["horizon"]),
-        ],
-    )  # fmt: skip
-    return [on_text, base]
-
-
-def _panel(
-    models: Sequence[dict[str, Any]], title: str, y: Axis, value: Callable[[dict[str, Any]], float | None]
-) -> Panel:
-    styles = model_styles([model["model"] for model in models])
-    return Panel(title, LAYER, y, [_series(model, styles[model["model"]], value, y.log) for model in models])
-
-
-def _series(
-    model: dict[str, Any], style: ModelStyle, value: Callable[[dict[str, Any]], float | None], log: bool
-) -> Series:
-    """The curve of one model over its layers. A logarithmic axis has no point for zero."""
-    points = [(row["layer"], value(row)) for row in table_rows(model) if row.get("state") != "slow"]
-    drawn = [(x, y) for x, y in points if y is not None and math.isfinite(y) and (y > 0 or not log)]
-    return Series(model["model"], model["model"], style, [x for x, _ in drawn], [y for _, y in drawn])

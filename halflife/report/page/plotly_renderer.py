@@ -23,7 +23,7 @@ SYMBOLS = {
     "X": ("x", "M-4.2-2.1L-2.1-4.2L0-2.1L2.1-4.2L4.2-2.1L2.1 0L4.2 2.1L2.1 4.2L0 2.1L-2.1 4.2L-4.2 2.1L-2.1 0Z"),
     "h": ("hexagon", "M0-4.5L3.9-2.2V2.2L0 4.5L-3.9 2.2V-2.2Z"), "": ("circle", ""),
 }  # fmt: skip
-WIDTHS = {"thick": 2.2, "thin": 1, "level": 1.4}
+WIDTHS = {"thick": 2.2, "thin": 1, "level": 1.4, "line": 1.8, "hollow": 1.2}
 LOG_TICKS = {1: 1, 3: "D2", 9: "D1"}  # number of leading digits with a tick → plotly's `dtick`
 
 
@@ -46,11 +46,13 @@ class Plot(NamedTuple):
 
 def plot(data: FigureData) -> Plot:
     """The figure as an interactive plot: for each panel its title, traces ("data") and layout."""
-    panels = [_heat_map(panel) if isinstance(panel, HeatMap) else _curves(panel) for panel in data.panels]
+    shown = [one for one in data.panels if isinstance(one, Panel | HeatMap)]
+    panels = [_heat_map(one) if isinstance(one, HeatMap) else _curves(one) for one in shown]
+    groups = {series.group for one in shown if isinstance(one, Panel) for series in one.series}
     legend = [
         LegendEntry(group, style.color, _dash(style.linestyle), SYMBOLS[style.marker][1])
-        for group, style in data.legend.items()
-    ]
+        for group, (style, _) in data.legend.items() if group in groups
+    ]  # fmt: skip
     return Plot(data, panels, legend)
 
 
@@ -66,14 +68,14 @@ def _curves(panel: Panel) -> dict[str, Any]:
 
 def _trace(series: Series, hover: str) -> dict[str, Any]:
     style, weight = series.style, series.weight
-    mode = "lines+markers" if weight == "thick" and style.marker else "lines"
+    mode = "lines+markers" if weight in ("thick", "hollow") and style.marker else "lines"
     label = {"text": [escape(series.label)] * len(series.x), "textposition": "top right"} if series.label else {}
     return {
         "type": "scatter", "mode": f"{mode}+text" if label else mode, **label,
         "name": series.name, "legendgroup": series.group,
         "x": list(series.x), "y": [rounded(value) for value in series.y], "opacity": 0.45 if weight == "thin" else 1,
         "line": {"color": style.color, "width": WIDTHS[weight], "dash": _dash(style.linestyle)},
-        "marker": {"symbol": SYMBOLS[style.marker][0], "size": 8, "maxdisplayed": 16},
+        "marker": {"symbol": SYMBOLS[style.marker][0] + "-open" * (weight == "hollow"), "size": 8, "maxdisplayed": 16},
         "hovertemplate": f"<b>{escape(series.name)}</b>{series.note}<br>{hover}<extra></extra>",
     }  # fmt: skip
 

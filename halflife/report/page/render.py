@@ -14,8 +14,7 @@ from markupsafe import Markup
 from matplotlib.colors import to_hex
 
 from halflife.files import write_text
-from halflife.report.figures.data import NO_DATA, FigureData
-from halflife.report.figures.grids import FASTEST, SLOWEST
+from halflife.report.figures.data import FASTEST, NO_DATA, SLOWEST, FigureData
 from halflife.report.page.comparison import comparison_page
 from halflife.report.page.decay_grid import decay_grid_page
 from halflife.report.page.language import language_page

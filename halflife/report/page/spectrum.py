@@ -12,7 +12,7 @@ import torch
 from halflife.decay import PoST
 from halflife.models import LanguageModel, checkpoint
 from halflife.models.timescales import granularity, layer_decays, timescales
-from halflife.report.figures.grids import FASTEST, SLOWEST
+from halflife.report.figures.data import FASTEST, SLOWEST
 from halflife.report.numbers import evenly, rounded
 from halflife.report.tables.timescales import MAX_CHANNELS
 from halflife.runs.folder import Training

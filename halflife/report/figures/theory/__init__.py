@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from halflife.report.figures.data import FigureData
 from halflife.report.figures.matplotlib_renderer import FORMATS, save
-from halflife.report.figures.theory.echo import gradient_flow, gram_sizes, layer_costs, phase_attenuation
+from halflife.report.figures.theory.echo import (
+    gradient_flow,
+    gram_sizes,
+    layer_costs,
+    phase_attenuation,
+    statement_values,
+)
 from halflife.report.figures.theory.spectra import (
     channels_in_use,
     coherence_maps,
@@ -22,10 +27,9 @@ from halflife.report.figures.theory.spectra import (
     relative_energies,
     taper_bands,
 )
-from halflife.report.figures.theory.statements import statement_values
 from halflife.report.figures.theory.text import autocovariances, block_exponents, information, spectral_density
 
-FIGURES: dict[str, Callable[[Any], Figure]] = {
+FIGURES: dict[str, Callable[[Any], FigureData]] = {
     "errors": errors_by_channels, "ends": errors_by_ends, "positions": errors_by_position, "gaps": gaps,
     "coherence": coherence_maps, "channels": channels_in_use, "responses": impulse_responses, "energy": energy_growth,
     "normalization": relative_energies, "taper": taper_bands,
@@ -39,5 +43,5 @@ def draw_all(data: Mapping[str, Any], folder: Path, formats: Sequence[str] = FOR
     """Draw what `theory.compute.compute` returns, or its JSON, as `theory_<topic>.<format>` and return the files."""
     return [
         file for name, draw in FIGURES.items() if name in data
-        for file in save(draw(data[name]), folder, f"theory_{name}", formats)
+        for file in save(draw(data[name]), folder, formats=formats)
     ]  # fmt: skip

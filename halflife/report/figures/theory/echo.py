@@ -1,4 +1,4 @@
-"""Figures of Echo's statements about gradients, covariances and costs, from the results of `halflife.lab.theory`."""
+"""Figures of Echo's statements about gradients, covariances and costs, and of identities and bounds on random draws."""
 
 from __future__ import annotations
 
@@ -6,103 +6,113 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from halflife.report.figures.grids import panel_grid
-from halflife.report.style import INK, legend, model_handles, model_styles, styled
+from halflife.report.figures.data import Axis, FigureData, Key, Panel, Reference, Series, curves
+from halflife.report.figures.theory.spectra import formula
+from halflife.report.style import COLOURS, DOTS, FORMULA, WIDTH, model_styles
 
-BOUND: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (1, 1.5)), "marker": ""}  # values of a bound
+ROUNDING = 1e-9  # an identity whose error is above this is none
+LEAST = 1e-17  # where an error of 0 is drawn
+Data = Mapping[str, Any]
 
 
-@styled
-def gradient_flow(data: Mapping[str, Any]) -> Figure:
+def gradient_flow(data: Data) -> FigureData:
     """Norms of the Jacobians of attention and SKA (log), by the number of tokens and by the scale of the query.
 
     Args:
         data: what `theory.gradients.gradient_flow` returns.
     """
-    figure, panels = panel_grid(2, 3.0, sharey=True)
     names = {"softmax attention": "attention", "SKA": "ska"}
-    for axes, rows, key in zip(panels, (data["by tokens"], data["by scale"]), ("tokens", "scale"), strict=True):
+    panels = []
+    for rows, key, label in (
+        (data["by tokens"], "tokens", "tokens T"), (data["by scale"], "scale", "factor on the query")
+    ):  # fmt: skip
         x = [row[key] for row in rows]
-        for name, style in model_styles(list(names)).items():
-            axes.plot(x, [row[names[name]] for row in rows], **{**style._asdict(), "markersize": 4})
-            if f"{names[name]} bound" in rows[0]:
-                axes.plot(x, [row[f"{names[name]} bound"] for row in rows], **{**BOUND, "color": style.color})
-        axes.set(xscale="log", yscale="log", xlabel={"tokens": "tokens T", "scale": "factor on the query"}[key])
-    panels[0].set_ylabel("norm of the Jacobian")
-    bound = Line2D([], [], **BOUND, color=INK, label="bound of Appendix J")
-    legend(figure, [*model_handles(list(names)), bound])
-    return figure
+        series = curves(x, {name: [row[each] for row in rows] for name, each in names.items()})
+        for each, color in zip(names.values(), COLOURS, strict=False):
+            if f"{each} bound" in rows[0]:
+                series.append(formula(x, [row[f"{each} bound"] for row in rows], color=color))
+        panels.append(Panel("", Axis(label, log=True), Axis("norm of the Jacobian", log=True), series))
+    keys = {"bound of Appendix J": Key(FORMULA, "level")}
+    return FigureData("theory_gradients", "Gradients", panels, keys=keys, shared=True)
 
 
-@styled
-def phase_attenuation(data: Mapping[str, Any]) -> Figure:
+def phase_attenuation(data: Data) -> FigureData:
     """Estimated operators against the jitter of the phase: of the keys, and of their squares with and without a mean.
 
     Args:
         data: what `theory.covariances.phase_attenuation` returns.
     """
-    correlations = sorted({row["correlation"] for row in data["rows"]})
-    figure, panels = panel_grid(len(correlations), 2.8, sharey=True)
-    names = {"keys, |A|": "raw", "squares": "invariant", "squares minus their mean": "centred"}
-    expected = {"raw": "expected", "invariant": "expected invariant", "centred": "expected centred"}
-    for axes, rho in zip(panels, correlations, strict=True):
+    names = {
+        "keys, |A|": ("raw", "expected"), "squares": ("invariant", "expected invariant"),
+        "squares minus their mean": ("centred", "expected centred"),
+    }  # fmt: skip
+    panels = []
+    for rho in sorted({row["correlation"] for row in data["rows"]}):
         rows = [row for row in data["rows"] if row["correlation"] == rho]
-        x = np.arange(len(rows))
+        series, places = [], range(len(rows))
         for name, style in model_styles(list(names)).items():
-            axes.plot(x, [row[names[name]] for row in rows], **{**style._asdict(), "linestyle": "none"})
-            axes.plot(x, [row[expected[names[name]]] for row in rows], **{**BOUND, "color": style.color})
-        axes.set_xticks(x, ["∞" if row["jitter"] is None else f"{row['jitter']:g}" for row in rows])
-        axes.set(title=f"content: ρ = {rho:g}", xlabel="jitter of the phase", ylim=(-0.05, 1.0))
-    panels[0].set_ylabel("operator A")
-    handle = Line2D([], [], **BOUND, color=INK, label="expected")
-    legend(figure, [*model_handles(list(names), linestyle="none"), handle])
-    return figure
+            measured, expected = ([row[key] for row in rows] for key in names[name])
+            series.append(Series(name, name, style._replace(linestyle="none"), places, measured))
+            series.append(formula(places, expected, color=style.color))
+        ticks = {i: "∞" if row["jitter"] is None else f"{row['jitter']:g}" for i, row in enumerate(rows)}
+        x, y = Axis("jitter of the phase", ticks=ticks), Axis("operator A", limits=(-0.05, 1.0))
+        panels.append(Panel(f"content: ρ = {rho:g}", x, y, series))
+    return FigureData(
+        "theory_phases", "Phases", panels, keys={"expected": Key(FORMULA, "level")}, size=(2.4, 2.8), shared=True
+    )  # fmt: skip
 
 
-@styled
-def gram_sizes(data: Mapping[str, Any]) -> Figure:
+def gram_sizes(data: Data) -> FigureData:
     """Largest eigenvalue of the Gram matrix against T with the bound T (both log), and the directions that it has.
 
     Args:
         data: what `theory.covariances.gram_bounds` returns.
     """
-    figure, (largest, directions) = panel_grid(2, 2.8)
-    outliers = sorted({row["outlier"] for row in data["rows"]})
-    names = {f"first key × {outlier:g}": outlier for outlier in outliers}
-    for name, style in model_styles(list(names)).items():
-        rows = [row for row in data["rows"] if row["outlier"] == names[name]]
-        x = [row["tokens"] for row in rows]
-        largest.plot(x, [row["largest"] for row in rows], **{**style._asdict(), "markersize": 4})
-        directions.plot(x, [row["directions"] for row in rows], **{**style._asdict(), "markersize": 4})
-    largest.plot(x, x, **BOUND, color=INK)
-    largest.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="largest eigenvalue")
-    directions.set(xscale="log", xlabel="tokens T", ylabel="directions above the ridge", ylim=(0, 1.05 * data["rank"]))
-    bound = Line2D([], [], **BOUND, color=INK, label="bound T")
-    legend(figure, [*model_handles(list(names)), bound])
-    return figure
+    found = {
+        f"first key × {outlier:g}": [row for row in data["rows"] if row["outlier"] == outlier]
+        for outlier in sorted({row["outlier"] for row in data["rows"]})
+    }
+    tokens = sorted({row["tokens"] for row in data["rows"]})
+    x, panels = Axis("tokens T", log=True), []
+    for key, y in (
+        ("largest", Axis("largest eigenvalue", log=True)),
+        ("directions", Axis("directions above the ridge", limits=(0, 1.05 * data["rank"]))),
+    ):
+        series = curves(tokens, {name: [row[key] for row in rows] for name, rows in found.items()})
+        panels.append(Panel("", x, y, [*series, formula(tokens, tokens, "bound T")] if key == "largest" else series))
+    return FigureData("theory_gram", "Gram matrices", panels)
 
 
-@styled
-def layer_costs(data: Mapping[str, Any]) -> Figure:
+def layer_costs(data: Data) -> FigureData:
     """Multiplications a token against T (both log), in training and while decoding: counted, and Table 1's orders.
 
     Args:
         data: what `theory.costs.cost_table` returns.
     """
-    figure, panels = panel_grid(2, 3.2, sharey=True)
-    lengths = np.array(data["lengths"], dtype=float)
-    names = list(data["counts"])
-    for axes, kind, divisor in zip(panels, ("train", "step"), (lengths, np.ones_like(lengths)), strict=True):
-        for name, style in model_styles(names).items():
-            counts = data["counts"][name]
-            axes.plot(lengths, np.array(counts[kind]) / divisor, **{**style._asdict(), "markersize": 3.5})
-            axes.plot(lengths, np.array(counts[f"printed {kind}"]) / divisor, **{**BOUND, "color": style.color})
-        title = {"train": "training, a token", "step": "decoding, a token at T"}[kind]
-        axes.set(title=title, xlabel="length T", xscale="log", yscale="log")
-    panels[0].set_ylabel("multiplications")
-    printed = Line2D([], [], **BOUND, color=INK, label="order of Table 1, factor 1")
-    legend(figure, [*model_handles(names), printed])
-    return figure
+    lengths, panels = np.array(data["lengths"], dtype=float), []
+    for title, kind, divisor in (("training, a token", "train", lengths), ("decoding, a token at T", "step", 1.0)):
+        series = curves(lengths, {name: np.array(own[kind]) / divisor for name, own in data["counts"].items()})
+        for one, own in zip(list(series), data["counts"].values(), strict=True):
+            printed = np.array(own[f"printed {kind}"]) / divisor
+            series.append(formula(lengths, printed, color=one.style.color))
+        panels.append(Panel(title, Axis("length T", log=True), Axis("multiplications", log=True), series))
+    keys = {"order of Table 1, factor 1": Key(FORMULA, "level")}
+    return FigureData("theory_costs", "Costs", panels, keys=keys, shared=True)
+
+
+def statement_values(data: Data) -> FigureData:
+    """Errors of identities with the limit of rounding, and quotients of values and their bounds with the limit 1 (log).
+
+    Args:
+        data: what `theory.statements.statements` returns.
+    """
+    panels = []
+    for kind, label, limit in (
+        ("identity", "relative error of an identity", ROUNDING), ("bound", "value / bound", 1)
+    ):  # fmt: skip
+        rows = [one for one in data.values() if one["kind"] == kind][::-1]
+        dots = Series(kind, "", DOTS, [max(one["value"], LEAST) for one in rows], range(len(rows)))
+        y = Axis("", ticks={i: f"{one['source']}: {one['what']}" for i, one in enumerate(rows)}, names=True)
+        panels.append(Panel("", Axis(label, log=True), y, [dots], [Reference("", x=limit)]))
+    return FigureData("theory_statements", "Statements", panels, columns=1, size=(WIDTH, 3.0))
