@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from halflife.files import atomic_path
+from halflife.report.figures.cells import draw_heat_map, draw_image
 from halflife.report.figures.data import (
     Axis,
     Colours,
@@ -30,10 +30,6 @@ from halflife.report.figures.data import (
 from halflife.report.figures.labels import label_point, name_lines, separate_labels
 from halflife.report.numbers import axis_number
 from halflife.report.style import (
-    COLOURS,
-    HEAT_COLOURS,
-    INK,
-    PAPER,
     REFERENCE_LINE,
     WIDTH,
     ModelStyle,
@@ -56,7 +52,6 @@ PAGE_HEIGHT = 18.0  # of the panels in one picture, inches
 FORMATS = ("png", "svg")  # by default
 DPI = 150
 TITLE_PAD, LINE_HEIGHT = 6, 11.5  # of titles, points
-MARK: dict[str, Any] = {"color": COLOURS[1], "width": 0.8, "length": 4}  # of a row or column of an image
 # Without a date, the same data give the same file.
 _METADATA: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
@@ -153,7 +148,7 @@ def _draw_panel(axes: Axes, panel: Panel | HeatMap | Image, data: FigureData) ->
         text.set_in_layout(False)
     axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
     if isinstance(panel, Image):
-        return _draw_image(axes, panel, data.colours or Colours("", 0.0, 1.0))
+        return draw_image(axes, panel, data.colours or Colours("", 0.0, 1.0))
     if isinstance(panel, HeatMap):
         draw_heat_map(axes, np.array(panel.cells, dtype=float), panel.rows, panel.columns)
     elif panel.series:
@@ -235,40 +230,6 @@ def _set_axis(axes: Axes, name: str, data: Axis, values: Sequence[float]) -> Non
         axes.set(**{f"{name}lim": (0, None)})
     if data.limits != (None, None):
         axes.set(**{f"{name}lim": data.limits})
-
-
-def draw_heat_map(axes: Axes, cells: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> None:
-    """Draw fractions `[rows, columns]` as coloured cells with percentages. Cells that are NaN stay empty."""
-    axes.imshow(cells, vmin=0, vmax=1, cmap=HEAT_COLOURS, aspect="auto")
-    axes.grid(visible=False)
-    axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=90 if max(map(len, columns)) > 5 else 0)
-    axes.set_yticks(range(len(rows)), list(map(escape_formula, rows)), fontsize=7)
-    for (i, j), value in np.ndenumerate(cells):
-        if math.isfinite(value):
-            colour = PAPER if value > 0.55 else INK
-            axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
-
-
-def _draw_image(axes: Axes, panel: Image, colours: Colours) -> AxesImage:
-    norm = (LogNorm if colours.log else Normalize)(colours.low, colours.high, clip=True)
-    image = axes.imshow(panel.cells, norm=norm, cmap=HEAT_COLOURS, aspect="auto", interpolation="nearest")
-    axes.grid(visible=False)
-    for axis, given in ((axes.xaxis, panel.x), (axes.yaxis, panel.y)):
-        axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-        axis.set_major_formatter(FuncFormatter(lambda value, _, given=given: given.write(value)))
-        axis.set_ticks(panel.marks, minor=True)
-        axis.remove_overlapping_locs = False  # a mark is drawn even next to a number
-    axes.tick_params(which="minor", bottom=False, left=False, top=True, right=True, **MARK)
-    for axis, given in ((axes.xaxis, panel.x), (axes.yaxis, panel.y)):
-        if given.ticks:
-            axis.set_ticks(list(given.ticks), labels=list(given.ticks.values()))
-    for series in panel.series:
-        axes.plot(series.x, series.y, **_look(series.style, series.weight), markeredgecolor=PAPER, markersize=7)
-    for i, row in enumerate(panel.texts):
-        for j, text in enumerate(row):
-            colour = PAPER if norm(panel.cells[i][j]) > 0.55 else INK
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
-    return image
 
 
 # -------------------------------------------------------------------------------------------------- files

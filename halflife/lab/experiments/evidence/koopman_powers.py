@@ -32,7 +32,7 @@ from halflife.tasks import IGNORED
 from halflife.tasks.mqar import MQAR
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from halflife.report.figures.data import FigureData
 
 HIGHEST_POWER = 3  # the highest power of a learned sum
 POWERS = (0, 1, 2, 4, 8)
@@ -246,7 +246,7 @@ def table(
     return markdown(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}])
 
 
-def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> Figure:
+def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> FigureData:
     """The map: recall before training, cell → read → fraction, and accuracy in distribution after it."""
     from halflife.report.figures.operators import power_map
 
