@@ -264,7 +264,3 @@ def test_command(tmp_path, capsys, refused):
     assert model.config == direct
     assert_same(model.state_dict(), weights)
     refused("convert", str(source), str(out))
-    with pytest.raises(SystemExit) as stop:
-        main(["convert", "--help"])
-    assert stop.value.code == 0
-    assert "examples:" in capsys.readouterr().out

@@ -152,19 +152,14 @@ def test_an_entry_point_is_loaded(module, monkeypatch):
     (["list", "--import", "./mine.py"], "cannot import the extension ./mine.py: give the name of a module"),
     (["list", "--import", "no_such_module"], "cannot import the extension no_such_module: No module named"),
 )
-def test_an_extension_that_is_missing_is_one_line(arguments, message, capsys, monkeypatch):
+def test_an_extension_that_is_missing_is_one_line(arguments, message, refused, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith(f"halflife: {message}")
+    assert refused(*arguments).startswith(f"halflife: {message}")
 
 
-def test_an_error_of_the_system_is_a_sentence(monkeypatch, capsys):
+def test_an_error_of_the_system_is_a_sentence(monkeypatch, refused):
     def run():
         raise FileNotFoundError(2, "No such file or directory", "x.txt")
 
     monkeypatch.setattr("halflife.cli.read_command", lambda _: type("Command", (), {"run": staticmethod(run)}))
-    with pytest.raises(SystemExit):
-        main(["list"])
-    assert capsys.readouterr().err == "halflife: there is no file x.txt\n"
+    assert refused("list") == "halflife: there is no file x.txt\n"

@@ -314,11 +314,8 @@ def test_eval_from_the_command_line(folder, tmp_path, capsys):
     assert f"written to {output}" in out.replace("\n", " ")
     mixed = [str(tmp_path / "model"), "--tasks", "text_here", "--include", str(folder), "--bf16", "--device", "cpu"]
     main(["eval", *mixed, "--output", str(tmp_path / "mixed"), "--quiet"])
-    (bits,) = (
-        row["value"]
-        for row in json.loads((tmp_path / "mixed" / "results.json").read_text())["rows"]
-        if row["metric"] == "bits_per_byte"
-    )
+    rows = json.loads((tmp_path / "mixed" / "results.json").read_text())["rows"]
+    (bits,) = (row["value"] for row in rows if row["metric"] == "bits_per_byte")
     error = abs(bits / expected["text_here", "bits_per_byte"] - 1)
     assert 0 < error < 2.7e-3  # four times the error, 6.6e-4
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from combinations import SIZES, slow_later
-from helpers import add_noise, assert_close, assert_raises
+from helpers import add_noise, assert_close, assert_raises, assert_same
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -35,10 +35,9 @@ def tokens(*shape):
 
 
 def same_weights(one, other):
-    assert {name: x.shape for name, x in one.state_dict().items()} == {
-        name: x.shape for name, x in other.state_dict().items()
-    }
-    assert all(torch.equal(x, other.state_dict()[name]) for name, x in one.state_dict().items())
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    assert_same(one, other)
 
 
 def test_config_survives_json_and_wraps_the_models(tmp_path):
@@ -123,9 +122,8 @@ def test_loss_is_that_of_transformers():
         expected = ForCausalLMLoss(logits, labels, 31, num_items_in_batch=count)
         assert torch.equal(model(ids, labels=labels, num_items_in_batch=count).loss, expected)
     kept = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert_close(
-        model(ids, labels=labels).loss.double(), kept, 1.4e-7
-    )  # four times the error of the float32 loss, 3.4e-8
+    # Four times the error of the float32 loss, 3.4e-8.
+    assert_close(model(ids, labels=labels).loss.double(), kept, 1.4e-7)
 
 
 def test_the_wrapper_has_the_models_mode():
@@ -169,12 +167,8 @@ def test_files_keep_every_weight(name, tmp_path):
     assert not again.training
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
-    kept = {
-        id(x)
-        for module in half.modules()
-        if isinstance(module, Float32Module)
-        for x in module.parameters(recurse=False)
-    }
+    wide = [module for module in half.modules() if isinstance(module, Float32Module)]
+    kept = {id(x) for module in wide for x in module.parameters(recurse=False)}
     assert kept
     for key, x in half.named_parameters():
         assert x.dtype == (torch.float32 if id(x) in kept else torch.bfloat16), key
@@ -235,11 +229,8 @@ def test_missing_weights_are_drawn_and_loaded_ones_stay(tmp_path):
     """This also holds in a module with some missing parameters, and in a PoST around a decay."""
     from safetensors.torch import load_file, save_file
 
-    for name, missing in (
-        ("mamba2", ("A_log", "embedding.weight")),
-        ("mamba2+post", ("delta",)),
-        ("rwkv7", ("mu.r", "a0")),
-    ):
+    absent = {"mamba2": ("A_log", "embedding.weight"), "mamba2+post": ("delta",), "rwkv7": ("mu.r", "a0")}
+    for name, missing in absent.items():
         folder = tmp_path / name
         model = build(name, hidden_size=64, num_heads=32).float()
         model.save_pretrained(folder)

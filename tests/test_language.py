@@ -188,6 +188,7 @@ def test_operations_are_those_of_the_products(name):
     else:
         assert operations(512) == operations(4096)
         assert 1 < operations(512) / (6 * weights) < 2.5  # chunks and states add to it
+    assert Speed(tokens=100, operations=3.0, rate=1200.0).of(0.5) == {"tokens_per_second": 200.0, "mfu": 0.5}
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
@@ -201,11 +202,6 @@ def test_training_keeps_the_memory_that_it_frees(monkeypatch):
     assert (faults[-1] - faults[-9]) * resource.getpagesize() <= 2 * 64 << 20  # of the last 8 tensors; else 512 MB
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not keep_freed_memory()
-
-
-def test_speed():
-    found = Speed(tokens=100, operations=3.0, rate=1200.0).of(0.5)
-    assert found == {"tokens_per_second": 200.0, "mfu": 0.5}
 
 
 @pytest.mark.parametrize(("name", "last"), [("cosine", 0.1), ("wsd", 0.1), ("linear", 0.1), ("constant", 1.0)])
@@ -225,10 +221,8 @@ def test_schedules_end_at_the_floor(name, last):
     if name == "wsd":
         assert rates[78] == pytest.approx(1.0)
         assert rates[89] == pytest.approx(0.55)
-
-
-def test_a_linear_decay_to_a_floor_of_1_is_constant():
-    assert schedule("linear", 100, 2.0, floor=1.0, decay=0.2) == schedule("constant", 100, 2.0, floor=1.0, decay=0.2)
+    if name == "linear":
+        assert schedule(name, 100, 2.0, floor=1.0, decay=0.2) == schedule("constant", 100, 2.0, floor=1.0, decay=0.2)
 
 
 def test_a_run_writes_what_it_promises(corpus, whole):
@@ -415,7 +409,7 @@ def environment(tmp_path_factory):
     return {**os.environ, "HALFLIFE_CACHE": str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
 
 
-def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_path, capsys, monkeypatch):
+def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_path, capsys, monkeypatch, refused):
     from transformers import AutoModelForCausalLM
 
     import halflife.hf  # noqa: F401
@@ -441,12 +435,9 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(data), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(nats / (len(data) - 1)), rel=1e-4)
     assert "perplexity of a byte" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["train", *arguments(text, folder)])  # the folder has a run already
-    assert "--resume" in capsys.readouterr().err
-    with folder_lock(folder), pytest.raises(SystemExit):
-        main(["train", "--resume", str(folder)])
-    assert "another process is at work" in capsys.readouterr().err
+    assert "--resume" in refused("train", *arguments(text, folder))  # the folder has a run already
+    with folder_lock(folder):
+        assert "another process is at work" in refused("train", "--resume", str(folder))
     main(["train", "--resume", str(folder), "--quiet"])  # a finished run prints its result again
     assert "bits per byte" in capsys.readouterr().out
 
@@ -493,13 +484,8 @@ def test_errors_are_one_line_and_leave_nothing(text, tmp_path, refused, monkeypa
 
 
 def test_numbers_of_tokens():
-    assert [parse_count(x) for x in ("1000", "500K", "1.5m", "2B", "1_000")] == [
-        1000,
-        500_000,
-        1_500_000,
-        2 * 10**9,
-        1000,
-    ]
+    numbers = [parse_count(x) for x in ("1000", "500K", "1.5m", "2B", "1_000")]
+    assert numbers == [1000, 500_000, 1_500_000, 2 * 10**9, 1000]
 
 
 def after_first_checkpoint(folder, process, step=4):
