@@ -446,7 +446,7 @@ def costs() -> dict[str, dict[str, float]]:
     found = {}
     for command in _comparisons():
         plan = compare.plan_comparison(**read_command(shlex.split(command)[1:])._choices())
-        needs = compare.estimate_comparison(plan)
+        needs = plan.estimate()
         operations = sum(each.operations * runs for each, runs in needs)
         found[command] = {
             "operations": operations, "runs": sum(runs for _, runs in needs), "hours": operations / H200 / 3600

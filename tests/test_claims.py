@@ -13,7 +13,6 @@ from helpers import cases
 
 from halflife.cli import read_command
 from halflife.lab.experiments import EXPERIMENTS
-from halflife.lab.experiments.compare import expanded
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -89,7 +88,7 @@ def test_commands_parse():
 def test_files_have_the_models_of_their_commands(name):
     asked = read_command(shlex.split(COMMANDS[name])[1:])
     experiment = EXPERIMENTS[asked.experiment]() if asked.experiment else None
-    models = expanded(experiment, asked.models or experiment.models_at(asked.scale)) if experiment else asked.models
+    models = experiment.expanded(asked.models or experiment.models_at(asked.scale)) if experiment else asked.models
     assert {row["model"] for row in claims.results(name)} == set(models)
 
 

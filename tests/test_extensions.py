@@ -14,7 +14,7 @@ from halflife.cli import main
 from halflife.cli.options import resumable
 from halflife.decay import DECAYS
 from halflife.files import read_json, write_json
-from halflife.lab.experiments.compare import create_comparison, load_experiment
+from halflife.lab.experiments.compare import Comparison, create_comparison
 from halflife.models import checkpoint
 from halflife.registry import Registry
 from halflife.runs.sweep import Job, run_job
@@ -86,7 +86,7 @@ def test_a_run_names_its_extensions_and_a_resumed_one_imports_them(module, tmp_p
     write_json(tmp_path / "run" / "run.json", written)
     assert not check_run_folder(run, tmp_path / "run")  # it belongs to this run
     forget(module, monkeypatch)
-    assert load_experiment(comparison)
+    assert Comparison.load(comparison)
     assert module in DECAYS
     forget(module, monkeypatch)
     with pytest.raises(ImportError, match=f"names the extension {module} and holds it; give --import {module}"):

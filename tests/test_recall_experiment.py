@@ -194,13 +194,13 @@ def test_the_first_seeds_choose_the_rates_of_the_others(tmp_path):
     folder = compare.create_comparison(("mamba2",), tasks=("sysprompt",), tune_seeds=1, **choices)
     with pytest.raises(ValueError, match=r"mamba2 lr 0\.001 seed 0, mamba2 lr 0\.01 seed 0"):
         compare.run_comparison(folder, only_seeds=(1,), show=False)
-    assert compare.try_comparison(folder).runs == 3
+    assert compare.Comparison.load(folder).try_runs(folder).runs == 3
     rows = compare.run_comparison(folder, show=False)
     best = {row["learning_rate"] for row in rows if row["selected"]}
     runs = {(row["learning_rate"], row["seed"]) for row in rows}
     assert runs == {(1e-3, 0), (1e-2, 0), *((rate, 1) for rate in best)}
     assert len(best) == 1
-    assert compare.try_comparison(folder) is None
+    assert compare.Comparison.load(folder).try_runs(folder) is None
     with pytest.raises(ValueError, match="at most the number of seeds, 2; got 3"):
         compare.plan_comparison(("mamba2",), seeds=2, tune_seeds=3)
 

@@ -12,7 +12,7 @@ from test_faults_commands import TRAIN, command, place  # noqa: F401 (a fixture)
 from halflife import extensions
 from halflife.data import trust
 from halflife.files import read_json, write_json
-from halflife.lab.experiments.compare import load_experiment
+from halflife.lab.experiments.compare import Comparison
 from halflife.lab.experiments.train import load_config
 
 FIXTURE = Path(__file__).parent / "fixtures" / "language" / "run.json"
@@ -105,7 +105,7 @@ def test_a_foreign_run_imports_nothing(tmp_path, monkeypatch):
     assert_raises(ValueError, "the module this", load_config, tmp_path)
     config = {"experiment": "mqar", "models": ["mamba2"], "settings": {}, "imports": ["this"]}
     write_json(tmp_path / "config.json", config)
-    assert_raises(ValueError, "the module this", load_experiment, tmp_path)
+    assert_raises(ValueError, "the module this", Comparison.load, tmp_path)
 
 
 def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_foreign_comparison_reads_no_text_elsewhere(tmp_path, monkeypatch):
     config = {"experiment": "decay-design", "models": ["vector/gla"], "settings": {"text": ["../../secret.txt"]}}
     write_json(folder / "config.json", config)
     monkeypatch.setattr("halflife.lab.experiments.base.ExperimentSettings.from_dict", from_text)
-    assert_raises(ValueError, r"/secret\.txt. If you want this, give --trust-data", load_experiment, folder)
+    assert_raises(ValueError, r"/secret\.txt. If you want this, give --trust-data", Comparison.load, folder)
 
 
 def from_text(settings):

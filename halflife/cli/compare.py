@@ -181,19 +181,19 @@ class Compare:
             check_seeds(self.only_seeds, range(self.seeds))
             folder = self._create()
         say(f"writing to {folder}")
-        if not quiet and (trial := compare.try_comparison(folder, self.only_seeds or None, rows_held)):
+        seeds, comparison = self.only_seeds or None, compare.Comparison.load(folder)
+        if not quiet and (trial := comparison.try_runs(folder, seeds, rows_held)):
             say(describe_trial(trial, here=place.on in ("local", "ray")))
         failed: Mapping[str, str] = {}
         command = shlex.join(["halflife", "compare", "--resume", str(folder), *self._place()])
         with resumable(command, folder / CONFIG_JSON):
             try:
                 rows = compare.run_comparison(
-                    folder, only_seeds=self.only_seeds or None, show=not quiet, runner=runner,
-                    execution=execution,
-                )  # fmt: skip
+                    folder, comparison, only_seeds=seeds, show=not quiet, runner=runner, execution=execution
+                )
             except RunsFailed as error:
                 rows, failed = error.rows, error.failed
-        if rows and compare.load_experiment(folder)[0].measure == "loss":
+        if rows and comparison.experiment.measure == "loss":
             say((folder / SUMMARY_MD).read_text(encoding="utf-8"))
         elif rows:
             show(*comparison_tables(rows))
@@ -249,9 +249,8 @@ class Compare:
         from halflife.report.tables.estimate import describe_model, print_needs
 
         plan = compare.plan_comparison(**self._choices())
-        needs = compare.estimate_comparison(plan, self.place.micro_batch_size)
-        configs = [plan.experiment.configure(plan.settings, cell) for cell in plan.cells()]
-        models = {cell.model: describe_model(config.model) for cell, config in zip(plan.cells(), configs, strict=True)}
+        needs = plan.estimate(self.place.micro_batch_size)
+        models = {cell.model: describe_model(plan.configure(cell).model) for cell in plan.cells()}
         rates = {model: ", ".join(f"{rate:g}" for rate in rates) for model, rates in plan.learning_rates.items()}
         # A whole number of 0 stands for a value that is elsewhere, such as the width of `size`.
         chosen = {k: x for k, x in dataclasses.asdict(plan.settings).items() if type(x) is not int or x}

@@ -106,6 +106,14 @@ class Experiment:
         base = re.split("[+:]", model)[0]
         return self.rates.get(f"{scale} {base}") or self.rates.get(scale) or self.rates[""]
 
+    def default_rates(self, model: str, scale: str) -> tuple[float, ...]:
+        """`learning_rates`, where a control has those of its base."""
+        return self.learning_rates((split_control(model) or (model,))[0], scale)
+
+    def expanded(self, models: Sequence[str]) -> list[str]:
+        """The models, with those of a group in the place of its name."""
+        return [each for given in models for each in self.groups.get(given, (given,))]
+
     def models_at(self, scale: str) -> tuple[str, ...]:
         """The models that are compared at a scale when the user names none."""
         return self.models_of.get(scale, self.models)

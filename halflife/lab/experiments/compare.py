@@ -16,10 +16,9 @@ from halflife.data.trust import check_origin, sign
 from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, read_json_object, write_json
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, paper_experiments
 from halflife.lab.experiments.overrides import check_parts
-from halflife.models.controls import split_control
 from halflife.registry import unknown
 from halflife.runs.folder import check_content
-from halflife.runs.one import training_device
+from halflife.runs.one import CellConfig, training_device
 from halflife.runs.records import COMPARISON
 from halflife.runs.sweep import Cell, Runner, RunsFailed, count_runs, create_sweep, first_cells, one_by_one, run_sweep
 from halflife.runs.sweep import cells as sweep_cells
@@ -32,8 +31,8 @@ MIXTURE = "recall"  # the experiment of all tasks but mqar alone
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A comparison whose choices have been checked.
+class Comparison:
+    """A comparison whose choices have been checked: of `plan_comparison`, or of the folder that `load` reads.
 
     Attributes:
         kind: the name of the experiment.
@@ -53,6 +52,33 @@ class Plan:
     seeds: int
     tune_seeds: int | None = None
 
+    @classmethod
+    def load(cls, folder: Path) -> Comparison:
+        """The comparison in a folder.
+
+        Raises:
+            FileNotFoundError: the folder holds no comparison.
+            ValueError: `config.json` is damaged, or somebody else made it and it names a text that lies elsewhere.
+        """
+        path = folder / CONFIG_JSON
+        if not path.exists():
+            raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
+        config = read_json_object(path)
+        if "settings" not in config or "experiment" not in config:
+            raise ValueError(f"{path} is damaged: it has no settings or no experiment")
+        check_content(path, config, COMPARISON)
+        check_origin(config, path)
+        extensions.recall(config, folder)
+        kind = config["experiment"]
+        try:
+            settings: Any = EXPERIMENTS[kind].settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: a setting cannot be ({error})") from error
+        if "text" in config["settings"]:
+            check_origin(config, path, settings.text, tokenizer=settings.tokenizer)
+        rates, seeds = config["learning_rates"], len(config["seeds"])
+        return cls(kind, settings, config["task"], config["scale"], rates, seeds, config.get("tune_seeds"))
+
     @property
     def experiment(self) -> Experiment:
         return EXPERIMENTS[self.kind]()
@@ -60,6 +86,49 @@ class Plan:
     def cells(self) -> list[Cell]:
         """One cell for each model and rate."""
         return list(sweep_cells(self.learning_rates, [0]))
+
+    def configure(self, cell: Cell) -> CellConfig:
+        """The configuration of one run."""
+        return self.experiment.configure(self.settings, cell)
+
+    def estimate(self, rows: int | None = None) -> list[tuple[Estimate, int]]:
+        """What a run of each model needs, and the number of its runs. Nothing is read or written.
+
+        Args:
+            rows: sequences of a micro-batch; None for whole batches.
+
+        Raises:
+            ValueError: micro-batches of an experiment on tasks.
+        """
+        self.check_micro_batches(rows)
+        found = []
+        for model, rates in self.learning_rates.items():
+            config = self.configure(Cell(model, rates[0], 0))
+            needs = dataclasses.replace(estimate(config, config.sequences(), rows), model=model)
+            found.append((needs, count_runs(len(rates), self.seeds, self.tune_seeds)))
+        return found
+
+    def try_runs(self, folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:
+        """What the runs in `folder` that have no result yet will take; see `training.trial.try_runs`.
+
+        Args:
+            folder: the folder of the comparison.
+            only_seeds: the seeds to run; None for all.
+            rows: sequences of a micro-batch; None for whole batches.
+        """
+        seeds = range(self.seeds)
+        at_one_rate = set() if self.tune_seeds is None else set(seeds[self.tune_seeds :])
+        later = [Cell(model, rates[0], seed) for model, rates in self.learning_rates.items() for seed in at_one_rate]
+        cells = [*first_cells(self.learning_rates, seeds, self.tune_seeds), *later]
+        chosen = [cell for cell in cells if only_seeds is None or cell.seed in only_seeds]
+        left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell.seed in at_one_rate)]
+        configs = [self.configure(cell) for cell in left]
+        return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
+
+    def check_micro_batches(self, rows: int | None) -> None:
+        """Raises: ValueError: micro-batches of an experiment on tasks."""
+        if rows is not None and self.experiment.measure != "loss":
+            raise ValueError("micro-batches are for experiments on text; an experiment on tasks reads whole batches")
 
 
 def plan_comparison(
@@ -73,7 +142,7 @@ def plan_comparison(
     learning_rates: Sequence[float] | None = None,
     settings: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> Comparison:
     """Check every choice of a comparison, without reading data or writing files.
 
     Args:
@@ -97,30 +166,20 @@ def plan_comparison(
     if overrides:
         changes["overrides"] = dict(overrides)
     resolved = chosen.settings_at(scale, changes)
-    models = expanded(chosen, models or chosen.models_at(scale))
+    models = chosen.expanded(models or chosen.models_at(scale))
     if not models or len(set(models)) != len(models):
         raise ValueError(f"name at least one model, and each model once; got {', '.join(models) or 'none'}")
     _check_count(seeds)
     if tune_seeds is not None and not 1 <= tune_seeds <= seeds:
         raise ValueError(f"tune_seeds is at least 1 and at most the number of seeds, {seeds}; got {tune_seeds}")
-    rates = {model: list(dict.fromkeys(learning_rates or default_rates(chosen, model, scale))) for model in models}
-    plan = Plan(kind, resolved, tested, scale, rates, seeds, tune_seeds)
+    rates = {model: list(dict.fromkeys(learning_rates or chosen.default_rates(model, scale))) for model in models}
+    plan = Comparison(kind, resolved, tested, scale, rates, seeds, tune_seeds)
     if resolved.overrides:
         plain = dataclasses.replace(resolved, overrides={})
         check_parts([chosen.configure(plain, cell) for cell in plan.cells()], resolved.overrides)
     for cell in plan.cells():
-        chosen.configure(resolved, cell)
+        plan.configure(cell)
     return plan
-
-
-def default_rates(experiment: Experiment, model: str, scale: str) -> tuple[float, ...]:
-    """The learning rates of an experiment for a model; a control has those of its base."""
-    return experiment.learning_rates((split_control(model) or (model,))[0], scale)
-
-
-def expanded(experiment: Experiment, models: Sequence[str]) -> list[str]:
-    """The models, with those of a group in the place of its name."""
-    return [each for given in models for each in experiment.groups.get(given, (given,))]
 
 
 def _check_count(seeds: int) -> None:
@@ -176,15 +235,14 @@ def extend_comparison(
         FileNotFoundError: the folder holds no comparison.
         ValueError: as `plan_comparison`, or nothing is added to a model that is named, or seeds would be taken away.
     """
-    experiment, settings = load_experiment(folder)
-    config = read_json(folder / CONFIG_JSON)
-    rates, count = config["learning_rates"], len(config["seeds"])
+    comparison, config = Comparison.load(folder), read_json(folder / CONFIG_JSON)
+    experiment, rates, count = comparison.experiment, comparison.learning_rates, comparison.seeds
     _check_count(seeds := count if seeds is None else seeds)
     if seeds < count:
         raise ValueError(f"the comparison in {folder} has {count} seeds; seeds can only be added, got {seeds}")
-    for model in dict.fromkeys(expanded(experiment, models) or rates):
+    for model in dict.fromkeys(experiment.expanded(models) or rates):
         tried = rates.get(model, [])
-        given = learning_rates or (() if tried else default_rates(experiment, model, config["scale"]))
+        given = learning_rates or (() if tried else experiment.default_rates(model, comparison.scale))
         added = [rate for rate in dict.fromkeys(given) if rate not in tried]
         if models and not added:
             raise ValueError(
@@ -192,7 +250,7 @@ def extend_comparison(
                 "--resume alone"
             )
         for rate in added:
-            experiment.configure(settings, Cell(model, rate, 0))
+            comparison.configure(Cell(model, rate, 0))
         rates[model] = [*tried, *added]
     config |= {"models": list(rates), "learning_rates": rates, "seeds": list(range(seeds))}
     if command:
@@ -207,47 +265,11 @@ def _with_text(settings: dict[str, Any], folder: Path, change: Callable[..., dic
     return {**settings, **{name: changed[key] for name, key in names.items()}}
 
 
-def try_comparison(folder: Path, only_seeds: Sequence[int] | None = None, rows: int | None = None) -> Trial | None:
-    """What the runs of the comparison in `folder` that have no result yet will take; see `training.trial.try_runs`.
-
-    Args:
-        only_seeds: the seeds to run; None for all.
-        rows: sequences of a micro-batch; None for whole batches.
-    """
-    experiment, settings = load_experiment(folder)
-    config = read_json(folder / CONFIG_JSON)
-    trials = first_cells(config["learning_rates"], config["seeds"], tune := config.get("tune_seeds"))
-    seeds = set(config["seeds"][len(config["seeds"]) if tune is None else tune :])
-    later = [Cell(model, rates[0], seed) for model, rates in config["learning_rates"].items() for seed in seeds]
-    chosen = [cell for cell in [*trials, *later] if only_seeds is None or cell.seed in only_seeds]
-    left = [cell for cell in chosen if not _ended(folder, cell, any_rate=cell.seed in seeds)]
-    configs = [experiment.configure(settings, cell) for cell in left]
-    return try_runs([(one, one.sequences()) for one in configs], training_device(), rows)
-
-
 def _ended(folder: Path, cell: Cell, any_rate: bool) -> bool:
     """Whether a cell has a result, or the same model and seed have one at another learning rate."""
     place = folder / cell.folder
     names = f"lr*-seed{cell.seed}" if any_rate else place.name
     return any((found / RESULT_JSON).exists() for found in place.parent.glob(names))
-
-
-def estimate_comparison(plan: Plan, rows: int | None = None) -> list[tuple[Estimate, int]]:
-    """What a run of each model needs, and the number of its runs. Nothing is read or written.
-
-    Args:
-        rows: sequences of a micro-batch; None for whole batches.
-
-    Raises:
-        ValueError: micro-batches of an experiment on tasks.
-    """
-    _check_micro_batches(plan.experiment, rows)
-    found = []
-    for model, rates in plan.learning_rates.items():
-        config = plan.experiment.configure(plan.settings, Cell(model, rates[0], 0))
-        needs = dataclasses.replace(estimate(config, config.sequences(), rows), model=model)
-        found.append((needs, count_runs(len(rates), plan.seeds, plan.tune_seeds)))
-    return found
 
 
 def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str, str]:
@@ -269,6 +291,7 @@ def _experiment_name(tasks: Sequence[str], experiment: str | None) -> tuple[str,
 
 def run_comparison(
     folder: Path,
+    comparison: Comparison | None = None,
     *,
     only_seeds: Sequence[int] | None = None,
     show: bool = True,
@@ -278,6 +301,8 @@ def run_comparison(
     """Run, or continue, the comparison in `folder`; then write its table, figures and report.
 
     Args:
+        folder: the folder.
+        comparison: what it holds; None to read it.
         only_seeds: the seeds to run now, so that several processes can share the work; None for all. The table
             contains every finished run.
         show: whether to draw progress bars.
@@ -288,43 +313,16 @@ def run_comparison(
         The rows of `results.csv`.
 
     Raises:
-        FileNotFoundError: the folder holds no comparison.
-        ValueError: `config.json` is damaged, somebody else made it and
-            it names a text that lies elsewhere, or `execution` divides the batches of an experiment on tasks.
+        FileNotFoundError, ValueError: as `Comparison.load`, or `execution` divides the batches of an experiment on
+            tasks.
         RunsFailed: some runs raised an error. The others have ended, and the report shows them.
     """
-    experiment, settings = load_experiment(folder)
-    _check_micro_batches(experiment, execution.micro_batch_size if execution else None)
+    comparison = comparison or Comparison.load(folder)
+    comparison.check_micro_batches(execution.micro_batch_size if execution else None)
     rows, failed = run_sweep(
-        folder, lambda cell: experiment.configure(settings, cell), seeds=only_seeds, show=show, runner=runner,
-        execution=execution,
-    )  # fmt: skip
-    experiment.write_report(folder, rows)
+        folder, comparison.configure, seeds=only_seeds, show=show, runner=runner, execution=execution
+    )
+    comparison.experiment.write_report(folder, rows)
     if failed:
         raise RunsFailed(failed, rows)
     return rows
-
-
-def _check_micro_batches(experiment: Experiment, rows: int | None) -> None:
-    if rows is not None and experiment.measure != "loss":
-        raise ValueError("micro-batches are for experiments on text; an experiment on tasks reads whole batches")
-
-
-def load_experiment(folder: Path) -> tuple[Experiment, ExperimentSettings]:
-    """The experiment of a comparison's folder and its saved settings; raises as `run_comparison`."""
-    if not (folder / CONFIG_JSON).exists():
-        raise FileNotFoundError(f"{folder} holds no comparison (it has no {CONFIG_JSON})")
-    config = read_json_object(folder / CONFIG_JSON)
-    if "settings" not in config or "experiment" not in config:
-        raise ValueError(f"{folder / CONFIG_JSON} is damaged: it has no settings or no experiment")
-    check_content(folder / CONFIG_JSON, config, COMPARISON)
-    check_origin(config, folder / CONFIG_JSON)
-    extensions.recall(config, folder)
-    experiment = EXPERIMENTS[config["experiment"]]()
-    try:
-        settings: Any = experiment.settings.from_dict(_with_text(config["settings"], folder, absolute_paths))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder / CONFIG_JSON} is damaged: a setting cannot be ({error})") from error
-    if "text" in config["settings"]:
-        check_origin(config, folder / CONFIG_JSON, settings.text, tokenizer=settings.tokenizer)
-    return experiment, settings

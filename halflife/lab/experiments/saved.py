@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from halflife.lab.experiments.base import EXPERIMENTS, RECIPE, SETTINGS
-from halflife.lab.experiments.compare import default_rates
 from halflife.lab.experiments.overrides import model_overrides
 from halflife.models import ModelConfig
 from halflife.tasks import TASKS
@@ -25,46 +24,35 @@ def train_options(run: Mapping[str, Any]) -> Options:
 
     "set" has what the preset and the options do not give.
     """
-    from halflife.lab.experiments.decay_design import row_or_preset
-
-    model, data = ModelConfig.from_dict(run["model"]), run["data"]
-    fitted = {"from_weights": run["start"], "post_fit": True} if run.get("post_fit") else {}
-    if run.get("start") and not fitted:
-        return _continued_options(run)
-    sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
-    base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
-    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run} | model_overrides(model, base)
-    if model.vocab_size != BYTE_VOCABULARY.get(data["tokenizer"]):
-        overrides["model.vocab_size"] = model.vocab_size
-    return _with_schedule(run, {"model": model.name, **sizes, **fitted, **_data_options(run)}, overrides)
-
-
-def _continued_options(run: Mapping[str, Any]) -> Options:
-    """The options of a run that started from trained weights, which give its model."""
-    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run}
-    return _with_schedule(run, {"from_weights": run["start"], **_data_options(run)}, overrides)
-
-
-def _data_options(run: Mapping[str, Any]) -> Options:
-    """The options of the text and of the recipe."""
-    data = run["data"]
-    frozen = {"freeze": list(run["freeze"])} if run.get("freeze") else {}
-    carried = run["mode"] == "continued"
+    data, carried = run["data"], run["mode"] == "continued"
     mode = {"documents": "concatenated", "carry_state": True} if carried else {"documents": run["mode"]}
+    overrides = {f"training.{name}": run[name] for name in SET_ONLY if name in run}
+    if (schedule := _schedule(run)) is None:
+        overrides |= {"training.schedule": run["schedule"], "training.schedule_options": run["schedule_options"]}
+    fitted = {"post_fit": True} if run.get("post_fit") else {}
+    model: Options = {"from_weights": run["start"], **fitted} if run.get("start") else {}
+    if fitted or not model:  # otherwise the weights give the model
+        chosen, changed = _model_options(run)
+        model, overrides = {**chosen, **model}, overrides | changed
     return {
-        "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
+        **model, "data": _sources(data), "tokenizer": data["tokenizer"], "field": data["field"],
         "held_out": data["fractions"][0], **mode, "lr": run["learning_rate"],
-        "tokens": str(run["steps"] * run["batch_size"] * run["context"]), **{name: run[name] for name in SAME_NAME},
-        **frozen,
+        "tokens": str(run["steps"] * run["batch_size"] * run["context"]),
+        **{name: run[name] for name in SAME_NAME}, **({"freeze": list(run["freeze"])} if run.get("freeze") else {}),
+        **(schedule or {}), "set": overrides,
     }  # fmt: skip
 
 
-def _with_schedule(run: Mapping[str, Any], options: Options, overrides: Options) -> Options:
-    """The options with those of the schedule and with "set"."""
-    if schedule := _schedule(run):
-        return {**options, **schedule, "set": overrides}
-    kept = {"training.schedule": run["schedule"], "training.schedule_options": run["schedule_options"]}
-    return {**options, "set": overrides | kept}
+def _model_options(run: Mapping[str, Any]) -> tuple[Options, Options]:
+    """The options that give the model, and overrides for what they do not give."""
+    from halflife.lab.experiments.decay_design import row_or_preset
+
+    model = ModelConfig.from_dict(run["model"])
+    sizes: Options = {"hidden_size": model.hidden_size, "num_layers": model.num_layers}
+    base = row_or_preset(model.name, vocab_size=model.vocab_size, train_length=run["context"], **sizes)
+    known = model.vocab_size == BYTE_VOCABULARY.get(run["data"]["tokenizer"])
+    vocabulary = {} if known else {"model.vocab_size": model.vocab_size}
+    return {"model": model.name, **sizes}, model_overrides(model, base) | vocabulary
 
 
 def _sources(data: Mapping[str, Any]) -> list[str]:
@@ -108,7 +96,7 @@ def compare_options(comparison: Mapping[str, Any]) -> Options:
     if all(rate == rates[0] for rate in rates):
         return {**options, "lr": rates[0]}
     kind = EXPERIMENTS[experiment]()
-    if all([*default_rates(kind, model, comparison["scale"])] == own for model, own in tried.items()):
+    if all([*kind.default_rates(model, comparison["scale"])] == own for model, own in tried.items()):
         return options
     # The grid of some models was extended. One option holds the rates of all models, so each tries them all.
     return {**options, "lr": sorted({rate for own in rates for rate in own})}

@@ -45,14 +45,6 @@ SLACKS = (0.1, 0.3, 0.5)
 # ----------------------------------------------------------------------------------------- approximation
 
 
-def _errors(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
-    return error_by_channels(s.all_counts, s.lengths, s.beta, seed=s.seed, cache=cache)
-
-
-def _ends(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
-    return error_by_ends(s.channels, s.length, s.beta, seed=s.seed, cache=cache)
-
-
 def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
     """Errors at positions for three pairs of ends: the paper's, the best, and ends further out."""
     low, high = FAR_ENDS
@@ -63,11 +55,6 @@ def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------------------------------------- spectra
-
-
-def _gaps(s: TheorySettings, _: Path | None) -> dict[str, Any]:
-    """Gaps of log-rates that are drawn uniformly on [−log T, 0]."""
-    return spectra.minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed)
 
 
 def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
@@ -108,10 +95,6 @@ def _energy(s: TheorySettings, _: Path | None) -> dict[str, Any]:
     both = torch.ones(3, dtype=torch.float64), geometric_rates(3, s.length)
     theorem, default = (spectra.energies(rates, taper(3), steps, trials, s.seed, points=60) for rates in both)
     return {**theorem, "default": default}
-
-
-def _normalization(s: TheorySettings, _: Path | None) -> dict[str, Any]:
-    return relative_energies(s.channels, s.length)
 
 
 def _taper(s: TheorySettings, _: Path | None) -> dict[str, Any]:
@@ -197,8 +180,13 @@ def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ all of them
 
 TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
-    "errors": _errors, "ends": _ends, "positions": _positions, "gaps": _gaps, "coherence": _coherence,
-    "channels": _channels, "responses": _responses, "energy": _energy, "normalization": _normalization,
+    "errors": lambda s, cache: error_by_channels(s.all_counts, s.lengths, s.beta, seed=s.seed, cache=cache),
+    "ends": lambda s, cache: error_by_ends(s.channels, s.length, s.beta, seed=s.seed, cache=cache),
+    "positions": _positions,
+    # Gaps of log-rates that are drawn uniformly on [−log T, 0].
+    "gaps": lambda s, _: spectra.minimum_gap([n for n in s.all_counts if n > 1], 1 / math.log(s.length), seed=s.seed),
+    "coherence": _coherence, "channels": _channels, "responses": _responses, "energy": _energy,
+    "normalization": lambda s, _: relative_energies(s.channels, s.length),
     "taper": _taper, "autocovariance": _autocovariance, "blocks": _blocks, "density": _density,
     "information": _information, "gradients": lambda s, _: gradient_flow(seed=s.seed),
     "phases": lambda s, _: phase_attenuation(seed=s.seed), "gram": lambda s, _: gram_bounds(seed=s.seed),
