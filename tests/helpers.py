@@ -144,6 +144,22 @@ def run_pieces(run, x, bounds, state=None):
     return torch.cat(outputs, 1), state
 
 
+def token_loop(q, v, step):
+    """The outputs `[B, T, H, V]` of a recurrence `state [H, K, V] → step(state, row, t)`, read by q without a scale."""
+    outputs = torch.empty_like(v)
+    for row in range(len(v)):
+        state = v.new_zeros(*q.shape[2:], v.shape[-1])
+        for t in range(v.shape[1]):
+            state = step(state, row, t)
+            outputs[row, t] = torch.einsum("hk,hkv->hv", q[row, t], state)
+    return outputs
+
+
+def outer(k, v):
+    """The products `[H, K, V]` of keys and values of heads."""
+    return k.unsqueeze(-1) * v.unsqueeze(-2)
+
+
 def learned(y, x):
     """Return `{"d0", "d1", …}`, the gradients of a fixed random sum of `y`, for the tensors in `x` that want them."""
     tensors = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else [x]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_streams
+from helpers import assert_close, assert_raises, assert_streams, outer, token_loop
 
 from halflife import LanguageModel, decay, layers, preset
 from halflife.lab.experiments import decay_design
@@ -30,16 +30,8 @@ def per_head(x):
     return x.unflatten(-1, (HEADS, -1))
 
 
-def loop(layer, x, q, k, v, step):
-    """The outputs of a recurrence `state → step(state, b, t, h)`, read by q, through the gate and the projection."""
-    outputs = torch.empty_like(v)
-    for b in range(x.shape[0]):
-        for h in range(HEADS):
-            state = torch.zeros(k.shape[-1], v.shape[-1], dtype=torch.float64)
-            for t in range(x.shape[1]):
-                state = step(state, b, t, h)
-                outputs[b, t, h] = state.T @ q[b, t, h] / math.sqrt(CHANNELS)
-    return layer.out_proj(layer.gate(outputs, x))
+def read(layer, x, q, v, step):
+    return layer.out_proj(layer.gate(token_loop(q / math.sqrt(CHANNELS), v, step), x))
 
 
 @pytest.mark.parametrize("granularity", ["scalar", "vector"])
@@ -54,13 +46,13 @@ def test_released_dplr(granularity):
     decays = (f + layer.decay.delta).sigmoid()
     beta = 2 * layer.beta_proj(x).sigmoid()
 
-    def step(state, b, t, h):
-        key, value, eye = k[b, t, h], v[b, t, h], torch.eye(CHANNELS, dtype=torch.float64)
-        reflected = eye - beta[b, t, h] * torch.outer(key, key)
-        decayed = torch.diag(decays[b, t, h].expand(CHANNELS)) @ state
-        return reflected @ decayed + torch.outer(key, value) * (beta[b, t, h] if granularity == "scalar" else 1)
+    def step(state, b, t):
+        size, eye = beta[b, t].view(HEADS, 1, 1), torch.eye(CHANNELS, dtype=torch.float64)
+        decayed = decays[b, t].view(HEADS, -1, 1) * state
+        written = outer(k[b, t], v[b, t]) * (size if granularity == "scalar" else 1)
+        return (eye - size * outer(k[b, t], k[b, t])) @ decayed + written
 
-    assert_close(layer(x)[0], loop(layer, x, q, k, v, step), EXACT)
+    assert_close(layer(x)[0], read(layer, x, q, v, step), EXACT)
 
 
 def test_released_dplr_differs_from_dplr():
@@ -144,10 +136,10 @@ def test_released_lightnet_with_shared_keys():
     k = (f[:, :-1] - z[:, 1:]).exp()
     decays = (z[:, :-1] - z[:, 1:]).exp()
 
-    def step(state, b, t, h):
-        return decays[b, t, h].unsqueeze(-1) * state + torch.outer(k[b, t, h], v[b, t, h])
+    def step(state, b, t):
+        return decays[b, t].unsqueeze(-1) * state + outer(k[b, t], v[b, t])
 
-    assert_close(layer(x)[0], loop(layer, x, F.silu(q), k, v, step), EXACT)
+    assert_close(layer(x)[0], read(layer, x, F.silu(q), v, step), EXACT)
 
 
 def test_released_lightnet_streams_and_packs():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, cases
+from helpers import assert_close, assert_raises, cases, outer, token_loop
 
 from halflife import LanguageModel, decay, layers, param_groups, preset
 from halflife.decay import PoST
@@ -52,17 +52,15 @@ def test_mamba2_is_algorithm_2(form):
     x, b, c = short_conv(layer.conv, xbc).split(layer.conv_splits, -1)
     delta = F.softplus(dt + layer.decay.decay.dt_bias)
     p, alpha = spectrum(layer.decay)
-    outputs = []
-    for row in range(len(u)):
-        state = torch.zeros(HEADS, 6, layer.head_dim, dtype=torch.float64)
-        for t in range(LENGTH):
-            value = x[row, t].view(HEADS, -1)
-            decayed = torch.exp(-p.exp() * (t + 1) ** -alpha * delta[row, t])
-            written = b[row, t].view(1, -1, 1) * (delta[row, t].unsqueeze(-1) * value).unsqueeze(1)
-            state = decayed.view(-1, 1, 1) * state + written
-            outputs.append((c[row, t] @ state + layer.skip.D.unsqueeze(-1) * value).flatten())
-    y = torch.stack(outputs).view(*u.shape[:2], -1)
-    assert_close(layer(u)[0], layer.out_proj(layer.norm(y, z)), EXACT)
+    b, c = (part.unsqueeze(2).expand(-1, -1, HEADS, -1) for part in (b, c))
+    values = x.unflatten(-1, (HEADS, -1))
+
+    def step(state, row, t):
+        decayed = torch.exp(-p.exp() * (t + 1) ** -alpha * delta[row, t])
+        return decayed.view(-1, 1, 1) * state + outer(b[row, t], delta[row, t].unsqueeze(-1) * values[row, t])
+
+    y = token_loop(c, values, step) + layer.skip.D.unsqueeze(-1) * values
+    assert_close(layer(u)[0], layer.out_proj(layer.norm(y.flatten(2), z)), EXACT)
 
 
 @pytest.mark.parametrize("form", ["paper", "released"])
@@ -74,14 +72,14 @@ def test_gated_deltanet(form):
     p, alpha = spectrum(layer.decay)
     position = torch.arange(1, LENGTH + 1).view(1, -1, 1)
     g = -p.exp() * F.softplus(layer.decay_proj(x) + layer.decay.decay.dt_bias) * position**-alpha
-    beta, outputs = layer.beta_proj(x).sigmoid(), torch.empty_like(v)
-    for row in range(2):
-        state = torch.zeros(HEADS, 4, 4, dtype=torch.float64)
-        for t in range(LENGTH):
-            state = g[row, t].exp().view(-1, 1, 1) * state
-            for h in range(HEADS):
-                state[h] += beta[row, t, h] * torch.outer(k[row, t, h], v[row, t, h] - state[h].T @ k[row, t, h])
-                outputs[row, t, h] = state[h].T @ q[row, t, h] / math.sqrt(4)
+    beta = layer.beta_proj(x).sigmoid()
+
+    def step(state, row, t):
+        state = g[row, t].exp().view(-1, 1, 1) * state
+        error = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
+        return state + outer(k[row, t], beta[row, t].unsqueeze(-1) * error)
+
+    outputs = token_loop(q / math.sqrt(4), v, step)
     assert_close(layer(x)[0], layer.out_proj(layer.gate(outputs, x)), EXACT)
 
 
@@ -107,20 +105,18 @@ def test_retention(base, form):
     layer, x = layer_of(f"{base}+post_{form}")
     q, k, v = (part.view(2, LENGTH, HEADS, -1) for part in layer.qkv_proj(x).chunk(3, -1))
     p, alpha = spectrum(layer.decay)
-    outputs = torch.empty_like(v)
-    for row in range(2):
-        state = torch.zeros(HEADS, 4, 4, dtype=torch.float64)
-        for t in range(LENGTH):
-            stretch = float(t + 1) ** -alpha
-            if form == "paper":
-                gamma = torch.exp(-p.exp()) ** stretch
-                decayed = gamma.view(-1, 1, 1)
-            else:
-                a = layer.decay_proj.up(x[row, t]).view(HEADS, 4)
-                g = -p.exp().view(-1, 1) * F.softplus(a + layer.decay.decay.dt_bias)
-                decayed = (g * stretch.view(-1, 1)).exp().unsqueeze(-1)
-            state = decayed * state + k[row, t].unsqueeze(-1) * v[row, t].unsqueeze(-2)
-            outputs[row, t] = torch.einsum("hk,hkv->hv", q[row, t], state) / math.sqrt(4)
+
+    def step(state, row, t):
+        stretch = float(t + 1) ** -alpha
+        if form == "paper":
+            decayed = (torch.exp(-p.exp()) ** stretch).view(-1, 1, 1)
+        else:
+            a = layer.decay_proj.up(x[row, t]).view(HEADS, 4)
+            g = -p.exp().view(-1, 1) * F.softplus(a + layer.decay.decay.dt_bias)
+            decayed = (g * stretch.view(-1, 1)).exp().unsqueeze(-1)
+        return decayed * state + outer(k[row, t], v[row, t])
+
+    outputs = token_loop(q / math.sqrt(4), v, step)
     assert_close(layer(x)[0], layer.out_proj(layer.gate(outputs, x)), EXACT)
 
 

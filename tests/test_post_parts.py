@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_raises, assert_streams, cases
+from helpers import assert_raises, assert_streams, cases, outer, token_loop
 from test_start import SIZES, saved, text, train  # noqa: F401 (text is a fixture)
 
 from halflife import LanguageModel, decay, layers, preset
@@ -53,15 +53,16 @@ def test_the_gain_is_stretched_like_the_decay():
     layer, u = mamba2(stretch_gain=True), torch.randn(1, 7, 16, dtype=torch.float64)
     z, xbc, f = layer.in_proj(u).split(layer.splits, -1)
     x, b, c = layer.conv(xbc, None, Packing(*xbc.shape[:2]))[0].split(layer.conv_splits, -1)
-    state = torch.zeros(HEADS, 6, layer.head_dim, dtype=torch.float64)
-    rows = []
-    for t in range(7):
-        step = F.softplus(f[0, t] + layer.decay.decay.dt_bias) * (t + 1) ** -layer.decay.taper()
-        value = x[0, t].view(HEADS, -1)
-        kept = torch.exp(-layer.decay.base().exp() * step)
-        state = kept[:, None, None] * state + b[0, t][None, :, None] * (step[:, None] * value)[:, None, :]
-        rows.append((c[0, t] @ state + layer.skip.D[:, None] * value).flatten())
-    expected = layer.out_proj(layer.norm(torch.stack(rows)[None], z))
+    b, c = (part.unsqueeze(2).expand(-1, -1, HEADS, -1) for part in (b, c))
+    values = x.unflatten(-1, (HEADS, -1))
+
+    def step(state, row, t):
+        size = F.softplus(f[row, t] + layer.decay.decay.dt_bias) * (t + 1) ** -layer.decay.taper()
+        kept = torch.exp(-layer.decay.base().exp() * size)
+        return kept.view(-1, 1, 1) * state + outer(b[row, t], size.unsqueeze(-1) * values[row, t])
+
+    y = token_loop(c, values, step) + layer.skip.D.unsqueeze(-1) * values
+    expected = layer.out_proj(layer.norm(y.flatten(2), z))
     torch.testing.assert_close(layer(u)[0], expected, atol=1e-9, rtol=1e-6)
     assert not torch.allclose(layer(u)[0], mamba2()(u)[0])
 
@@ -74,22 +75,22 @@ def test_the_gain_of_the_design_space_block(name):
     layer = layers.build(name, hidden_size=16, **{**mixer, "stretch_gain": True, "chunk_size": 4}).double()
     x, position = torch.randn(1, 7, 16, dtype=torch.float64), torch.arange(1, 8)
     packing = Packing(*x.shape[:2])
-    g = layer.log_decays(x, position, None, packing)[0][0]
+    g = layer.log_decays(x, position, None, packing)[0]
     qkv = layer.qkv_proj(x)
     qkv = qkv if layer.conv is None else layer.conv(qkv, None, packing)[0]
-    q, k, v = (part[0] for part in layer.heads(qkv, None, position))
+    q, k, v = layer.heads(qkv, None, position)
     stretch = layer.decay.log_stretch(position).exp()
-    beta = None if layer.beta_proj is None else layer.beta_proj(x)[0].sigmoid() * stretch
-    state, rows = torch.zeros(HEADS, k.shape[-1], v.shape[-1], dtype=torch.float64), []
-    for t in range(7):
-        state = g[t].exp()[:, None, None] * state
+    beta = None if layer.beta_proj is None else layer.beta_proj(x).sigmoid() * stretch
+
+    def step(state, row, t):
+        state = g[row, t].exp().view(-1, 1, 1) * state
         if beta is None:
-            written = stretch[t][:, None] * v[t]
-        else:
-            written = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][:, :, None] * written[:, None, :]
-        rows.append(torch.einsum("hkv,hk->hv", state, q[t]) * layer.head_dim**-0.5)
-    expected = layer.out_proj(layer.gate(torch.stack(rows)[None], x))
+            return state + outer(k[row, t], stretch[t].unsqueeze(-1) * v[row, t])
+        error = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
+        return state + outer(k[row, t], beta[row, t].unsqueeze(-1) * error)
+
+    outputs = token_loop(q * layer.head_dim**-0.5, v, step)
+    expected = layer.out_proj(layer.gate(outputs, x))
     torch.testing.assert_close(layer(x)[0], expected, atol=1e-9, rtol=1e-6)
     assert (stretch[1:] < 1).any()
 
