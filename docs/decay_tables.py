@@ -10,7 +10,7 @@ from claims import results
 
 from halflife.lab.experiments.decay_design import paper_loss
 from halflife.lab.experiments.decay_findings import FINDINGS
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 
 Budgets = Mapping[int, str]  # steps → file of results
 
@@ -26,7 +26,7 @@ def findings(files: Budgets) -> str:
             printed = "–" if None in paper else f"{paper[0] - paper[1]:+.3f}"
             lines.append([finding.statement, f"{first}, {second}", *cells, printed])
     names = ["finding", "first, second"]
-    return markdown([*names, *(f"{steps} steps" for steps in files), "paper"], lines, texts=names)
+    return Table([*names, *(f"{steps} steps" for steps in files), "paper"], lines, left=names).markdown()
 
 
 def _grid(file: str) -> dict[str, list[dict[str, str]]]:

@@ -19,7 +19,7 @@ from join import RESULTS  # beside this file
 from halflife.files import read_json, write_json
 from halflife.report.figures.forecast import forecast_figures
 from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 from halflife.report.tables.forecast import FORECASTS, is_text, log2_ratio, measured_lag, read_forecasts
 
 KINDS = ("models", "texts")
@@ -47,7 +47,7 @@ def errors(files: Mapping[str, str]) -> str:
         rows = [*found["models"], *found["texts"]]
         for model in dict.fromkeys(row["model"] for row in rows):
             lines.append([f"{label}: `{model}`", *_errors([row for row in rows if row["model"] == model])])
-    return markdown(
+    return Table(
         [
             "model",
             "forecasts",
@@ -58,7 +58,7 @@ def errors(files: Mapping[str, str]) -> str:
             "largest",
         ],
         lines,
-    )
+    ).markdown()
 
 
 def _errors(rows: list[dict[str, Any]]) -> list[str]:

@@ -19,7 +19,7 @@ from join import RESULTS, add, read_table, scores  # beside this file
 from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.lab.experiments.evidence import koopman_powers
 from halflife.report.figures.matplotlib_renderer import save
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 
 TRAINED, LONGER = RESULTS / "koopman_powers.csv", RESULTS / "koopman_powers_double.csv"
 MAP = TRAINED.with_suffix(".json")
@@ -61,7 +61,7 @@ def table(wanted: Mapping[str, Any]) -> str:
         return f"{100 * fmean(accuracies):.1f} ({' or '.join(filter(None, [ends, never]))})"
 
     lines = [[f"`{kind}`", *(cell(kind, where) for where in wanted["cells"])] for kind in wanted["models"]]
-    return markdown(["model", *wanted["cells"]], lines)
+    return Table(["model", *wanted["cells"]], lines).markdown()
 
 
 def main(folders: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from join import RESULTS
 
 from halflife.files import read_json
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 
 SOFTMAX, ATTENTION = "softmax attention", "llama"
 
@@ -24,7 +24,7 @@ def steps(file: str) -> str:
         if against and model != ATTENTION:
             cells = [f"{cell} ({x / y:.2f})" for cell, x, y in zip(cells, seconds, against, strict=True)]
         lines.append([model, *cells])
-    return markdown(["model", *(f"T = {length:,}" for length in data["lengths"])], lines)
+    return Table(["model", *(f"T = {length:,}" for length in data["lengths"])], lines).markdown()
 
 
 def ops(file: str) -> str:
@@ -42,4 +42,4 @@ def ops(file: str) -> str:
             cells += [f"{1e3 * row[way]:.2f}", f"{row[way] / floor:.1f}", f"{row[way] / against[way]:.2f}"]
         lines.append([row["name"], f"{row['T']:,}", *cells])
     ways = [f"{way}, {unit}" for way in ("forward", "with backward") for unit in ("ms", "÷ floor", "÷ softmax")]
-    return markdown(["op", "T", *ways], lines)
+    return Table(["op", "T", *ways], lines).markdown()

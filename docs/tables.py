@@ -60,7 +60,7 @@ from join import RESULTS
 from halflife.files import read_json
 from halflife.lab.experiments.evidence import overview_page
 from halflife.report.intervals import has_learned, with_interval
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 
 TABLE = re.compile(r"(<!-- table\n(.*?)-->\n\n)(?:\|[^\n]*\n)*\n*", re.DOTALL)
 KEYS = {"file", "models", "also", "columns", "learned", "pairs"}
@@ -114,7 +114,7 @@ def _accuracies(wanted: Mapping[str, Any]) -> str:
             if learned is not None and base is None and not has_learned(_values(file, model, learned)):
                 name += " (not learned)"
             lines.append([name, *sizes, *cells])
-    return markdown(["model", *also, *columns], lines)
+    return Table(["model", *also, *columns], lines).markdown()
 
 
 def _files(wanted: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from join import RESULTS
 
 from halflife.files import read_json
-from halflife.report.markdown import markdown
+from halflife.lab.theory.tables import TABLES, small
 from halflife.report.table import Table
-from halflife.report.tables.theory import TABLES, small
 
 CHANNELS = 16
 # Spectrum → what the paper says about its error.
@@ -50,4 +49,4 @@ def errors(file: str) -> str:
     lines.append(["C₆ of the best ends", *empty, *(f"{row['offset']:.1f}" for row in best)])
     headings = [f"{name}, T = {length}" for name in ("error", "slope") for length in lengths]
     names = ["spectrum", "the paper"]
-    return markdown([*names, *headings], lines, texts=names)
+    return Table([*names, *headings], lines, left=names).markdown()

@@ -11,9 +11,9 @@ from scipy.optimize import linprog
 from halflife import decay
 from halflife.decay import minimax as power_law
 from halflife.lab.theory import approximation as approx
+from halflife.lab.theory import figures as theory_figures
 from halflife.lab.theory.approximation_survey import SPECTRA, error_by_channels, error_by_position, slopes
 from halflife.lab.theory.spectra import response_as_run
-from halflife.report.figures import theory as theory_figures
 from halflife.report.figures.matplotlib_renderer import draw
 
 AGREES = 4 * 6.6e-4  # against linear programs: four times the worst measured error; the solver stops at 1e-3

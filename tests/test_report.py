@@ -27,7 +27,7 @@ from halflife.report.figures.matplotlib_renderer import draw, draw_pages, save
 from halflife.report.page import render
 from halflife.report.page.comparison import _table
 from halflife.report.page.plotly_renderer import plot
-from halflife.report.redraw import redraw_analyses, run_figures, save_figures, write_report
+from halflife.report.redraw import run_figures, save_figures, write_report
 from halflife.report.style import model_styles
 from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables
@@ -359,11 +359,6 @@ def test_special_characters_are_escaped(tmp_path):
 def test_one_seed_one_layer_and_any_number_of_models(tmp_path, models):
     page = Page(write_report(make_run(tmp_path / "run", models=models, seeds=(7,), layers=1)).read_text())
     assert all(model in page.text for model in models)
-
-
-def test_results_of_an_evaluation_have_no_figure(tmp_path):
-    write_json(tmp_path / "results.json", {"rows": [], "text": {}})
-    assert redraw_analyses(tmp_path, ("png",)) == []
 
 
 def test_figures_of_many_models_are_divided(tmp_path):

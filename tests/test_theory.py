@@ -14,10 +14,10 @@ from halflife.files import read_json, write_json
 from halflife.lab.theory import approximation as approx
 from halflife.lab.theory import correlations, costs, covariances, gradients, normalization, spectra, stationarity
 from halflife.lab.theory.compute import TOPICS, compute, write
+from halflife.lab.theory.figures import FIGURES, draw_all
 from halflife.lab.theory.settings import TheorySettings
+from halflife.lab.theory.tables import TABLES
 from halflife.models import LanguageModel, checkpoint, preset
-from halflife.report.figures.theory import FIGURES, draw_all
-from halflife.report.tables.theory import TABLES
 
 SIZES = ("--channels", "3", "--length", "60", "--lengths", "20", "60", "--counts", "2", "--quiet")
 LOSSES = [(1, 1, 3.0), (2, 2, 2.5), (3, 4, 2.0), (5, 8, 1.7), (9, 16, 1.6), (17, 32, 1.9)]  # trained on 16

@@ -26,8 +26,9 @@ class Figures:
     """Formats of the figures: png, svg, pdf."""
 
     def run(self) -> None:
+        from halflife.lab.theory import figures as theory
         from halflife.report.redraw import redraw
 
         for folder in self.runs:
-            for file in redraw(folder, self.formats):
+            for file in theory.redraw(folder, self.formats) or redraw(folder, self.formats):
                 print(file)

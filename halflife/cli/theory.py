@@ -57,9 +57,9 @@ class Theory(TheorySettings):
 
     def run(self) -> None:
         from halflife.lab.theory.compute import compute, write
-        from halflife.report.figures.theory import draw_all
+        from halflife.lab.theory.figures import draw_all
+        from halflife.lab.theory.tables import theory_tables
         from halflife.report.table import show
-        from halflife.report.tables.theory import theory_tables
 
         self._limit()
         topics = compute(self, self.only, cache=self.output / "theory_ends.json", show=not self.quiet)

@@ -13,7 +13,7 @@ from typing import Any
 
 from halflife.files import write_text
 from halflife.lab.experiments import EXPERIMENTS
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 BEGIN, END = "<!-- python -m halflife.lab.papers -->\n", "<!-- end -->\n"
@@ -189,7 +189,7 @@ def tables() -> Iterator[str]:
     for name, rows in ROWS.items():
         settings = EXPERIMENTS[name].scales["paper"]
         cells = [[f"`{row.setting}`", _write(getattr(settings, row.setting)), row.in_paper] for row in rows]
-        yield f"## {name}\n\n{EXPERIMENTS.summary(name)}\n\n{markdown(heading, cells, texts=heading)}\n"
+        yield f"## {name}\n\n{EXPERIMENTS.summary(name)}\n\n{Table(heading, cells, left=heading).markdown()}\n"
 
 
 def _write(value: Any) -> str:

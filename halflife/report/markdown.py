@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from halflife.report.intervals import in_percent
+from halflife.report.table import Table
 from halflife.runs.scores import repeated_tests
 
 Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
@@ -27,7 +28,7 @@ def in_distribution(rows: Rows) -> str:
         sizes = [f"{of_model[0]['parameters']:,}", f"{of_model[0]['state_size']:,}"]
         cells = [percent([r for r in of_model if (r["test"], r["length"]) == key]) for key in tests]
         table.append([model, *sizes, *cells])
-    return markdown(heading, table)
+    return Table(heading, table).markdown()
 
 
 def models(rows: Rows) -> list[str]:
@@ -46,10 +47,3 @@ def percent(rows: Rows) -> str:
         return "diverged" if seeds else "–"
     every = f" ({', '.join(f'{100 * x:.1f}' for x in seeds)})" if len(seeds) > 1 else ""
     return f"{in_percent(seeds)}{every}"
-
-
-def markdown(heading: Sequence[str], table: Sequence[Sequence[str]], texts: Collection[str] = ()) -> str:
-    """A table in Markdown. Columns whose heading is in `texts`, by default the first, are aligned to the left."""
-    rules = ["---" if name in (texts or heading[:1]) else "---:" for name in heading]
-    lines = ["| " + " | ".join(heading) + " |", "|" + "|".join(rules) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in table])

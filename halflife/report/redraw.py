@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from halflife.files import FORECAST_JSON, THEORY_JSON, read_json, without_null
+from halflife.files import FORECAST_JSON, read_json, without_null
 from halflife.report.card import write_card
-from halflife.report.figures import theory
 from halflife.report.figures.comparison import comparison_figures
 from halflife.report.figures.comparison_spectrum import spectrum
 from halflife.report.figures.data import FigureData
@@ -90,8 +89,7 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
 
     Args:
         run_dir: the folder of a comparison or of a run of `halflife train`, with the `spectrum/` of `halflife spectrum`
-            and the `forecast/` of `halflife forecast` in it; or a folder of `halflife theory` or `halflife forecast`,
-            which has no page.
+            and the `forecast/` of `halflife forecast` in it; or a folder of `halflife forecast`, which has no page.
         formats: png, svg, pdf.
 
     Raises:
@@ -100,7 +98,7 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """
     for suffix in formats:
         check_format(suffix)
-    if files := redraw_analyses(Path(run_dir), formats):
+    if files := redraw_forecast(Path(run_dir), formats):
         return files
     run = read_any(run_dir)
     data = run_figures(run)
@@ -110,19 +108,13 @@ def redraw(run_dir: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         if (folder / f"{name}.json").exists():
             for figure in figures_of(without_null(read_json(folder / f"{name}.json"), math.nan)):
                 files += save(figure, folder, formats=formats)
-    files += redraw_analyses(run.path / "forecast", formats)
+    files += redraw_forecast(run.path / "forecast", formats)
     return [*files, write_page(run, data)]
 
 
-def redraw_analyses(folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Draw the figures of what `halflife theory` and `halflife forecast` wrote into a folder.
-
-    The `results.json` of `halflife eval` has no figure.
-    """
-    files = []
-    if (folder / THEORY_JSON).exists():
-        files += theory.draw_all(without_null(read_json(folder / THEORY_JSON), math.nan), folder, formats)
-    if (folder / FORECAST_JSON).exists():
-        for figure in forecast_figures(read_forecasts(folder / FORECAST_JSON)):
-            files += save(figure, folder, formats=formats)
-    return files
+def redraw_forecast(folder: Path, formats: Sequence[str]) -> list[Path]:
+    """Draw the figures of what `halflife forecast` wrote into a folder, if it has."""
+    if not (folder / FORECAST_JSON).exists():
+        return []
+    figures = forecast_figures(read_forecasts(folder / FORECAST_JSON))
+    return [file for figure in figures for file in save(figure, folder, formats=formats)]

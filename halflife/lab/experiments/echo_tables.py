@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from halflife.report.markdown import Rows, markdown, models, percent
+from halflife.report.markdown import Rows, models, percent
+from halflife.report.table import Table
 from halflife.runs.folder import read_metrics
 from halflife.runs.sweep import Cell
 
@@ -56,7 +57,7 @@ def learning(folder: Path, rows: Rows) -> str:
         curves = [_validation(folder / cell.folder) for cell in runs]
         early = [f"{100 * fmean(curve[step] for curve in curves):.1f}" for step in steps]
         table.append([model, *early, *(percent([r for r in own if (r["test"], r["length"]) == key]) for key in tests)])
-    return markdown(heading, table)
+    return Table(heading, table).markdown()
 
 
 def _validation(folder: Path) -> dict[int, float]:
@@ -71,4 +72,4 @@ def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], n
         [name, *(f"{x:.1f}" for x in paper), *(percent([r for r in own if r["model"] == m]) for m in names)]
         for name, paper, own in table
     ]
-    return markdown(heading, body)
+    return Table(heading, body).markdown()

@@ -10,7 +10,8 @@ from typing import Any
 
 from halflife.files import write_csv
 from halflife.report.intervals import has_learned, with_interval
-from halflife.report.markdown import Rows, in_distribution, markdown
+from halflife.report.markdown import Rows, in_distribution
+from halflife.report.table import Table
 from halflife.runs.folder import Comparison, read
 
 POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
@@ -65,7 +66,7 @@ def by_position(spans: Sequence[Mapping[str, Any]]) -> str:
         mark = "" if has_learned([value / 100 for value in within]) else " (not learned)"
         texts = (_seeds(values, digits=1 if "accuracy" in name else 2) for name, values in columns.items())
         lines.append([f"`{model}`{mark}", *texts])
-    return markdown(["model", *next(iter(cells.values()))], lines)
+    return Table(["model", *next(iter(cells.values()))], lines).markdown()
 
 
 def recall(folder: Path, rows: Rows) -> str:
@@ -107,7 +108,7 @@ def by_layer(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for (model, layer), seeds in found.items()
     ]  # fmt: skip
-    return markdown(["model", "layer", *STATISTICS], lines)
+    return Table(["model", "layer", *STATISTICS], lines).markdown()
 
 
 def _seeds(values: Sequence[float], digits: int = 2) -> str:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, ExperimentSettings, TaskSettings
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
-from halflife.report.markdown import Rows, in_distribution, markdown, models
+from halflife.report.markdown import Rows, in_distribution, models
+from halflife.report.table import Table
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
 
@@ -209,4 +210,4 @@ def selections(rows: Rows) -> str:
         chosen = [scores[row["learning_rate"]] for row in own if row["selected"]]
         if chosen:
             table.append([model, f"{chosen[0]:.1f}", f"{max(scores.values()):.1f}"])
-    return markdown(["model", "rate selected by validation", "rate selected by the tests"], table)
+    return Table(["model", "rate selected by validation", "rate selected by the tests"], table).markdown()

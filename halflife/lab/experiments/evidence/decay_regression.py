@@ -16,7 +16,8 @@ from halflife.data.corpus import Corpus
 from halflife.files import read_json, write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.models.timescales import layer_decays
-from halflife.report.markdown import Rows, markdown
+from halflife.report.markdown import Rows
+from halflife.report.table import Table
 from halflife.runs.folder import DECAY_REGRESSION_JSON
 from halflife.runs.sweep import Cell
 from halflife.training.config import TrainConfig
@@ -153,7 +154,7 @@ def report(folder: Path, rows: Rows, decays: Callable[[Path, Rows], list[dict[st
         "## Does the distribution of λ predict the loss?", "",
         "Median λ, and the distance of its quartiles (spread), on the test text, as means over layers. The error is "
         "that on a row which the regression has not seen. Coefficients have 95 % intervals by bootstrap over rows.",
-        "", markdown(HEADING, regression_rows(found)), "",
+        "", Table(HEADING, regression_rows(found)).markdown(), "",
     ])  # fmt: skip
 
 

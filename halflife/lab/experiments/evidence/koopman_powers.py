@@ -23,7 +23,8 @@ from halflife.models.controls import split_control
 from halflife.ops import koopman_attention
 from halflife.registry import unknown
 from halflife.report.intervals import LEARNED, has_learned, in_percent
-from halflife.report.markdown import Rows, in_distribution, markdown, models, percent
+from halflife.report.markdown import Rows, in_distribution, models, percent
+from halflife.report.table import Table
 from halflife.runs.folder import FIGURES, read
 from halflife.runs.records import Training
 from halflife.runs.sweep import Cell
@@ -217,7 +218,7 @@ class KoopmanPowers(MQARExperiment):
         return "\n\n".join([
             f"### Accuracy in distribution, percent, and the steps until a validation reached {LEARNED:.0%}, by seed",
             table(rows, trained, steps),
-            "### Before training, share of answers recalled, percent", markdown(["read", *cells], reads),
+            "### Before training, share of answers recalled, percent", Table(["read", *cells], reads).markdown(),
             "### All tests, percent", in_distribution(rows),
         ])  # fmt: skip
 
@@ -243,7 +244,7 @@ def table(
         return "not learned" if tested and not has_learned(accuracies) else percent(tested)
 
     lines = [[f"`{kind}`", *(write(kind, cell) for cell in cells)] for kind in _axes(rows)[0]]
-    return markdown(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}])
+    return Table(["model", *cells], [line for line in lines if set(line[1:]) != {"–"}]).markdown()
 
 
 def picture(rows: Rows, found: Mapping[str, Mapping[str, float]]) -> FigureData:

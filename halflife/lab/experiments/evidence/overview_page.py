@@ -16,7 +16,8 @@ from halflife.evaluation.throughput import Decoder, device_name, interleaved, tr
 from halflife.files import CONFIG_JSON, RESULT_JSON, read_json, write_json, write_text
 from halflife.models import LanguageModel, ModelConfig
 from halflife.report.intervals import LEARNED, has_learned, with_interval
-from halflife.report.markdown import Rows, markdown, models
+from halflife.report.markdown import Rows, models
+from halflife.report.table import Table
 from halflife.runs.folder import FIGURES, read
 
 PAGE, DATA, TEXT = "overview.md", "overview.json", "text"
@@ -182,7 +183,7 @@ def table(data: Mapping[str, Any]) -> str:
             cells.insert(len(RECALL), "–")
         numbers = [f"{fast[name][model]:,.0f}" for name in SPEED_COLUMNS]
         lines.append([model, f"{data['parameters'][model]:,}", *cells, *numbers])
-    return markdown(heading, lines)
+    return Table(heading, lines).markdown()
 
 
 def _cell(name: str, column: Mapping[str, Any], model: str) -> str:

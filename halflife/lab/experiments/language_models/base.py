@@ -17,7 +17,7 @@ from halflife.files import CONFIG_JSON, read_json, write_json
 from halflife.lab.experiments.base import Experiment, ExperimentSettings
 from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
-from halflife.report.markdown import markdown
+from halflife.report.table import Table
 from halflife.report.tables.lengths import length_table
 from halflife.runs.folder import RESULTS_JSON
 from halflife.runs.folder import read as read_comparison
@@ -171,7 +171,7 @@ class LanguageExperiment(Experiment):
                 "–" if paper is None else f"{paper:.3f}",
             ])  # fmt: skip
         heading = ["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"]
-        text = f"{describe(settings)}\n\n{markdown(heading, table)}\n"
+        text = f"{describe(settings)}\n\n{Table(heading, table).markdown()}\n"
         if by_length := length_table(read_comparison(folder)):
             text += f"\n{by_length}\n"
         if self.zero_shot:

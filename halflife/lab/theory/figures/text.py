@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from halflife.lab.theory.figures.spectra import formula
 from halflife.report.figures.data import Axis, FigureData, Key, Panel, Reference, Series
-from halflife.report.figures.theory.spectra import formula
 from halflife.report.style import COLOURS, REFERENCE, ModelStyle, model_styles
 
 Data = Mapping[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from halflife.lab.theory.figures.spectra import formula
 from halflife.report.figures.data import Axis, FigureData, Key, Panel, Reference, Series, curves
-from halflife.report.figures.theory.spectra import formula
 from halflife.report.style import COLOURS, DOTS, FORMULA, WIDTH, model_styles
 
 ROUNDING = 1e-9  # an identity whose error is above this is none

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halflife.report.figures.data import FigureData
-from halflife.report.figures.matplotlib_renderer import FORMATS, save
-from halflife.report.figures.theory.echo import (
+from halflife.files import THEORY_JSON, read_json, without_null
+from halflife.lab.theory.figures.echo import (
     gradient_flow,
     gram_sizes,
     layer_costs,
     phase_attenuation,
     statement_values,
 )
-from halflife.report.figures.theory.spectra import (
+from halflife.lab.theory.figures.spectra import (
     channels_in_use,
     coherence_maps,
     energy_growth,
@@ -27,7 +27,9 @@ from halflife.report.figures.theory.spectra import (
     relative_energies,
     taper_bands,
 )
-from halflife.report.figures.theory.text import autocovariances, block_exponents, information, spectral_density
+from halflife.lab.theory.figures.text import autocovariances, block_exponents, information, spectral_density
+from halflife.report.figures.data import FigureData
+from halflife.report.figures.matplotlib_renderer import FORMATS, save
 
 FIGURES: dict[str, Callable[[Any], FigureData]] = {
     "errors": errors_by_channels, "ends": errors_by_ends, "positions": errors_by_position, "gaps": gaps,
@@ -37,6 +39,12 @@ FIGURES: dict[str, Callable[[Any], FigureData]] = {
     "density": spectral_density, "information": information, "gradients": gradient_flow, "phases": phase_attenuation,
     "gram": gram_sizes, "costs": layer_costs, "statements": statement_values,
 }  # fmt: skip
+
+
+def redraw(folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Draw the figures of the `theory.json` in a folder, if there is one, and return the files."""
+    file = folder / THEORY_JSON
+    return draw_all(without_null(read_json(file), math.nan), folder, formats) if file.exists() else []
 
 
 def draw_all(data: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
