@@ -107,11 +107,6 @@ def test_info_checks_this_machine(capsys):
         assert expected in out
 
 
-def test_version(capsys):
-    main(["--version"])
-    assert capsys.readouterr().out == f"halflife {halflife.__version__}\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
 def test_a_command_starts_within_a_second_of_torch(arguments):
@@ -259,9 +254,11 @@ def test_a_resumed_run_takes_no_file(text, refused):
     assert "leave out config" in refused("train", "--resume", "out", "--config", "run.yaml")
 
 
-def test_installed_command():
+def test_installed_command_and_version(capsys):
     command = Path(sys.executable).parent / "halflife"
     assert "compare" in subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+    main(["--version"])
+    assert capsys.readouterr().out == f"halflife {halflife.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list"]])

@@ -62,11 +62,13 @@ def test_no_split_is_empty(keys, fractions):
     assert set(found) == wanted
 
 
-def test_too_few_documents(tmp_path):
+def test_too_few_documents_and_unknown_splits(tmp_path, folder):
     (tmp_path / "a.jsonl").write_text('{"text": "same"}\n' * 3)
     with pytest.raises(ValueError, match="3 documents, 1 of them distinct, are too few for 2 splits"):
         open_corpus(tmp_path / "a.jsonl", tmp_path, fractions=(0.01, 0.0))
     assert open_corpus(tmp_path / "a.jsonl", tmp_path, fractions=(0.0, 0.0)).split("train").documents == 3
+    with pytest.raises(ValueError, match=r"unknown split 'valid'. Did you mean 'validation'"):
+        open_corpus(folder, tmp_path).split("valid")
 
 
 def test_one_document_is_cut_at_its_end(tmp_path, monkeypatch):
@@ -362,8 +364,3 @@ def test_a_bar_of_progress(folder, tmp_path, capsys):
     settings = CorpusConfig(sources=(folder,), cache_dir=tmp_path, fractions=(0.2, 0.0))
     assert Corpus.open(settings).digest == Corpus.open(settings, show=False).digest
     assert "Error" not in capsys.readouterr().err
-
-
-def test_unknown_splits(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"unknown split 'valid'. Did you mean 'validation'"):
-        open_corpus(folder, tmp_path).split("valid")

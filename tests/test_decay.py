@@ -274,8 +274,9 @@ def test_reset_parameters_is_idempotent_and_survives_the_meta_device(name, granu
         assert_same(module.state_dict(), before)
 
 
-def test_unknown_name_lists_the_choices():
+def test_unknown_names_and_activations_that_do_not_fit():
     assert_raises(ValueError, r"Did you mean 'mamba2'\? Choose from: .*lightnet.*simple", build, "mamba")
+    assert_raises(ValueError, r"f must be \[B, T, 4, 3\]", build("gla", "vector"), torch.zeros(1, 2, HEADS))
 
 
 @cases(
@@ -292,10 +293,6 @@ def test_unknown_name_lists_the_choices():
 )
 def test_errors_say_what_is_wrong(name, options, message):
     assert_raises(ValueError, message, build, name, **options)
-
-
-def test_activations_must_fit():
-    assert_raises(ValueError, r"f must be \[B, T, 4, 3\]", build("gla", "vector"), torch.zeros(1, 2, HEADS))
 
 
 @pytest.mark.parametrize("name", DECAYS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import assert_raises, cases
-from tiny_runs import tiny
+from tiny_runs import SMALL, tiny
 
 from halflife import Session, preset
 from halflife.cli import main
@@ -24,14 +24,10 @@ from halflife.runs import sweep
 from halflife.runs.folder import read
 from halflife.runs.sweep import Cell, Job, RunsFailed, _select_rate
 
-SMALL = {
-    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 4,
-    "batch_size": 4, "test_examples": 8, "validation_examples": 8, "save_every": 2, "validate_every": 2,
-}  # fmt: skip
-
 
 def create(folder, models=("mamba2", "llama"), **options):
-    return comparison.create_comparison(models, settings=SMALL, output=folder, **options)
+    settings = {**SMALL, "steps": 4, "validate_every": 2}
+    return comparison.create_comparison(models, settings=settings, output=folder, **options)
 
 
 def failing(monkeypatch, *, name, error):
@@ -71,11 +67,10 @@ def test_a_model_that_raises_leaves_the_others_alone(tmp_path, monkeypatch, caps
     assert json.loads((folder / "versions.json").read_text())["torch"]
 
 
-def test_a_full_disk_ends_the_comparison_at_once(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_ends_the_comparison_at_once(tmp_path, monkeypatch, refused):
     folder = create(tmp_path / "x")
     failing(monkeypatch, name="", error=OSError(28, "No space left on device", "x/weights"))
-    assert command("compare", "--resume", str(folder), "--quiet") == 2
-    assert capsys.readouterr().err == (
+    assert refused("compare", "--resume", str(folder), "--quiet") == (
         "halflife: x/weights: No space left on device; make room on the disk; a run then continues with --resume\n"
     )
 
@@ -218,23 +213,19 @@ def test_a_terminal_of_ascii_shows_everything(tmp_path):
     (["--output", "text"], "is not empty; choose another folder"),
     (["--output", "text/0.txt"], "0.txt"),
 )
-def test_bad_settings_are_refused_before_anything_is_written(place, options, message, capsys):
+def test_bad_settings_are_refused_before_anything_is_written(place, options, message, refused):
     before = sorted(place.rglob("*"))
-    assert command("train", *TRAIN, *options) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    assert message in refused("train", *TRAIN, *options)
     assert sorted(path for path in place.rglob("*") if "cache" not in path.parts) == before
     assert not any(path.name == ".lock" for path in place.rglob("*"))
 
 
-def test_a_full_disk_while_a_text_is_tokenised_names_the_folder(place, monkeypatch, capsys):
+def test_a_full_disk_while_a_text_is_tokenised_names_the_folder(place, monkeypatch, refused):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.Writer, "add", full)
-    assert command("train", *TRAIN) == 2
-    error = capsys.readouterr().err
+    error = refused("train", *TRAIN)
     assert str(place / "cache" / "corpora") in error
     assert "No space left on device; make room on the disk" in error
 
@@ -257,16 +248,13 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_stray_rank_is_refused(place, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    assert command("train", *TRAIN) == 2
-    assert "RANK=1" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "first")
-    assert command("train", *TRAIN) == 2
-    assert "RANK='first'" in capsys.readouterr().err
+def test_a_stray_rank_is_refused(place, monkeypatch, refused):
+    for rank, message in (("1", "RANK=1"), ("first", "RANK='first'")):
+        monkeypatch.setenv("RANK", rank)
+        assert message in refused("train", *TRAIN)
 
 
-def test_a_run_does_not_read_other_runs(place, capsys):
+def test_a_run_does_not_read_other_runs(place):
     (place / "text" / "run").mkdir()
     (place / "text" / "run" / "run.json").write_text("{}")
     (place / "text" / "run" / "samples.txt").write_text("text of a model")
@@ -298,14 +286,13 @@ def test_a_folder_that_cannot_be_read_is_an_error(place, monkeypatch):
     ({"model": []}, "damaged"),
     ({"clip": -1.0}, "clip must be positive"),
 )
-def test_an_edited_run_is_refused_by_name(place, changes, message, capsys):
+def test_an_edited_run_is_refused_by_name(place, changes, message, refused):
     fixture = Path(__file__).parent / "fixtures" / "language" / "run.json"
     written = {**json.loads(fixture.read_text()), **changes}
     (place / "out").mkdir()
     (place / "out" / "run.json").write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
     before = sorted(place.rglob("*"))
-    assert command("train", "--resume", "out") == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refused("train", "--resume", "out"))
     assert sorted(place.rglob("*")) == before
 
 
@@ -333,12 +320,11 @@ def test_a_hint_to_resume_is_given_where_there_is_something_to_resume(place, mon
     assert "resume with: halflife train --resume out" in capsys.readouterr().err
 
 
-def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, capsys):
+def test_an_evaluation_that_could_not_write_does_not_begin(place, monkeypatch, refused):
     checkpoint.save(LanguageModel(preset("mamba2", hidden_size=16, num_layers=1, num_heads=2, vocab_size=256)), "model")
     monkeypatch.setattr("halflife.evaluation.ruler.evaluate", pytest.fail)
     arguments = ["eval", "model", "--tasks", "niah_single_1", "--lengths", "64", "--output"]
-    assert command(*arguments, "text/0.txt/a") == 2
-    assert "a file stands where a folder is needed" in capsys.readouterr().err
+    assert "a file stands where a folder is needed" in refused(*arguments, "text/0.txt/a")
 
 
 @cases(

@@ -158,14 +158,11 @@ def test_the_version_stands_in_one_place_and_the_citation(archives):
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
-def test_torch_has_no_upper_cap(requirements):
+def test_the_base_needs_three_packages_and_torch_has_no_upper_cap(requirements):
     torch = next(r for r in requirements if r.name == "torch" and r.marker is None)
     assert {spec.operator for spec in torch.specifier} == {">="}
     pinned = (ROOT / "constraints.txt").read_text()
     assert re.search(r"^torch==2\.(11|12|13)\.", pinned, re.M)  # of these there are builds without CUDA
-
-
-def test_the_base_needs_three_packages(requirements):
     assert {r.name for r in chosen(requirements)} == {"torch", "numpy", "safetensors"}
 
 

@@ -1,7 +1,6 @@
 """Many runs at once on Ray give the table of runs one after the other, even if workers die."""
 
 import contextlib
-import csv
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import pytest
 import ray
 from filelock import FileLock
 from helpers import assert_raises, cases
+from tiny_runs import SMALL, rows_of
 
 from halflife.cli import main
 from halflife.lab.experiments import compare as comparison
@@ -26,10 +26,6 @@ from halflife.runs.sweep import Cell, Job, RunsFailed, run_job
 from halflife.runs.task_run import RunConfig
 from halflife.training import callbacks
 
-SMALL = {
-    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 6,
-    "batch_size": 4, "test_examples": 16, "validation_examples": 16, "save_every": 2, "validate_every": 3,
-}  # fmt: skip
 MODELS = ["mamba2", "llama"]
 
 
@@ -56,15 +52,6 @@ def new(folder, models=MODELS, seeds=2):
     return comparison.create_comparison(models, seeds=seeds, learning_rates=[1e-2], settings=SMALL, output=folder)
 
 
-def without_speed(rows):
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows]
-
-
-def table(folder):
-    with (folder / "results.csv").open() as file:
-        return without_speed(csv.DictReader(file))
-
-
 def result(folder):
     found = json.loads((folder / "result.json").read_text())
     found.pop("tokens_per_second")
@@ -77,7 +64,7 @@ def test_a_sweep_on_ray_is_that_of_one_process(cluster, whole, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)  # workers have another folder, so paths must be absolute
     rows = comparison.run_comparison(folder.relative_to(tmp_path), show=False, runner=pool.make_runner("ray"))
     assert [row["model"] for row in rows] == ["mamba2"] * 18 + ["llama"] * 18
-    assert table(folder) == table(whole)
+    assert rows_of(folder) == rows_of(whole)
     assert (folder / "report.html").exists()
     for cell in (Cell(model, 1e-2, seed).folder for model in MODELS for seed in (0, 1)):
         assert result(folder / cell) == result(whole / cell)
@@ -188,7 +175,7 @@ def test_an_interrupt_ends_the_tasks_and_says_how_to_go_on(cluster, whole, tmp_p
     time.sleep(3)
     assert 4 - len(list(folder.glob("*/*/result.json"))) == left  # no run continues by itself
     comparison.run_comparison(folder, show=False, runner=pool.make_runner("ray"))
-    assert table(folder) == table(whole)
+    assert rows_of(folder) == rows_of(whole)
 
 
 @pytest.mark.slow
@@ -244,7 +231,7 @@ def longer(tmp_path_factory):
 
     reference = create(tmp_path_factory.mktemp("longer") / "x")
     comparison.run_comparison(reference, show=False)
-    return create, table(reference)
+    return create, rows_of(reference)
 
 
 def gone(mark, within=30):
@@ -272,7 +259,7 @@ def test_a_killed_server_does_not_end_the_comparison(longer, tmp_path, program):
         os.kill(victims[0], signal.SIGKILL)
         assert process.wait(240) == 0, (tmp_path / "said").read_text()
         assert not gone(mark)
-    assert table(folder) == expected
+    assert rows_of(folder) == expected
 
 
 @pytest.mark.slow
@@ -285,7 +272,7 @@ def test_a_driver_that_ends_leaves_no_process_of_its_cluster(longer, tmp_path, n
         assert process.wait(60) == code, (tmp_path / "said").read_text()
         assert not gone(mark)
     comparison.run_comparison(folder, show=False)
-    assert table(folder) == expected
+    assert rows_of(folder) == expected
 
 
 OWNER = """
@@ -381,8 +368,10 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
     assert run_job(job(tmp_path / "x"))["parameters"] > 0
 
 
-def test_workers_must_see_the_folder(tmp_path):
+def test_workers_must_see_the_folder_and_ray_must_be_installed(tmp_path, monkeypatch):
     assert_raises(ValueError, "share", pool.run_job_in_worker, job(tmp_path / "nowhere"), 1)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert_raises(ImportError, r"pip install 'halflife-lm\[sweep\]'", pool.make_runner, "ray")
 
 
 @cases(
@@ -403,11 +392,6 @@ def test_a_bad_place_fails_soon_in_one_line_and_writes_nothing(arguments, messag
     assert message in refused("compare", "mamba2", *arguments)
     assert time.monotonic() - began < 30  # Ray itself would try for 35 s
     assert not list(tmp_path.iterdir())
-
-
-def test_without_ray_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert_raises(ImportError, r"pip install 'halflife-lm\[sweep\]'", pool.make_runner, "ray")
 
 
 def test_the_board_reads_the_folders(tmp_path):

@@ -25,9 +25,6 @@ def test_a_pipe_has_the_whole_table(capsys):
     assert first.split() == ["a[b]|", "1.5"]  # no markup of rich
     assert second.split() == ["<c>", "2", "x,", "y"]
     assert line.split() == ["name", "value"]
-
-
-def test_a_long_table_in_a_pipe_is_not_cut(capsys):
     show(Table(["a"], [["x" * 150]]))
     assert "x" * 150 in capsys.readouterr().out
 
@@ -68,8 +65,11 @@ def test_groups_are_named_once():
 FIVE = [0.1, 0.7, 0.4, 0.45, 0.9]
 
 
-def test_three_seeds_reach_from_the_least_to_the_largest():
+def test_intervals_of_three_seeds_and_of_fewer():
     assert bootstrap([0.3, 0.1, 0.2]) == pytest.approx((0.2, 0.1, 0.3))
+    assert bootstrap([0.25, 0.75])[0] == 0.5
+    assert all(math.isnan(end) for values in ([0.2, 0.4], [0.1, 0.2, math.nan]) for end in bootstrap(values)[1:])
+    assert math.isnan(bootstrap([])[0])
 
 
 def test_every_resample_is_counted():
@@ -87,12 +87,6 @@ def test_scipy_finds_the_same(values):
     stats = pytest.importorskip("scipy.stats")
     other = stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(1)).confidence_interval
     assert bootstrap(values)[1:] == pytest.approx((other.low, other.high), abs=0.02)
-
-
-def test_few_or_diverged_seeds_have_no_interval():
-    assert bootstrap([0.25, 0.75])[0] == 0.5
-    assert all(math.isnan(end) for values in ([0.2, 0.4], [0.1, 0.2, math.nan]) for end in bootstrap(values)[1:])
-    assert math.isnan(bootstrap([])[0])
 
 
 def test_texts():

@@ -43,13 +43,9 @@ def test_bytes_are_their_ids(end):
     assert (tokenizer.vocab_size, tokenizer.eos) == ((257, 256) if end else (256, None))
 
 
-def test_the_end_of_a_document_is_no_text():
+def test_ids_beyond_the_bytes_are_no_text():
     assert ByteTokenizer(True).decode([104, 105, 256]) == "hi"
     assert_raises(ValueError, "at least 0; got -1", ByteTokenizer().decode, [-1])
-
-
-def test_ids_beyond_the_bytes_are_marked():
-    """A model may have more ids than its tokenizer, and an untrained one draws them."""
     assert ByteTokenizer().decode([104, 256, 105]) == "h\ufffdi"
     assert ByteTokenizer(True).decode([104, 256, 105, 31_999]) == "hi\ufffd"
 
@@ -78,14 +74,11 @@ def test_a_tokenizer_of_hugging_face(saved):
     assert [ids.tolist() for ids in batch] == [below.encode("the state").ids, below.encode("it").ids]
 
 
-def test_text_makes_no_special_token(saved):
+def test_text_makes_no_special_token_and_bytes_that_are_no_utf8_are_replaced(saved):
     tokenizer = load_tokenizer(saved)
     assert 0 in tokenizer.tokenizer("<|end|>")["input_ids"]  # as Hugging Face reads special tokens
     assert 0 not in tokenizer.encode(TEXT)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-def test_bytes_that_are_no_utf8_are_replaced(saved):
     tokenizer = load_tokenizer(saved)
     assert tokenizer.decode(tokenizer.encode(b"a\xff\xfeb")) == "a\ufffd\ufffdb"
 
@@ -103,15 +96,12 @@ def test_the_fingerprint_follows_the_tokenizer(saved, tmp_path):
     assert ByteTokenizer(True).fingerprint() != ByteTokenizer().fingerprint()
 
 
-def test_a_tokenizer_larger_than_the_model_is_an_error(saved):
+def test_a_tokenizer_that_is_too_large_or_not_there(saved, tmp_path):
     size = load_tokenizer(saved, 1000).vocab_size
     assert_raises(ValueError, rf"{size} ids, more than the model's vocab_size 256", load_tokenizer, saved, 256)
     with pytest.raises(ValueError, match=r"'bytes\+eos' has 257 ids, more than the model's vocab_size 256"):
         load_tokenizer("bytes+eos", 256)
     check_vocabulary(ByteTokenizer(), 256)
-
-
-def test_a_tokenizer_that_is_not_there(tmp_path):
     assert_raises(FileNotFoundError, r"there is no tokenizer '.*nothing'", load_tokenizer, tmp_path / "nothing")
 
 
@@ -144,7 +134,4 @@ def test_bytes_are_no_name_of_the_hub(tmp_path):
     (tmp_path / "text").write_bytes(b"abc")
     for name in (None, "bytes", "bytes+eos"):
         assert read_ids([tmp_path / "text"], name).tolist() == [97, 98, 99]
-
-
-def test_what_a_token_is():
     assert [unit_of(name) for name in ("bytes", "bytes+eos", "gpt2")] == ["byte", "byte", "token"]

@@ -1,6 +1,5 @@
 """Runs and sweeps in files and processes: the same seed gives the same numbers, after interruptions and kills too."""
 
-import csv
 import dataclasses
 import json
 import math
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_raises
-from tiny_runs import TASK, comparable, interrupt_after, run, tiny
+from tiny_runs import SMALL, TASK, comparable, interrupt_after, rows_of, run, tiny
 
 from halflife import tasks
 from halflife.data.task_stream import TaskStream
@@ -179,17 +178,6 @@ def test_an_answer_of_several_characters_counts_as_a_whole():
     expected = (answers == ord("4")).all(1).double().mean().item()
     assert 0 < expected < 0.05 < (answers == ord("4")).double().mean().item()
     assert accuracy(model, task, split="test", seed=0, num_examples=600) == pytest.approx(expected)
-
-
-SMALL = {
-    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 6,
-    "batch_size": 4, "test_examples": 16, "validation_examples": 16, "save_every": 2, "validate_every": 3,
-}  # fmt: skip
-
-
-def rows_of(folder):
-    with (folder / "results.csv").open() as file:
-        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in csv.DictReader(file)]
 
 
 def test_sweep_has_every_seed_and_picks_the_rate_on_validation(tmp_path):

@@ -1,5 +1,6 @@
 """Runs of a second on a task, and what must be the same however often they are interrupted."""
 
+import csv
 import json
 
 import pytest
@@ -12,6 +13,11 @@ from halflife.training.config import ExecutionConfig
 from halflife.training.trainer import HalflifeTrainer
 
 TASK = {"name": "mqar", "vocab_size": 64, "length": 16, "num_pairs": 2}
+# The settings of a comparison of two models whose runs take a second.
+SMALL = {
+    "hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 128, "train_length": 8, "pairs": (2,), "steps": 6,
+    "batch_size": 4, "test_examples": 16, "validation_examples": 16, "save_every": 2, "validate_every": 3,
+}  # fmt: skip
 
 
 def tiny(model="mamba2+post", **options):
@@ -30,6 +36,12 @@ def tiny(model="mamba2+post", **options):
 
 def run(config, folder):
     return run_one(config.open(), folder, name="x", execution=ExecutionConfig(show=False))
+
+
+def rows_of(folder):
+    """The rows of a comparison without their times."""
+    with (folder / "results.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in csv.DictReader(file)]
 
 
 def comparable(folder):
