@@ -11,9 +11,8 @@ from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.files import write_json
 from halflife.models import LanguageModel, checkpoint
 from halflife.models.convert import convert
-from halflife.models.convert.files import Checkpoint
 from halflife.models.session import Session
-from halflife.models.tensor_file import read_tensors, write_tensors
+from halflife.models.tensor_file import Checkpoint, read_tensors, write_tensors
 
 
 def model(**options):

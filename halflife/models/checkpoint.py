@@ -16,8 +16,7 @@ from halflife import extensions
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, write_json
 from halflife.models.config import ModelConfig
 from halflife.models.lm import LanguageModel
-from halflife.models.shards import INDEX, Checkpoint
-from halflife.models.tensor_file import read_tensors, write_tensors
+from halflife.models.tensor_file import INDEX, Checkpoint, read_tensors, write_tensors
 
 FORMAT = 1  # increased when older checkpoints can no longer be read
 

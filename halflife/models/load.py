@@ -14,9 +14,9 @@ import torch
 
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json, read_json_object
 from halflife.models.checkpoint import is_ours, load
-from halflife.models.convert import SOURCES, assemble
+from halflife.models.convert import MIXERS, SOURCES, assemble
 from halflife.models.lm import LanguageModel
-from halflife.models.shards import INDEX, Checkpoint
+from halflife.models.tensor_file import INDEX, Checkpoint
 
 
 def load_any(folder: str | Path, device: torch.device | str = "cpu") -> LanguageModel:
@@ -36,8 +36,9 @@ def load_any(folder: str | Path, device: torch.device | str = "cpu") -> Language
     kind = str(config["model_type"])
     if kind not in SOURCES:
         choices = ", ".join(["halflife", *SOURCES])
+        hint = "; `halflife convert --layer N` converts one of its mixers" if kind in MIXERS else ""
         raise ValueError(
-            f"{folder} holds a {kind}, which cannot be read or converted; model_type must be one of {choices}"
+            f"{folder} holds a {kind}, which cannot be read or converted; model_type must be one of {choices}{hint}"
         )
     try:
         return assemble(*SOURCES[kind](config, Checkpoint(folder))).to(device)

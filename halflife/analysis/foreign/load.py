@@ -18,7 +18,7 @@ from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.model import ForeignModel
 from halflife.data.hub import model_name, no_model
 from halflife.data.tokenizers import TIMEOUT
-from halflife.models.shards import Checkpoint
+from halflife.models.tensor_file import Checkpoint
 
 SHOWN_TENSORS = 3  # missing tensors that one message lists
 

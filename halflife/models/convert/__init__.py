@@ -28,12 +28,12 @@ from torch import Tensor
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object
 from halflife.models import checkpoint
 from halflife.models.convert import fla, hybrids, mamba2, mamba3  # noqa: F401 (each registers its kinds)
-from halflife.models.convert.files import Checkpoint, load_layer, save_layer, write_model
+from halflife.models.convert.files import load_layer, save_layer, write_model
 from halflife.models.convert.mixers import MIXERS, mixers, take_mixer
 from halflife.models.convert.rwkv7 import SUFFIX, from_rwkv7_pth, read_pth
 from halflife.models.convert.source import SOURCES, assemble
 from halflife.models.lm import LanguageModel
-from halflife.models.tensor_file import has_checksum
+from halflife.models.tensor_file import Checkpoint, has_checksum
 from halflife.registry import unknown
 
 __all__ = ["MIXERS", "SOURCES", "assemble", "back_to", "convert", "from_rwkv7_pth", "load_layer", "take_mixer"]

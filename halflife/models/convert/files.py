@@ -12,10 +12,7 @@ from torch import Tensor
 from halflife import layers
 from halflife.files import CONFIG_JSON, WEIGHTS, read_json_object, write_json
 from halflife.layers import Mixer
-from halflife.models.shards import Checkpoint, open_tensors
-from halflife.models.tensor_file import write_tensors
-
-__all__ = ["Checkpoint", "load_layer", "save_layer", "write_model"]
+from halflife.models.tensor_file import read_tensors, write_tensors
 
 LAYER_FORMAT = 1
 
@@ -62,11 +59,11 @@ def load_layer(folder: str | Path) -> Mixer:
     data = read_json_object(folder / "layer.json")
     if data.get("format") != LAYER_FORMAT:
         raise ValueError(f"{folder} holds a layer of format {data.get('format')}; this version reads {LAYER_FORMAT}")
-    file = open_tensors(folder / "layer.safetensors")
+    tensors, _ = read_tensors(folder / "layer.safetensors")
     with torch.device("meta"):
         layer = layers.build(data["layer"], **data["options"])
     try:
-        layer.load_state_dict({name: file[name].get_tensor(name) for name in file}, assign=True)
+        layer.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{folder / 'layer.safetensors'} belongs to another layer: {error}") from error
     return layer
