@@ -115,8 +115,8 @@ nothing, and no verdict on [a claim](../contributing.md#claims) rests on it.**
 The models read bytes of this machine's documentation, each {first["seen"] / 1e6:.2f} MB in rows of {config.context} \
 bytes, which is less than one epoch.
 
-* Bits per byte are those of the validation documents: in rows as in training (bold), and over whole documents, with the \
-state carried from the first byte to the last ({size:,.0f} bytes on average).
+* Bits per byte are those of the validation documents: in rows as in training (bold), and over whole documents, with \
+the state carried from the first byte to the last ({size:,.0f} bytes on average).
 * gzip has two numbers: for all documents as one stream, and for each document alone.
 * The 5-gram is interpolated Kneser-Ney on exactly the bytes that the model saw.
 * The [MFU](../language-models.md) is the rate of operations in training, as a share of that of a large matrix product \
