@@ -6,16 +6,21 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from numbers import Integral
 from types import NoneType
-from typing import Any, Generic, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Entry = TypeVar("Entry")
 Member = TypeVar("Member")  # the decorated class or function, whose type stays what it is
 
-# Whole numbers that may be 0: no convolution, a decay of full rank, no power of the Koopman operator, the first layer.
-OFF = ("conv_size", "decay_rank", "power", "layer_idx")
+
+@dataclass(frozen=True)
+class AtLeast:
+    """The bound of an option that is a whole number: `Annotated[int, AtLeast(0)]`. Others are 1 or more."""
+
+    least: int
 
 
 def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
@@ -26,18 +31,15 @@ def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
 
 
 @cache
-def constructor_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Return what `cls(…)` takes, by name, with types for annotations.
-
-    Where a constructor hands `**options` on, the parameters of the parent class are included.
-    """
+def _own_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return what `cls(…)` takes, by name; see `constructor_parameters`."""
     found: dict[str, inspect.Parameter] = {}
     for parent in cls.__mro__:
         if "__init__" not in vars(parent):
             continue
         parameters = list(inspect.signature(parent.__init__).parameters.values())[1:]
         try:
-            hints = get_type_hints(parent.__init__)
+            hints = get_type_hints(cls if is_dataclass(cls) else parent.__init__, include_extras=True)
         except NameError:  # a name that its module imports for type checkers alone
             hints = {}
         for one in parameters:
@@ -48,18 +50,58 @@ def constructor_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     return found
 
 
+def option_groups(cls: type) -> dict[str, type]:
+    """Return the parameters of `cls(…)` that are groups of options: a dataclass, or the first of a union."""
+    first = {name: (get_args(one.annotation) or [one.annotation])[0] for name, one in _own_parameters(cls).items()}
+    return {name: kind for name, kind in first.items() if is_dataclass(kind)}
+
+
+@cache
+def constructor_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the options of `cls(…)`, by name, with types for annotations.
+
+    The options in a group (`option_groups`) stand in its place. Where a constructor hands `**options` on, the
+    parameters of the parent class are included.
+    """
+    groups, found = option_groups(cls), {}
+    for name, one in _own_parameters(cls).items():
+        found |= _own_parameters(groups[name]) if name in groups else {name: one}
+    return found
+
+
+def construct(cls: Callable[..., Entry], options: Mapping[str, Any]) -> Entry:
+    """Return `cls(…)` with options by name. Those of a group become its dataclass."""
+    assert isinstance(cls, type)
+    groups, left = option_groups(cls), dict(options)
+    arguments: dict[str, Any] = {}
+    for name, group in groups.items():
+        arguments[name] = group(**{option: left.pop(option) for option in _own_parameters(group) if option in left})
+    return cls(**arguments, **left)
+
+
+def plain_type(annotation: Any) -> Any:
+    """Return the type of an annotation without its bound."""
+    return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
+
+
 def _takes_any(cls: type) -> bool:
     """Whether no constructor of the class or its parents ends the list of options."""
     own = [parent.__init__ for parent in cls.__mro__ if "__init__" in vars(parent)]
     return all(any(one.kind is one.VAR_KEYWORD for one in inspect.signature(f).parameters.values()) for f in own)
 
 
-def _check_whole(owner: str, name: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Check a whole number: it is 1 or more, or 0 for the names of `OFF`; None only where the parameter allows it."""
-    types = get_args(parameter.annotation) or (parameter.annotation,)
-    if int not in types or (value is None and NoneType in types):
+def _check_value(owner: str, name: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Check a mapping of options, and a whole number, which is 1 or more, or 0 or more by its bound or its default."""
+    bounds = [bound.least for bound in getattr(parameter.annotation, "__metadata__", ()) if isinstance(bound, AtLeast)]
+    hint = plain_type(parameter.annotation)
+    types = get_args(hint) or (hint,)
+    if value is None and NoneType in types:
         return
-    least = 0 if name in OFF else 1
+    if any(get_origin(kind) is Mapping for kind in types) and not isinstance(value, Mapping):
+        raise ValueError(f"{name} takes a mapping of options; got {value!r}")
+    if int not in types:
+        return
+    least = 0 if parameter.default == 0 else min(bounds, default=1)
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name} of {owner} must be a whole number, {least} or more; got {value!r}")
 
@@ -83,7 +125,7 @@ def check_options(owner: str, cls: type, options: Any, without: Collection[str] 
                 if known
                 else ValueError(f"{owner} takes no options; got {name!r}")
             )
-        _check_whole(owner, name, options[name], constructor_parameters(cls)[name])
+        _check_value(owner, name, options[name], constructor_parameters(cls)[name])
 
 
 class Registry(Generic[Entry]):

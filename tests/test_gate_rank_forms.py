@@ -6,7 +6,7 @@ from helpers import assert_close, assert_raises, assert_streams, cases
 
 import halflife
 from halflife.layers import GateRank
-from halflife.layers.gate_rank import SlowGate
+from halflife.layers.memory.gate_rank import SlowGate
 from halflife.ops import gate_rank
 from halflife.packing import Packing
 

@@ -14,7 +14,7 @@ from halflife.files import read_json
 from halflife.lab.experiments import EXPERIMENTS, compare, gate_rank_tables
 from halflife.lab.experiments.gate_rank import PAIRS, GateRankMQAR, GateRankS5
 from halflife.layers import GateRank, gate_statistics
-from halflife.layers.gate_rank import SlowGate
+from halflife.layers.memory.gate_rank import SlowGate
 from halflife.packing import Packing
 from halflife.runs.records import Comparison
 from halflife.runs.sweep import Cell
@@ -93,7 +93,7 @@ def test_combinations_without_meaning(name, message):
     "options, message",
     ({"reset_rate": 0.0}, "between 0 and 1"),
     ({"reset_rate": 1.5}, "between 0 and 1"),
-    ({"conv_size": 0}, "at least 1"),
+    ({"conv_size": 0}, "1 or more"),
 )
 def test_gate_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
@@ -111,7 +111,7 @@ def test_beta_up_to_two_flips_the_state():
     x = torch.randn(1, 5, 32)
     captured = {}
     for name, layer in (("full", mixer), ("half", half)):
-        beta = layer.beta_scale * layer.beta_proj(x).sigmoid()
+        beta = layer.update.strength(layer, x)
         captured[name] = beta
     assert_same(captured["full"], 2 * captured["half"])
     assert not torch.allclose(mixer(x)[0], half(x)[0])

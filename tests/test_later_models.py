@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from helpers import add_noise, assert_close, assert_raises, cases
 
 from halflife import LanguageModel, layers, preset
-from halflife.layers.later import fox
+from halflife.layers import fox
 from halflife.training.estimate import model_costs
 
 HIDDEN, HEADS, LENGTH = 24, 2, 13
@@ -70,7 +70,7 @@ def arguments(name, layer, x):
         q, k, v = (heads(part) for part in (x @ layer.qkv_proj.weight.T).chunk(3, -1))
         return {"q": q, "k": k, "v": v, "g": F.logsigmoid(layer.decay_proj(x))}
     parts = convolved(layer.conv, x @ layer.qkv_proj.weight.T)
-    n = getattr(layer, "steps", 1)
+    n = layer.update.steps
     q, k, v = (heads(part) for part in parts.split([HIDDEN, n * HIDDEN, n * HIDDEN], -1))
     found = {"g": decay_of(layer, x)}
     if name == "gdn2":
@@ -362,7 +362,7 @@ def test_operations_are_counted():
 @cases(
     "name, options, message",
     ("kda", {"update": "linear"}, "update is 'delta' in KDA"),
-    ("gdn2", {"gate_rank": {}}, "gate_rank is None in GatedDeltaNet2"),
+    ("gdn2", {"gate_rank": {}}, "gate_rank needs a scalar decay and the linear or the delta update"),
     ("gdn2", {"decay": None}, "needs a decay"),
     ("comba", {"granularity": "vector"}, "granularity is 'scalar' in Comba"),
     ("deltaproduct", {"num_householder": 0}, "num_householder of layer deltaproduct must be a whole number"),

@@ -20,7 +20,7 @@ from halflife.analysis.masks import (
     off_diagonal_rank,
 )
 from halflife.cli import main
-from halflife.layers import gate_rank as gate_rank_layer
+from halflife.layers.memory import gate_rank as gate_rank_layer
 from halflife.models import LanguageModel, checkpoint, preset
 from halflife.report.figures import masks as mask_figure
 from halflife.report.figures.masks import Head, example_gates, example_symbols, most_resets

@@ -116,7 +116,7 @@ def test_the_layer_is_its_equations():
 def test_options_that_define_it_cannot_change():
     for options, message in (
         ({"granularity": "vector"}, "granularity is 'scalar' in MesaNet"),
-        ({"gate_rank": {}}, "gate_rank is None"),
+        ({"gate_rank": {}}, "gate_rank needs .* update 'ridge'"),
         ({"decay": None}, "needs a decay"),
         ({"smallest_ridge": 2.0}, "between 0 and 1"),
     ):

@@ -20,7 +20,7 @@ from halflife.lab.experiments.overrides import (
 )
 from halflife.lab.experiments.values import convert, load_yaml
 from halflife.layers import LAYERS
-from halflife.layers.memory.choose import KINDS
+from halflife.layers.memory.choice import KINDS
 from halflife.models import PRESETS, preset
 from halflife.registry import check_options
 from halflife.training.config import TrainConfig
@@ -75,8 +75,8 @@ def test_a_new_schedule_drops_the_settings_of_the_old_one():
 @cases(
     "name, written, message",
     ("mamba2", "mixer.statesize=2", r"unknown mixer option of mamba2 'statesize'. Did you mean 'state_size'\?"),
-    ("mamba2", "mixer.powr=2", "Choose from: num_heads, expand, head_dim, state_size, num_groups, conv_size"),
-    ("gla", "mixer.tau=2", "Choose from: num_heads, feature_map, head_dim, value_dim, decay"),
+    ("mamba2", "mixer.powr=2", "Choose from: num_heads, decay, .*expand, head_dim, state_size, num_groups, conv_size"),
+    ("gla", "mixer.tau=2", "Choose from: num_heads, head_dim, value_dim, .*feature_map, .*decay"),
     ("mamba2", "training.stpes=1", r"Did you mean 'steps'\? Choose from: steps, batch_size, weight"),
     ("mamba2", "model.tie=1", "Choose from: hybrid, mlp, intermediate_size, tie_embeddings"),
     ("mamba2", "mixr.x=1", "unknown group of options 'mixr'. Did you mean 'mixer'"),

@@ -9,13 +9,17 @@ from helpers import assert_close, assert_packs, assert_pads, assert_same, assert
 from test_parity import fla, heads_first, on_linux
 
 from halflife import layers
-from halflife.layers.rwkv7 import RWKV7, RWKV7ChannelMix
+from halflife.layers.rwkv7 import RWKV7ChannelMix
 
 HIDDEN, HEADS, LENGTH = 32, 4, 11
 SCALE = math.exp(-0.5)
 
 # Four times the worst measured error, relative to the largest entry: float64 and float32.
 EXACT, SINGLE = 4 * 7.5e-15, 4 * 9.0e-7
+
+
+def rwkv7(hidden_size, num_heads=4, **options):
+    return layers.build("rwkv7", hidden_size=hidden_size, num_heads=num_heads, **options)
 
 
 def noisy(module, dtype=torch.float64):
@@ -27,7 +31,7 @@ def noisy(module, dtype=torch.float64):
 
 def stack(depth=2, **options):
     options = {"chunk_size": 4, **options}
-    return torch.nn.ModuleList(RWKV7(HIDDEN, HEADS, layer_idx=i, num_layers=depth, **options) for i in range(depth))
+    return torch.nn.ModuleList(rwkv7(HIDDEN, HEADS, layer_idx=i, num_layers=depth, **options) for i in range(depth))
 
 
 def run_stack(mixers, x, states=None, **options):
@@ -96,7 +100,7 @@ def test_two_layers_equal_the_papers_equations():
 @on_linux
 def test_time_mix_equals_flas_parts():
     """fla's reference token shift, key update, DPLR recurrence and output correction give the same in float32."""
-    layer = noisy(RWKV7(HIDDEN, HEADS), torch.float32)
+    layer = noisy(rwkv7(HIDDEN, HEADS), torch.float32)
     arguments = leaves({"x": inputs(dtype=torch.float32)})
     x = arguments["x"]
     delta = F.pad(x, (0, 0, 1, -1)) - x
@@ -183,7 +187,7 @@ def test_deeper_layers_mix_in_the_first_values():
 
 
 def test_one_layer_is_enough():
-    layer, narrow = RWKV7(HIDDEN, HEADS), RWKV7(1, 1)  # a single channel, over which nothing can be spread
+    layer, narrow = rwkv7(HIDDEN, HEADS), rwkv7(1, 1)  # a single channel, over which nothing can be spread
     assert layer.v0 is layer.value_lora is None
     assert all(x.isfinite().all() for x in (*layer.parameters(), *narrow.parameters()))
     assert noisy(narrow, torch.float32)(torch.randn(1, 3, 1))[0].isfinite().all()
@@ -191,7 +195,7 @@ def test_one_layer_is_enough():
 
 def test_zero_keys_have_finite_gradients():
     """κ̂ = 0 where k = 0, as for a token of zeros."""
-    layer, x = noisy(RWKV7(HIDDEN, HEADS), torch.float32), inputs(dtype=torch.float32)
+    layer, x = noisy(rwkv7(HIDDEN, HEADS), torch.float32), inputs(dtype=torch.float32)
     x[:, 3:6] = 0
     x.requires_grad_()
     y, state = layer(x)
@@ -209,7 +213,7 @@ def test_post_layer_is_the_layer_with_a_stretched_decay():
 
 def test_time_mix_starts_as_its_authors_do():
     """Numbers by hand from the authors' formulas, for layer 1 of 4 with D = 8 in 2 heads of 4."""
-    layer = RWKV7(8, 2, layer_idx=1, num_layers=4)
+    layer = rwkv7(8, 2, layer_idx=1, num_layers=4)
     for name, exponent in {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}.items():
         expected = [1 - (i / 8) ** (exponent * 0.75) for i in range(8)]
         assert_close(layer.mu[name], torch.tensor(expected), SINGLE)
@@ -229,7 +233,7 @@ def test_time_mix_starts_as_its_authors_do():
 
 @pytest.mark.parametrize(("name", "bound"), [("r_proj", 0.5), ("k_proj", 0.05), ("v_proj", 0.5)])
 def test_projections_start_uniform(name, bound):
-    weight = getattr(RWKV7(256), name).weight
+    weight = getattr(rwkv7(256), name).weight
     assert 0.99 * bound / 16 < weight.abs().max() <= bound / 16
     assert weight.std().item() == pytest.approx(bound / 16 / math.sqrt(3), rel=0.02)
 
@@ -249,7 +253,7 @@ def test_channel_mix_starts_as_its_authors_do():
 def test_ranks(hidden, head_dim, ranks):
     """Ranks of the decay, a, v and the gate are multiples of 32."""
     with torch.device("meta"):
-        layer = RWKV7(hidden, hidden // head_dim, layer_idx=1, num_layers=2)
+        layer = rwkv7(hidden, hidden // head_dim, layer_idx=1, num_layers=2)
     loras = (layer.decay_lora, layer.iclr_lora, layer.value_lora, layer.gate_lora)
     assert [len(lora.down) for lora in loras] == ranks
 

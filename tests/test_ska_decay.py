@@ -11,6 +11,7 @@ from halflife.analysis.operators import measure_operators
 from halflife.lab.experiments.overrides import apply_overrides
 from halflife.models.timescales import granularity, timescales
 from halflife.ops import koopman_attention
+from halflife.packing import Packing
 from halflife.training.config import TrainConfig
 
 HIDDEN, LENGTH, HEADS = 16, 13, 2
@@ -69,7 +70,7 @@ def test_a_decayed_sequence_streams_and_packs_like_the_whole(options):
 def test_prefix_mode_decays_and_masked_mode_refuses_a_decay():
     layer, x = build(mode="prefix"), inputs()
     q, k, v = (p(x).unflatten(-1, (HEADS, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    weights, _ = layer.weights(x, {}, None)
+    weights, _ = layer.weights(x, {}, Packing(*x.shape[:2]))
     y, _ = koopman_attention(q + k, k, v, mode="prefix", **weights, **layer.readout.settings(), **layer.options)
     assert_close(layer(x)[0], layer.out_proj((layer.readout.eta[:, None] * y).flatten(-2)), EXACT)
     assert_raises(ValueError, "no age", build, mode="masked")

@@ -20,7 +20,7 @@ from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.analysis.readable import Readable
 from halflife.decay import Decay
 from halflife.layers import State
-from halflife.layers.gate_rank import SlowGate
+from halflife.layers.memory.gate_rank import SlowGate
 from halflife.layers.ska import SKA
 from halflife.models import LanguageModel, ModelState
 from halflife.models.timescales import layer_decays

@@ -2,18 +2,18 @@
 
 from halflife.layers import (  # noqa: F401 (each registers itself)
     attention,
-    gated_deltanet,
-    gla,
-    later,
+    fox,
+    longhorn,
     mamba2,
     mamba3,
-    retnet,
     rwkv7,
     ska,
     tpe,
 )
-from halflife.layers.gate_rank import GateRank, gate_statistics
-from halflife.layers.mixer import LAYERS, LinearMixer, Mixer, Shared, State, build
+from halflife.layers.design import rows  # noqa: F401
+from halflife.layers.design.block import LinearMixer
+from halflife.layers.memory.gate_rank import GateRank, gate_statistics
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build
 from halflife.layers.mlp import KoopmanMLP, SwiGLU
 from halflife.layers.padding import repad, unpad
 from halflife.layers.parts import ShortConv

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, check_heads, rotary
+from halflife.layers.options import Place
+from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, rotary
 from halflife.packing import Packing
 from halflife.position import check_pairs
 from halflife.registry import unknown
@@ -23,8 +24,7 @@ class Attention(Mixer):
     last W − 1 tokens of each sequence, `[N, W − 1, H_kv, K]` with the last token at the end, and does not grow.
 
     Args:
-        hidden_size: D.
-        num_heads: query heads H.
+        place: a group of options, with the query heads H.
         num_kv_heads: heads of keys and values, each shared by H / num_kv_heads query heads; None means H.
         head_dim: K; None means D / H.
         rope_base: base of the rotary frequencies.
@@ -48,8 +48,7 @@ class Attention(Mixer):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -60,11 +59,10 @@ class Attention(Mixer):
         qk_norm: str = "none",
         norm_eps: float = 1e-5,
         gate: bool = False,
-        layer_idx: int = 0,
-        num_layers: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim or check_heads(hidden_size, num_heads)
+        hidden_size, num_heads = place.hidden_size, place.num_heads
+        self.head_dim = head_dim or place.head_size()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {num_heads}")

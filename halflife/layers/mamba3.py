@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.decay import Decay
-from halflife.layers.gate_rank import GateRank
 from halflife.layers.mamba2 import Skip, expand_groups
+from halflife.layers.memory.choice import HasMemory, OneOrGateRank, one_state
 from halflife.layers.memory.mimo import MIMO
 from halflife.layers.memory.trapezoid import integrate, running_angle, turn_both
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import NormBeforeGate, ShortConv, build_decay, check_heads, check_step
+from halflife.layers.options import Place, Run, StepDecay
+from halflife.layers.parts import NormBeforeGate, ShortConv
 from halflife.packing import Packing
 from halflife.position import check_pairs
 from halflife.precision import Float32Module, compute_dtype, inverse_softplus
@@ -47,7 +47,7 @@ class NormBias(Float32Module):
 
 
 @LAYERS.add("mamba3")
-class Mamba3(Mixer):
+class Mamba3(HasMemory, Mixer):
     """Mamba-3 (Lahoti et al. 2026): Mamba-2 with trapezoidal steps and a data-dependent rotation.
 
     `[z, x, B, C, f, l, r] = u W`. The step size `Δ = softplus(f + Δ₀)` and the decay `α = e^g` are Mamba-2's.
@@ -63,8 +63,7 @@ class Mamba3(Mixer):
     with a higher rank MIMO (`MIMO`).
 
     Args:
-        hidden_size: model width.
-        num_heads: H.
+        place, decay, memory, run: groups of options.
         expand: inner width divided by hidden_size.
         head_dim: V, channels a head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
@@ -75,12 +74,7 @@ class Mamba3(Mixer):
             means a learned rate.
         output_norm: whether the gate is `RMSNorm(y) ⊙ silu(z)`, with the norm over each head, as an option of the
             authors has it.
-        decay, decay_options: the name of one of Mamba-2's decays, and its options.
-        post: options of `decay.PoST`, which then wraps the decay, or None.
-        gate_rank: options of `GateRank`, which adds a slow state, or None.
         norm_eps: eps of all norms.
-        layer_idx, num_layers: the index of the layer and the number of layers.
-        chunk_size, backend: passed to the op.
 
     The state holds `memory [N, H, K, V]`, the last token's `key [N, H, K]` and `value [N, H, V]`, and its φ as
     `angle [N, H, P]` in turns of 2π, between −½ and ½.
@@ -94,8 +88,10 @@ class Mamba3(Mixer):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
+        decay: StepDecay,
+        memory: OneOrGateRank,
+        run: Run,
         *,
         expand: int = 2,
         head_dim: int | None = None,
@@ -105,18 +101,10 @@ class Mamba3(Mixer):
         rank: int = 1,
         rate_floor: float | None = None,
         output_norm: bool = False,
-        decay: str = "mamba2",
-        decay_options: Mapping[str, Any] | None = None,
-        post: Mapping[str, Any] | None = None,
-        gate_rank: Mapping[str, Any] | None = None,
         norm_eps: float = 1e-5,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        chunk_size: int = 64,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
-        check_step("Mamba-3", decay, post)
+        num_heads, gate_rank = place.num_heads, memory.gate_rank
         if num_heads % num_groups:
             raise ValueError(f"num_groups must divide num_heads; got {num_groups} and {num_heads}")
         if rope_fraction not in self.ROPE_FRACTIONS:
@@ -130,14 +118,14 @@ class Mamba3(Mixer):
             raise ValueError(f"rank must be 1 with GateRank, whose resets are one a token; got {rank}")
         if (gate_rank or {}).get("reset_law", "mask") != "mask":
             raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
-        if rate_floor is not None and (rate_floor <= 0 or (decay, decay_options, post) != ("mamba2", None, None)):
+        if rate_floor is not None and (rate_floor <= 0 or decay != StepDecay()):
             raise ValueError(
                 f"with a rate_floor, which is positive, the input sets the decay rates, so decay, decay_options and "
-                f"post have no meaning; got {rate_floor}, {decay}, {decay_options} and {post}"
+                f"post have no meaning; got {rate_floor}, {decay.decay}, {decay.decay_options} and {decay.post}"
             )
         self.num_heads, self.rate_floor = num_heads, rate_floor
-        self.head_dim = head_dim or check_heads(expand * hidden_size, num_heads)
-        self.chunk_size, self.backend = chunk_size, backend
+        self.head_dim = head_dim or place.head_size(expand)
+        self.chunk_size, self.backend = run.chunk_size, run.backend
         inner, shared, pairs = (
             num_heads * self.head_dim,
             rank * num_groups * state_size,
@@ -145,20 +133,19 @@ class Mamba3(Mixer):
         )
         per_head = [num_heads] * (2 if rate_floor is None else 3)
         self.splits = [inner, inner, shared, shared, *per_head, pairs]
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.in_proj = nn.Linear(place.hidden_size, sum(self.splits), bias=False)
         self.key = NormBias(rank * num_heads, state_size, norm_eps)
         self.query = NormBias(rank * num_heads, state_size, norm_eps)
         self.mimo = MIMO(num_heads, rank, self.head_dim) if rank > 1 else None
-        sizes = {"num_heads": num_heads, "head_dim": state_size, "layer_idx": layer_idx, "num_layers": num_layers}
-        self.decay: Decay = (  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
-            build_decay(decay, decay_options, post, granularity="scalar", **sizes)
+        self.decay: Decay = (
+            decay.build(place, head_dim=state_size)
             if rate_floor is None
-            else ChosenRateDecay(step_bias=True, **sizes)
+            else ChosenRateDecay(num_heads=num_heads, head_dim=state_size, step_bias=True)
         )
-        self.gate_rank = None if gate_rank is None else GateRank(hidden_size, num_heads, **gate_rank)
+        self.add_memory(memory, place, decay=decay.decay)
         self.skip = Skip(num_heads)
         self.norm = NormBeforeGate(inner, num_heads, norm_eps) if output_norm else None
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, place.hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         position = packing.positions(state.get("position"), x.device)
@@ -178,7 +165,7 @@ class Mamba3(Mixer):
             options["norm"] = self.norm
             y, memory = self.mimo(x, q, k, v, z, self.skip.D, g, step, end, state, packing, **options)
             return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
-        y, memory = integrate(x, q, k, v, g, step, end, state, packing, gate=self.gate_rank, **options)
+        y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **options)
         y = self.skip(y, v).flatten(-2)
         y = y * F.silu(z) if self.norm is None else self.norm(y, z)
         return self.out_proj(y), {"angle": last, **memory}
@@ -243,13 +230,10 @@ class EchoMamba3(Mixer):
     Source: Echo, Appendices B.1, G.1 and G.5, and the counts of §4.1.
 
     Args:
-        hidden_size: model width.
-        num_heads: H.
+        place, run: groups of options.
         expand: inner width divided by hidden_size.
         state_size: K, rows of the state of a head, which must be even.
         conv_size: taps of the short convolution.
-        layer_idx, num_layers: the index of the layer and the number of layers.
-        chunk_size, backend: passed to the op.
 
     The state is `Mamba3`'s without GateRank, and `conv`.
 
@@ -259,29 +243,24 @@ class EchoMamba3(Mixer):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
+        run: Run,
         *,
         expand: int = 2,
         state_size: int = 16,
         conv_size: int = 4,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        chunk_size: int = 64,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         check_pairs(state_size)
-        self.num_heads, self.head_dim = num_heads, check_heads(expand * hidden_size, num_heads)
-        self.chunk_size, self.backend = chunk_size, backend
+        num_heads = self.num_heads = place.num_heads
+        self.head_dim = place.head_size(expand)
+        self.chunk_size, self.backend = run.chunk_size, run.backend
         inner, keys = num_heads * self.head_dim, num_heads * state_size
         self.splits = [inner, inner, keys, keys, num_heads, num_heads, num_heads, keys // 2]
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.decay = ChosenRateDecay(
-            num_heads=num_heads, head_dim=state_size, layer_idx=layer_idx, num_layers=num_layers
-        )
+        self.in_proj = nn.Linear(place.hidden_size, sum(self.splits), bias=False)
+        self.decay = ChosenRateDecay(num_heads=num_heads, head_dim=state_size)
         self.conv = ShortConv(inner, conv_size, bias=True)
-        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.out_proj = nn.Linear(inner, place.hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         z, v, b, c, f, a, trapezoid, rate = self.in_proj(x).split(self.splits, -1)
@@ -293,7 +272,7 @@ class EchoMamba3(Mixer):
         angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), packing)
         q, k = turn_both(c, b, angle)
         y, memory = integrate(
-            x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, packing,
+            one_state, x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, packing,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import Decay, PoST
-from halflife.decay.base import build as build_named_decay
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
 from halflife.packing import Packing
@@ -234,61 +230,3 @@ def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0) -> tu
     angle = angles(position, base, spread(half, half, q.device), torch.float32)
     cos, sin = angle.cos(), angle.sin()
     return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)
-
-
-def check_heads(hidden_size: int, num_heads: int) -> int:
-    """Return the channels a head, D / H; raise a ValueError if H does not divide D."""
-    if num_heads < 1 or hidden_size % num_heads:
-        raise ValueError(f"num_heads must divide hidden_size; got {num_heads} and {hidden_size}")
-    return hidden_size // num_heads
-
-
-def build_decay(
-    name: str | None, options: Mapping[str, Any] | None, post: Mapping[str, Any] | None, **sizes: Any
-) -> Decay | None:
-    """The decay of a layer, wrapped in PoST if `post` gives its options; None stays None."""
-    if name is None:
-        if post is not None:
-            raise ValueError("PoST orders decay rates, and a layer without a decay has none")
-        if options:
-            raise ValueError(f"the decay_options {', '.join(options)} need a decay, and this layer has none")
-        return None
-    decay = build_named_decay(name, **sizes, **(options or {}))
-    return decay if post is None else PoST(decay, **post)
-
-
-def check_step(layer: str, decay: str | None, post: Mapping[str, Any] | None) -> None:
-    """Check that a decay has a step size, by which Mamba-2 and Mamba-3 scale what they write.
-
-    Raises:
-        ValueError: it has none, or PoST orders the step's bias Δ, which then is in the decay alone.
-    """
-    if decay is None or not decay.startswith("mamba2"):
-        raise ValueError(
-            f"{layer}'s layer scales its values by the step size of its decay, but {decay!r} has no step size; "
-            "for other decays use the design-space block (layer 'linear')"
-        )
-    if decay == "mamba2_no_a" and post is not None:
-        raise ValueError(
-            f"PoST orders Δ of mamba2_no_a, by which {layer}'s layer scales its values too; "
-            "use the decay mamba2, or the design-space block (layer 'linear')"
-        )
-
-
-def check_gain(post: Mapping[str, Any] | None, *, delta: bool) -> None:
-    """Check that PoST can stretch what a layer writes (`stretch_gain`).
-
-    Args:
-        post: the options of PoST.
-        delta: whether the layer writes by a delta rule, whose writing strength β must not grow beyond 2.
-
-    Raises:
-        ValueError: there is no PoST, or a delta rule has t_ref > 1, so that the factor at early positions is above 1.
-    """
-    if post is None:
-        raise ValueError("stretch_gain stretches the input as PoST stretches the decay; give post too")
-    if delta and post.get("reference_length", 1) > 1:
-        raise ValueError(
-            "with reference_length above 1, stretch_gain enlarges the writing strength of a delta rule at early "
-            "positions, and its state diverges; leave one of them out"
-        )

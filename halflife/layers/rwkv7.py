@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.decay import Decay, PoST
+from halflife.decay import PoST
 from halflife.decay.rwkv7 import zigzag
 from halflife.layers.init import Law, drawn, reset, uniform
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import build_decay, check_gain, check_heads
+from halflife.layers.options import DecayChoice, Place, Run, check_gain
 from halflife.ops import dplr
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
@@ -84,16 +84,13 @@ class RWKV7(Mixer):
     to deeper ones through `shared`. Without `shared`, a deeper layer uses its values as they are.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
+        place, run: groups of options. Initial values depend on the index of the layer.
         head_dim: K = V; None means D / H.
         decay_rank, iclr_rank, value_rank, gate_rank: widths of the LoRAs (a is the "in-context learning rate"). None
             means about 2.5 √D · K/64 for the first two, 1.7 √D · K/64 and 5 √D, in multiples of 32.
         post: options of `decay.PoST`, which then wraps the decay, or None.
         stretch_gain: whether PoST stretches k and κ̂ ⊙ a, which write into the state, by the factor of each channel.
         norm_eps: the norm of each head has eps `norm_eps` · K.
-        layer_idx, num_layers: the index of the layer and the number of layers; initial values depend on them.
-        chunk_size, backend: passed to the op.
 
     Raises:
         ValueError: the number of heads does not divide the hidden size.
@@ -108,8 +105,8 @@ class RWKV7(Mixer):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
+        run: Run,
         *,
         head_dim: int | None = None,
         decay_rank: int | None = None,
@@ -119,18 +116,16 @@ class RWKV7(Mixer):
         post: Mapping[str, Any] | None = None,
         stretch_gain: bool = False,
         norm_eps: float = 1e-5,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        chunk_size: int = 64,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
+        decay = DecayChoice(decay="rwkv7", post=post)
         if stretch_gain:
             check_gain(post, delta=True)
         self.stretch_gain = stretch_gain
-        self.num_heads, self.head_dim = num_heads, head_dim or check_heads(hidden_size, num_heads)
-        self.depth = layer_idx / num_layers
-        self.chunk_size, self.backend = chunk_size, backend
+        hidden_size, num_heads, layer_idx = place.hidden_size, place.num_heads, place.layer_idx
+        self.num_heads, self.head_dim = num_heads, head_dim or place.head_size()
+        self.depth = layer_idx / place.num_layers
+        self.chunk_size, self.backend = run.chunk_size, run.backend
         size = num_heads * self.head_dim
         small = math.sqrt(hidden_size) * self.head_dim / 64
         self.mu = nn.ParameterDict({name: torch.empty(hidden_size) for name in _SHIFTS})
@@ -144,11 +139,9 @@ class RWKV7(Mixer):
         self.iclr_lora = LoRA(hidden_size, iclr_rank or _rank(2.5 * small), size)
         self.value_lora = LoRA(hidden_size, value_rank or _rank(1.7 * small), size) if layer_idx else None
         self.gate_lora = LoRA(hidden_size, gate_rank or _rank(5 * math.sqrt(hidden_size)), size, "sigmoid")
-        self.decay: Decay = build_decay(  # pyright: ignore[reportAttributeAccessIssue] (a name gives a decay)
-            "rwkv7", None, post, num_heads=num_heads, head_dim=self.head_dim, granularity="vector",
-            layer_idx=layer_idx, num_layers=num_layers,
-        )  # fmt: skip
-        self.norm = HeadNorm(num_heads, self.head_dim, self.head_dim * norm_eps, ((1 + layer_idx) / num_layers) ** 0.7)
+        self.decay: Any = decay.build(place, head_dim=self.head_dim, granularity="vector")
+        scale = ((1 + layer_idx) / place.num_layers) ** 0.7
+        self.norm = HeadNorm(num_heads, self.head_dim, self.head_dim * norm_eps, scale)
         self._reset_vectors()
 
     def reset_parameters(self) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers.decay_gate import DecayGate
 from halflife.layers.init import drawn, orthogonal, reset, uniform
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State
+from halflife.layers.mixer import LAYERS, Shared, State
+from halflife.layers.options import DecayChoice, Place, Run
 from halflife.layers.padding import unpad
-from halflife.layers.parts import DecayProjection, ShortConv, build_decay, check_heads
+from halflife.layers.parts import ShortConv
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype
-from halflife.registry import unknown
+from halflife.registry import AtLeast, unknown
 
 FIXED_MIX = {"koopman": 1.0, "ridge": 0.0}  # μ that is not learned
 
@@ -80,8 +82,19 @@ def clebsch_gordan(x: Tensor) -> Tensor:
     return torch.cat([a + b, a - b, 2 * real * imaginary], -1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SumDecay(DecayChoice):
+    """The decay of the sums; None is the paper's.
+
+    Attributes:
+        granularity: "scalar", one decay per head, or "vector", one per key channel.
+    """
+
+    granularity: str = "scalar"
+
+
 @LAYERS.add("ska")
-class SKA(Mixer):
+class SKA(DecayGate):
     """Spectral Koopman attention (Echo, §3.2): ridge regression on all earlier chunks, with keys of rank r.
 
     `y = W_o (η ⊙ koopman_attention(ψ(q), ψ(x W_k), x W_v))` with `q = x W_k + x W_q` or `q = x W_q`. W_k starts
@@ -94,16 +107,11 @@ class SKA(Mixer):
     carry no fact. Without a mask all tokens enter. Every token reads, and every token decays the sums.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
+        place, decay, run: groups of options. In mode "chunk" a query reads the chunks before its chunk.
         rank: r.
         lift: "none"; "cg", `clebsch_gordan` ψ of 2 r / 3 numbers; or "cg_projected", Φ ψ of r numbers (r + 1 for odd r)
             with a learned map Φ to r features, which all heads share and which starts orthogonal (Echo, Appendix B.4).
         value_dim: P; None means D / H.
-        decay: a name of `decay.DECAYS`, the decay of the sums; None is no decay, the paper's.
-        decay_options: options of that decay.
-        granularity: "scalar", one decay a head, or "vector", one a key channel.
-        post: options of `decay.PoST`, which then wraps the decay, or None.
         beta: whether each token has a strength `β = σ(x W_β)` in the sums, one a head; else it is 1.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
         mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
@@ -118,7 +126,6 @@ class SKA(Mixer):
         mode: "chunk"; "prefix", where a call without a state reads one operator of all its tokens, and later calls read
             one operator a token; or "masked", where every call reads one operator of the tokens in the action mask, in
             both directions, and has no state. The last two let information flow from future tokens.
-        chunk_size: tokens that share an operator. In mode "chunk" a query reads the chunks before its chunk.
         refresh: "chunk", or "token" for one operator a token.
         decode_refresh: the same for a call with a state and one token a sequence in evaluation mode; None means
             `refresh`. The paper trains by chunk and decodes by token. The first token after a change begins a chunk.
@@ -126,8 +133,6 @@ class SKA(Mixer):
             flows from future tokens.
         operator: "whitened", or "main_text" (`ops.koopman_attention`).
         eta_init: initial η.
-        layer_idx, num_layers: the index of the layer and the number of layers.
-        backend: passed to the op.
 
     Raises:
         ValueError: a name is unknown, the heads do not divide the hidden size, or a size does not fit.
@@ -140,33 +145,26 @@ class SKA(Mixer):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
+        decay: SumDecay,
+        run: Run,
         *,
         rank: int = 48,
         lift: str = "none",
         value_dim: int | None = None,
-        decay: str | None = None,
-        decay_options: Mapping[str, Any] | None = None,
-        granularity: str = "scalar",
-        post: Mapping[str, Any] | None = None,
         beta: bool = False,
-        power: int = 1,
+        power: Annotated[int, AtLeast(0)] = 1,
         mix: str = "learned",
         gamma: float | None = None,
         conv_size: int = 0,
         query_init: str = "key",
         ridge: float = 1e-3,
-        chunk_size: int = 64,
         refresh: str = "chunk",
         normalization: str = "causal",
         mode: str = "chunk",
         decode_refresh: str | None = None,
         operator: str = "whitened",
         eta_init: float = 1.5,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         for kind, name, choices in (
@@ -180,14 +178,15 @@ class SKA(Mixer):
             raise ValueError(f"mix 'powers' starts at the first power, so power must be at least 1; got {power}")
         if gamma is not None and gamma <= 0:
             raise ValueError(f"gamma must be positive; got {gamma}")
-        check_settings(ridge, power, chunk_size, refresh, normalization, mode, operator)
-        check_settings(ridge, power, chunk_size, decode_refresh or refresh, normalization)
-        if mode == "masked" and decay is not None:
+        check_settings(ridge, power, run.chunk_size, refresh, normalization, mode, operator)
+        check_settings(ridge, power, run.chunk_size, decode_refresh or refresh, normalization)
+        if mode == "masked" and decay.decay is not None:
             raise ValueError("mode 'masked' reads in both directions, so its tokens have no age; a decay needs another")
         if mode != "chunk" and (decode_refresh is not None or refresh != "chunk"):
             raise ValueError(f"refresh and decode_refresh are options of mode 'chunk'; got mode {mode!r}")
         self.mode, self.decode_refresh = mode, decode_refresh or refresh
-        self.num_heads, width = num_heads, value_dim or check_heads(hidden_size, num_heads)
+        hidden_size, num_heads = place.hidden_size, place.num_heads
+        self.num_heads, width = num_heads, value_dim or place.head_size()
         sizes = {"none": rank, "cg": 2 * rank // 3, "cg_projected": rank + rank % 2}
         self.lift, features = lift, num_heads * sizes[lift]
         self.query_init = query_init
@@ -197,21 +196,15 @@ class SKA(Mixer):
         }  # fmt: skip
         self.phi = drawn(3 * sizes[lift] // 2, rank, orthogonal) if lift == "cg_projected" else None
         self.options = {
-            "power": power, "ridge": ridge, "chunk_size": chunk_size, "refresh": refresh,
-            "normalization": normalization, "operator": operator, "backend": backend,
+            "power": power, "ridge": ridge, "chunk_size": run.chunk_size, "refresh": refresh,
+            "normalization": normalization, "operator": operator, "backend": run.backend,
         }  # fmt: skip
         self.q_proj = drawn(hidden_size, features, self.initial["q_proj"])
         self.k_proj = drawn(hidden_size, features, self.initial["k_proj"])
         self.v_proj = nn.Linear(hidden_size, num_heads * width, bias=False)
         self.splits = [features, features, num_heads * width]
         self.conv = ShortConv(sum(self.splits), conv_size) if conv_size else None
-        self.decay = build_decay(
-            decay, decay_options, post, num_heads=num_heads, head_dim=rank, granularity=granularity,
-            layer_idx=layer_idx, num_layers=num_layers,
-        )  # fmt: skip
-        self.decay_proj = None
-        if self.decay is not None and self.decay.data_dependent:
-            self.decay_proj = DecayProjection(hidden_size, self.decay.shape, hidden_size // num_heads, bias=False)
+        self.add_decay(decay, place, head_dim=rank, granularity=decay.granularity, rank=hidden_size // num_heads)
         self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False) if beta else None
         self.readout = Readout(num_heads, mix, eta_init, power, gamma)
         self.out_proj = drawn(num_heads * width, hidden_size, self.initial["out_proj"])
@@ -246,8 +239,7 @@ class SKA(Mixer):
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
         q, k = self.lifted(q), self.lifted(k)
         weights, decayed = self.weights(x, state, packing)
-        if decayed is not None:
-            others["decay"] = decayed
+        others |= decayed
         before = {name: part for name, part in state.items() if name not in ("position", "conv", "decay")} or None
         mask = (shared or {}).get("action_mask")
         if self.mode == "masked" and state:
@@ -258,14 +250,12 @@ class SKA(Mixer):
             y, new = self.read_whole(q, k, v, weights, mask, packing)
         return self.out_proj(y.flatten(-2)), {**new, **others}
 
-    def weights(self, x: Tensor, state: State, packing: Packing) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The op's `g [B, T, H]` or `[B, T, H, R]` and `beta [B, T, H]`, if any, and the state of the decay or None."""
-        weights, decayed = {}, None
+    def weights(self, x: Tensor, state: State, packing: Packing) -> tuple[dict[str, Tensor], State]:
+        """The op's `g [B, T, H]` or `[B, T, H, R]` and `beta [B, T, H]`, if any, and the state of the decay."""
+        weights, decayed = {}, {}
         if self.decay is not None:
-            f = x.new_zeros(()).expand(*x.shape[:2], *self.decay.shape)
-            f = f if self.decay_proj is None else self.decay_proj(x)
             position = packing.positions(state.get("position"), x.device)
-            weights["g"], decayed = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
+            weights["g"], decayed = self.log_decays(self.decay_input(x), position, state, packing)
         if self.beta_proj is not None:
             weights["beta"] = self.beta_proj(x).sigmoid()
         return weights, decayed

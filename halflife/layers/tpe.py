@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import GatedRMSNorm, check_heads
+from halflife.layers.options import Place, Run
+from halflife.layers.parts import GatedRMSNorm
 from halflife.ops import linear_attention
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -47,31 +48,25 @@ class TPE(Mixer):
     Source: Decay, §2.2; Qin et al. 2025.
 
     Args:
-        hidden_size: D.
-        num_heads: kernels H, each for D / H channels.
+        place, run: groups of options. There are H kernels, each for D / H channels.
         state_size: number N of exponentials in a kernel.
         longest: largest initial time-scale, in tokens.
-        chunk_size, backend: passed to the op.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
+        run: Run,
         *,
         state_size: int = 16,
         longest: float = 512.0,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        chunk_size: int = 64,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         if longest < 1:
             raise ValueError(f"longest must be at least 1; got {longest}")
-        self.num_heads, self.head_dim = num_heads, check_heads(hidden_size, num_heads)
-        self.chunk_size, self.backend = chunk_size, backend
-        self.kernel = ToeplitzKernel(num_heads, state_size, longest)
+        self.num_heads, self.head_dim = place.num_heads, place.head_size()
+        self.chunk_size, self.backend = run.chunk_size, run.backend
+        self.kernel = ToeplitzKernel(self.num_heads, state_size, longest)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         read, write, rate = (
@@ -109,25 +104,18 @@ class PaperTPE(Mixer):
     `tpe_released`. Source: Decay, §2.2.
 
     Args:
-        hidden_size: D.
-        num_heads: kernels H, each for D / H channels. a and b have D / H entries.
-        chunk_size, backend: passed to the op.
+        place, run: groups of options. There are H kernels, each for D / H channels. a and b have D / H entries.
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
-        *,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        chunk_size: int = 64,
-        backend: str = "auto",
+        place: Place,
+        run: Run,
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, check_heads(hidden_size, num_heads)
-        self.chunk_size, self.backend = chunk_size, backend
-        self.kernel = HeadDecay(num_heads, self.head_dim)
+        self.num_heads, self.head_dim = place.num_heads, place.head_size()
+        self.chunk_size, self.backend = run.chunk_size, run.backend
+        self.kernel = HeadDecay(self.num_heads, self.head_dim)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True).expand(*x.shape[:2], -1, -1)
@@ -148,16 +136,15 @@ class ReleasedTPE(PaperTPE):
     The authors of the Decay paper ran it so. Source: released code of the Decay paper (xmixers).
 
     Args:
-        hidden_size: D.
-        num_heads: kernels H, each for D / H channels. a and b have D / H entries.
+        place, run: groups of options. There are H kernels, each for D / H channels. a and b have D / H entries.
         norm_eps: eps of the norm.
         **options: as in `PaperTPE`.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int = 4, *, norm_eps: float = 1e-5, **options: Any) -> None:
-        super().__init__(hidden_size, num_heads, **options)
-        self.norm = GatedRMSNorm(hidden_size, num_heads, norm_eps)
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+    def __init__(self, place: Place, *, norm_eps: float = 1e-5, **options: Any) -> None:
+        super().__init__(place, **options)
+        self.norm = GatedRMSNorm(place.hidden_size, place.num_heads, norm_eps)
+        self.out_proj = nn.Linear(place.hidden_size, place.hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         y, new = super().mix(x, state, packing, shared)

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from halflife.data.task_stream import unwrap_batch
 from halflife.files import RUN_JSON, read_json_object, write_json
-from halflife.layers.gate_rank import GateRank
+from halflife.layers.memory.gate_rank import GateRank
 from halflife.models import param_groups
 from halflife.training import sharding
 from halflife.training.carried import CarriedStates

@@ -21,9 +21,9 @@ from halflife.decay import PoST
 from halflife.decay.base import Decay
 from halflife.lab.experiments.values import convert, describe, load_yaml
 from halflife.layers import LAYERS
-from halflife.layers.memory.choose import KINDS
+from halflife.layers.memory.choice import KINDS
 from halflife.models import LanguageModel, ModelConfig
-from halflife.registry import constructor_parameters, unknown
+from halflife.registry import constructor_parameters, option_groups, plain_type, unknown
 from halflife.training.config import TrainConfig, as_json
 from halflife.training.schedules import BY_EPOCH
 
@@ -287,7 +287,7 @@ GROUPS: dict[str, Callable[[TrainConfig], Group]] = {
 
 def constructor_options(cls: type) -> dict[str, Any]:
     """Option → type of what `cls(…)` takes; see `registry.constructor_parameters`."""
-    return {name: parameter.annotation for name, parameter in constructor_parameters(cls).items()}
+    return {name: plain_type(parameter.annotation) for name, parameter in constructor_parameters(cls).items()}
 
 
 def _values(cls: type, changed: Mapping[str, Any]) -> Options:
@@ -297,9 +297,9 @@ def _values(cls: type, changed: Mapping[str, Any]) -> Options:
 
 
 def _entries(cls: type) -> dict[str, str]:
-    """Option → what the docstrings of a class and its parents say about it."""
+    """Option → what the docstrings of a class, its groups of options and its parents say about it."""
     found: dict[str, str] = {}
-    for parent in cls.__mro__:
+    for parent in (c for part in (cls, *option_groups(cls).values()) for c in part.__mro__):
         text = inspect.cleandoc(parent.__doc__ or "")
         section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
         for names, entry in re.findall(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.gate_rank import apply_update
+from halflife.layers.memory.choice import one_state
 from halflife.ops import fused
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -73,8 +73,8 @@ class MIMO(Float32Module):
         q_rows, k_rows = (part.unflatten(2, (rank, -1)).flatten(1, 2) for part in (q.to(v.dtype), written))
         v_rows = (v_before.unsqueeze(2) * self.values.to(v.dtype)).flatten(1, 2)
         decays = F.pad(g.unsqueeze(2), (0, 0, 0, rank - 1)).flatten(1, 2)  # rows after the first do not decay
-        y, memory = apply_update(
-            None, x, q_rows, k_rows, v_rows, decays, None, state, packing.repeated(rank), scale=1, **options
+        y, memory = one_state(
+            x, q_rows, k_rows, v_rows, decays, None, state, packing.repeated(rank), scale=1, **options
         )
 
         q, k, written = (part.unflatten(2, (rank, -1)).transpose(2, 3) for part in (q, k, written.to(q)))

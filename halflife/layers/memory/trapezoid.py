@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.layers.gate_rank import GateRank, apply_update
+from halflife.layers.memory.choice import Memory, one_state
 from halflife.ops.chunked.layout import make_layout
 from halflife.packing import Packing
 from halflife.position import turn
@@ -19,8 +19,8 @@ State = dict[str, Tensor]
 
 
 def integrate(
-    x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
-    state: State, packing: Packing, *, gate: GateRank | None = None, **options: Any,
+    memory: Memory, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, step: Tensor, end: Tensor,
+    state: State, packing: Packing, **options: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute the trapezoidal rule as one linear attention.
 
@@ -36,28 +36,28 @@ def integrate(
     state at the next reset. The write of the last token of a piece is stored apart in the state (`gain`).
 
     Args:
+        memory: one state, or the layer's GateRank.
         x, q, k, v: inputs of the layer `[B, T, D]`, queries and keys `[B, T, H, K]`, values `[B, T, H, V]`.
         g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
         state, packing: as in `Mixer.forward`.
-        gate: the layer's GateRank, or None.
         **options: passed to the op.
     """
-    gain, two_states = end * step, gate is not None
+    gain, two_states = end * step, memory is not one_state
     # Without GateRank, the memory of a piece already holds the first write of its last token.
     before, last_gain = packing.delay(gain, state.get("gain") if two_states else None)
     k_before, key = packing.delay(k, state.get("key"))
     v_before, value = packing.delay(v, state.get("value"))
     weight = g.exp() * (before + (1 - end) * step)
     written = (weight.unsqueeze(-1) * k_before).to(v.dtype)
-    y, memory = apply_update(gate, x, q.to(v.dtype), written, v_before, g, None, state, packing, scale=1, **options)
-    memory |= {"key": key, "value": value}
+    y, new = memory(x, q.to(v.dtype), written, v_before, g, None, state, packing, scale=1, **options)
+    new |= {"key": key, "value": value}
     if two_states:
-        memory["gain"] = last_gain
+        new["gain"] = last_gain
     else:
         last = (last_gain.unsqueeze(-1) * key).unsqueeze(-1) * value.unsqueeze(-2)
-        memory["memory"] = memory["memory"] + last
+        new["memory"] = new["memory"] + last
     current = gain * (q * k).sum(-1)
-    return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), memory
+    return torch.addcmul(y, current.unsqueeze(-1).to(v.dtype), v), new
 
 
 def turn_both(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ def _describe_delta(model: LanguageModel, mixers: list[Any]) -> dict[str, Any]:
     return {
         "num_heads": one.num_heads // shared_heads(mixers, slice(0, 2)), "num_v_heads": one.num_heads,
         "head_dim": one.head_dim, "expand_v": one.value_dim / one.head_dim, "use_short_conv": one.conv is not None,
-        "conv_size": one.conv.size if one.conv else 4, "allow_neg_eigval": one.beta_scale == 2, "attn": None,
+        "conv_size": one.conv.size if one.conv else 4, "allow_neg_eigval": one.update.allow_neg_eigval, "attn": None,
         **({} if model.config.mixer == "kda" else {"use_gate": hasattr(one.gate, "proj")}), "hidden_act": "swish",
         "fuse_norm": True, "norm_eps": model.config.norm_eps,
     }  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halflife.layers.attention import Attention
-from halflife.layers.gated_deltanet import GatedDeltaNet
+from halflife.layers.design.rows import GatedDeltaNet
 from halflife.models.config import ModelConfig
 from halflife.models.convert.rules import (
     Rule,
@@ -207,7 +207,7 @@ def _describe(qwen: bool, model: LanguageModel, mixers: list[Any]) -> dict[str, 
         "linear_num_key_heads": first.num_heads // shared_heads(linear, slice(0, 2)),
         "linear_num_value_heads": first.num_heads, "layer_types": [KINDS[i in full] for i in range(config.num_layers)],
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-        **({} if qwen else {"linear_allow_neg_eigval": first.beta_scale == 2}),
+        **({} if qwen else {"linear_allow_neg_eigval": first.update.allow_neg_eigval}),
     }  # fmt: skip
 
 

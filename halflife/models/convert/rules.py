@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -253,8 +254,11 @@ def require_equal(ours: LanguageModel, config: ModelConfig, name: str) -> None:
 
 
 def _settings(module: nn.Module | None) -> dict[str, Any]:
-    """The settings of a module and the shapes of its parameters."""
-    plain = {key: x for key, x in vars(module).items() if isinstance(x, PLAIN) and key[0] != "_" and key not in FREE}
+    """The settings of a module, those in its groups of options too, and the shapes of its parameters."""
+    values = dict(vars(module))
+    if dataclasses.is_dataclass(update := values.get("update")):
+        values |= vars(update)
+    plain = {key: x for key, x in values.items() if isinstance(x, PLAIN) and key[0] != "_" and key not in FREE}
     shapes = {f"shape of {key}": tuple(x.shape) for key, x in (module or nn.Module()).named_parameters(recurse=False)}
     return plain | shapes
 

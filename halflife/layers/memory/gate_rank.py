@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.init import Law, drawn, reset, uniform
-from halflife.ops import causal_conv1d, delta_rule, gate_rank, linear_attention
+from halflife.ops import causal_conv1d, gate_rank
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype, without_autocast
@@ -181,30 +181,6 @@ class GateRank(nn.Module):
             "reset_rate": resets / max(tokens, 1), "segment_length": tokens / max(segments, 1),
             "slow_share": slow / max(fast + slow, 1e-30),
         }  # fmt: skip
-
-
-def apply_update(
-    states: nn.Module | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
-    state: State, packing: Packing, **options: Any,
-) -> tuple[Tensor, State]:  # fmt: skip
-    """Apply the linear (beta None) or the delta update to the state of a mixer.
-
-    Args:
-        states: one of `layers.memory.choose`, which keeps several states in the place of one; None for one state.
-
-    Returns:
-        `o [B, T, H, V]` and the new states by name.
-    """
-    if states is not None:
-        assert g is not None
-        return states(x, q, k, v, g, beta, state, packing, **options)
-    options |= {"initial_state": state.get("memory"), "output_final_state": True, "cu_seqlens": packing}
-    if beta is None:
-        o, memory = linear_attention(q, k, v, g, **options)
-    else:
-        o, memory = delta_rule(q, k, v, beta, g, **options)
-    assert memory is not None
-    return o, {"memory": memory}
 
 
 def gate_statistics(model: nn.Module) -> dict[str, dict[str, float]]:

@@ -11,6 +11,7 @@ from halflife import decay as decays
 from halflife.layers.attention import Attention
 from halflife.layers.init import zero_bias
 from halflife.layers.mixer import LAYERS, State
+from halflife.layers.options import Place
 from halflife.layers.parts import DecayProjection
 from halflife.precision import compute_dtype
 
@@ -26,15 +27,15 @@ class ForgettingAttention(Attention):
     b starts at 0, as in the authors' code. The state is the KV cache, with `forget [N, S, H]`, log f in float32.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
-        options: those of `Attention`. `position="rope"` adds RoPE.
+        place: a group of options.
+        position: "none", or "rope" for RoPE.
+        options: those of `Attention`.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int = 4, **options: Any) -> None:
-        super().__init__(hidden_size, num_heads, **{"position": "none", **options})
-        self.decay = decays.build("gla", num_heads=num_heads, head_dim=self.head_dim, tau=1)  # log σ(f)
-        self.decay_proj = DecayProjection(hidden_size, self.decay.shape, None, bias=True, law=zero_bias)
+    def __init__(self, place: Place, *, position: str = "none", **options: Any) -> None:
+        super().__init__(place, position=position, **options)
+        self.decay = decays.build("gla", num_heads=self.num_heads, head_dim=self.head_dim, tau=1)  # log σ(f)
+        self.decay_proj = DecayProjection(place.hidden_size, self.decay.shape, None, bias=True, law=zero_bias)
 
     def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:
         return {"keys": k, "values": v, "forget": self.decay(self.decay_proj(x))}

@@ -12,7 +12,8 @@ from halflife.decay import Decay
 from halflife.layers.init import Law, drawn, reset, zero_bias
 from halflife.layers.mamba2 import Skip
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
-from halflife.layers.parts import ShortConv, check_heads
+from halflife.layers.options import Place, Run
+from halflife.layers.parts import ShortConv
 from halflife.ops import linear_attention
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
@@ -45,16 +46,13 @@ class Longhorn(Mixer):
     of a head share one step, the chunked form has larger products.
 
     Args:
-        hidden_size: D.
-        num_heads: H.
+        place, run: groups of options.
         expand: inner width divided by hidden_size.
         head_dim: V, channels a head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
         step: "head", or "channel", where each channel is one head of the op.
         conv_size: taps of the short convolution.
         step_rank: rank of the projection to β; None means D / 16, rounded up.
-        layer_idx, num_layers: the index of the layer and the number of layers.
-        chunk_size, backend: passed to the op.
 
     Raises:
         ValueError: the number of heads does not divide the inner width, or `step` is unknown.
@@ -65,8 +63,8 @@ class Longhorn(Mixer):
 
     def __init__(
         self,
-        hidden_size: int,
-        num_heads: int = 4,
+        place: Place,
+        run: Run,
         *,
         expand: int = 2,
         head_dim: int | None = None,
@@ -74,17 +72,13 @@ class Longhorn(Mixer):
         step: str = "head",
         conv_size: int = 4,
         step_rank: int | None = None,
-        layer_idx: int = 0,
-        num_layers: int = 1,
-        chunk_size: int = 64,
-        backend: str = "auto",
     ) -> None:
         super().__init__()
         if step not in self.STEPS:
             raise unknown("step", step, list(self.STEPS))
-        inner = num_heads * (head_dim or check_heads(expand * hidden_size, num_heads))
-        self.num_heads = inner if step == "channel" else num_heads
-        self.head_dim, self.chunk_size, self.backend = inner // self.num_heads, chunk_size, backend
+        hidden_size, inner = place.hidden_size, place.num_heads * (head_dim or place.head_size(expand))
+        self.num_heads = inner if step == "channel" else place.num_heads
+        self.head_dim, self.chunk_size, self.backend = inner // self.num_heads, run.chunk_size, run.backend
         rank = step_rank or math.ceil(hidden_size / 16)
         self.splits = [rank, state_size, state_size]
         self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)

@@ -1,0 +1,49 @@
+"""The decay of a layer: a projection to its activation, and its law."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from halflife.decay import Decay
+from halflife.layers.mixer import Mixer, State
+from halflife.layers.options import DecayChoice, Place
+from halflife.layers.parts import DecayProjection
+from halflife.packing import Packing
+
+
+class DecayGate(Mixer):
+    """A mixer with a decay, or without one. `decay_proj` gives its activation if the input sets it."""
+
+    decay: Decay | None
+    decay_proj: DecayProjection | None
+
+    def add_decay(
+        self, choice: DecayChoice, place: Place, *, head_dim: int, granularity: str, rank: int | None,
+        bias: bool = False,
+    ) -> None:  # fmt: skip
+        """Make the decay.
+
+        Args:
+            choice: the decay, and PoST around it.
+            place: sizes of the layer.
+            head_dim, granularity: those of the decay.
+            rank: rank of the projection for a vector decay; None for full rank.
+            bias: whether the projection has a bias.
+        """
+        self.decay = choice.build(place, head_dim=head_dim, granularity=granularity)
+        self.decay_proj = None
+        if self.decay is not None and self.decay.data_dependent:
+            self.decay_proj = DecayProjection(place.hidden_size, self.decay.shape, rank, bias)
+
+    def decay_input(self, x: Tensor) -> Tensor:
+        """The activation f of the decay, `[B, T, H]` or `[B, T, H, K]`."""
+        assert self.decay is not None
+        if self.decay_proj is None:
+            return x.new_zeros(()).expand(*x.shape[:2], *self.decay.shape)
+        return self.decay_proj(x)
+
+    def log_decays(self, f: Tensor, position: Tensor, state: State, packing: Packing) -> tuple[Tensor, State]:
+        """The log-decays g in the shape of f, and the new state of the decay, `decay`, or an empty dict."""
+        assert self.decay is not None
+        g, new = self.decay.scan(f, position=position, state=state.get("decay"), cu_seqlens=packing)
+        return g, {} if new is None else {"decay": new}

@@ -1,0 +1,1 @@
+"""The design-space block, and the layers that are rows of its options."""

@@ -1,0 +1,257 @@
+"""The design-space block, which combines any decay with any update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.decay import PoST
+from halflife.layers.decay_gate import DecayGate
+from halflife.layers.design.updates import Tokens, Update, UpdateChoice
+from halflife.layers.memory.choice import HasMemory, MemoryChoice
+from halflife.layers.mixer import LAYERS, Shared, State
+from halflife.layers.options import DecayChoice, Place, Run, check_gain
+from halflife.layers.parts import FEATURE_MAPS, GATES, rotary
+from halflife.ops.fused import l2_normalize
+from halflife.packing import Packing
+from halflife.position import check_pairs, half_lrpe, lrpe
+from halflife.registry import AtLeast, unknown
+
+POSITIONS = ("none", "rope", "lrpe", "half_lrpe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Queries, keys and values of the block.
+
+    Attributes:
+        head_dim: K; None means D / H.
+        value_dim: V; None means D / H.
+        share_keys: write `k = 1 − λ` instead of projected keys (vector decay only).
+        position: "none", "rope", "lrpe", which doubles the rows of the state, or "half_lrpe", LRPE on half of the
+            channels, which the Decay paper's authors ran as RoPE. The two channels that RoPE rotates share one decay.
+        conv_size: taps of a short convolution on q, k, v; 0 for none.
+        activation: "silu" or "none", on q and k. With a short convolution, its SiLU on q, k and v takes this place.
+        feature_map: "none", or a function of queries and keys, also after a short convolution: "relu", "relu2", "silu",
+            "gelu", "sigmoid" or "tanh".
+        qk_norm: whether to L2-normalise q and k. None means True for the delta rule and DPLR, which need it.
+    """
+
+    head_dim: int | None = None
+    value_dim: int | None = None
+    share_keys: bool = False
+    position: str = "none"
+    conv_size: int = 0
+    activation: str = "silu"
+    feature_map: str = "none"
+    qk_norm: bool | None = None
+
+    def __post_init__(self) -> None:
+        for kind, choices in (
+            ("position", POSITIONS), ("activation", ("silu", "none")), ("feature_map", ("none", *FEATURE_MAPS)),
+        ):  # fmt: skip
+            if getattr(self, kind) not in choices:
+                raise unknown(kind, getattr(self, kind), list(choices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDecay(DecayChoice):
+    """The decay of the block.
+
+    Attributes:
+        granularity: "scalar" or "vector".
+        decay_rank: rank of the projection of a vector decay; None means D / H, and 0 full rank.
+        decay_bias: whether that projection has a bias.
+    """
+
+    decay: str | None = "simple"
+    granularity: str = "vector"
+    decay_rank: Annotated[int | None, AtLeast(0)] = None
+    decay_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGate:
+    """The output of the block.
+
+    Attributes:
+        gate: "low_rank" (the paper's); or a norm over each head, then "swish" or "sigmoid" of a full projection,
+            "low_rank_sigmoid", a projection of rank V (KDA), or "none".
+        norm_eps: eps of the output norm.
+    """
+
+    gate: str = "low_rank"
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.gate not in GATES:
+            raise unknown("gate", self.gate, list(GATES))
+
+
+@LAYERS.add("linear")
+class LinearMixer(DecayGate, HasMemory):
+    """The design-space block, which combines any decay, granularity, key sharing, position encoding and update.
+
+    The defaults are those of the Decay Linear Transformer (Decay, §3): SiLU on queries and keys, a low-rank sigmoid
+    output gate, then an RMS norm. GLA, RetNet, DeltaNet and others are rows: this block with other defaults.
+
+    Args:
+        place, keys, decay, update, memory, output, run: groups of options.
+
+    Class attributes:
+        defaults: options of a row whose defaults are other ones. A function takes the options given.
+        fixed: options that define a row and cannot change.
+
+    Raises:
+        ValueError: a name is unknown, or a combination has no meaning; the message gives the reason.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    fixed: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        place: Place,
+        keys: Keys,
+        decay: BlockDecay,
+        update: UpdateChoice | Update,
+        memory: MemoryChoice,
+        output: OutputGate,
+        run: Run,
+    ) -> None:
+        super().__init__()
+        vector = decay.decay is not None and decay.granularity == "vector"
+        self.update, self.num_heads = update.chosen(vector), place.num_heads
+        self.position, self.activation, self.feature_map = keys.position, keys.activation, keys.feature_map
+        self.share_keys = keys.share_keys
+        self.head_dim = keys.head_dim or place.head_size()
+        self.value_dim = keys.value_dim or place.head_size()
+        self.chunk_size, self.backend = run.chunk_size, run.backend
+        self._check(decay, vector)
+        # The number of decays that two channels of the encoded keys share, RoPE's pair or LRPE's cosine and sine.
+        self.paired = {"none": 0, "lrpe": self.head_dim}.get(keys.position, self.head_dim // 2) if vector else 0
+        width = place.hidden_size // place.num_heads if decay.decay_rank is None else decay.decay_rank
+        self.add_decay(
+            decay, place, head_dim=self.head_dim // 2 if vector and keys.position == "rope" else self.head_dim,
+            granularity=decay.granularity, rank=None if keys.share_keys else width or None, bias=decay.decay_bias,
+        )  # fmt: skip
+        query, value = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        times = self.update.steps
+        self.splits = [query, times * value] if keys.share_keys else [query, times * query, times * value]
+        self.qkv_proj = nn.Linear(place.hidden_size, sum(self.splits), bias=False)
+        self.conv = self.update.convolution(self.splits, keys.conv_size) if keys.conv_size else None
+        self.beta_proj = None
+        if self.update.has_strength:
+            self.beta_proj = nn.Linear(place.hidden_size, times * self.num_heads, bias=self.update.strength_bias)
+        self.add_memory(
+            memory, place, decay=decay.decay, granularity=decay.granularity,
+            update=self.update.name,
+        )  # fmt: skip
+        self.gate = GATES[output.gate](place.hidden_size, self.num_heads, self.value_dim, output.norm_eps)
+        self.out_proj = nn.Linear(value, place.hidden_size, bias=False)
+        self.update.add_maps(self, place.hidden_size)
+        self.unit_keys = self.update.unit_keys if keys.qk_norm is None else keys.qk_norm
+
+    def _check(self, decay: BlockDecay, vector: bool) -> None:
+        if self.share_keys and not vector:
+            raise ValueError("share_keys writes k = 1 − λ with one λ a channel, so it needs a vector decay")
+        if self.update.stretch_gain:
+            check_gain(decay.post, delta=self.update.has_strength)
+            if vector:
+                raise ValueError("stretch_gain needs a scalar decay")
+        if self.position == "rope":
+            check_pairs(self.head_dim)
+
+    @classmethod
+    def complete(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options by name with the row's defaults. Mappings of options are merged.
+
+        Raises:
+            ValueError: an option that defines the row has another value.
+        """
+        for name, value in cls.fixed.items():
+            if options.get(name, value) != value:
+                raise ValueError(f"{name} is {value!r} in {cls.__name__} and cannot change; got {options[name]!r}")
+        completed = {**cls.fixed, **options}
+        for name, default in cls.defaults.items():
+            value, given = default(options) if callable(default) else default, options.get(name)
+            if isinstance(value, Mapping):
+                completed[name] = {**value, **(given or {})}
+            else:
+                completed.setdefault(name, value)
+        return completed
+
+    @property
+    def encoded_dim(self) -> int:
+        """The channels of a key with its position."""
+        return self.head_dim + {"lrpe": self.head_dim, "half_lrpe": self.head_dim // 2}.get(self.position, 0)
+
+    @property
+    def op_options(self) -> dict[str, Any]:
+        """Options of the op."""
+        return {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
+
+    def gain(self, position: Tensor) -> Tensor:
+        """The factor `[T, H]` or `[B, T, H]` by which PoST stretches a decay, for what is written."""
+        assert isinstance(self.decay, PoST)
+        return self.decay.log_stretch(position).exp()
+
+    def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
+        position = packing.positions(state.get("position"), x.device)
+        g, key, new = None, None, {}
+        if self.decay is not None:
+            f = self.decay_input(x)
+            g, new = self.log_decays(f, position, state, packing)
+            if self.share_keys:
+                key = self.decay.shared_key(f, g, state.get("decay"), packing)
+            if self.paired:
+                g = torch.cat([g[..., : self.paired], g], -1)
+        qkv = self.qkv_proj(x)
+        if self.conv is not None:
+            qkv, new["conv"] = self.conv(qkv, state.get("conv"), packing)
+        q, k, v = self.heads(qkv, key, position)
+        o, memory = self.update(self, Tokens(x, q, k, v, g, position, state, packing))
+        return self.out_proj(self.gate(o.to(x.dtype), x)), new | memory
+
+    def heads(self, qkv: Tensor, shared_key: Tensor | None, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, T, H, K]`, keys `[B, steps · T, H, K]` and values `[B, steps · T, H, V]`.
+
+        Queries and keys are activated, normalised and encoded (2 K channels under LRPE).
+
+        Args:
+            qkv: the projection, after the short convolution.
+            shared_key: `1 − λ`, or None for projected keys.
+            position: positions of the tokens.
+        """
+        q, *projected, v = qkv.split(self.splits, -1)
+        q, v = self.activate(q.unflatten(-1, (self.num_heads, -1))), self._rows(v, self.value_dim)
+        if shared_key is None:
+            k = self.activate(self._rows(projected[0], self.head_dim))
+        else:
+            k = shared_key.to(q.dtype)
+            k = torch.cat([k, k], -1) if self.position == "rope" else k
+        q = self.update.query(self, q, k)
+        if self.unit_keys:
+            q, k = l2_normalize(q), l2_normalize(k)
+        if self.position == "rope":
+            q, k = rotary(q, k, position)
+        elif self.position != "none":
+            encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
+            q, k = encode(q, position), encode(k, position)
+        return q, k, v
+
+    def _rows(self, x: Tensor, size: int) -> Tensor:
+        """`[B, T, steps · H · size]` → `[B, steps · T, H, size]`."""
+        if self.update.steps == 1:
+            return x.unflatten(-1, (self.num_heads, size))
+        return x.unflatten(-1, (self.update.steps, self.num_heads, size)).flatten(1, 2)
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation of queries and keys. A short convolution has one already."""
+        x = F.silu(x) if self.activation == "silu" and self.conv is None else x
+        return x if self.feature_map == "none" else FEATURE_MAPS[self.feature_map](x)

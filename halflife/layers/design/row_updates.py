@@ -1,0 +1,188 @@
+"""The updates of single rows of the design-space block: Gated DeltaNet-2's, Comba's, DeltaProduct's and MesaNet's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halflife.layers.design.updates import Block, Tokens, Update, by_dplr
+from halflife.layers.mixer import State
+from halflife.layers.parts import ShortConv
+from halflife.ops import delta_rule, ridge_attention
+from halflife.packing import Packing
+from halflife.precision import Float32Module, inverse_softplus_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class EraseWrite(Update):
+    """Gated DeltaNet-2's: an erase gate on the key's channels, and a write gate on the value's.
+
+    Attributes:
+        allow_neg_eigval: whether the erase gate b lies in (0, 2) instead of (0, 1).
+    """
+
+    name, has_strength = "erase_write", False
+    allow_neg_eigval: bool = False
+
+    def add_maps(self, block: Block, hidden_size: int) -> None:
+        block.erase_proj = nn.Linear(hidden_size, block.num_heads * block.head_dim, bias=False)
+        block.write_proj = nn.Linear(hidden_size, block.num_heads * block.value_dim, bias=False)
+
+    def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
+        x, q, k, v, g, *_ = tokens
+        assert g is not None
+        decay = g.exp() if g.ndim == k.ndim else g.exp().unsqueeze(-1)
+        erase, write = block.erase_proj(x).sigmoid().view_as(k), block.write_proj(x).sigmoid().view_as(v)
+        erase = 2 * erase if self.allow_neg_eigval else erase
+        return by_dplr(block, tokens, q, k, write * v, -erase * k * decay.to(k.dtype), k.view_as(k))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feedback(Update):
+    """Comba's: a fraction of the key reads the state.
+
+    Attributes:
+        allow_neg_eigval: whether β lies in (0, 2) instead of (0, 1).
+        correction: initial d. The authors suggest 0.02 for small models.
+    """
+
+    name = "feedback"
+    allow_neg_eigval: bool = False
+    correction: float = 1.0
+
+    def add_maps(self, block: Block, hidden_size: int) -> None:
+        block.feedback = FeedbackShare(block.num_heads, self.correction)
+
+    def query(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
+        return q - block.feedback.of_output() * k
+
+    def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
+        x, q, k, v, *_ = tokens
+        beta = self.strength(block, x).unsqueeze(-1)
+        read = -block.feedback() * beta * k
+        q, written, read, k = (part.to(v.dtype) for part in (q, beta * k, read, k))  # autocast leaves some in float32
+        return by_dplr(block, tokens, q, written, v, read, k)
+
+
+class FeedbackShare(nn.Module):
+    """Comba's two numbers of a head: the share σ(b) of the key that reads the state, and the weight d of its output.
+
+    Both start at fla's values: b = 1, and d = `correction`.
+    """
+
+    def __init__(self, num_heads: int, correction: float) -> None:
+        super().__init__()
+        self.correction = correction
+        self.share = nn.Parameter(torch.empty(num_heads))
+        self.output = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.share)
+        nn.init.constant_(self.output, self.correction)
+
+    def forward(self) -> Tensor:
+        """σ(b), `[H, 1]`."""
+        return self.share.sigmoid().unsqueeze(-1)
+
+    def of_output(self) -> Tensor:
+        """d σ(b), `[H, 1]`."""
+        return (self.output * self.share.sigmoid()).unsqueeze(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product(Update):
+    """DeltaProduct's: several steps of the delta rule for each token.
+
+    Attributes:
+        allow_neg_eigval: whether β lies in (0, 2), as in the paper, or in (0, 1).
+        num_householder: n, the steps of a token.
+    """
+
+    name = "product"
+    allow_neg_eigval: bool = True
+    num_householder: int = 2
+
+    @property
+    def steps(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.num_householder
+
+    def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
+        x, q, k, v, g, _, state, packing = tokens
+        beta, more = self.strength(block, x).unflatten(-1, (self.steps, -1)).flatten(1, 2), self.steps - 1
+        q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, more, 0)).flatten(1, 2)
+        if g is not None:
+            g = F.pad(g.unsqueeze(2), (*[0, 0] * (g.ndim - 2), 0, more)).flatten(1, 2)
+        o, memory = delta_rule(
+            q, k, v, beta, g, initial_state=state.get("memory"), output_final_state=True,
+            cu_seqlens=packing.repeated(self.steps), **block.op_options,
+        )  # fmt: skip
+        assert memory is not None
+        return o[:, more :: self.steps], {"memory": memory}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ridge(Update):
+    """MesaNet's: ridge regression on all tokens so far. Its short convolution leaves the values out.
+
+    Attributes:
+        allow_neg_eigval: whether β lies in (0, 2) instead of (0, 1).
+        smallest_ridge: λ_min.
+        iterations, tolerance: of conjugate gradients, see `ops.ridge_attention`.
+    """
+
+    name, strength_bias = "ridge", True
+    allow_neg_eigval: bool = False
+    smallest_ridge: float = 0.25
+    iterations: int = 30
+    tolerance: float = 1e-6
+
+    def convolution(self, splits: Sequence[int], size: int) -> ShortConv:
+        return KeyConv(sum(splits[:2]), size)
+
+    def add_maps(self, block: Block, hidden_size: int) -> None:
+        block.ridge = LearnedRidge(block.num_heads, block.encoded_dim, self.smallest_ridge)
+
+    def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
+        x, q, k, v, g, _, state, packing = tokens
+        assert g is not None
+        o, sums = ridge_attention(
+            q, k, v, g, self.strength(block, x), block.ridge().to(g.dtype),
+            initial_state=(state["gram"], state["memory"]) if "gram" in state else None, output_final_state=True,
+            cu_seqlens=packing, chunk_size=block.chunk_size, backend=block.backend, iterations=self.iterations,
+            tolerance=self.tolerance,
+        )  # fmt: skip
+        assert sums is not None
+        return o, {"gram": sums[0], "memory": sums[1]}
+
+
+class KeyConv(ShortConv):
+    """A short convolution on the first channels, those of q and k. The others pass unchanged."""
+
+    def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+        convolved, others = x.tensor_split([len(self.weight)], -1)
+        convolved, state = super().forward(convolved, state, packing)
+        return torch.cat([convolved, others], -1), state
+
+
+class LearnedRidge(Float32Module):
+    """`λ = softplus(l) + λ_min` of each head and key channel, 1 at the start."""
+
+    def __init__(self, num_heads: int, head_dim: int, smallest: float) -> None:
+        super().__init__()
+        if not 0 < smallest < 1:
+            raise ValueError(f"smallest_ridge must lie between 0 and 1, where the ridge starts; got {smallest}")
+        self.smallest = smallest
+        self.logit = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.logit, inverse_softplus_of(1 - self.smallest))
+
+    def forward(self) -> Tensor:
+        """`[H, K]`."""
+        return F.softplus(self.logit) + self.smallest
