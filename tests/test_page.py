@@ -426,12 +426,12 @@ def test_figures_are_drawn_anew_from_saved_data(comparison, trained, tmp_path, c
 
 @cases(
     "where, more, message",
-    ("runs0", [], "a comparison's folder holds config.json"),
-    ("runs0/one", ["--formats", "gif"], "unknown format 'gif'; choose from png, svg, pdf"),
-    ("runs0/one/mamba2/*-seed0", [], "is one run of a comparison"),
+    ("", [], "a comparison's folder holds config.json"),
+    ("/one", ["--formats", "gif"], "unknown format 'gif'; choose from png, svg, pdf"),
+    ("/one/mamba2/*-seed0", [], "is one run of a comparison"),
 )
 def test_wrong_folders_and_formats_are_named(comparison, where, more, message, refused):
-    [folder] = comparison.parents[1].glob(where)
+    [folder] = comparison.parents[1].glob(f"{comparison.parent.name}{where}")
     assert message in refused("figures", str(folder), *more)
 
 

@@ -13,19 +13,47 @@ from halflife.data.tokenizers import OF_BYTES
 from halflife.files import WEIGHTS, finite, write_text
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.spectrum import timescales
+from halflife.report.table import Table
 from halflife.runs.folder import FIGURES, LanguageRun
 
 CARD = "README.md"
 SETTINGS = ("steps", "batch_size", "context", "learning_rate", "schedule", "weight_decay", "warmup", "bf16", "seed")
 FIGURE = "timescales"
-LOAD = """```python
+CARD_TEXT = """# {name}, {parameters:,} parameters
+
+A causal language model with {layers} layers of width {width}, trained by
+[halflife](https://pypi.org/project/halflife-lm/) {version}
+on {tokens:,} tokens. Its state of one sequence is {state:,} numbers
+after the first token.
+
+## Use
+
+```python
 import halflife.hf  # registers the model with transformers: pip install 'halflife-lm[train]'
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{folder}")
 ```
 
-`config.json` has no `auto_map`, so transformers downloads and runs no code; `import halflife.hf` is enough."""
+`config.json` has no `auto_map`, so transformers downloads and runs no code; `import halflife.hf` is enough.
+
+{bytes}The folder holds the tokenizer, which `AutoTokenizer.from_pretrained` and `pipeline` of transformers load.
+On a command line: `halflife generate {folder} "Once upon a time"`.
+
+## Results
+
+{bits:.4f} bits per byte on held-out text, in rows of {context:,} tokens.
+
+{lengths}
+
+{figure}## Data
+
+{data}
+
+## Settings
+
+{settings}
+"""
 
 
 def write_card(run: LanguageRun) -> Path | None:
@@ -33,7 +61,7 @@ def write_card(run: LanguageRun) -> Path | None:
     if not run.result or "diverged" in run.result or not (run.path / WEIGHTS).exists():
         return None
     figure = _draw_decays(run.path)
-    write_text(run.path / CARD, "\n".join(_lines(run, figure)) + "\n")
+    write_text(run.path / CARD, "\n".join([*_metadata(run), _text(run, figure)]))
     return run.path / CARD
 
 
@@ -47,48 +75,22 @@ def _draw_decays(folder: Path) -> str | None:
     return f"{FIGURES}/{FIGURE}.png"
 
 
-def _lines(run: LanguageRun, figure: str | None) -> Iterator[str]:
-    model, result = run.config["model"], run.result
-    yield from _metadata(run)
-    yield f"# {model['name']}, {result['parameters']:,} parameters"
-    yield ""
-    yield f"A causal language model with {model['num_layers']} layers of width {model['hidden_size']}, trained by"
-    yield f"[halflife](https://pypi.org/project/halflife-lm/) {run.versions.get('halflife', '')}"
-    yield f"on {result['tokens']:,} tokens. Its state of one sequence is {result['state_size']:,} numbers"
-    yield "after the first token."
-    yield ""
-    yield "## Use"
-    yield ""
-    yield LOAD.format(name=run.path.name)
-    yield ""
-    tokenizer = run.config["data"]["tokenizer"]
-    if tokenizer in OF_BYTES:
-        end = ", and 256 ends a document" if "+" in tokenizer else ""
-        yield f"Its tokens are the bytes of the text in UTF-8{end}."
-    yield "The folder holds the tokenizer, which `AutoTokenizer.from_pretrained` and `pipeline` of transformers load."
-    yield f'On a command line: `halflife generate {run.path.name} "Once upon a time"`.'
-    yield ""
-    yield "## Results"
-    yield ""
-    yield f"{result['bits_per_byte']:.4f} bits per byte on held-out text, in rows of {run.config['context']:,} tokens."
-    yield ""
-    yield "| length in tokens | perplexity per token |"
-    yield "|---:|---:|"
-    yield from (f"| {row['length']:,} | {row['perplexity']:.3f} |" for row in result["lengths"])
-    yield ""
-    if figure is not None:
-        yield f"![The time-scales of the decays, in tokens, by layer]({figure})"
-        yield ""
-    yield "## Data"
-    yield ""
-    yield from _data(run.config["data"])
-    yield ""
-    yield "## Settings"
-    yield ""
-    yield "| setting | value |"
-    yield "|---|---|"
-    yield from (f"| {name} | {run.config[name]} |" for name in SETTINGS)
-    yield from (f"| model: {name} | {json.dumps(value)} |" for name, value in model.items() if value not in (None, {}))
+def _text(run: LanguageRun, figure: str | None) -> str:
+    model, result, tokenizer = run.config["model"], run.result, run.config["data"]["tokenizer"]
+    lengths = [(f"{row['length']:,}", f"{row['perplexity']:.3f}") for row in result["lengths"]]
+    settings = [(name, run.config[name]) for name in SETTINGS]
+    settings += [(f"model: {name}", json.dumps(value)) for name, value in model.items() if value not in (None, {})]
+    names = ("setting", "value")
+    end = ", and 256 ends a document" if "+" in tokenizer else ""
+    return CARD_TEXT.format(
+        name=model["name"], parameters=result["parameters"], layers=model["num_layers"], width=model["hidden_size"],
+        version=run.versions.get("halflife", ""), tokens=result["tokens"], state=result["state_size"],
+        folder=run.path.name, bits=result["bits_per_byte"], context=run.config["context"],
+        bytes=f"Its tokens are the bytes of the text in UTF-8{end}.\n" if tokenizer in OF_BYTES else "",
+        lengths=Table(("length in tokens", "perplexity per token"), lengths, left=("",)).markdown(),
+        figure=f"![The time-scales of the decays, in tokens, by layer]({figure})\n\n" if figure else "",
+        data="\n".join(_data(run.config["data"])), settings=Table(names, settings, left=names).markdown(),
+    )  # fmt: skip
 
 
 def _metadata(run: LanguageRun) -> Iterator[str]:

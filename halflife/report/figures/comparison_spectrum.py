@@ -34,14 +34,14 @@ def spectrum(run: Comparison) -> FigureData:
         initial, trained = (_at_ends(layer[when], run.train_length) for when in ("init", "trained"))
         moves = not all(np.allclose(first, last, equal_nan=True) for first, last in (initial, trained))
         moved.append(moves)
-        numbers, series = np.arange(1, len(initial[0]) + 1), []
+        numbers, series = range(1, len(initial[0]) + 1), []
         for end, marker in enumerate("o^"[: 1 + moves]):
-            x = numbers + (SHIFT * (2 * end - 1) if moves else 0)
+            shift = SHIFT * (2 * end - 1) if moves else 0.0
             style = ModelStyle(styles[model].color, marker, "none")
             bars = None if len(numbers) > CROWDED else (initial[end], trained[end])
             series += [
-                Series("initial", "", style, x, initial[end], "hollow"),
-                Series("trained", "", style, x, trained[end], bars=bars),
+                Series("initial", "", style, numbers, initial[end], "hollow", shift=shift),
+                Series("trained", "", style, numbers, trained[end], bars=bars, shift=shift),
             ]
         lines = [Reference("", y=run.train_length)] if run.train_length else []
         x_axis = channel_axis(spectra[model].get("channels", "channels"), len(numbers))

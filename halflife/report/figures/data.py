@@ -74,6 +74,7 @@ class Series:
         note: what is added to the name under the pointer.
         label: what is written beside its points.
         bars: the lower and upper ends of vertical bars at the points.
+        shift: how far a picture moves it to the right, so that bars do not cover each other.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Series:
     note: str = ""
     label: str = ""
     bars: tuple[Values, Values] | None = None
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)

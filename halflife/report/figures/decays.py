@@ -42,8 +42,8 @@ def decays(result: dict[str, Any]) -> FigureData:
                 [math.nan if layer[key] is None else transform(layer[key]) for layer in models[name]]
                 for key in ("q25", "median", "q75")
             )
-            x = [layer["layer"] + shift for layer in models[name]]
-            series.append(Series(name, name, style, x, middle, bars=(low, high) if bars else None))
+            x = [layer["layer"] for layer in models[name]]
+            series.append(Series(name, name, style, x, middle, bars=(low, high) if bars else None, shift=shift))
         panels.append(Panel(title, LAYER, y, series))
     length = [Reference("", y=result["length"])]
     panels[1] = replace(panels[1], references=length)

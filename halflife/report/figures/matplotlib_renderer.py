@@ -174,10 +174,11 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
             crowded = len(series.x) > CROWDED
             edge = (0.5 if crowded else 0.8) if series.weight == "hollow" else 0
             look = {"markersize": 2.0 if crowded else 4.5, "markeredgewidth": edge, "alpha": 0.85, **look}
+        x = np.asarray(series.x) + series.shift if series.shift else series.x
         if series.bars:
             low, high = series.bars
-            axes.vlines(series.x, low, high, color=series.style.color, **BARS)
-        axes.plot(series.x, series.y, **look, markevery=_marker_places(series, i / len(panel.series)))
+            axes.vlines(x, low, high, color=series.style.color, **BARS)
+        axes.plot(x, series.y, **look, markevery=_marker_places(series, i / len(panel.series)))
         for point in zip(series.x, series.y, strict=True) if series.label else ():
             label_point(axes, escape_formula(series.label), point)
     _set_axis(axes, "x", panel.x, [float(x) for one in panel.series for x in one.x])

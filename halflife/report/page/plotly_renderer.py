@@ -69,9 +69,13 @@ def _curves(panel: Panel) -> dict[str, Any]:
 def _trace(series: Series, hover: str) -> dict[str, Any]:
     style, weight = series.style, series.weight
     mode = "lines+markers" if weight in ("thick", "hollow") and style.marker else "lines"
+    bars = {}
+    if series.bars:
+        low, high = ([rounded(abs(end - y)) for end, y in zip(ends, series.y, strict=True)] for ends in series.bars)
+        bars["error_y"] = {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "width": 0}
     label = {"text": [escape(series.label)] * len(series.x), "textposition": "top right"} if series.label else {}
     return {
-        "type": "scatter", "mode": f"{mode}+text" if label else mode, **label,
+        "type": "scatter", "mode": f"{mode}+text" if label else mode, **label, **bars,
         "name": series.name, "legendgroup": series.group,
         "x": list(series.x), "y": [rounded(value) for value in series.y], "opacity": 0.45 if weight == "thin" else 1,
         "line": {"color": style.color, "width": WIDTHS[weight], "dash": _dash(style.linestyle)},
