@@ -39,9 +39,8 @@ from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import checkpoints, load_any
 from halflife.models.timescales import layer_decays
 from halflife.ops.gate_rank import masks
-from halflife.registry import unknown
 from halflife.shapes import Float, Int
-from halflife.tasks import TASKS, build, stream_seed
+from halflife.tasks import TASKS, build, stream_seed, with_tier
 
 RANK_TOLERANCE = torch.finfo(torch.float32).eps  # relative to the largest; a float32 mask cannot tell less from 0
 FORGOTTEN_VALUE = 1e-290  # below it, rounding to denormal numbers would create singular values: the rank is 0
@@ -316,11 +315,7 @@ def _task_ids(task: str | dict[str, Any], config: ModelConfig, tokens: int, sequ
 
 def _task_arguments(written: str, vocab_size: int, tokens: int) -> dict[str, Any]:
     """Return the arguments of `tasks.build` for `name` or `name:tier`, with sizes that fit the model."""
-    name, _, tier = written.partition(":")
-    kind = TASKS[name]
-    tiers: dict[str, dict[str, Any]] = getattr(kind, "tiers", {})
-    if tier and tier not in tiers:
-        raise unknown(f"tier of {name}", tier, list(tiers)) if tiers else ValueError(f"task {name} has no tiers")
+    own = with_tier(written)
     sizes = {"length": tokens, "vocab_size": vocab_size, "num_pairs": max(1, tokens // 16)}
-    fields = {field.name for field in dataclasses.fields(kind)}
-    return {"name": name, **{key: size for key, size in sizes.items() if key in fields}, **tiers.get(tier, {})}
+    fields = {field.name for field in dataclasses.fields(TASKS[own["name"]])}
+    return {**{key: size for key, size in sizes.items() if key in fields}, **own}

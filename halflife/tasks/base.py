@@ -58,6 +58,7 @@ class Task:
         whole_answers: an example is right only if all of its scored positions are.
         dense: every position is scored, so runs also measure by position.
         scalable: an experiment may set the length. Tasks in text have fixed sizes, by tier.
+        tiers: name of a tier → its settings.
     """
 
     vocab_size: int
@@ -67,6 +68,7 @@ class Task:
     whole_answers: ClassVar[bool] = False
     dense: ClassVar[bool] = False
     scalable: ClassVar[bool] = True
+    tiers: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def generate(self, num_examples: int, seed: int) -> TaskBatch:
         """Return `num_examples` examples, which depend only on the settings and the seed.
@@ -105,6 +107,19 @@ def build(name: str, **config: Any) -> Task:
         if key not in fields:
             raise unknown(f"setting of task {name}", key, fields)
     return task(**config)
+
+
+def with_tier(written: str) -> dict[str, Any]:
+    """Return the arguments of `build` that `name` or `name:tier` gives: the name, and the settings of the tier.
+
+    Raises:
+        ValueError: the task or the tier is unknown, or the task has no tiers.
+    """
+    name, _, tier = written.partition(":")
+    tiers = TASKS[name].tiers
+    if tier and tier not in tiers:
+        raise unknown(f"tier of {name}", tier, list(tiers)) if tiers else ValueError(f"task {name} has no tiers")
+    return {"name": name, **tiers.get(tier, {})}
 
 
 def stream_seed(split: str, seed: int, index: int = 0) -> int:

@@ -26,11 +26,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 TEXT_TASKS = ("toolcalling", "economy", "amnesia")
 # "task-tier" → the task and its settings.
-TIERS = {
-    f"{task}-{tier}": {"name": task, **own}
-    for task in TEXT_TASKS
-    for tier, own in getattr(TASKS[task], "tiers", {}).items()
-}
+TIERS = {f"{task}-{tier}": {"name": task, **own} for task in TEXT_TASKS for tier, own in TASKS[task].tiers.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

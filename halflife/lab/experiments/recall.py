@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS, Experiment, TaskSettings
 from halflife.models import ModelConfig, preset
-from halflife.registry import unknown
 from halflife.runs.sweep import Cell
 from halflife.runs.task_run import RunConfig, TestSpec
-from halflife.tasks import TASKS, build
+from halflife.tasks import TASKS, build, with_tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +117,8 @@ def grid(names: Sequence[str], lengths: Sequence[int], pairs: Sequence[int]) -> 
         ValueError: an unknown task or tier, or a task that none of the sizes fit.
     """
     for written in names:
-        name, _, tier = written.partition(":")
-        tiers: dict[str, dict[str, Any]] = getattr(TASKS[name], "tiers", {})
-        if tier and tier not in tiers:
-            raise unknown(f"tier of {name}", tier, list(tiers)) if tiers else ValueError(f"task {name} has no tiers")
-        own = {"name": name, **tiers.get(tier, {})}
+        own = with_tier(written)
+        name = own["name"]
         if name == "mqar":
             own |= {"vocab_size": 128, "filler": "recall"}
         if not TASKS[name].scalable:
