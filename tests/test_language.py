@@ -19,7 +19,7 @@ from itertools import pairwise
 import pytest
 import tiny_runs
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from tiny_runs import after_step
 from transformers import TrainerState
 
@@ -341,12 +341,10 @@ def test_the_bar_has_no_loss_before_the_first_one_is_logged(tmp_path):
     assert shown == ["loss –", "loss 2.50"]
 
 
-@pytest.mark.parametrize(
+@cases(
     "execution",
-    [
-        pytest.param({"micro_batch_size": 1}, marks=pytest.mark.slow),
-        {"micro_batch_size": 2, "gradient_checkpointing": True},
-    ],
+    pytest.param({"micro_batch_size": 1}, marks=pytest.mark.slow),
+    {"micro_batch_size": 2, "gradient_checkpointing": True},
 )
 def test_memory_can_be_saved_without_changing_the_numbers(corpus, whole, tmp_path, execution):
     run(tiny(corpus), corpus, tmp_path, execution=quiet(**execution))
@@ -458,23 +456,21 @@ def test_tensorboard_that_is_not_installed_is_an_error_before_the_folder_is_made
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tokens", "many"], "no number of tokens"),
-        (["--prompts", ""], "a prompt has at least one token"),
-        (["--schedule", "step"], "cosine"),
-        (["--size", "huge"], "decay-160m"),
-        (["--documents", "shuffled"], "packed"),
-        (["--data", "nowhere.txt"], "nowhere.txt"),
-        (["--tokenizer", "nowhere"], "tokenizer"),
-        (["--context", "100000"], "fewer than"),
-        (["--held-out", "0"], "validation"),
-        (["--lr", "0"], "learning_rate"),
-        (["--floor", "2"], "floor"),
-        (["--micro-batch-size", "3"], "micro-batches"),
-        (["--mlp", "big"], "unknown mlp 'big'"),
-    ],
+@cases(
+    "more, message",
+    (["--tokens", "many"], "no number of tokens"),
+    (["--prompts", ""], "a prompt has at least one token"),
+    (["--schedule", "step"], "cosine"),
+    (["--size", "huge"], "decay-160m"),
+    (["--documents", "shuffled"], "packed"),
+    (["--data", "nowhere.txt"], "nowhere.txt"),
+    (["--tokenizer", "nowhere"], "tokenizer"),
+    (["--context", "100000"], "fewer than"),
+    (["--held-out", "0"], "validation"),
+    (["--lr", "0"], "learning_rate"),
+    (["--floor", "2"], "floor"),
+    (["--micro-batch-size", "3"], "micro-batches"),
+    (["--mlp", "big"], "unknown mlp 'big'"),
 )
 def test_errors_are_one_line_and_leave_nothing(text, tmp_path, refused, monkeypatch, more, message):
     monkeypatch.setenv("HALFLIFE_CACHE", str(tmp_path / "cache"))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, generator, slices, with_grads
+from helpers import assert_close, assert_raises, cases, generator, slices, with_grads
 
 from halflife import LanguageModel, layers, preset
 from halflife.lab.experiments.echo import PAPER, EchoTransfer
@@ -221,20 +221,18 @@ def test_long_sums_of_angles_lose_nothing():
         assert (difference - difference.round()).abs().max() <= TURNS
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rope_fraction": 0.3}, "rope_fraction must be 0.5 or 1; got 0.3"),
-        ({"state_size": 6}, "must be even; got 6 · 0.5"),
-        ({"state_size": 7, "rope_fraction": 1}, "must be even; got 7 · 1"),
-        ({"num_groups": 3}, "num_groups must divide num_heads; got 3 and 4"),
-        ({"num_groups": 0}, "num_groups of layer mamba3 must be a whole number, 1 or more"),
-        ({"num_heads": 5}, "num_heads must divide"),
-        ({"rank": 0}, "rank of layer mamba3 must be a whole number, 1 or more"),
-        ({"rank": 2, "gate_rank": {}}, "1 with GateRank"),
-        ({"decay": "simple"}, "step size of its decay, but 'simple' has no step size"),
-        ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
-    ],
+@cases(
+    "options, message",
+    ({"rope_fraction": 0.3}, "rope_fraction must be 0.5 or 1; got 0.3"),
+    ({"state_size": 6}, "must be even; got 6 · 0.5"),
+    ({"state_size": 7, "rope_fraction": 1}, "must be even; got 7 · 1"),
+    ({"num_groups": 3}, "num_groups must divide num_heads; got 3 and 4"),
+    ({"num_groups": 0}, "num_groups of layer mamba3 must be a whole number, 1 or more"),
+    ({"num_heads": 5}, "num_heads must divide"),
+    ({"rank": 0}, "rank of layer mamba3 must be a whole number, 1 or more"),
+    ({"rank": 2, "gate_rank": {}}, "1 with GateRank"),
+    ({"decay": "simple"}, "step size of its decay, but 'simple' has no step size"),
+    ({"decay": "mamba2_no_a_dt", "post": {"train_length": 16}}, "no base rates"),
 )
 def test_options_without_meaning_are_errors(options, message):
     assert_raises(ValueError, message, layers.build, "mamba3", hidden_size=HIDDEN, **options)

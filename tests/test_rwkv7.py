@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_packs, assert_pads, assert_same, assert_streams, leaves, with_grads
+from helpers import assert_close, assert_packs, assert_pads, assert_same, assert_streams, cases, leaves, with_grads
 from test_parity import fla, heads_first, on_linux
 
 from halflife import layers
@@ -246,10 +246,7 @@ def test_channel_mix_starts_as_its_authors_do():
     assert not layer.v_proj.weight.any()
 
 
-@pytest.mark.parametrize(
-    ("hidden", "head_dim", "ranks"),
-    [(768, 64, [64, 64, 32, 128]), (2048, 128, [224, 224, 160, 224]), (64, 16, [32] * 4)],
-)
+@cases("hidden, head_dim, ranks", (768, 64, [64, 64, 32, 128]), (2048, 128, [224, 224, 160, 224]), (64, 16, [32] * 4))
 def test_ranks(hidden, head_dim, ranks):
     """Ranks of the decay, a, v and the gate are multiples of 32."""
     with torch.device("meta"):

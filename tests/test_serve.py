@@ -8,7 +8,7 @@ from queue import Queue
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from helpers import add_noise, assert_raises
+from helpers import add_noise, assert_raises, cases
 
 from halflife import LanguageModel, Session, preset
 from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
@@ -194,14 +194,12 @@ def test_the_queue_is_bounded_and_closing_ends_what_waits():
     assert all("stopping" in events[-1].message for events in jobs)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stops", "expected"),
-    [
-        (["ab", "c\n", "\nd"], ["\n\n"], ["ab", "c", ""]),  # across tokens, in the middle of them
-        (["a\n", "b\n\n"], ["\n\n"], ["a", "\nb"]),  # what looked like a beginning is released
-        (["xSTxSTO", "P"], ["STOP", "OP"], ["xSTx", ""]),  # the earliest end of two
-        (["abc"], [], ["abc"]),
-    ],
+@cases(
+    "pieces, stops, expected",
+    (["ab", "c\n", "\nd"], ["\n\n"], ["ab", "c", ""]),  # across tokens, in the middle of them
+    (["a\n", "b\n\n"], ["\n\n"], ["a", "\nb"]),  # what looked like a beginning is released
+    (["xSTxSTO", "P"], ["STOP", "OP"], ["xSTx", ""]),  # the earliest end of two
+    (["abc"], [], ["abc"]),
 )
 def test_stop_strings_end_the_text_wherever_tokens_end(pieces, stops, expected):
     stream = TextStream(lambda tokens: "".join(pieces[i] for i in tokens), stops=stops)
@@ -331,23 +329,21 @@ def test_a_chat_is_what_the_template_makes_of_it():
         assert refused.status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("status", "message", "body"),
-    [
-        (400, "the prompt is empty", {"prompt": ""}),
-        (400, "best_of", {"best_of": 2}),
-        (400, "frequency_penalty", {"frequency_penalty": 1}),
-        (400, "max_tokens must be at most 50", {"max_tokens": 51}),
-        (400, "at most 300 tokens; got 301", {"prompt": "x" * 301}),
-        (400, "between 0 and 255", {"prompt": [256]}),
-        (400, "not empty", {"stop": [""]}),
-        (400, "n must be at most 32", {"n": 33}),
-        (404, "there is no model 'gpt'", {"model": "gpt"}),
-        (400, "no chat template", {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]}),
-        (404, "no session 'x'", {"path": "/v1/sessions/x/generate"}),
-        (413, "bytes", {"prompt": "x" * (9 << 20)}),
-        (404, "Not Found", {"path": "/v2"}),
-    ],
+@cases(
+    "status, message, body",
+    (400, "the prompt is empty", {"prompt": ""}),
+    (400, "best_of", {"best_of": 2}),
+    (400, "frequency_penalty", {"frequency_penalty": 1}),
+    (400, "max_tokens must be at most 50", {"max_tokens": 51}),
+    (400, "at most 300 tokens; got 301", {"prompt": "x" * 301}),
+    (400, "between 0 and 255", {"prompt": [256]}),
+    (400, "not empty", {"stop": [""]}),
+    (400, "n must be at most 32", {"n": 33}),
+    (404, "there is no model 'gpt'", {"model": "gpt"}),
+    (400, "no chat template", {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "x"}]}),
+    (404, "no session 'x'", {"path": "/v1/sessions/x/generate"}),
+    (413, "bytes", {"prompt": "x" * (9 << 20)}),
+    (404, "Not Found", {"path": "/v2"}),
 )
 def test_what_is_wrong_or_too_much_is_refused_in_the_form_of_openai(client, status, message, body):
     chat = {} if "messages" not in body and "x/generate" not in body.get("path", "") else {"prompt": None}

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from combinations import SIZES
-from helpers import add_noise, assert_raises
+from helpers import add_noise, assert_raises, cases
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from halflife import LanguageModel, Session, preset
@@ -65,21 +65,19 @@ def test_bad_files_are_one_line_errors(tmp_path):
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda s: s.next_logits, "read nothing"),
-        (lambda s: s.sample(1), "read nothing"),
-        (lambda s: s.save("x"), "read nothing"),
-        (lambda s: s.feed("text"), "tokenizer"),
-        (lambda s: s.feed([1]).write(1), "tokenizer"),
-        (lambda s: s.feed([31]), "between 0 and 30"),
-        (lambda s: s.feed(torch.tensor([0.5])), "integers"),
-        (lambda s: s.feed(torch.zeros(1, 2, dtype=torch.long)), "integers"),
-        (lambda s: s.feed([1]).sample(1, temperature=-1), "temperature"),
-        (lambda s: s.feed([1]).sample(1, top_p=0.0), "top_p"),
-        (lambda s: Session(s.model, piece_size=0), "piece_size"),
-    ],
+@cases(
+    "use, message",
+    (lambda s: s.next_logits, "read nothing"),
+    (lambda s: s.sample(1), "read nothing"),
+    (lambda s: s.save("x"), "read nothing"),
+    (lambda s: s.feed("text"), "tokenizer"),
+    (lambda s: s.feed([1]).write(1), "tokenizer"),
+    (lambda s: s.feed([31]), "between 0 and 30"),
+    (lambda s: s.feed(torch.tensor([0.5])), "integers"),
+    (lambda s: s.feed(torch.zeros(1, 2, dtype=torch.long)), "integers"),
+    (lambda s: s.feed([1]).sample(1, temperature=-1), "temperature"),
+    (lambda s: s.feed([1]).sample(1, top_p=0.0), "top_p"),
+    (lambda s: Session(s.model, piece_size=0), "piece_size"),
 )
 def test_errors(use, message):
     assert_raises(ValueError, message, use, Session(build("mamba2")))
@@ -208,17 +206,15 @@ def test_generate_with_a_tokenizer(tmp_path, capsys):
     assert capsys.readouterr().out.split() == ["red", "green", *(names[token] for token in tokens)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere", "x"], "config.json"),
-        (["words", "x"], "no tokenizer"),
-        (["bytes", ""], "empty"),
-        (["bytes", "x", "--temperature", "0"], "temperature"),
-        (["bytes", "x", "--top-p", "2"], "top_p"),
-        (["other", "x"], "convert"),
-        (["broken", "x"], "tokenizer"),
-    ],
+@cases(
+    "arguments, message",
+    (["nowhere", "x"], "config.json"),
+    (["words", "x"], "no tokenizer"),
+    (["bytes", ""], "empty"),
+    (["bytes", "x", "--temperature", "0"], "temperature"),
+    (["bytes", "x", "--top-p", "2"], "top_p"),
+    (["other", "x"], "convert"),
+    (["broken", "x"], "tokenizer"),
 )
 def test_generate_errors_are_one_line(arguments, message, tmp_path, refused):
     checkpoint.save(build("mamba2", vocab_size=256), tmp_path / "bytes")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_raises
+from helpers import assert_raises, cases
 from tiny_runs import SMALL, TASK, comparable, interrupt_after, rows_of, run, tiny
 
 from halflife import tasks
@@ -119,9 +119,7 @@ def test_a_diverged_run_says_so_and_is_no_candidate(tmp_path, monkeypatch):
     assert all(math.isnan(test["accuracy"]) for test in result["tests"])
 
 
-@pytest.mark.parametrize(
-    "options", [{"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.inf}]
-)
+@cases("options", {"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": math.inf})
 def test_bad_run_settings(options):
     assert_raises(ValueError, next(iter(options)), tiny, **options)
 
@@ -271,25 +269,23 @@ def test_comparison_killed_at_any_moment_resumes_to_the_same_table(tmp_path):
     assert rows_of(killed) == rows_of(whole)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"models": []}, "at least one model"),
-        ({"models": ["mamba2", "mamba2"]}, "each model once"),
-        ({"models": ["mamba7"]}, "unknown preset"),
-        ({"models": ["llama+post"]}, "llama has none"),
-        ({"models": ["mamba2"], "scale": "huge"}, "smoke, small, paper"),
-        ({"models": ["mamba2"], "tasks": ["mqr"]}, "mqar"),
-        ({"models": ["mamba2"], "tasks": ["niah:harder"]}, "hard"),
-        ({"models": ["mamba2"], "tasks": ["mqar:hard"]}, "no tiers"),
-        ({"models": ["mamba2"], "tasks": ["niah"], "settings": {"vocab_size": 64}}, "setting"),
-        ({"models": ["mamba2:K0"], "experiment": "echo-transfer"}, "no SKA layers"),
-        ({"models": ["mamba2+ska:K9"], "experiment": "echo-transfer"}, "K4-full"),
-        ({"models": ["mamba2"], "tasks": ["tooltrace"], "settings": {"lengths": (4,)}}, "length of at least"),
-        ({"models": ["mamba2"], "seeds": 0}, "at least 1"),
-        ({"models": ["mamba2"], "learning_rates": [-1.0]}, "learning_rate"),
-        ({"models": ["mamba2"], "settings": {"num_heads": 7}}, "divide"),
-    ],
+@cases(
+    "arguments, message",
+    ({"models": []}, "at least one model"),
+    ({"models": ["mamba2", "mamba2"]}, "each model once"),
+    ({"models": ["mamba7"]}, "unknown preset"),
+    ({"models": ["llama+post"]}, "llama has none"),
+    ({"models": ["mamba2"], "scale": "huge"}, "smoke, small, paper"),
+    ({"models": ["mamba2"], "tasks": ["mqr"]}, "mqar"),
+    ({"models": ["mamba2"], "tasks": ["niah:harder"]}, "hard"),
+    ({"models": ["mamba2"], "tasks": ["mqar:hard"]}, "no tiers"),
+    ({"models": ["mamba2"], "tasks": ["niah"], "settings": {"vocab_size": 64}}, "setting"),
+    ({"models": ["mamba2:K0"], "experiment": "echo-transfer"}, "no SKA layers"),
+    ({"models": ["mamba2+ska:K9"], "experiment": "echo-transfer"}, "K4-full"),
+    ({"models": ["mamba2"], "tasks": ["tooltrace"], "settings": {"lengths": (4,)}}, "length of at least"),
+    ({"models": ["mamba2"], "seeds": 0}, "at least 1"),
+    ({"models": ["mamba2"], "learning_rates": [-1.0]}, "learning_rate"),
+    ({"models": ["mamba2"], "settings": {"num_heads": 7}}, "divide"),
 )
 def test_bad_comparisons_fail_before_anything_is_written(tmp_path, arguments, message):
     assert_raises(ValueError, message, comparison.create_comparison, **arguments, output=tmp_path / "x")
