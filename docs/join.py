@@ -22,7 +22,7 @@ from halflife.files import read_json, write_csv, write_json
 from halflife.lab.experiments.decay_design import DecayDesign
 from halflife.lab.experiments.evidence import decay_regression
 from halflife.report.markdown import Rows
-from halflife.runs.scores import ADDED, read_scores
+from halflife.runs.records import ADDED, read_scores
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -21,7 +21,7 @@ from halflife import preset
 from halflife.files import NUMBER, atomic_path, fits, read_bytes, read_json, remove_orphans, write_json, write_text
 from halflife.report.page.language import _numbers
 from halflife.runs.folder import read_result
-from halflife.runs.scores import scores_of, write_scores
+from halflife.runs.records import scores_of, write_scores
 from halflife.training import callbacks
 from halflife.training.checkpoints import checksums, last_checkpoint
 from halflife.training.fit import StoppedBySignal

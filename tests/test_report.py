@@ -33,6 +33,7 @@ from halflife.report.table import show
 from halflife.report.tables.comparison import comparison_tables
 from halflife.report.tables.lengths import length_table, write_lengths
 from halflife.runs import folder as results
+from halflife.runs import records
 
 MODELS = ("mamba2", "mamba2+post", "llama")
 LENGTH = 64
@@ -387,8 +388,8 @@ def test_perplexity_by_length(tmp_path):
         ])
         for rate, seed in ((0.1, 0), (1.0, 0), (1.0, 1), (1.0, 2))
     ]  # fmt: skip
-    scores = [results.Score("a", 1.0, seed, True, 1, 1, 1.0, "text", 16) for seed in range(3)]
-    run = results.Comparison(tmp_path, {"models": ["a"], "seeds": [0, 1, 2]}, {}, scores, trainings)
+    scores = [records.Score("a", 1.0, seed, True, 1, 1, 1.0, "text", 16) for seed in range(3)]
+    run = records.Comparison(tmp_path, {"models": ["a"], "seeds": [0, 1, 2]}, {}, scores, trainings)
     write_lengths(run)
     rows = list(csv.DictReader((tmp_path / "lengths.csv").read_text().splitlines()))
     assert [(row["learning_rate"], row["seed"], row["selected"], row["length"]) for row in rows[::2]] == [

@@ -65,7 +65,7 @@ class Info:
         from halflife import ops
         from halflife.cli.options import default_device
         from halflife.report.tables.about import print_backends
-        from halflife.versions import versions
+        from halflife.runs.versions import versions
 
         for name, version in versions().items():
             print(f"{name:13} {version}")

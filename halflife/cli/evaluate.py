@@ -80,7 +80,7 @@ class Eval:
 
         from halflife.cli.checkpoint import load_model, load_tokenizer
         from halflife.report.tables.evaluation import evaluation_table, write_evaluation
-        from halflife.versions import versions
+        from halflife.runs.versions import versions
 
         needles, others = self._split_tasks()
         essay = self.essay.read_text(encoding="utf-8", errors="replace") if self.essay else None

@@ -14,7 +14,8 @@ from halflife.files import WEIGHTS, finite, write_text
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.figures.spectrum import timescales
 from halflife.report.table import Table
-from halflife.runs.folder import FIGURES, LanguageRun
+from halflife.runs.folder import FIGURES
+from halflife.runs.records import LanguageRun
 
 CARD = "README.md"
 SETTINGS = ("steps", "batch_size", "context", "learning_rate", "schedule", "weight_decay", "warmup", "bf16", "seed")

@@ -9,7 +9,7 @@ from typing import Any
 
 from halflife.report.intervals import in_percent
 from halflife.report.table import Table
-from halflife.runs.scores import repeated_tests
+from halflife.runs.records import repeated_tests
 
 Rows = Sequence[Mapping[str, Any]]  # of `results.csv`
 

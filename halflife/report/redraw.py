@@ -22,14 +22,8 @@ from halflife.report.page.render import write_page
 from halflife.report.tables.forecast import read_forecasts
 from halflife.report.tables.lengths import write_lengths
 from halflife.report.tables.timescales import write_timescales
-from halflife.runs.folder import (
-    FIGURES,
-    Comparison,
-    FolderKind,
-    LanguageRun,
-    folder_kind,
-    read_any,
-)
+from halflife.runs.folder import FIGURES, FolderKind, folder_kind, read_any
+from halflife.runs.records import Comparison, LanguageRun
 
 # The files that `halflife spectrum` writes about a text that trained models read, and the figures of each.
 SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], list[FigureData]]] = {

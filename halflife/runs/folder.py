@@ -14,8 +14,8 @@
 |              |                                                         | paper's grid, `decay_regression.json`       |
 
 A run in progress also has `checkpoints/`, whose folders count when they contain `complete.json`. `files.py` names the
-files that lower parts of the package write (`run.json`, `metrics.jsonl`, …); this module re-uses these names and adds
-the others. `folder_kind` decides the kind of a folder. `scores` holds the schema of `results.csv`.
+files that lower parts of the package write (`run.json`, `metrics.jsonl`, …), and this module the others. `folder_kind`
+decides the kind of a folder. `records` holds the schemas.
 """
 
 from __future__ import annotations
@@ -48,18 +48,11 @@ from halflife.runs.records import (
     VERSIONS,
     Comparison,
     LanguageRun,
+    Score,
     Training,
-    mean,
+    number,
+    read_scores,
 )
-from halflife.runs.scores import IN_DISTRIBUTION, Score, number, read_scores
-
-__all__ = [
-    "CONFIG_JSON", "DECAY_REGRESSION_JSON", "FIGURES", "IN_DISTRIBUTION", "LENGTHS_CSV", "METRICS_JSONL",
-    "REPORT_HTML", "RESULTS_CSV", "RESULTS_JSON", "RESULT_JSON", "RUN_JSON", "SAMPLES_TXT", "SPECTRUM_JSON",
-    "SUMMARY_MD", "TIMESCALES_CSV", "VERSIONS_JSON", "Comparison", "FolderKind", "LanguageRun", "Score", "Training",
-    "cell_folder", "check_content", "folder_kind", "mean", "read", "read_any", "read_grid",
-    "read_language", "read_metrics", "read_result",
-]  # fmt: skip
 
 LENGTHS_CSV = "lengths.csv"  # perplexity on text by its length, a length a row
 DECAY_REGRESSION_JSON = "decay_regression.json"  # distributions of λ, and the loss that they predict
@@ -190,11 +183,6 @@ def read_result(folder: Path) -> dict[str, Any]:
     for numbers in (result, *result.get("tests", ()), *result.get("lengths", ())):
         numbers |= {name: number(numbers[name]) for name in NUMBERS if name in numbers}
     return result
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the `metrics.jsonl` of a run, one dict each; see `files.read_metrics`."""
-    return _read_metrics(folder / METRICS_JSONL, finished=False)
 
 
 def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:

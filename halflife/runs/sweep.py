@@ -14,8 +14,10 @@ from typing import Any
 from halflife import extensions
 from halflife.data.trust import sign
 from halflife.files import (
+    CONFIG_JSON,
     METRICS_JSONL,
     RESULT_JSON,
+    VERSIONS_JSON,
     check_new_folder,
     folder_lock,
     read_json,
@@ -23,19 +25,12 @@ from halflife.files import (
     remove_orphans,
     write_json,
 )
-from halflife.runs.folder import (
-    CONFIG_JSON,
-    FIGURES,
-    RESULTS_CSV,
-    VERSIONS_JSON,
-    cell_folder,
-    read_result,
-)
+from halflife.runs.folder import FIGURES, RESULTS_CSV, cell_folder, read_result
 from halflife.runs.one import CellConfig, run_one
-from halflife.runs.scores import scores_of, write_scores
+from halflife.runs.records import scores_of, write_scores
+from halflife.runs.versions import versions
 from halflife.training.config import ExecutionConfig
 from halflife.training.fit import StoppedBySignal, check_run_folder
-from halflife.versions import versions
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,7 @@ def run_sweep(
         execution: how the runs use memory; None for the defaults.
 
     Returns:
-        The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.folder.Score`). `selected`
+        The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.records.Score`). `selected`
         marks each model's learning rate with the best validation, averaged over the seeds that tried all rates. Tests
         do not influence it.
         Besides them, the reasons of the runs that failed, by their labels.

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from halflife.files import METRICS_JSONL, read_metrics
 from halflife.report.markdown import Rows, models, percent
 from halflife.report.table import Table
-from halflife.runs.folder import read_metrics
 from halflife.runs.sweep import Cell
 
 COLUMNS = ("SSM", "SSM+Attn", "SSM+SKA")  # models of the paper
@@ -62,7 +62,7 @@ def learning(folder: Path, rows: Rows) -> str:
 
 def _validation(folder: Path) -> dict[int, float]:
     """Step → validation accuracy of a run; NaN at other steps."""
-    lines = [line for line in read_metrics(folder) if "validation_accuracy" in line]
+    lines = [line for line in read_metrics(folder / METRICS_JSONL) if "validation_accuracy" in line]
     return defaultdict(lambda: math.nan, {line["step"]: line["validation_accuracy"] for line in lines})
 
 

@@ -12,7 +12,8 @@ from halflife.files import write_csv
 from halflife.report.intervals import has_learned, with_interval
 from halflife.report.markdown import Rows, in_distribution
 from halflife.report.table import Table
-from halflife.runs.folder import Comparison, read
+from halflife.runs.folder import read
+from halflife.runs.records import Comparison
 
 POSITIONS_CSV = "positions.csv"  # accuracy and loss of each seed, by span of positions
 COLUMNS = ("model", "learning_rate", "seed", "first", "last", "accuracy", "loss")

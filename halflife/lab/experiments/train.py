@@ -13,18 +13,18 @@ from halflife import extensions
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.paths import absolute_paths
 from halflife.data.trust import SIGNATURE, check_origin
-from halflife.files import RUN_JSON, folder_lock, read_json_object, write_json
+from halflife.files import RUN_JSON, VERSIONS_JSON, folder_lock, read_json_object, write_json
 from halflife.lab.experiments.decay_design import row_or_preset
 from halflife.lab.experiments.values import convert
 from halflife.models import ModelConfig
 from halflife.models.presets.sizes import SIZES
 from halflife.registry import unknown
-from halflife.runs.folder import VERSIONS_JSON, FolderKind, folder_kind
+from halflife.runs.folder import FolderKind, folder_kind
 from halflife.runs.language_run import LanguageConfig
 from halflife.runs.one import run_one
+from halflife.runs.versions import versions
 from halflife.training.config import ExecutionConfig, rank
 from halflife.training.schedules import schedule
-from halflife.versions import versions
 
 
 def configure(

@@ -20,7 +20,7 @@ from halflife.report.figures.data import (
 )
 from halflife.report.numbers import short_count
 from halflife.report.style import INK, ModelStyle, model_styles
-from halflife.runs.folder import Comparison, Score, Training, mean
+from halflife.runs.records import Comparison, Score, Training, mean
 
 SHORTCUT = ModelStyle(INK, "", (0, (1, 1.2)))
 CHANCE = ModelStyle(INK, "", (0, (1, 4)))

@@ -11,7 +11,7 @@ from halflife.report.figures.matplotlib_renderer import CROWDED
 from halflife.report.figures.spectrum import TIMESCALE, channel_axis
 from halflife.report.style import DOTS, REFERENCE, ModelStyle, model_styles
 from halflife.report.tables.timescales import nearest_to
-from halflife.runs.folder import Comparison
+from halflife.runs.records import Comparison
 
 WHERE = {"o": ", position 1", "^": ", position T"}  # the marker of a position
 SHIFT = 0.14  # channels, between the dots of two positions

@@ -14,7 +14,7 @@ import numpy as np
 
 from halflife.report.numbers import axis_number, evenly, short_count
 from halflife.report.style import ModelStyle, model_styles
-from halflife.runs.folder import mean
+from halflife.runs.records import mean
 
 MAX_TICKS = 8
 MAX_LAYERS = 6  # of one model

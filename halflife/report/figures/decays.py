@@ -16,7 +16,8 @@ from halflife.report.figures.comparison import length, training
 from halflife.report.figures.data import FASTEST, SLOWEST, Axis, FigureData, Key, Panel, Reference, Series
 from halflife.report.figures.spectrum import LAYER, MISSING
 from halflife.report.style import REFERENCE, model_styles
-from halflife.runs.folder import DECAY_REGRESSION_JSON, Comparison, mean, read_grid
+from halflife.runs.folder import DECAY_REGRESSION_JSON, read_grid
+from halflife.runs.records import Comparison, mean
 
 MAX_WITH_BARS = 4  # models; the bars of more models would cover each other
 SHIFT = 0.13  # layers, between the bars of two models

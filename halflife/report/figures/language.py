@@ -9,7 +9,7 @@ from typing import Any
 from halflife.report.figures.comparison import gates, training_length
 from halflife.report.figures.data import Axis, FigureData, Panel, Reference, Series, length_ticks, octave_ticks
 from halflife.report.style import model_styles
-from halflife.runs.folder import LanguageRun, Training
+from halflife.runs.records import LanguageRun, Training
 
 BITS = 1 / math.log(2)  # bits of a nat
 BITS_A_TOKEN = "loss (bits a token)"

@@ -9,7 +9,7 @@ from typing import Any
 from halflife.report.figures.data import Axis, FigureData, HeatMap
 from halflife.report.figures.matplotlib_renderer import save
 from halflife.report.numbers import short_count
-from halflife.runs.folder import mean
+from halflife.runs.records import mean
 from halflife.tasks.ruler import names
 
 Details = Sequence[Mapping[str, Any]]

@@ -12,8 +12,7 @@ from halflife.report.figures.data import UNFINISHED
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.runs.folder import IN_DISTRIBUTION, Comparison, Score, mean
-from halflife.runs.scores import repeated_tests
+from halflife.runs.records import IN_DISTRIBUTION, Comparison, Score, mean, repeated_tests
 
 
 class Column(NamedTuple):

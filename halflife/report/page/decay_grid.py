@@ -19,7 +19,8 @@ from halflife.report.page.comparison import (
     sweep_page,
 )
 from halflife.report.table import Cell, Row, Table
-from halflife.runs.folder import Comparison, mean, read_grid
+from halflife.runs.folder import read_grid
+from halflife.runs.records import Comparison, mean
 
 COLUMNS = [Column("test loss", "loss", {}, "{:.4f}".format, min), PARAMETERS, STATE_SIZE, SPEED, LEARNING_RATE]
 

@@ -13,7 +13,7 @@ from halflife.report.figures.language import BITS
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.runs.folder import LanguageRun
+from halflife.runs.records import LanguageRun
 
 TOLERANCE = 0.05  # how much a perplexity may exceed that at the training length and still count as equal
 

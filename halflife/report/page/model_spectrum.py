@@ -17,7 +17,7 @@ from halflife.report.page.spectrum import explorer_of_measurements, opened
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.report.tables.spectrum import layer_groups
 from halflife.runs.folder import REPORT_HTML
-from halflife.versions import versions
+from halflife.runs.versions import versions
 
 # Column of `table_rows` → its heading in the table. The first ones need a text.
 ON_TEXT = {

@@ -20,7 +20,8 @@ from halflife.report.page.decay_grid import decay_grid_page
 from halflife.report.page.language import language_page
 from halflife.report.page.plotly_renderer import plot
 from halflife.report.style import HEAT_COLOURS, INK
-from halflife.runs.folder import REPORT_HTML, Comparison, FolderKind, LanguageRun, folder_kind
+from halflife.runs.folder import REPORT_HTML, FolderKind, folder_kind
+from halflife.runs.records import Comparison, LanguageRun
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/plotly-cartesian.min.js", "report.js", "spectrum.js")

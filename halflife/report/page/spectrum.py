@@ -15,7 +15,7 @@ from halflife.models.timescales import granularity, layer_decays, timescales
 from halflife.report.figures.data import FASTEST, SLOWEST
 from halflife.report.numbers import evenly, rounded
 from halflife.report.tables.timescales import MAX_CHANNELS
-from halflife.runs.folder import Training
+from halflife.runs.records import Training
 
 LAST_POSITION = 16  # training lengths
 # What filled and hollow circles are, and the sentence about them.

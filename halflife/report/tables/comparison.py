@@ -9,7 +9,7 @@ from typing import Any
 
 from halflife.report.intervals import SEEDS, bootstrap
 from halflife.report.table import Table, styled
-from halflife.runs.scores import repeated_tests
+from halflife.runs.records import repeated_tests
 
 MAX_COLUMNS = 12  # columns of tests that fit a terminal
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife.report.table import Table, show
-from halflife.runs.scores import number
+from halflife.runs.records import number
 
 
 def print_language_run(result: dict[str, Any], folder: Path) -> None:

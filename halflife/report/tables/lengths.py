@@ -5,8 +5,8 @@ from __future__ import annotations
 from halflife.files import write_text
 from halflife.report.intervals import with_interval
 from halflife.report.table import Table
-from halflife.runs.folder import LENGTHS_CSV, Comparison
-from halflife.runs.records import CELL
+from halflife.runs.folder import LENGTHS_CSV
+from halflife.runs.records import CELL, Comparison
 
 COLUMNS = ("length", "perplexity", "last_perplexity")
 

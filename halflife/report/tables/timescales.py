@@ -11,8 +11,8 @@ import numpy as np
 from halflife.files import write_text
 from halflife.report.numbers import evenly
 from halflife.report.table import Table
-from halflife.runs.folder import TIMESCALES_CSV, Comparison
-from halflife.runs.records import CELL
+from halflife.runs.folder import TIMESCALES_CSV
+from halflife.runs.records import CELL, Comparison
 
 COLUMNS = ("layer", "position", "channel", "initial", "trained")
 Position = TypeVar("Position", int, float)
