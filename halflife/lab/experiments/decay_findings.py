@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from halflife.report.table import Table
+
 EQUAL_NATS = 0.01  # nats; two losses closer than this count as equal
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # variant → seed → result
@@ -61,34 +63,30 @@ FINDINGS = (
 
 def losses_and_findings(results: Results, papers: Papers, setting: str) -> str:
     """A table of losses beside the paper's and a table of findings with verdicts, in Markdown after `setting`."""
-    lines = [
-        setting,
-        "",
-        "## Loss",
-        "",
-        "Test loss in nats a byte; the paper's is nats a token, 160M parameters (Tables 6, 8, 9).",
-        "",
-        "| variant | parameters | tokens/s | loss, by seed | mean | paper |",
-        "|---|--:|--:|---|--:|--:|",
-    ]
-    for name, found in results.items():
-        if runs := list(found.values()):
-            losses, speed = [run["test"] for run in runs], fmean(run["tokens_per_second"] for run in runs)
-            paper = papers[name]
-            lines.append(
-                f"| {name} | {runs[0]['parameters']:,} | {speed:,.0f} | {', '.join(f'{x:.4f}' for x in losses)} "
-                f"| {fmean(losses):.4f} | {'–' if paper is None else f'{paper:.3f}'} |"
-            )
-    lines += [
-        "", "## Findings", "",
+    losses = Table(["variant", "parameters", "tokens/s", "loss, by seed", "mean", "paper"], [
+        _losses(name, list(found.values()), papers[name]) for name, found in results.items() if found
+    ], left=["variant", "loss, by seed"])  # fmt: skip
+    compared = Table(["finding", "first, second", "difference here", "paper", "holds here", "in the paper"], [
+        _compared(finding, pair, differences, papers) for finding in FINDINGS for pair in finding.pairs
+        if (differences := _differences(pair, results))
+    ], left=["finding", "first, second", "difference here", "holds here", "in the paper"])  # fmt: skip
+    return "\n\n".join([
+        setting, "## Loss",
+        "Test loss in nats per byte; the paper's is nats per token, 160M parameters (Tables 6, 8, 9).",
+        losses.markdown(),
+        "## Findings",
         "The difference is the loss of the second variant minus the loss of the first, by seed. An order holds if "
-        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL_NATS} nats.", "",
-        "| finding | first, second | difference here | paper | holds here | in the paper |",
-        "|---|---|---|--:|---|---|",
+        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL_NATS} nats.",
+        compared.markdown(),
+    ]) + "\n"  # fmt: skip
+
+
+def _losses(name: str, runs: Sequence[Mapping[str, Any]], paper: float | None) -> list[str]:
+    losses, speed = [run["test"] for run in runs], fmean(run["tokens_per_second"] for run in runs)
+    return [
+        name, f"{runs[0]['parameters']:,}", f"{speed:,.0f}", ", ".join(f"{x:.4f}" for x in losses),
+        f"{fmean(losses):.4f}", "–" if paper is None else f"{paper:.3f}",
     ]  # fmt: skip
-    for finding in FINDINGS:
-        lines += [row for pair in finding.pairs if (row := _compared(finding, pair, results, papers))]
-    return "\n".join(lines) + "\n"
 
 
 def finding_sentences(results: Results) -> list[str]:
@@ -108,18 +106,14 @@ def _differences(pair: tuple[str, str], results: Results) -> list[float]:
     return [second[seed]["test"] - first[seed]["test"] for seed in first if seed in second]
 
 
-def _compared(finding: Finding, pair: tuple[str, str], results: Results, papers: Papers) -> str:
-    """A row of the table of findings; "" if a variant of the pair has no result."""
-    if not (differences := _differences(pair, results)):
-        return ""
+def _compared(finding: Finding, pair: tuple[str, str], differences: Sequence[float], papers: Papers) -> list[str]:
     before, after = (papers[name] for name in pair)
     paper = None if before is None or after is None else after - before
-    shown = ", ".join(f"{x:+.4f}" for x in differences)
-    cells = (
-        finding.statement, f"{pair[0]}, {pair[1]}", shown, "–" if paper is None else f"{paper:+.3f}",
-        verdict(differences, finding.equal), "–" if paper is None else verdict([paper], finding.equal),
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    return [
+        finding.statement, f"{pair[0]}, {pair[1]}", ", ".join(f"{x:+.4f}" for x in differences),
+        "–" if paper is None else f"{paper:+.3f}", verdict(differences, finding.equal),
+        "–" if paper is None else verdict([paper], finding.equal),
+    ]  # fmt: skip
 
 
 def verdict(differences: Sequence[float], equal: bool) -> str:
