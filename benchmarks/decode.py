@@ -139,7 +139,7 @@ def _updates(rank: int, batch: int) -> dict[str, Callable[[], object]]:
     _, state = koopman_attention(q, k, v, initial_state=state, **options)
     assert state is not None
     memory, call = KoopmanMemory.from_state(state), KoopmanCall(q, k, v, refresh="token")
-    readout = KoopmanReadout(1.0, 1.0, 1e-3, 2, k)
+    readout = KoopmanReadout(1.0, 1.0, 1e-3, 2, k, "whitened")
     z = k[:, 0] / state["norm"].sqrt().unsqueeze(-1)
     eye = 1e-3 * torch.eye(rank)
     return {
@@ -154,7 +154,7 @@ def _updates(rank: int, batch: int) -> dict[str, Callable[[], object]]:
 def _factorised(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout):
     """As `koopman._step`, but the operator is factorised for each token."""
     y, _ = readout.read(memory.sums, call.q.transpose(1, 2))
-    return y.transpose(1, 2), add_to_sums(call.k[:, 0], call.v[:, 0], memory)
+    return y.transpose(1, 2), add_to_sums(call.k[:, 0], call.v[:, 0], None, memory)
 
 
 def _formed(call: KoopmanCall, memory: KoopmanMemory, power: int = 2):
@@ -168,7 +168,7 @@ def _formed(call: KoopmanCall, memory: KoopmanMemory, power: int = 2):
     w = torch.linalg.solve_triangular(factor, q[:, 0].unsqueeze(-1) / unit, upper=False)
     for _ in range(power):
         w = operator @ w
-    return readout @ (factor @ w), add_to_sums(call.k[:, 0], call.v[:, 0], memory)
+    return readout @ (factor @ w), add_to_sums(call.k[:, 0], call.v[:, 0], None, memory)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def rows(name: str, device: str, foreign: bool | None = None) -> Iterator[dict]:
     """
     op, function, names = CASES[name]
     wanted = [each for each in chosen(backends.registered(op), foreign) if each not in ("reference", "mask")]
-    able = [backend for backend in wanted if backends.why(op, backend, device) is None]
+    able = [backend for backend in wanted if backends.why_not(op, backend, device) is None]
     dtypes = {dtype: bound for dtype, bound in TOLERANCE.items() if not (foreign and dtype == torch.float32)}
     short, long, heads, size = (1000, 131_072, 2, 64) if device == "cuda" else (20, 70, 1, 16)
     for length, batch in ((short, 2), (long, 1)) if able else ():

@@ -54,6 +54,15 @@ class Packing:
             raise ValueError(f"cu_seqlens must rise from 0 to T = {length}; got {bounds}")
         return packing
 
+    def on(self, device: torch.device) -> Packing:
+        """This packing with its boundaries on `device`."""
+        assert self.cu_seqlens is not None
+        if self.cu_seqlens.device == device:
+            return self
+        moved = Packing(self.batch, self.length, self.cu_seqlens.to(device))
+        moved._bounds = self._bounds
+        return moved
+
     def __repr__(self) -> str:
         if self.cu_seqlens is None:
             return f"Packing of {self.batch} rows of {self.length} tokens"

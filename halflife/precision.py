@@ -61,7 +61,9 @@ def wide(x: Tensor) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which autocast changes no dtype on `device`; the meta device has no autocast."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:

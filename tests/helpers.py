@@ -2,6 +2,7 @@
 
 import inspect
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from halflife import ops
+from halflife.ops.call import Call
+from halflife.ops.spec import OPS as SPECS
 
 OPS = {"linear_attention": ops.linear_attention, "delta_rule": ops.delta_rule, "dplr": ops.dplr}
 GRANULARITIES = ("none", "scalar", "vector")
@@ -39,6 +42,19 @@ def bound(backend, exact):
 
 # Log-decays from no decay to a full reset, as they occur in models.
 LOG_DECAYS = (0.0, -1e-6, -0.05, -5.0, -20.0, -1000.0, -torch.inf)
+
+
+def call_of(op, tensors, **settings):
+    """A call of an op as `dispatch` makes it, from its tensors and `initial_state` by name; absent ones are None."""
+    given = {name: tensors.get(name) for name in SPECS[op].tensors}
+    return Call.of(op, given, tensors.get("initial_state"), **settings)
+
+
+def put_backend(monkeypatch, op, backend, function, why_not=None):
+    """Put an implementation of an op in the place of another, and return the function of that one."""
+    before = SPECS[op].backends[backend]
+    monkeypatch.setitem(SPECS[op].backends, backend, replace(before, function=function, why_not=why_not))
+    return before.function
 
 
 def unchecked(function):

@@ -9,12 +9,12 @@ import torch
 from helpers import GRANULARITIES, OPS, op_inputs, rounded, run_op
 
 from halflife import ops
-from halflife.ops import fused
+from halflife.ops.backends import dispatch
 from halflife.ops.backends.native import build
 
 build.use(Path(sys.argv[1]))
 build.why_not = build.load = lambda: None
-fused.SMALLEST = 0
+dispatch.SMALLEST_PASS = 0
 for op in OPS:
     for granularity in GRANULARITIES:
         for dtype in (torch.float32, torch.bfloat16):

@@ -3,32 +3,36 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
+import helpers
 import pytest
 import torch
-from helpers import OPS, assert_raises, op_inputs, rounded, unchecked
+from helpers import OPS as ON_A_STATE
+from helpers import assert_raises, op_inputs, put_backend, rounded, unchecked
 
 from halflife import ops
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.backends.native import build
-from halflife.ops.call import OpCall
+from halflife.ops.spec import OPS, Spec
 from halflife.report.tables.about import refusals
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-EVERY = (*OPS, "gate_rank", "koopman_attention", "causal_conv1d")
+EVERY = (*ON_A_STATE, "gate_rank", "koopman_attention", "causal_conv1d")
 
 
 @pytest.fixture
 def op(monkeypatch):
     """An op with all backends, whose state is their name. `op["fla"] = reason` makes a backend refuse."""
     reasons = {}
-    functions = {name: lambda call, name=name: (call.v, name) for name in reversed(backends.ORDER)}
-    monkeypatch.setitem(backends._OPS._entries, "op", functions)
-    for name in functions:
-        monkeypatch.setitem(backends._LIMITS, ("op", name), lambda device, call, name=name: reasons.get(name))
+    spec = Spec("op", OPS["linear_attention"].tensors, OPS["linear_attention"].state)
+    monkeypatch.setitem(OPS._entries, "op", spec)
+    for name in reversed(backends.ORDER):
+        backends.implements(
+            "op", name, lambda call, name=name: (call["v"], name),
+            why_not=lambda op, device, call, name=name: reasons.get(name), steps=name == "native",
+        )  # fmt: skip
     return reasons
 
 
@@ -43,7 +47,7 @@ def gpu(monkeypatch):
 def taken(op, backend, device, call=None):
     """Return the name of the backend that `choose` returns."""
     function = backends.choose(op, backend, device, call)
-    return next(name for name, known in backends._OPS[op].items() if known is function)
+    return next(name for name, known in OPS[op].backends.items() if backends._function(known) is function)
 
 
 def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16, value=16):
@@ -51,7 +55,9 @@ def call_of(op, granularity="scalar", dtype=torch.bfloat16, key=16, value=16):
         op_inputs("linear_attention" if op == "gate_rank" else op, granularity, 3, key=key, value=value), dtype
     )
     del found["initial_state"]
-    return OpCall(op, **found, g_slow=found["g"] if op == "gate_rank" else None)
+    if op == "gate_rank":
+        found["g_fast"] = found["g_slow"] = found.pop("g")
+    return helpers.call_of(op, found)
 
 
 def test_the_best_that_fits(op):
@@ -79,14 +85,15 @@ def test_a_name_that_cannot_run_says_why(op):
         ValueError, match=r"unknown backend of op on cuda 'fa'.*mean 'fla'.*: auto, fla, native, chunked"
     ):
         backends.choose("op", "fa", CUDA)
-    assert backends.why("op", "triton", CUDA) == "it is out of order"
-    assert backends.why("op", "fla", CUDA) is None
+    assert backends.why_not("op", "triton", CUDA) == "it is out of order"
+    assert backends.why_not("op", "fla", CUDA) is None
 
 
 def test_a_single_token_goes_through_the_native_step_or_the_token_loop(op):
     def run(backend, length, cu_seqlens=None):
         q = torch.zeros(1, length, 1, 4)
-        return unchecked(backends.dispatch)(OpCall("op", q, q, q, cu_seqlens=cu_seqlens), backend, True)[1]
+        tensors = {"q": q, "k": q, "v": q, "g": None}
+        return unchecked(backends.dispatch)("op", tensors, None, cu_seqlens, backend, True)[1]
 
     op["fla"] = "no"
     assert run("auto", 1) == run("auto", 2) == "native"
@@ -98,8 +105,8 @@ def test_a_single_token_goes_through_the_native_step_or_the_token_loop(op):
 
 def test_limits_see_the_call(op, monkeypatch):
     seen, call = [], call_of("linear_attention")
-    monkeypatch.setitem(backends._LIMITS, ("op", "fla"), lambda device, call: seen.append((device, call)))
-    backends.choose("op", "fla", CPU, call)
+    backends.implements("op", "fla", "nowhere:run", why_not=lambda op, device, call: seen.append((device, call)))
+    backends.why_not("op", "fla", CPU, call)
     assert any(device == CPU and given is call for device, given in seen)
     ops.available_backends("op", "cpu")
     assert seen[-1] == (CPU, None)
@@ -117,26 +124,27 @@ def test_on_a_cpu(name, built, monkeypatch):
         assert_raises(CannotRun, r"CUDA|not built here", backends.choose, name, backend, CPU)
 
 
-@pytest.mark.parametrize("name", [*OPS, "gate_rank"])
+@pytest.mark.parametrize("name", [*ON_A_STATE, "gate_rank"])
 def test_native_takes_float32_and_bfloat16(name, monkeypatch):
     monkeypatch.setattr(build, "why_not", lambda: None)
     for dtype, expected in ((torch.float32, "native"), (torch.bfloat16, "native"), (torch.float64, "chunked")):
         assert taken(name, "auto", CPU, call_of(name, dtype=dtype)) == expected
     with pytest.raises(CannotRun, match="in float32 or all in bfloat16; got float64"):
         backends.choose(name, "native", CPU, call_of(name, dtype=torch.float64))
-    mixed = replace(call_of(name), v=torch.zeros(1, 3, 2, 16))
+    mixed = call_of(name).with_tensors(v=torch.zeros(1, 3, 2, 16))
     assert_raises(CannotRun, "got bfloat16, float32", backends.choose, name, "native", CPU, mixed)
 
 
-@pytest.mark.parametrize("name", [*OPS, "gate_rank"])
+@pytest.mark.parametrize("name", [*ON_A_STATE, "gate_rank"])
 def test_public_ops_raise(name):
     call = call_of(name, dtype=torch.float32)
     others = {
-        "linear_attention": (call.g,), "delta_rule": (call.beta, call.g), "dplr": (call.a, call.b, call.g),
-        "gate_rank": (call.g_slow, call.g),
+        "linear_attention": "g", "delta_rule": "beta g", "dplr": "a b g", "gate_rank": "g_slow g_fast",
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"CUDA devices.*Those that can: auto|unknown backend"):
-        (OPS | {"gate_rank": ops.gate_rank})[name](call.q, call.k, call.v, *others[name], backend="fla")
+        getattr(ops, name)(
+            call["q"], call["k"], call["v"], *(call[other] for other in others[name].split()), backend="fla"
+        )
 
 
 @pytest.mark.parametrize(
@@ -199,8 +207,8 @@ def test_info_says_why_not(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = {name: (why, missed) for (name, why), missed in refusals("cpu").items()}
     assert found.keys() - {"native"} == {"triton", "fla"}  # native where no kernels are built
-    assert set(found["triton"][1]) == {"linear_attention", "delta_rule", "gate_rank"}
-    assert set(found["fla"][1]) == set(OPS)
+    assert set(found["triton"][1]) == {"linear_attention", "delta_rule", "gate_rank", "ridge_attention"}
+    assert set(found["fla"][1]) == set(ON_A_STATE)
     assert all("CUDA" in why for name, (why, _) in found.items() if name != "native")
 
 
@@ -215,14 +223,13 @@ def test_selfcheck_of_some(monkeypatch):
 @pytest.mark.parametrize("backend", ["chunked", "mask"])
 def test_selfcheck_sees_a_broken_gate_rank(backend, monkeypatch):
     """The error may be in one of the two states alone."""
-    right = backends._OPS["gate_rank"][backend]
 
     def broken(call):
         o, state = right(call)
         slow = torch.arange(state.shape[-2]) >= state.shape[-2] // 2
         return o, torch.where(slow.unsqueeze(-1), 1.001 * state, state)
 
-    monkeypatch.setitem(backends._OPS["gate_rank"], backend, broken)
+    right = put_backend(monkeypatch, "gate_rank", backend, broken)
     assert {c.backend for c in ops.selfcheck(length=20, ops=["gate_rank"]).checks if not c.ok} == {backend}
 
 
@@ -230,7 +237,7 @@ def test_selfcheck_reports_what_breaks_down(monkeypatch):
     def broken(call):
         raise RuntimeError("shared memory exceeded\nby far")
 
-    monkeypatch.setitem(backends._OPS["dplr"], "chunked", broken)
+    put_backend(monkeypatch, "dplr", "chunked", broken)
     report = ops.selfcheck(length=5, ops=["dplr"])
     assert not report.ok
     wrong = [check for check in report.checks if not check.ok]
@@ -239,10 +246,10 @@ def test_selfcheck_reports_what_breaks_down(monkeypatch):
 
 
 def test_selfcheck_leaves_out_what_a_backend_refuses(monkeypatch):
-    def only_float32(device, call):
-        return None if call is None or call.q.dtype == torch.float32 else "float32 only"
+    def only_float32(op, device, call):
+        return None if call is None or call["q"].dtype == torch.float32 else "float32 only"
 
-    monkeypatch.setitem(backends._LIMITS, ("dplr", "chunked"), only_float32)
+    put_backend(monkeypatch, "dplr", "chunked", OPS["dplr"].backends["chunked"].function, only_float32)
     report = ops.selfcheck(length=5, ops=["dplr"], backends=["chunked"])
     assert report.ok
     assert {check.dtype for check in report.checks} == {torch.float32}

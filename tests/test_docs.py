@@ -31,7 +31,7 @@ from halflife.decay import DECAYS
 from halflife.extras import DISTRIBUTION
 from halflife.layers import LAYERS
 from halflife.models import MODIFIERS, PRESETS
-from halflife.ops.backends import dispatch as backend
+from halflife.ops.spec import OPS
 from halflife.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
@@ -153,7 +153,7 @@ def folder(tmp_path, monkeypatch):
     for file in ("README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / file, tmp_path)
     monkeypatch.chdir(tmp_path)
-    registries = [registry._entries for registry in (DECAYS, LAYERS, TASKS, PRESETS, MODIFIERS, backend._OPS)]
+    registries = [registry._entries for registry in (DECAYS, LAYERS, TASKS, PRESETS, MODIFIERS, OPS)]
     kept = [dict(entries) for entries in registries]
     yield tmp_path
     for entries, before in zip(registries, kept, strict=True):
@@ -365,19 +365,29 @@ def test_the_files_of_the_how_tos_work_in_the_package(tmp_path):
         if match := re.match(r"# (halflife/\S+\.py)\n", block.code):
             (tmp_path / match[1]).write_text(block.code)
             written.append(match[1])
-    assert written == ["halflife/decay/halving.py", "halflife/ops/longhorn.py"]
+    kernel = "halflife/ops/backends/triton/longhorn.py"
+    assert written == ["halflife/decay/halving.py", "halflife/ops/longhorn.py", kernel]
     (law,) = re.findall(r"LAWS = \{(.*)\}", text["add-a-decay"])
     for file, before, after in (
         ("halflife/decay/__init__.py", "import gla, hgrn2,", "import gla, halving, hgrn2,"),
         ("tests/test_decay.py", "LAWS = {\n", f"LAWS = {{\n    {law},\n"),
+        (
+            "halflife/ops/__init__.py",
+            "from halflife.ops.ridge",
+            "from halflife.ops.longhorn import longhorn\nfrom halflife.ops.ridge",
+        ),
         ("tests/test_decay.py", "import torch\n", "import torch\nimport torch.nn.functional as F\n"),
     ):
         source = (tmp_path / file).read_text()
         assert before in source
         (tmp_path / file).write_text(source.replace(before, after, 1))
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_decay.py", "-k", "halving"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    for command in (tests, [sys.executable, "-c", "import halflife.ops.longhorn"]):
+    comparisons = [
+        block.code for block in blocks(text["add-an-op"]) if block.language == "python" and "assert_equal" in block.code
+    ]
+    checks = "\n".join(["import torch", "from halflife.ops import longhorn", *comparisons])
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    for command in (tests, [sys.executable, "-c", checks]):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -1,21 +1,23 @@
 """The adapter to fla-core, as far as a CPU can test it: conventions against fla's plain recurrences, and limits."""
 
-import dataclasses
 import importlib
 import inspect
 import sys
 import warnings
 
+import helpers
 import pytest
 import torch
 from helpers import (
     OPS,
+    SPECS,
     assert_close,
     assert_raises,
     cases,
     each_granularity,
     each_op,
     op_inputs,
+    put_backend,
     relative_error,
     rounded,
     run_op,
@@ -25,7 +27,6 @@ from helpers import (
 from halflife.ops.backends import dispatch as backends
 from halflife.ops.backends import fla
 from halflife.ops.backends.dispatch import CannotRun
-from halflife.ops.call import OpCall
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="fla-core imports triton, which has Linux wheels only")
 
@@ -118,7 +119,7 @@ def on_a_cpu(monkeypatch):
 
         monkeypatch.setattr(module(path), kernel, record)
     for op in OPS:
-        monkeypatch.delitem(backends._LIMITS, (op, "fla"))
+        put_backend(monkeypatch, op, "fla", SPECS[op].backends["fla"].function)
     return called
 
 
@@ -199,16 +200,16 @@ def call_of(op="linear_attention", granularity="scalar", dtype=torch.bfloat16, g
     """Return a call of the op as `dispatch` makes it."""
     found = rounded(op_inputs(op, granularity, **{"length": 3, "key": 16, "value": 16, **sizes}), dtype)
     del found["initial_state"]
-    return OpCall(op, **{name: x.detach().requires_grad_(gradients) for name, x in found.items()})
+    return helpers.call_of(op, {name: x.detach().requires_grad_(gradients) for name, x in found.items()})
 
 
 @each_op
 @each_granularity
 def test_fits(op, granularity, machine):
     machine()
-    assert fla.unsupported(op, CUDA) is None
-    assert fla.unsupported(op, CUDA, call_of(op, granularity)) is None
-    assert fla.unsupported(op, CUDA, call_of(op, granularity, torch.float16, key=256, value=256)) is None
+    assert fla.why_not(op, CUDA) is None
+    assert fla.why_not(op, CUDA, call_of(op, granularity)) is None
+    assert fla.why_not(op, CUDA, call_of(op, granularity, torch.float16, key=256, value=256)) is None
 
 
 @each_op
@@ -229,15 +230,15 @@ def test_shapes_and_dtypes_refused(op, change, message, machine):
 
 def test_large_heads(machine):
     machine()
-    assert fla.unsupported("linear_attention", CUDA, call_of(key=512)) is None
+    assert fla.why_not("linear_attention", CUDA, call_of(key=512)) is None
     for op in ("delta_rule", "dplr"):
-        assert "at most 256 rows" in fla.unsupported(op, CUDA, call_of(op, key=258))
+        assert "at most 256 rows" in fla.why_not(op, CUDA, call_of(op, key=258))
 
 
 def test_one_dtype(machine):
     machine()
     call = call_of()
-    assert "one dtype" in fla.unsupported(call.op, CUDA, dataclasses.replace(call, v=call.v.half()))
+    assert "one dtype" in fla.why_not(call.op, CUDA, call.with_tensors(v=call["v"].half()))
 
 
 @pytest.mark.parametrize("triton", [(3, 4, 0), (3, 6, 0), (3, 7, 0)])
@@ -245,20 +246,20 @@ def test_gated_gradients_on_hopper(triton, machine):
     """Calls with scalar decay and gradients are refused, because fla's kernels raise (earlier ones were wrong)."""
     machine(capability=9, triton=triton)
     for op in ("linear_attention", "delta_rule"):
-        assert "wrong on Hopper" in fla.unsupported(op, CUDA, call_of(op, **WIDE))
+        assert "wrong on Hopper" in fla.why_not(op, CUDA, call_of(op, **WIDE))
         for fit in ({"gradients": False}, {"granularity": "none"}, {"granularity": "vector"}):
-            assert fla.unsupported(op, CUDA, call_of(op, **fit, **WIDE)) is None
+            assert fla.why_not(op, CUDA, call_of(op, **fit, **WIDE)) is None
         with torch.no_grad():
-            assert fla.unsupported(op, CUDA, call_of(op, **WIDE)) is None
-    assert fla.unsupported("dplr", CUDA, call_of("dplr")) is None
-    assert fla.unsupported("linear_attention", CUDA) is None
+            assert fla.why_not(op, CUDA, call_of(op, **WIDE)) is None
+    assert fla.why_not("dplr", CUDA, call_of("dplr")) is None
+    assert fla.why_not("linear_attention", CUDA) is None
 
 
 @cases("capability, triton", (8, (3, 6, 0)), (9, (3, 3, 1)), (9, (3, 7, 1)), (0, (3, 6, 0)), (10, (3, 8, 0)))
 def test_gated_gradients_elsewhere(capability, triton, machine):
     machine(capability=capability, triton=triton)
     for op in ("linear_attention", "delta_rule"):
-        assert fla.unsupported(op, CUDA, call_of(op, **WIDE)) is None
+        assert fla.why_not(op, CUDA, call_of(op, **WIDE)) is None
 
 
 @pytest.mark.parametrize("granularity", ["none", "scalar"])
@@ -267,21 +268,21 @@ def test_heads_that_crash_on_hopper(granularity, machine):
     machine(capability=9)
     for op in ("linear_attention", "delta_rule"):
         for sizes in ({"key": 32, "value": 64}, {"key": 64, "value": 48}):
-            assert "crash on Hopper" in fla.unsupported(op, CUDA, call_of(op, granularity, **sizes))
-        assert fla.unsupported(op, CUDA, call_of(op, granularity, **WIDE)) is None
-    assert fla.unsupported("dplr", CUDA, call_of("dplr", granularity, key=32, value=48)) is None
+            assert "crash on Hopper" in fla.why_not(op, CUDA, call_of(op, granularity, **sizes))
+        assert fla.why_not(op, CUDA, call_of(op, granularity, **WIDE)) is None
+    assert fla.why_not("dplr", CUDA, call_of("dplr", granularity, key=32, value=48)) is None
 
 
 def test_delta_rule_on_blackwell(machine):
     machine(capability=10, triton=(3, 7, 1))
-    assert "Blackwell" in fla.unsupported("delta_rule", CUDA, call_of("delta_rule", gradients=False))
-    assert fla.unsupported("linear_attention", CUDA, call_of()) is None
+    assert "Blackwell" in fla.why_not("delta_rule", CUDA, call_of("delta_rule", gradients=False))
+    assert fla.why_not("linear_attention", CUDA, call_of()) is None
 
 
 @pytest.mark.parametrize("release", [(0, 5, 2), (0, 7, 0), (1, 0)])
 def test_versions(release, machine):
     machine(release=release)
-    message = fla.unsupported("linear_attention", CUDA)
+    message = fla.why_not("linear_attention", CUDA)
     assert "fla-core ≥ 0.6, < 0.7" in message
     assert ".".join(map(str, release)) in message
     assert "fla" not in backends.available_backends("linear_attention", "cuda")
@@ -307,7 +308,7 @@ def test_installed_versions_are_read():
 def test_fla_not_installed_or_broken(monkeypatch):
     fla._versions.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in fla.unsupported("dplr", CUDA)
+    assert "not installed" in fla.why_not("dplr", CUDA)
 
     def broken(name):
         raise OSError("no driver")
@@ -315,7 +316,7 @@ def test_fla_not_installed_or_broken(monkeypatch):
     fla._versions.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert "cannot be imported: OSError: no driver" in fla.unsupported("dplr", CUDA)
+    assert "cannot be imported: OSError: no driver" in fla.why_not("dplr", CUDA)
     fla._versions.cache_clear()
 
 

@@ -1,17 +1,21 @@
 """The passes of a layer over memory: the native kernels against the same expressions of torch in float64."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, generator
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from halflife import layers
+from halflife import LanguageModel, layers, preset
 from halflife.hf import HalflifeConfig, HalflifeForCausalLM
 from halflife.layers.parts import rotary
 from halflife.models import PRESETS
 from halflife.ops import causal_conv1d, fused
+from halflife.ops.backends import dispatch
+from halflife.ops.backends.dispatch import CannotRun
 from halflife.ops.backends.native import build
 from halflife.position import rope, rotate
 
@@ -23,7 +27,15 @@ ERROR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative to the largest e
 
 @pytest.fixture(autouse=True)
 def native_for_few_entries(monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST", 0)
+    monkeypatch.setattr(dispatch, "SMALLEST_PASS", 0)
+
+
+@contextmanager
+def in_torch():
+    """Let every op of this file run by its expression of torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "why_not", lambda: "not in this block")
+        yield
 
 
 def flat(x):
@@ -97,7 +109,7 @@ def results(function, leaves):
 
 def compare(function, leaves, dtype):
     got = results(function, leaves)
-    with fused.off():
+    with in_torch():
         expected = results(function, [x.detach().double().requires_grad_() for x in leaves])
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape
@@ -123,7 +135,7 @@ def test_mimo_takes_the_products_of_autocast():
     )
     got = fused.mimo_output(y, later, now, *others)
     assert torch.equal(got, fused.mimo_output(y, later.float(), now.float(), *others))
-    with fused.off():
+    with in_torch():
         assert not torch.equal(got, fused.mimo_output(y, later, now, *others))  # the kernel did run
 
 
@@ -177,23 +189,31 @@ def test_large_and_not_finite_numbers():
     torch.testing.assert_close(fused.swiglu(x, one), F.silu(x), atol=1e-30, rtol=1e-6, equal_nan=True)
 
 
-def test_off_uses_torch_and_mixed_dtypes_too():
+def test_the_backend_chooses_the_implementation(monkeypatch):
+    """With "auto", few entries and mixed dtypes go through torch's expression; by name nothing else takes its place."""
     x = torch.randn(3, 4)
-    assert fused.usable(x, x)
-    assert not fused.usable(x, x.bfloat16())
-    assert not fused.usable(x.double())
-    with fused.off():
-        assert not fused.usable(x)
-        y = fused.swiglu(x, x)
-    assert torch.equal(y, F.silu(x) * x)
-    assert fused.usable(x)
-
-
-def test_few_entries_go_to_torch(monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST", 13)
-    x = torch.randn(3, 4)
+    native = fused.swiglu(x, x, "native")
+    assert torch.equal(fused.swiglu(x, x), native)
+    with pytest.raises(CannotRun, match="in float32 or all in bfloat16; got bfloat16, float32"):
+        fused.swiglu(x, x.bfloat16(), "native")
+    with pytest.raises(ValueError, match="unknown backend of swiglu on cpu 'nativ'"):
+        fused.swiglu(x, x, "nativ")
+    with pytest.raises(CannotRun, match=r"no rules for torch\.func"):
+        torch.func.vmap(lambda a: fused.swiglu(a, a, "native"))(x)
     monkeypatch.setattr(torch.ops, "halflife", None)
+    for mixed in (x.bfloat16(), x.double()):
+        assert torch.equal(fused.swiglu(x, mixed), F.silu(x) * mixed)
+    for backend in ("chunked", "reference"):
+        assert torch.equal(fused.swiglu(x, x, backend), F.silu(x) * x)
+    monkeypatch.setattr(dispatch, "SMALLEST_PASS", 13)
     assert torch.equal(fused.swiglu(x, x), F.silu(x) * x)
+
+
+def test_tensors_on_two_devices_are_refused():
+    x, weight = torch.randn(3, 4), torch.ones(4, device="meta")
+    for backend in ("auto", "native", "reference"):
+        with pytest.raises(ValueError, match="rms_norm must be on one device; got cpu and meta"):
+            fused.rms_norm(x, weight, 1e-5, backend)
 
 
 def test_second_derivatives_are_refused():
@@ -234,7 +254,7 @@ def test_forward_derivatives_of_a_layer_are_those_of_torch():
     def tangent():
         return torch.func.jvp(lambda x: layer(x)[0], (x,), (direction,))[1]
 
-    with fused.off():
+    with in_torch():
         expected = tangent()
     assert_close({"tangent": tangent()}, {"tangent": expected}, 4e-6)
 
@@ -254,3 +274,35 @@ def test_gradient_checkpointing(name):
         model(ids, labels=ids).loss.backward()
         grads.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
     assert_close(*grads, 0)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the names of all operations that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_backend_of_a_model_governs_all_of_its_ops(name, monkeypatch):
+    """In plain torch it runs no operation of ours; with "auto" it runs some, in training and while decoding."""
+    monkeypatch.setattr(dispatch, "SMALLEST_PASS", 0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "vocab_size": 9, "num_heads": 2, "train_length": 16}
+
+    def ours(**mixer):
+        torch.manual_seed(0)
+        model = LanguageModel(preset(name, **sizes, mixer_options=mixer))
+        with Recorder() as recorder:
+            model(torch.randint(9, (2, 20)))[0].sum().backward()
+            with torch.no_grad():
+                model(torch.tensor([[1]]), model.eval()(torch.tensor([[1, 2]]))[1])
+        return {x for x in recorder.names if x.startswith("halflife")}
+
+    assert ours()
+    for backend in ("chunked", "reference"):
+        assert ours(backend=backend) == set()

@@ -1,6 +1,5 @@
 """The script of `make gpu`, at toy sizes on a CPU. It ends normally and reports the kernels that fail."""
 
-import dataclasses
 import importlib
 import os
 import subprocess
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import cases
+from helpers import cases, put_backend
 
-from halflife.ops.backends import dispatch as backends
+from halflife.ops.spec import OPS
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -94,12 +93,11 @@ def test_kernels_of_others_have_their_own_processes():
 
 def breaking(monkeypatch, how):
     """Replace DPLR's chunked form by `how(call, right)`, except in float64, with which the others are compared."""
-    right = backends._OPS["dplr"]["chunked"]
 
     def broken(call):
-        return right(call) if call.q.dtype == torch.float64 else how(call, right)
+        return right(call) if call["q"].dtype == torch.float64 else how(call, right)
 
-    monkeypatch.setitem(backends._OPS["dplr"], "chunked", broken)
+    right = put_backend(monkeypatch, "dplr", "chunked", broken)
 
 
 def chunked_rows(case):
@@ -117,7 +115,7 @@ def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
         def backward(ctx, dx):
             return 1.1 * dx
 
-    breaking(monkeypatch, lambda call, right: right(dataclasses.replace(call, g=Double.apply(call.g))))
+    breaking(monkeypatch, lambda call, right: right(call.with_tensors(g=Double.apply(call["g"]))))
     rows = chunked_rows("dplr, scalar")
     assert len(rows) == 4
     assert not any(row["ok"] for row in rows)
@@ -127,7 +125,7 @@ def test_parity_sees_a_wrong_gradient_of_one_input(monkeypatch):
 
 def test_parity_sees_what_breaks_down(monkeypatch):
     def how(call, right):
-        if call.q.dtype == torch.bfloat16:
+        if call["q"].dtype == torch.bfloat16:
             raise RuntimeError("out of shared memory | required 3\nhint")
         return right(call)
 
@@ -139,8 +137,8 @@ def test_parity_sees_what_breaks_down(monkeypatch):
 
 
 def test_parity_lets_a_backend_refuse(monkeypatch):
-    limits = lambda device, call: "no" if call and call.q.dtype == torch.float32 else None  # noqa: E731
-    monkeypatch.setitem(backends._LIMITS, ("dplr", "chunked"), limits)
+    limits = lambda op, device, call: "no" if call and call["q"].dtype == torch.float32 else None  # noqa: E731
+    put_backend(monkeypatch, "dplr", "chunked", OPS["dplr"].backends["chunked"].function, limits)
     rows = chunked_rows("dplr, scalar")
     assert all(row["ok"] for row in rows)
     assert {row["dtype"] for row in rows if "refused" in row} == {"float32"}
@@ -151,11 +149,10 @@ def test_parity_lets_a_backend_refuse(monkeypatch):
 def test_speed_leaves_out_a_wrong_kernel(monkeypatch):
     """Every timed kernel is first compared with the chunked form. The rows of the others stay."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    right = backends._OPS["delta_rule"]["chunked"]
-    wrong = lambda call: tuple(1.1 * x for x in right(call))  # noqa: E731
-    monkeypatch.setitem(backends._OPS["delta_rule"], "triton", wrong)
-    for op in ("linear_attention", "gate_rank"):
-        monkeypatch.setitem(backends._OPS[op], "triton", backends._OPS[op]["chunked"])
+    right = {op: OPS[op].backends["chunked"].function for op in ("linear_attention", "gate_rank", "delta_rule")}
+    for op, function in right.items():
+        put_backend(monkeypatch, op, "triton", function)
+    put_backend(monkeypatch, "delta_rule", "triton", lambda call: tuple(1.1 * x for x in right["delta_rule"](call)))
     rows = list(script("speed").rows(16, "cpu", ["T 128"], time.time() + 100))
     (failure,) = [row for row in rows if "failure" in row]
     assert (failure["name"], failure["backend"], failure["fatal"]) == ("delta_rule", "triton", False)

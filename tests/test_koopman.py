@@ -9,7 +9,7 @@ from helpers import assert_close, assert_raises, assert_same, cases, generator, 
 from pairwise import crossed
 
 from halflife.ops import available_backends
-from halflife.ops.backends.native.koopman import unsupported
+from halflife.ops.backends.native.koopman import why_not
 from halflife.ops.koopman import KoopmanCall, attend, koopman_attention, readout, solve
 from halflife.ops.koopman.solve import rank_one
 from halflife.ops.koopman.state import COMMITTED
@@ -690,8 +690,8 @@ def test_native_refuses_options_that_it_does_not_know():
         twist: float = 0.0
 
     x = inputs(4, dtype=torch.float32)
-    assert "twist=1.0" in unsupported(torch.device("cpu"), Later(*x, twist=1.0))
-    assert "twist" not in (unsupported(torch.device("cpu"), Later(*x)) or "")
+    assert "twist=1.0" in why_not("koopman_attention", torch.device("cpu"), Later(*x, twist=1.0))
+    assert "twist" not in (why_not("koopman_attention", torch.device("cpu"), Later(*x)) or "")
 
 
 @cases(
@@ -701,14 +701,14 @@ def test_native_refuses_options_that_it_does_not_know():
     ({"normalization": "batch"}, "unknown normalization"),
     ({"backend": "triton"}, "unknown backend"),
     ({"mode": "masked"}, "needs a mask"),
-    ({"mask": torch.ones(2, 3)}, r"mask must be \[B, T\]"),
+    ({"mask": torch.ones(2, 3)}, r"mask must be None or \[B, T\] = \[2, 4\]"),
     ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
     ({"power": -1}, "power must be an integer of at least 0; got -1"),
-    ({"gamma": torch.ones(3)}, r"gamma must be a number or \[H\] = \(2,\); got \(3,\)"),
-    ({"gamma": torch.ones(1, 2)}, r"gamma must be .*; got \(1, 2\)"),
-    ({"mix": torch.ones(3)}, r"mix must be .* got \(3,\)"),
-    ({"mix": torch.ones(2, 2)}, r"mix must be .*\[K \+ 1, H\] = \(3, 2\); got \(2, 2\)"),
-    ({"mix": torch.ones(3, 2), "backend": "native"}, "runs on chunked and reference"),
+    ({"gamma": torch.ones(3)}, r"gamma must be a number or \[1\] or \[H\] = \[2\]; got \[3\]"),
+    ({"gamma": torch.ones(1, 2)}, r"gamma must be .*; got \[1, 2\]"),
+    ({"mix": torch.ones(3)}, r"mix must be .* got \[3\]"),
+    ({"mix": torch.ones(2, 2)}, r"mix must be .*\[K \+ 1, H\] = \[3, 2\]; got \[2, 2\]"),
+    ({"mix": torch.ones(3, 2), "backend": "native"}, "auto, chunked, reference"),
     ({"ridge": 0}, "ridge must be greater than 0; got 0"),
     ({"cu_seqlens": torch.tensor([0, 4])}, "batch size 1"),
     ({"initial_state": {}}, r"initial_state\['gram'\] must be .* got nothing"),
@@ -720,7 +720,7 @@ def test_bad_arguments(change, message):
 def test_bad_shapes():
     q, k, v = inputs(4)
     for arguments, message in (
-        ((q[..., :2], k, v), "q and k"), ((q, k, v[:, :2]), "v must be"), ((q[:, :2], k, v), "one length"),
+        ((q[..., :2], k, v), "k must be"), ((q, k, v[:, :2]), "v must be"), ((q[:, :2], k, v), "one length"),
     ):  # fmt: skip
         assert_raises(ValueError, message, unchecked(koopman_attention), *arguments)
     _, state = koopman_attention(q, k, v, chunk_size=2, output_final_state=True)

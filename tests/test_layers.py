@@ -6,7 +6,7 @@ from helpers import assert_close, assert_packs, assert_pads, assert_raises, asse
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers import LAYERS
-from halflife.ops.call import OpCall
+from halflife.ops.backends import dispatch, native
 from halflife.precision import Float32Module
 
 HIDDEN, LENGTH = 32, 11
@@ -224,12 +224,13 @@ def test_bfloat16(case):
 
 @each_layer
 def test_autocast(case, monkeypatch):
-    def recorded(call):
-        dtypes.append({x.dtype for x in (call.q, call.k, call.v, call.a, call.b) if x is not None})
-        check(call)
+    def recorded(call, backend):
+        if "q" in call.tensors:
+            dtypes.append({x.dtype for name in native.MATRICES if (x := call.get(name)) is not None})
+        return choose(call, backend)
 
-    dtypes, check = [], OpCall.check
-    monkeypatch.setattr(OpCall, "check", recorded)
+    dtypes, choose = [], dispatch.implementation_of
+    monkeypatch.setattr(dispatch, "implementation_of", recorded)
     layer, x = build(case), inputs(dtype=torch.float32)
     exact, _ = layer(x)
     with torch.autocast("cpu", torch.bfloat16):

@@ -97,7 +97,7 @@ def test_float32_over_long_sequences():
 
 def test_arguments_are_checked():
     q, k, v, g, weights = arguments(5, 3)
-    with pytest.raises(ValueError, match="one log-decay a head"):
+    with pytest.raises(ValueError, match=r"g must be \[B, T, H\] = \[2, 5, 2\]; got \[2, 5, 2, 3\]"):
         unchecked(log_linear_attention)(q, k, v, g.unsqueeze(-1).expand_as(q), weights)
     assert_raises(ValueError, r"weights must be \[B, T, H, L\]", log_linear_attention, q, k, v, g, weights[..., :1])
     with pytest.raises(ValueError, match="states"):

@@ -88,10 +88,10 @@ def test_arguments_are_checked():
     inputs, op = arguments(5), unchecked(ridge_attention)
     for changed, message in (
         ({"ridge": -inputs["ridge"]}, "ridge must be positive"),
-        ({"ridge": inputs["ridge"][:, :2]}, r"ridge must be positive numbers \[H, K\]"),
-        ({"g": inputs["g"].unsqueeze(-1).expand_as(inputs["q"])}, "one log-decay a head"),
+        ({"ridge": inputs["ridge"][:, :2]}, r"ridge must be \[H, K\]"),
+        ({"g": inputs["g"].unsqueeze(-1).expand_as(inputs["q"])}, r"g must be \[B, T, H\]"),
         ({"iterations": 0}, "iterations ≥ 1"),
-        ({"initial_state": (inputs["q"], inputs["v"])}, "the pair"),
+        ({"initial_state": (inputs["q"], inputs["v"])}, r"initial_state must be \(G, C\)"),
         ({"backend": "native"}, "auto, chunked, reference"),
     ):
         assert_raises(ValueError, message, op, **{**inputs, **changed})

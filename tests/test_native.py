@@ -8,12 +8,22 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import OPS, assert_close, assert_raises, assert_same, each_granularity, each_op, op_inputs, rounded, run_op
+from helpers import (
+    OPS,
+    assert_close,
+    assert_raises,
+    assert_same,
+    call_of,
+    each_granularity,
+    each_op,
+    op_inputs,
+    rounded,
+    run_op,
+)
 
 from halflife import ops
 from halflife.cli import main
 from halflife.ops.backends.native import build
-from halflife.ops.call import OpCall
 
 built = pytest.mark.skipif(build.why_not() is not None, reason=f"{build.why_not()}")
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,10 +103,10 @@ def test_strided_inputs_are_read_in_place(op):
 def test_custom_ops_are_registered_right(op, packed):
     """Schemas, fake tensors and autograd, by torch's own check; `torch.compile` and `torch.export` rely on them."""
     arguments = rounded(op_inputs(op, "vector", 40, sequences=2 if packed else 1), torch.float32)
-    call = OpCall(op, **arguments, cu_seqlens=torch.tensor([0, 17, 40]) if packed else None)
-    tensors = [None if x is None else x.detach().requires_grad_() for x in (call.q, call.k, call.v, call.g, call.beta,
-                                                                            call.a, call.b)]  # fmt: skip
-    given = (op, *tensors, None, call.first_state(), call.cu_seqlens, call.output_scale, 16, True)
+    call = call_of(op, arguments, cu_seqlens=torch.tensor([0, 17, 40]) if packed else None)
+    tensors = [call.get(name) for name in ("q", "k", "v", "g", "beta", "a", "b")]
+    tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
+    given = (op, *tensors, None, call.first_state(), call.packing.cu_seqlens, call.output_scale, 16, True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.halflife.state_op.default, given, test_utils=checks)
 
@@ -120,18 +130,18 @@ def test_a_missing_gradient_is_no_gradient():
 
 def test_refusals_of_other_machines(monkeypatch):
     monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
-    assert "x86-64 CPUs; this one is arm64" in str(build.unsupported_here())
+    assert "x86-64 CPUs; this one is arm64" in str(build.why_not_here())
     assert_raises(build.CannotBuild, "arm64", build.build)
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "need AVX2 or AVX-512; torch uses DEFAULT" in str(build.unsupported_here())
+    assert "need AVX2 or AVX-512; torch uses DEFAULT" in str(build.why_not_here())
 
 
 @pytest.fixture
 def empty_cache(monkeypatch, tmp_path):
     """No build, in this process and its children."""
-    if build.unsupported_here():
-        pytest.skip(str(build.unsupported_here()))
+    if build.why_not_here():
+        pytest.skip(str(build.why_not_here()))
     monkeypatch.setenv("HALFLIFE_NATIVE", str(tmp_path))
     monkeypatch.setattr(build, "why_not", build.why_not.__wrapped__)
     monkeypatch.setattr(build, "folder", build.folder.__wrapped__)
@@ -185,8 +195,8 @@ def test_a_build_is_made_once(capsys):
 @pytest.mark.slow
 def test_kernels_for_avx2_pass_their_check(tmp_path):
     """As on a CPU without AVX-512 and without micro-kernels: vectors of 8 numbers, and the portable products."""
-    if build.unsupported_here():
-        pytest.skip(str(build.unsupported_here()))
+    if build.why_not_here():
+        pytest.skip(str(build.why_not_here()))
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "HALFLIFE_NATIVE": str(tmp_path)}
     run = subprocess.run(
         [sys.executable, "-m", "halflife.cli", "build"],
@@ -203,8 +213,8 @@ def test_kernels_for_avx2_pass_their_check(tmp_path):
 @pytest.mark.slow
 def test_sanitizers_are_silent(tmp_path):
     """Every op forward and backward under both sanitizers: odd sizes, packed, few heads, extreme decays."""
-    if build.unsupported_here():
-        pytest.skip(str(build.unsupported_here()))
+    if build.why_not_here():
+        pytest.skip(str(build.why_not_here()))
     library = build.compile_library(tmp_path, extra=build.SANITIZE)
     runtime = [
         subprocess.run([build.compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)

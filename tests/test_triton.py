@@ -9,7 +9,17 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, assert_same, generator, leaves, relative_error, slices, with_grads
+from helpers import (
+    assert_close,
+    assert_raises,
+    assert_same,
+    call_of,
+    generator,
+    leaves,
+    relative_error,
+    slices,
+    with_grads,
+)
 from pairwise import crossed
 
 from halflife.ops.backends import triton as kernels
@@ -19,7 +29,6 @@ if sys.platform != "linux":
 
 from halflife.ops.backends.triton import delta, linear, systems
 from halflife.ops.backends.triton.gates import make_chunks
-from halflife.ops.call import OpCall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUN = {"linear": linear.run, "delta": delta.run}
@@ -101,7 +110,12 @@ def run(update, arguments, cu_seqlens=None, chunk_size=64):
     arguments = leaves({name: x.to(DEVICE) for name, x in arguments.items()})
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     op = "gate_rank" if "g_slow" in arguments else OP[update]
-    outputs = RUN[update](OpCall(op, **arguments, scale=SCALE, cu_seqlens=bounds, chunk_size=chunk_size))
+    given = dict(arguments)
+    if op == "gate_rank":
+        given["g_fast"] = given.pop("g")
+        if "initial_state" in given:
+            given["initial_state"] = given["initial_state"].chunk(2, -2)
+    outputs = RUN[update](call_of(op, given, scale=SCALE, cu_seqlens=bounds, chunk_size=chunk_size))
     return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
 
 
@@ -371,27 +385,33 @@ def test_inverse(size):
 def test_second_derivatives_say_what_has_them():
     arguments = leaves(single("linear", "scalar", 20))
     q, k, v, g = (arguments[x].to(DEVICE) for x in ("q", "k", "v", "g"))
-    o, _ = linear.run(OpCall("linear_attention", q, k, v, g, scale=1.0))
+    o, _ = linear.run(call_of("linear_attention", {"q": q, "k": k, "v": v, "g": g}, scale=1.0))
     assert_raises(RuntimeError, "reference", torch.autograd.grad, o.sum(), arguments["q"], create_graph=True)
+
+
+def why_not(*tensors):
+    """The reason why the kernels do not take these q, k, v and g."""
+    call = call_of("linear_attention", dict(zip("qkvg", tensors, strict=False)))
+    return kernels.why_not("linear_attention", call.device, call)
 
 
 def test_what_the_kernels_do_not_take():
     q = torch.zeros(1, 3, 2, 16, device=DEVICE)
     gate = torch.zeros(1, 3, 2, device=DEVICE)
-    assert kernels.unsupported(OpCall("linear_attention", q, q, q, gate)) is None
+    assert why_not(q, q, q, gate) is None
     for message, arguments in {
-        "one a channel": (q, q, q, q),
+        "one per channel": (q, q, q, q),
         "K = 8": (q[..., :8], q[..., :8], q),
         "V = 257": (q, q, q.new_zeros(1, 3, 2, 257)),
         "float64": (q.double(), q.double(), q.double()),
         "bfloat16": (q, q, q.bfloat16()),
         "gates in": (q, q, q, gate.double()),
     }.items():
-        assert message in kernels.unsupported(OpCall("linear_attention", *arguments))
+        assert message in why_not(*arguments)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for machines without a GPU")
 def test_a_cpu_needs_the_interpreter(monkeypatch):
     q = torch.zeros(1, 3, 2, 16)
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "TRITON_INTERPRET=1" in kernels.unsupported(OpCall("linear_attention", q, q, q))
+    assert "TRITON_INTERPRET=1" in why_not(q, q, q)

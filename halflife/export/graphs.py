@@ -17,7 +17,6 @@ from torch.export import ExportedProgram
 from halflife.layers.attention import Attention
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models.lm import LanguageModel, ModelState
-from halflife.ops import fused
 from halflife.ops.backends.native import build
 
 
@@ -125,16 +124,21 @@ def plain(model: LanguageModel, loop: bool = False) -> Iterator[None]:
         loop: whether ops run token by token, also where a layer would choose their chunked form.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "backend", None) == "auto"]
+    passes: list[Any] = [module for module in model.modules() if getattr(module, "pass_backend", None) == "auto"]
     before, build.why_not = build.why_not, lambda: "a graph for other programs holds torch's own operations alone"
     try:
         for layer in layers if loop else ():
             layer.backend = "reference"
-        with fused.off(), torch.no_grad():
+        for module in passes:
+            module.pass_backend = "chunked"
+        with torch.no_grad():
             yield
     finally:
         build.why_not = before
         for layer in layers:
             layer.backend = "auto"
+        for module in passes:
+            module.pass_backend = "auto"
 
 
 def export(

@@ -35,6 +35,7 @@ class Attention(Mixer):
             with weights 1 + w (Qwen3.5); or "all", over all heads together (OLMo).
         norm_eps: eps of that norm.
         gate: whether the output is `(σ(x W_g) ⊙ o) W_o` (Qwen3.5). W_g are then the last rows of `qkv_proj`.
+        backend: that of its norms and rotations.
 
     Raises:
         ValueError: a number of heads does not divide, the rotated channels do not pair up, a name is unknown, or the
@@ -59,8 +60,10 @@ class Attention(Mixer):
         qk_norm: str = "none",
         norm_eps: float = 1e-5,
         gate: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.backend = backend
         hidden_size, num_heads = place.hidden_size, place.num_heads
         self.head_dim = head_dim or place.head_size()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
@@ -118,9 +121,9 @@ class Attention(Mixer):
     def _rotated(self, q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE on the first channels of each head."""
         if self.rotated == self.head_dim:
-            return rotary(q, k, position, self.rope_base)
+            return rotary(q, k, position, self.rope_base, self.pass_backend)
         (q, *q_rest), (k, *k_rest) = (x.tensor_split([self.rotated], -1) for x in (q, k))
-        q, k = rotary(q, k, position, self.rope_base)
+        q, k = rotary(q, k, position, self.rope_base, self.pass_backend)
         return torch.cat([q, *q_rest], -1), torch.cat([k, *k_rest], -1)
 
     def cached(self, x: Tensor, k: Tensor, v: Tensor) -> State:

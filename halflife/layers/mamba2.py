@@ -111,7 +111,7 @@ class Mamba2(HasMemory, Mixer):
         if self.stretch_gain:
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
-        v = scale_heads(values, step)
+        v = scale_heads(values, step, self.pass_backend)
         y, memory = self.memory(
             x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
         )

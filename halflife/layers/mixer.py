@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halflife.layers.padding import repad, unpad
+from halflife.layers.parts import set_backend
 from halflife.packing import Packing
 from halflife.registry import Registry, check_options, construct
 
@@ -27,6 +28,7 @@ class Mixer(nn.Module):
     each sequence has seen, which every state holds as `position [N]`.
     """
 
+    pass_backend = "auto"  # see `parts.set_backend`
     reads_action_mask = False  # whether it uses `shared["action_mask"]`
 
     def forward(
@@ -96,4 +98,5 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     """
     layer = LAYERS[name]
     check_options(f"layer {name}", layer, options)
-    return construct(layer, layer.complete({"hidden_size": hidden_size, **options}))
+    built = construct(layer, layer.complete({"hidden_size": hidden_size, **options}))
+    return set_backend(built, options.get("backend", "auto"))

@@ -105,6 +105,8 @@ class SwiGLU(nn.Module):
         intermediate_size: inner width; None means 8/3 D, rounded up to a multiple of 64.
     """
 
+    pass_backend = "auto"  # see `parts.set_backend`
+
     def __init__(self, hidden_size: int, intermediate_size: int | None = None) -> None:
         super().__init__()
         width = intermediate_size or -(-8 * hidden_size // 3 // 64) * 64
@@ -113,4 +115,4 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(x), self.up(x)))
+        return self.down(swiglu(self.gate(x), self.up(x), self.pass_backend))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +11,22 @@ from torch import Tensor, nn
 
 from halflife.layers.init import Law, drawn, reset
 from halflife.ops import causal_conv1d, fused
+from halflife.ops.backends.dispatch import beside
 from halflife.packing import Packing
-from halflife.position import angles, rope, spread
+from halflife.position import angles, spread
 from halflife.precision import compute_dtype
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` over the last axis."""
 
+    pass_backend = "auto"  # see `set_backend`
+
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
-        return fused.rms_norm(x, self.weight, self.eps)
+        return fused.rms_norm(x, self.weight, self.eps, self.pass_backend)
 
 
 class PlusOneRMSNorm(RMSNorm):
@@ -32,7 +38,7 @@ class PlusOneRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
         wide = compute_dtype(x)
-        return fused.rms_norm(x.to(wide), 1 + self.weight.to(wide), self.eps).to(x.dtype)
+        return fused.rms_norm(x.to(wide), 1 + self.weight.to(wide), self.eps, self.pass_backend).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -43,6 +49,8 @@ class GatedRMSNorm(nn.Module):
         groups: number of equal groups of channels; each group has its own mean square.
         eps: added to the mean square.
     """
+
+    pass_backend = "auto"  # see `set_backend`
 
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5) -> None:
         super().__init__()
@@ -58,7 +66,7 @@ class GatedRMSNorm(nn.Module):
         if z is None:
             groups = add_skip(y, skip).unflatten(-1, (self.groups, -1))
             return F.rms_norm(groups, groups.shape[-1:], eps=self.eps).flatten(-2) * self.weight
-        return fused.rms_norm_of_gated(y, z, self.weight, self.groups, self.eps, skip)
+        return fused.rms_norm_of_gated(y, z, self.weight, self.groups, self.eps, skip, self.pass_backend)
 
 
 class NormBeforeGate(GatedRMSNorm):
@@ -96,6 +104,8 @@ def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
 class HeadwiseGate(nn.Module):
     """`RMSNorm(o) ⊙ silu(x W)` with the norm over each head, the output gate of GLA, RetNet and Gated DeltaNet."""
 
+    pass_backend = "auto"  # see `set_backend`
+
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm, self.eps = RMSNorm(value_dim, eps=eps), eps
@@ -103,11 +113,13 @@ class HeadwiseGate(nn.Module):
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return fused.gated_head_norm(o, self.proj(x), self.norm.weight, self.eps)
+        return fused.gated_head_norm(o, self.proj(x), self.norm.weight, self.eps, self.pass_backend)
 
 
 class LowRankGate(nn.Module):
     """`RMSNorm(o ⊙ σ(x W₁ W₂))` with the norm over all heads, the output gate of the Decay Linear Transformer."""
+
+    pass_backend = "auto"  # see `set_backend`
 
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -117,7 +129,8 @@ class LowRankGate(nn.Module):
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), self.up(self.down(x)), self.norm.weight, self.eps)
+        gate = self.up(self.down(x))
+        return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), gate, self.norm.weight, self.eps, self.pass_backend)
 
 
 class SigmoidGate(HeadwiseGate):
@@ -198,6 +211,8 @@ class DecayProjection(nn.Module):
 class ShortConv(nn.Module):
     """Causal depthwise convolution with W taps and SiLU. Its state is the last W − 1 inputs `[B, D, W − 1]`."""
 
+    pass_backend = "auto"  # see `set_backend`
+
     def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
         super().__init__()
         if size < 1:
@@ -216,17 +231,30 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`x [B, T, D]` → `(y [B, T, D], state)`."""
         y, state = causal_conv1d(
-            x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=packing
-        )
+            x, self.weight, self.bias, initial_state=state, output_final_state=True, cu_seqlens=packing,
+            backend=self.pass_backend,
+        )  # fmt: skip
         assert state is not None
         return y, state
 
 
-def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotary(
+    q: Tensor, k: Tensor, position: Tensor, base: float = 10_000.0, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """`rope` of queries and keys `[B, T, H, K]`, with the angles computed once."""
-    if not fused.usable(q, k):
-        return rope(q, position, base), rope(k, position, base)
     half = q.shape[-1] // 2
-    angle = angles(position, base, spread(half, half, q.device), torch.float32)
+    angle = angles(position, base, spread(half, half, q.device), compute_dtype(q))
     cos, sin = angle.cos(), angle.sin()
-    return fused.rotate(q, cos, sin), fused.rotate(k, cos, sin)
+    return fused.rotate(q, cos, sin, backend), fused.rotate(k, cos, sin, backend)
+
+
+def set_backend(module: Module, backend: str) -> Module:
+    """Let the ops of a module run by `backend`, and return the module.
+
+    Norms, gates and convolutions stay in plain torch where the op on the state does (`ops.backends.dispatch.beside`).
+    """
+    for part in module.modules():
+        for name, value in (("backend", backend), ("pass_backend", beside(backend))):
+            if hasattr(part, name):
+                setattr(part, name, value)
+    return module

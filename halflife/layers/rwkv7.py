@@ -199,7 +199,9 @@ class RWKV7(Mixer):
     def keys(self, x: Tensor, x_iclr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`k [B, T, H, K]`, and the vectors with which the correction reads, `−κ̂`, and writes, `κ̂ ⊙ a`."""
         k, iclr = self.k_proj(x), (self.a0 + self.iclr_lora(x_iclr)).sigmoid()
-        removed = l2_normalize(self._per_head(k * self.k_k), eps=1e-24)  # √eps = 1e-12, that of F.normalize
+        removed = l2_normalize(  # √eps = 1e-12, that of F.normalize
+            self._per_head(k * self.k_k), eps=1e-24, backend=self.pass_backend
+        )
         k = k * (1 + (iclr - 1) * self.k_a)
         return self._per_head(k), -removed, removed * self._per_head(iclr)
 

@@ -195,9 +195,10 @@ class SKA(DecayGate):
             "out_proj": uniform(0),
         }  # fmt: skip
         self.phi = drawn(3 * sizes[lift] // 2, rank, orthogonal) if lift == "cg_projected" else None
+        self.backend = run.backend
         self.options = {
             "power": power, "ridge": ridge, "chunk_size": run.chunk_size, "refresh": refresh,
-            "normalization": normalization, "operator": operator, "backend": run.backend,
+            "normalization": normalization, "operator": operator,
         }  # fmt: skip
         self.q_proj = drawn(hidden_size, features, self.initial["q_proj"])
         self.k_proj = drawn(hidden_size, features, self.initial["k_proj"])
@@ -278,7 +279,7 @@ class SKA(DecayGate):
                 refresh = self.decode_refresh
             size = 1 if refresh == "token" else self.options["chunk_size"]
             state = convert_state(state, size, self.options["normalization"])
-        options = {**self.options, **weights, "refresh": refresh}
+        options = {**self.options, **weights, "refresh": refresh, "backend": self.backend}
         result = self.readout(q, k, v, **options, mask=mask, initial_state=state, cu_seqlens=packing)
         new = result.state
         if torch.compiler.is_exporting() and self.mode == "chunk" and self.options["refresh"] == "chunk":
@@ -296,7 +297,7 @@ class SKA(DecayGate):
         lengths = [q.shape[1]] if packing.cu_seqlens is None else packing.counts
         named = {**weights, **({} if mask is None else {"mask": mask})}
         parts = zip(*(x.split(lengths, 1) for x in (q, k, v, *named.values())), strict=True)
-        options = {**self.options, "mode": self.mode, "refresh": "token"}
+        options = {**self.options, "mode": self.mode, "refresh": "token", "backend": self.backend}
         results = [self.readout(*part[:3], **options, **dict(zip(named, part[3:], strict=True))) for part in parts]
         if not results:
             return torch.zeros_like(v), {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halflife import layers
 from halflife.layers import KoopmanMLP, Mixer, RWKV7ChannelMix, Shared, State, SwiGLU
 from halflife.layers.init import reset
-from halflife.layers.parts import PlusOneRMSNorm, RMSNorm
+from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, set_backend
 from halflife.models.config import ModelConfig
 from halflife.packing import Packing
 from halflife.precision import Float32Module
@@ -34,14 +34,19 @@ class Block(nn.Module):
         super().__init__()
         self.mixer_norm = _norm(config)
         name, options = config.mixer_of(layer_idx)
+        backend = config.mixer_options.get("backend", "auto")
         place = {"hidden_size": config.hidden_size, "layer_idx": layer_idx, "num_layers": config.num_layers}
-        self.mixer: Mixer = layers.build(name, **place, **options)
+        place["backend"] = backend
+        self.mixer: Mixer = layers.build(name, **{**place, **options})
         self.beside: Mixer | None = None
         if (beside := config.beside_of(layer_idx)) is not None:
-            self.beside = layers.build(beside[0], **place, **beside[1])
+            self.beside = layers.build(beside[0], **{**place, **beside[1]})
         self.mlp = _mlp(config, layer_idx)
         self.mlp_norm = None if self.mlp is None else _norm(config)
         self.norms_after = config.norms_after(layer_idx)
+        for part in (self.mixer_norm, self.mlp, self.mlp_norm):
+            if part is not None:
+                set_backend(part, backend)
 
     def forward(self, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
         # Earlier layers may be on another device.
@@ -115,6 +120,8 @@ class LanguageModel(nn.Module):
         self.norm = _norm(config)
         # A tied head adds no parameter: the weight is one tensor with one name in a checkpoint.
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        for part in (self.embedding_norm, self.norm):
+            set_backend(part, config.mixer_options.get("backend", "auto"))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -16,32 +16,26 @@ _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _SEEN: set[tuple[Any, ...]] = set()  # the calls on accelerators whose log-decays have been checked once
 
 
-def check_tensors(**tensors: Any) -> None:
-    """Check that all are tensors of floating-point numbers on one device; None stands for an absent one.
+def check_tensor(name: str, x: Any, device: torch.device | None, dtype: str = "float") -> torch.device:
+    """Check that `x` is a tensor of floating-point numbers on `device` (None: any), and return its device.
+
+    Args:
+        name: name of the argument.
+        x: the argument.
+        device: the device of the tensors before it.
+        dtype: "float", or "any" for every dtype.
 
     Raises:
-        TypeError: an argument is no tensor (a list or a numpy array, for example).
+        TypeError: it is no tensor (a list or a numpy array, for example).
         ValueError: its dtype is no floating-point dtype of at least 16 bits, or the devices differ.
     """
-    device = None
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
-        if x.dtype not in _DTYPES:
-            raise ValueError(f"{name} must hold floating-point numbers of 16 bits or more; got {x.dtype}")
-        device = device or x.device
-        if x.device != device:
-            raise ValueError(f"all tensors must be on one device; got {device}, and {name} on {x.device}")
-
-
-def check_required(**tensors: Any) -> None:
-    """Check tensors as `check_tensors` does, and that none of them is None."""
-    for name, x in tensors.items():
-        if x is None:
-            raise TypeError(f"{name} must be a torch.Tensor; got None")
-    check_tensors(**tensors)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {'None' if x is None else type(x).__name__}")
+    if dtype == "float" and x.dtype not in _DTYPES:
+        raise ValueError(f"{name} must hold floating-point numbers of 16 bits or more; got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"all tensors must be on one device; got {device}, and {name} on {x.device}")
+    return x.device
 
 
 def check_number(name: str, x: Any) -> None:

@@ -7,32 +7,36 @@ Before the first token of each sequence stand zeros, or the state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import check_tensors, is_transformed
-from halflife.ops.backends.dispatch import Implementation, choose, implements
-from halflife.ops.backends.native import unsupported
-from halflife.ops.fused import usable
+from halflife.ops.arguments import is_transformed
+from halflife.ops.backends import native
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.call import Call
+from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
-from halflife.shapes import Float, Int
 
 ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
 
+define("causal_conv1d", x="B T D", weight="D W", bias="D | None", state="N D W-1", wide=False)
+
 
 def causal_conv1d(
-    x: Float[Tensor, "B T D"],
-    weight: Float[Tensor, "D W"],
-    bias: Float[Tensor, " D"] | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     activation: str | None = "silu",
-    initial_state: Float[Tensor, "N D W1"] | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Causal depthwise convolution `y_t = act(Σ_i w_i ⊙ x_{t−W+1+i} + bias)`.
 
@@ -45,6 +49,7 @@ def causal_conv1d(
             (`[N, D, W − 1]` when packed); None means zeros.
         output_final_state: whether to return the last W − 1 inputs.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1). No window crosses a boundary.
+        backend: "auto", or one of `available_backends("causal_conv1d")`.
 
     Returns:
         `y [B, T, D]` in x's dtype and the final state `[N, D, W − 1]` in x's dtype, or None.
@@ -52,42 +57,40 @@ def causal_conv1d(
     Raises:
         ValueError: a shape does not fit, or the activation is unknown.
     """
-    check_tensors(x=x, weight=weight, bias=bias, initial_state=initial_state)
-    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
-        raise ValueError(f"x must be [B, T, D] and weight [D, W]; got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != x.shape[2:]:
-        raise ValueError(f"bias must be [D] = {tuple(x.shape[2:])}; got {tuple(bias.shape)}")
+    if isinstance(weight, Tensor) and weight.shape[-1:] == (0,):
+        raise ValueError(f"weight must be [D, W] with at least one tap; got {list(weight.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be 'silu' or None; got {activation!r}")
-    packing = Packing.of(cu_seqlens, *x.shape[:2])
-    expected = (packing.num_sequences, x.shape[2], weight.shape[1] - 1)
-    if initial_state is None:
-        initial_state = x.new_zeros(expected)
-    elif tuple(initial_state.shape) != expected:
-        raise ValueError(f"initial_state must be [sequences, D, W - 1] = {expected}; got {tuple(initial_state.shape)}")
-    backend = "reference" if is_transformed() else "auto" if usable(x) else "chunked"
-    implementation = choose("causal_conv1d", backend, x.device)
-    y, state = implementation(x, weight, bias, activation, initial_state, packing)
-    return y, state if output_final_state else None
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    return dispatch(
+        "causal_conv1d", tensors, initial_state, cu_seqlens, backend, output_final_state, activation=activation
+    )
 
 
-@implements("causal_conv1d", "native", unsupported)
-def native(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, packing: Packing
-) -> tuple[Tensor, Tensor]:
+def _native(call: Call) -> tuple[Tensor, Tensor]:
     """One pass over memory with the bias and the activation, compiled for this CPU (csrc/conv.cpp)."""
-    return torch.ops.halflife.causal_conv(x, weight, bias, state, packing.cu_seqlens, activation == "silu")
+    (x, weight, bias), activated = call.tensors.values(), call.options["activation"] == "silu"
+    return native.op("causal_conv")(x, weight, bias, _first(call), call.packing.cu_seqlens, activated)
 
 
-def _activated(convolve: Implementation) -> Implementation:
+implements("causal_conv1d", "native", _native, why_not=native.why_not_matrices(1), steps=True)
+
+
+def _first(call: Call) -> Tensor:
+    """The inputs before the first token, as they are given."""
+    return call.first_states(call["x"].dtype)[0] if call.state is None else call.state[0]
+
+
+def _activated(
+    convolve: Callable[[Tensor, Tensor, Tensor, Packing], tuple[Tensor, Tensor]],
+) -> Callable[[Call], tuple[Tensor, Tensor]]:
     """The implementation `convolve(x, weight, state, packing)` with a bias and an activation after it."""
 
     @wraps(convolve)
-    def run(
-        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor, packing: Packing
-    ) -> tuple[Tensor, Tensor]:
-        y, state = convolve(x, weight, state, packing)
-        return ACTIVATIONS[activation](y if bias is None else y + bias).to(x.dtype), state
+    def run(call: Call) -> tuple[Tensor, Tensor]:
+        x, weight, bias = call.tensors.values()
+        y, state = convolve(x, weight, _first(call), call.packing)
+        return ACTIVATIONS[call.options["activation"]](y if bias is None else y + bias).to(x.dtype), state
 
     return run
 
@@ -108,7 +111,7 @@ def reference(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tup
     return y, torch.cat(finals).to(x.dtype) if finals else state
 
 
-@implements("causal_conv1d", "chunked")
+@implements("causal_conv1d", "chunked", steps=True, traceable=True)
 @_activated
 def chunked(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """The sum of W shifted products. The state of each sequence is put before its first token."""
@@ -126,8 +129,9 @@ def chunked(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tuple
 
 
 def _shifted_products(x: Tensor, taps: Tensor) -> Tensor:
-    """`_ShiftedProducts`; as plain products in graphs, because torch 2.11 traces its backward pass wrongly."""
-    return _sum_of_shifts(x, taps) if torch.compiler.is_compiling() else _ShiftedProducts.apply(x, taps)
+    """`_ShiftedProducts`; plain products under transforms, and in graphs, whose backward torch 2.11 traces wrongly."""
+    plain = torch.compiler.is_compiling() or is_transformed()
+    return _sum_of_shifts(x, taps) if plain else _ShiftedProducts.apply(x, taps)
 
 
 def _sum_of_shifts(x: Tensor, taps: Tensor) -> Tensor:

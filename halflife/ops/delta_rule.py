@@ -11,27 +11,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halflife.ops.backends import fla, native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add, split_decay
+from halflife.ops.spec import define
 from halflife.packing import Packing
-from halflife.shapes import Float, Int
+
+define(
+    "delta_rule", q="B T H K", k="B T H K", v="B T H V", beta="B T H", g="B T H | B T H K | None", state="N H K V",
+    log_decays=["g"],
+)  # fmt: skip
 
 
 def delta_rule(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    beta: Float[Tensor, "B T H"],
-    g: Float[Tensor, "B T H *K"] | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None = None,
     *,
     scale: float | None = None,
-    initial_state: Float[Tensor, "N H K V"] | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -56,17 +62,21 @@ def delta_rule(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
-    call = OpCall(
-        "delta_rule", q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
+    return dispatch(
+        "delta_rule", {"q": q, "k": k, "v": v, "beta": beta, "g": g}, initial_state, cu_seqlens, backend,
+        output_final_state, scale=scale, chunk_size=chunk_size,
     )  # fmt: skip
-    return dispatch(call, backend, output_final_state)
+
+
+implements("delta_rule", "triton", "halflife.ops.backends.triton.delta:run", why_not=triton.why_not)
+implements("delta_rule", "fla", fla.delta_rule, why_not=fla.why_not)
+implements("delta_rule", "native", native.run, why_not=native.why_not, steps=True)
 
 
 @implements("delta_rule", "reference")
-def reference(call: OpCall) -> tuple[Tensor, Tensor]:
+def reference(call: Call) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
-    return token_loop(_token, call, call.beta)
+    return token_loop(_token, call, call["beta"])
 
 
 def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -81,7 +91,7 @@ def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tens
 
 
 @implements("delta_rule", "chunked")
-def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
+def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked form: matrix products and one triangular solve a chunk.
 
     In a chunk with entering state S, token t adds `k_t u_tᵀ` to the state. The written values U (rows u_t) solve
@@ -90,7 +100,7 @@ def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
 
     Therefore `U = X − Y S` with `(I + L) [X, Y] = β ⊙ [V, e^b ⊙ K]`, and X and Y do not depend on S.
     """
-    return blocks.run(DeltaBlock, (call.q, call.k, call.v, call.beta, call.g), call)
+    return blocks.run(DeltaBlock, (call["q"], call["k"], call["v"], call["beta"], call["g"]), call)
 
 
 class DeltaBlock(blocks.ChunkBlock):

@@ -12,28 +12,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.ops.backends import fla, native
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
+from halflife.ops.spec import define
 from halflife.packing import Packing
-from halflife.shapes import Float, Int
+
+define(
+    "dplr", q="B T H K", k="B T H K", v="B T H V", a="B T H K", b="B T H K", g="B T H | B T H K | None",
+    state="N H K V", log_decays=["g"],
+)  # fmt: skip
 
 
 def dplr(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    a: Float[Tensor, "B T H K"],
-    b: Float[Tensor, "B T H K"],
-    g: Float[Tensor, "B T H *K"] | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    g: Tensor | None = None,
     *,
     scale: float | None = None,
-    initial_state: Float[Tensor, "N H K V"] | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -59,17 +65,20 @@ def dplr(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
-    call = OpCall(
-        "dplr", q, k, v, g, a=a, b=b, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
+    return dispatch(
+        "dplr", {"q": q, "k": k, "v": v, "a": a, "b": b, "g": g}, initial_state, cu_seqlens, backend,
+        output_final_state, scale=scale, chunk_size=chunk_size,
     )  # fmt: skip
-    return dispatch(call, backend, output_final_state)
+
+
+implements("dplr", "fla", fla.dplr, why_not=fla.why_not)
+implements("dplr", "native", native.run, why_not=native.why_not, steps=True)
 
 
 @implements("dplr", "reference")
-def reference(call: OpCall) -> tuple[Tensor, Tensor]:
+def reference(call: Call) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
-    return token_loop(_token, call, call.a, call.b)
+    return token_loop(_token, call, call["a"], call["b"])
 
 
 def _token(
@@ -83,7 +92,7 @@ def _token(
 
 
 @implements("dplr", "chunked")
-def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
+def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked form: matrix products and one triangular solve a chunk.
 
     In a chunk with entering state S and cumulative log-decay c, the corrections U (rows u_t = S_{t−1}ᵀ a_t) solve
@@ -92,7 +101,7 @@ def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
 
     Therefore `U = X + Y S`, and X and Y do not depend on S.
     """
-    return blocks.run(DPLRBlock, (call.q, call.k, call.v, call.a, call.b, call.g), call)
+    return blocks.run(DPLRBlock, (call["q"], call["k"], call["v"], call["a"], call["b"], call["g"]), call)
 
 
 def _earlier(x: Tensor) -> Tensor:

@@ -1,74 +1,53 @@
 """Passes of a layer over memory: norms with their gates, SwiGLU, scaled heads, rotations and the output of MIMO.
 
-Each function is an expression of torch. Where the native kernels are built, it runs as one pass over memory, forward
-and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`).
+Each is an op whose definition is an expression of torch. Where the native kernels are built, it runs as one pass over
+memory, forward and backward (csrc/norms.cpp, gates.cpp and mimo.cpp in `backends/native`). `backend` is "auto",
+"native", or "chunked" or "reference" for the expression.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import is_transformed
-from halflife.ops.backends.constant import constant_while_tracing
-from halflife.ops.backends.native import build
+from halflife.ops.backends import native
+from halflife.ops.backends.dispatch import implements, run_pass
+from halflife.ops.spec import define
 from halflife.precision import compute_dtype
 
-SMALLEST = 4096  # entries; for fewer, a call of a custom op takes longer than torch's passes over them
 
-_on = True
-
-
-@contextmanager
-def off() -> Iterator[None]:
-    """Run the expressions of torch inside this block, and the short convolution too. Second derivatives need it."""
-    global _on
-    before, _on = _on, False
-    try:
-        yield
-    finally:
-        _on = before
+def _pass(op: str, expression: Callable[..., Tensor], kernel: Callable[..., Tensor], matrices: int) -> None:
+    """Register the implementations of a pass; its first `matrices` tensors are read by the kernel in one dtype."""
+    for backend in ("chunked", "reference"):
+        implements(op, backend, expression, traceable=True)
+    implements(op, "native", kernel, why_not=native.why_not_matrices(matrices))
 
 
-def usable(*matrices: Tensor) -> bool:
-    """Whether the native kernels take these tensors: on a CPU, all in float32 or all in bfloat16.
-
-    They have no derivatives under torch.func, where the expressions of torch run.
-    """
-    first = matrices[0]
-    if not _on or first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if not all(x.dtype == first.dtype and x.device == first.device for x in matrices):
-        return False
-    return not is_transformed() and _built()
+def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
+    """RMSNorm over the last axis of `x [..., D]` with a `weight [D]`."""
+    return run_pass("rms_norm", backend, (x, weight), eps)
 
 
-@constant_while_tracing
-def _built() -> bool:
-    if build.why_not() is not None:
-        return False
-    build.load()
-    return True
-
-
-def _pays(*matrices: Tensor) -> bool:
-    return matrices[0].numel() >= SMALLEST and usable(*matrices)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis with a `weight [D]`."""
-    if _pays(x):
-        return torch.ops.halflife.norm(x, None, weight, None, None, "none", x.shape[-1], True, eps)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return native.op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
+
+
+define("rms_norm", x="... D", weight="D")
+_pass("rms_norm", _rms_norm, _native_rms_norm, 1)
+
+
 def rms_norm_of_gated(
-    y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, skip: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+    y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, skip: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """`RMSNorm(y ⊙ silu(z)) ⊙ weight` over equal groups of channels, all `[B, T, D]`.
 
     Args:
@@ -76,12 +55,16 @@ def rms_norm_of_gated(
         weight: `[D]`.
         groups: number of groups; each has its own mean square.
         eps: added to the mean square.
-        skip: `(D [H], x [B, T, D])`; the values are then `y + D ⊙ x`, with one D a head.
+        skip: `(D [H], x [B, T, D])`; the values are then `y + D ⊙ x`, with one D per head.
+        backend: see the top of the module.
     """
     scale, x = (None, None) if skip is None else skip
-    if _pays(y, z) and (x is None or x.dtype == y.dtype):
-        size = y.shape[-1] // groups
-        return torch.ops.halflife.norm(y, z, weight, x, scale, "silu_before", size, True, eps)
+    return run_pass("rms_norm_of_gated", backend, (y, z, x, weight, scale), groups, eps)
+
+
+def _rms_norm_of_gated(
+    y: Tensor, z: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor | None, groups: int, eps: float
+) -> Tensor:
     if scale is not None and x is not None:
         heads = (len(scale), -1)
         y = torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
@@ -89,55 +72,121 @@ def rms_norm_of_gated(
     return F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2) * weight
 
 
-def rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`RMSNorm(y ⊙ σ(z))` over the last axis, with a `weight [D]`."""
-    if _pays(y, z):
-        return torch.ops.halflife.norm(y, z, weight, None, None, "sigmoid_before", y.shape[-1], True, eps)
+def _native_rms_norm_of_gated(
+    y: Tensor, z: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor | None, groups: int, eps: float
+) -> Tensor:
+    return native.op("norm")(y, z, weight, x, scale, "silu_before", y.shape[-1] // groups, True, eps)
+
+
+define("rms_norm_of_gated", y="B T D", z="B T D", x="B T D | None", weight="D", scale="H | None")
+_pass("rms_norm_of_gated", _rms_norm_of_gated, _native_rms_norm_of_gated, 3)
+
+
+def rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
+    """`RMSNorm(y ⊙ σ(z))` over the last axis of `y, z [..., D]`, with a `weight [D]`."""
+    return run_pass("rms_norm_of_sigmoid_gated", backend, (y, z, weight), eps)
+
+
+def _rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(y * z.sigmoid(), weight.shape, weight, eps)
 
 
-def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _native_rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return native.op("norm")(y, z, weight, None, None, "sigmoid_before", y.shape[-1], True, eps)
+
+
+define("rms_norm_of_sigmoid_gated", y="... D", z="... D", weight="D")
+_pass("rms_norm_of_sigmoid_gated", _rms_norm_of_sigmoid_gated, _native_rms_norm_of_sigmoid_gated, 2)
+
+
+def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str = "auto") -> Tensor:
     """`RMSNorm(o) ⊙ silu(z)` with the norm over each head: `o [B, T, H, V]`, `z [B, T, H·V]`, `weight [V]`."""
-    if _pays(o, z):
-        return torch.ops.halflife.norm(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
+    return run_pass("gated_head_norm", backend, (o, z, weight), eps)
+
+
+def _gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(o, weight.shape, weight, eps).flatten(-2) * F.silu(z)
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+def _native_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return native.op("norm")(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
+
+
+define("gated_head_norm", o="B T H V", z="B T D", weight="V")
+_pass("gated_head_norm", _gated_head_norm, _native_gated_head_norm, 2)
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
     """`x / √(‖x‖² + eps)` over the last axis, in float32; zero vectors stay zero, with finite gradients."""
-    if _pays(x) and x.ndim > 1:
-        y = torch.ops.halflife.norm(x.flatten(-2), None, None, None, None, "none", x.shape[-1], False, eps)
-        return y.view(x.shape)
+    return run_pass("l2_normalize", backend, (x,), eps)
+
+
+def _l2_normalize(x: Tensor, eps: float) -> Tensor:
     wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """`silu(a) ⊙ b`."""
-    return torch.ops.halflife.swiglu(a, b) if _pays(a, b) else F.silu(a) * b
+def _native_l2_normalize(x: Tensor, eps: float) -> Tensor:
+    rows = x.flatten(-2) if x.ndim > 1 else x
+    return native.op("norm")(rows, None, None, None, None, "none", x.shape[-1], False, eps).view(x.shape)
 
 
-def scale_heads(x: Tensor, s: Tensor) -> Tensor:
-    """`x ⊙ s` with one number a head: `x [B, T, H, V]`, `s [B, T, H]` in float32 → x's dtype."""
-    if _pays(x) and s.dtype == torch.float32:
-        return torch.ops.halflife.scale_heads(x.flatten(-2), s).view(x.shape)
-    return x * s.unsqueeze(-1).to(x.dtype)
+define("l2_normalize", x="... D")
+_pass("l2_normalize", _l2_normalize, _native_l2_normalize, 1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + P) of each head, for tensors that are `usable`.
+def swiglu(a: Tensor, b: Tensor, backend: str = "auto") -> Tensor:
+    """`silu(a) ⊙ b` for `a, b [..., D]`."""
+    return run_pass("swiglu", backend, (a, b))
+
+
+define("swiglu", a="... D", b="... D")
+_pass("swiglu", lambda a, b: F.silu(a) * b, lambda a, b: native.op("swiglu")(a, b), 2)
+
+
+def scale_heads(x: Tensor, s: Tensor, backend: str = "auto") -> Tensor:
+    """`x ⊙ s` with one number per head: `x [B, T, H, V]`, `s [B, T, H]` → x's dtype."""
+    return run_pass("scale_heads", backend, (x, s))
+
+
+def _native_scale_heads(x: Tensor, s: Tensor) -> Tensor:
+    return native.op("scale_heads")(x.flatten(-2), s.float()).view(x.shape)
+
+
+define("scale_heads", x="B T H V", s="B T H")
+_pass("scale_heads", lambda x, s: x * s.unsqueeze(-1).to(x.dtype), _native_scale_heads, 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, backend: str = "auto") -> Tensor:
+    """Rotate the pairs (i, i + P) of each head; channels beyond 2 P do not change.
 
     Args:
         x: `[B, T, H, K]`.
-        cos, sin: those of the angles, `[T, P]` or `[B, T, P]`, float32.
+        cos, sin: those of the angles, `[T, P]` or `[B, T, P]`, float32 or wider.
+        backend: see the top of the module.
     """
+    return run_pass("rotate", backend, (x, cos, sin), always=True)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs, wide = cos.shape[-1], torch.promote_types(x.dtype, cos.dtype)
+    first, second, rest = x.to(wide).tensor_split([pairs, 2 * pairs], -1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
+
+
+def _native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = (part if part.ndim == 3 else part.unsqueeze(0) for part in (cos, sin))
-    return torch.ops.halflife.rotate(x, cos, sin, 1.0)
+    return native.op("rotate")(x, cos, sin, 1.0)
+
+
+define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P")
+_pass("rotate", _rotate, _native_rotate, 1)
 
 
 def mimo_output(
     y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, z: Tensor,
-    values: Tensor, gates: Tensor, outputs: Tensor,
+    values: Tensor, gates: Tensor, outputs: Tensor, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """The output of Mamba-3 MIMO, `Σ_r w^o_r ⊙ u_r ⊙ silu(w^z_r ⊙ z) [B, T, H, V]`, with the u_r of `add_ranks`.
 
@@ -147,12 +196,29 @@ def mimo_output(
         y, later, now, before, x, values: as in `add_ranks`.
         z: `[B, T, H, V]`.
         gates, outputs: w^z and w^o `[R, H, V]`.
+        backend: see the top of the module.
     """
-    if _pays(y, before, x, z):
-        later, now, values, gates, outputs = (t.float() for t in (later, now, values, gates, outputs))
-        return torch.ops.halflife.mimo_output(y, later, now, before, x, z, values, gates, outputs)
+    return run_pass("mimo_output", backend, (y, before, x, z, later, now, values, gates, outputs))
+
+
+def _mimo_output(
+    y: Tensor, before: Tensor, x: Tensor, z: Tensor, later: Tensor, now: Tensor, values: Tensor, gates: Tensor,
+    outputs: Tensor,
+) -> Tensor:  # fmt: skip
     y = add_ranks(y, later, now, before, x, values)
     return (outputs.to(x.dtype) * y * F.silu(gates.to(x.dtype) * z.unsqueeze(2))).sum(2)
+
+
+def _native_mimo_output(y: Tensor, before: Tensor, x: Tensor, z: Tensor, *weights: Any) -> Tensor:
+    later, now, values, gates, outputs = (weight.float() for weight in weights)
+    return native.op("mimo_output")(y, later, now, before, x, z, values, gates, outputs)
+
+
+define(
+    "mimo_output", y="B T R H V", before="B T H V", x="B T H V", z="B T H V", later="B T H R R", now="B T H R R",
+    values="R H V", gates="R H V", outputs="R H V",
+)  # fmt: skip
+_pass("mimo_output", _mimo_output, _native_mimo_output, 4)
 
 
 def add_ranks(y: Tensor, later: Tensor, now: Tensor, before: Tensor, x: Tensor, values: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.arguments import check_required, check_tensors
+from halflife.ops.backends import native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import FLOOR
 from halflife.ops.chunked.gate_decay import GateDecay
@@ -28,27 +28,32 @@ from halflife.ops.delta_rule import DeltaBlock
 from halflife.ops.linear_attention import LinearBlock, linear_attention
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
+from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.precision import compute_dtype, wide
 from halflife.registry import unknown
-from halflife.shapes import Float, Int
 
 States = tuple[Tensor, Tensor]
 RESET_LAWS = ("mask", "printed")
 
+define(
+    "gate_rank", q="B T H K", k="B T H K", v="B T H V", g_slow="B T H", g_fast="B T H", beta="B T H | None",
+    state={"fast": "N H K V", "slow": "N H K V"}, log_decays=["g_fast", "g_slow"],
+)  # fmt: skip
+
 
 def gate_rank(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g_slow: Float[Tensor, "B T H"],
-    g_fast: Float[Tensor, "B T H"],
-    beta: Float[Tensor, "B T H"] | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_slow: Tensor,
+    g_fast: Tensor,
+    beta: Tensor | None = None,
     *,
     scale: float | None = None,
     initial_state: States | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
     reset_law: str = "mask",
@@ -78,18 +83,13 @@ def gate_rank(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
-    check_required(g_slow=g_slow, g_fast=g_fast)
     check_reset_law(reset_law, delta=beta is not None)
+    tensors = {"q": q, "k": k, "v": v, "g_slow": g_slow, "g_fast": g_fast, "beta": beta}
+    settings = {"scale": scale, "chunk_size": chunk_size}
     if reset_law == "printed":
-        check_tensors(q=q)
-        packing = Packing.of(cu_seqlens, *q.shape[:2])
-        options = {"scale": scale, "cu_seqlens": packing, "chunk_size": chunk_size, "backend": backend}
-        return _printed(q, k, v, g_slow, g_fast, initial_state, output_final_state, options)
-    call = OpCall(
-        "gate_rank", q, k, v, g_fast, beta, g_slow=g_slow, scale=scale, initial_state=join(initial_state),
-        cu_seqlens=cu_seqlens, chunk_size=chunk_size,
-    )  # fmt: skip
-    o, state = dispatch(call, backend, output_final_state)
+        call = Call.of("gate_rank", tensors, initial_state, cu_seqlens, **settings)
+        return _printed(call, backend, output_final_state, **settings)
+    o, state = dispatch("gate_rank", tensors, initial_state, cu_seqlens, backend, output_final_state, **settings)
     return o, None if state is None else split(state)
 
 
@@ -101,37 +101,20 @@ def check_reset_law(law: str, *, delta: bool) -> None:
         raise ValueError("the paper prints its reset law for the linear update, so the delta rule has 'mask' alone")
 
 
-def _printed(
-    q: Tensor, k: Tensor, v: Tensor, g_slow: Tensor, g_fast: Tensor, initial_state: States | None,
-    output_final_state: bool, options: dict[str, Any],
-) -> tuple[Tensor, States | None]:  # fmt: skip
+def _printed(call: Call, backend: str, output_final_state: bool, **settings: Any) -> tuple[Tensor, States | None]:
     """Eqs. 10 to 12: two linear attentions. A reset erases the fast state, and its token enters both states."""
-    join(initial_state)
-    reset = g_slow != 0
-    pair = (None, None) if initial_state is None else initial_state
+    q, k, v, g_slow, g_fast = (call[name] for name in ("q", "k", "v", "g_slow", "g_fast"))
+    reset, pair = g_slow != 0, call.state or (None, None)
+    settings |= {"output_final_state": output_final_state, "cu_seqlens": call.packing, "backend": backend}
     erased = torch.where(reset, -torch.inf, g_fast)
-    options |= {"output_final_state": output_final_state}
-    recent, fast = linear_attention(q, k, v, erased, initial_state=pair[0], **options)
+    recent, fast = linear_attention(q, k, v, erased, initial_state=pair[0], **settings)
     added = torch.where(reset.unsqueeze(-1), k, 0)
-    old, slow = linear_attention(q, added, v, g_slow, initial_state=pair[1], **options)
+    old, slow = linear_attention(q, added, v, g_slow, initial_state=pair[1], **settings)
     return recent + old, None if fast is None or slow is None else (fast, slow)
 
 
-def join(states: Any) -> Tensor | None:
-    """Put the fast state above the slow one, `[N, H, 2K, V]`, the form that every backend takes; None stays None."""
-    if states is None:
-        return None
-    if not isinstance(states, tuple | list) or len(states) != 2:
-        raise ValueError("initial_state must be the pair (fast, slow)")
-    check_tensors(fast=states[0], slow=states[1])
-    if states[0].ndim != 4 or states[0].shape != states[1].shape:
-        shapes = " and ".join(str(tuple(state.shape)) for state in states)
-        raise ValueError(f"initial_state must be two states [sequences, H, K, V]; got {shapes}")
-    return torch.cat(tuple(states), -2)
-
-
 def split(state: Tensor) -> States:
-    """Undo `join`: `[N, H, 2K, V]` → `(fast, slow)`."""
+    """The states above each other, `[N, H, 2K, V]`, the form that every backend takes → `(fast, slow)`."""
     fast, slow = state.chunk(2, -2)
     return fast.contiguous(), slow.contiguous()
 
@@ -139,10 +122,14 @@ def split(state: Tensor) -> States:
 # ------------------------------------------------------------------------------------------- definition
 
 
+implements("gate_rank", "triton", triton.gate_rank, why_not=triton.why_not)
+implements("gate_rank", "native", native.run, why_not=native.why_not, steps=True)
+
+
 @implements("gate_rank", "reference")
-def reference(call: OpCall) -> tuple[Tensor, Tensor]:
+def reference(call: Call) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
-    return token_loop(_token, call, call.g_slow, call.beta)
+    return token_loop(_token, call, call["g_slow"], call["beta"])
 
 
 def _token(
@@ -198,7 +185,7 @@ def _cumulative(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 @implements("gate_rank", "mask")
-def mask(call: OpCall) -> tuple[Tensor, Tensor]:
+def mask(call: Call) -> tuple[Tensor, Tensor]:
     """The quadratic form with T × T weights, for reading and teaching; its memory is quadratic in T."""
     states, outputs, finals = call.first_state(), [], []
     for rows, tokens in call.packing.pieces():
@@ -207,17 +194,15 @@ def mask(call: OpCall) -> tuple[Tensor, Tensor]:
             o, state = _quadratic(call, tokens, state)
             outputs.append(o)
         finals.append(state)
-    o = torch.cat([call.v[:, :0].to(states), *outputs], 1).mul(call.output_scale)
-    return o.to(call.v.dtype), torch.cat([states[:0], *finals])
+    o = torch.cat([call["v"][:, :0].to(states), *outputs], 1).mul(call.output_scale)
+    return o.to(call["v"].dtype), torch.cat([states[:0], *finals])
 
 
-def _quadratic(call: OpCall, tokens: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+def _quadratic(call: Call, tokens: slice, state: Tensor) -> tuple[Tensor, Tensor]:
     """One sequence: `O = (Q Kᵀ ⊙ D) U` plus what the queries read from the initial states."""
-    q, k, v = (x[:, tokens].to(state.dtype).transpose(1, 2) for x in (call.q, call.k, call.v))
+    q, k, v = (x[:, tokens].to(state.dtype).transpose(1, 2) for x in (call["q"], call["k"], call["v"]))
     fast, slow = state.chunk(2, -2)
-    assert call.g_slow is not None
-    assert call.g is not None
-    g_slow, g_fast = (x[:, tokens].to(state.dtype) for x in (call.g_slow, call.g))
+    g_slow, g_fast = (x[:, tokens].to(state.dtype) for x in (call["g_slow"], call["g_fast"]))
     a, b, resets = _cumulative(g_slow, g_fast)
     first, until = resets[..., :1], resets[..., 1:]
     steps = torch.arange(q.shape[2], device=q.device)
@@ -226,8 +211,8 @@ def _quadratic(call: OpCall, tokens: slice, state: Tensor) -> tuple[Tensor, Tens
     decay = torch.mul(*masks(g_slow, g_fast))
 
     written = v
-    if call.beta is not None:
-        beta = call.beta[:, tokens].to(state.dtype).transpose(1, 2).unsqueeze(-1)
+    if call["beta"] is not None:
+        beta = call["beta"][:, tokens].to(state.dtype).transpose(1, 2).unsqueeze(-1)
         held = from_fast * (k @ fast) + from_slow * (k @ slow)
         system = torch.eye(len(steps)).to(state) + (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
         written = torch.linalg.solve_triangular(system, beta * (v - held), upper=False)
@@ -246,14 +231,12 @@ def _quadratic(call: OpCall, tokens: slice, state: Tensor) -> tuple[Tensor, Tens
 
 
 @implements("gate_rank", "chunked")
-def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
+def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunks of `linear_attention` or `delta_rule` with the weights of `GateDecay`; both states are carried."""
-    assert call.g_slow is not None
-    assert call.g is not None
-    g = torch.stack(torch.broadcast_tensors(call.g_slow, call.g), -1)
-    if call.beta is None:
-        return blocks.run(_LinearBlock, (call.q, call.k, call.v, g), call)
-    return blocks.run(_DeltaBlock, (call.q, call.k, call.v, call.beta, g), call)
+    g = torch.stack(torch.broadcast_tensors(call["g_slow"], call["g_fast"]), -1)
+    if call["beta"] is None:
+        return blocks.run(_LinearBlock, (call["q"], call["k"], call["v"], g), call)
+    return blocks.run(_DeltaBlock, (call["q"], call["k"], call["v"], call["beta"], g), call)
 
 
 class _LinearBlock(LinearBlock):

@@ -10,26 +10,32 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from halflife.ops.backends import fla, native, triton
 from halflife.ops.backends.dispatch import dispatch, implements
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 from halflife.ops.chunked import blocks
 from halflife.ops.chunked.decays import DecayGrads
 from halflife.ops.recurrent import token_loop
 from halflife.ops.slow_decay import decay_and_add
+from halflife.ops.spec import define
 from halflife.packing import Packing
-from halflife.shapes import Float, Int
+
+define(
+    "linear_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H | B T H K | None", state="N H K V",
+    log_decays=["g"],
+)  # fmt: skip
 
 
 def linear_attention(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H *K"] | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
     *,
     scale: float | None = None,
-    initial_state: Float[Tensor, "N H K V"] | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,15 +60,19 @@ def linear_attention(
         ValueError: a shape does not fit, a log-decay is positive (see `arguments.check_decay`), or the backend cannot
             run; the message names the backends that can.
     """
-    call = OpCall(
-        "linear_attention", q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
+    return dispatch(
+        "linear_attention", {"q": q, "k": k, "v": v, "g": g}, initial_state, cu_seqlens, backend, output_final_state,
+        scale=scale, chunk_size=chunk_size,
     )  # fmt: skip
-    return dispatch(call, backend, output_final_state)
+
+
+implements("linear_attention", "triton", "halflife.ops.backends.triton.linear:run", why_not=triton.why_not)
+implements("linear_attention", "fla", fla.linear_attention, why_not=fla.why_not)
+implements("linear_attention", "native", native.run, why_not=native.why_not, steps=True)
 
 
 @implements("linear_attention", "reference")
-def reference(call: OpCall) -> tuple[Tensor, Tensor]:
+def reference(call: Call) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
     return token_loop(_token, call)
 
@@ -74,9 +84,9 @@ def _token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> 
 
 
 @implements("linear_attention", "chunked")
-def chunked(call: OpCall) -> tuple[Tensor, Tensor]:
+def chunked(call: Call) -> tuple[Tensor, Tensor]:
     """The chunked form: matrix products inside chunks of C tokens, and one state carried from chunk to chunk."""
-    return blocks.run(LinearBlock, (call.q, call.k, call.v, call.g), call)
+    return blocks.run(LinearBlock, (call["q"], call["k"], call["v"], call["g"]), call)
 
 
 class LinearBlock(blocks.ChunkBlock):

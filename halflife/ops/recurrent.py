@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 
 
 def token_loop(
-    token: Callable[..., tuple[Tensor, Tensor]], call: OpCall, *others: Tensor | None
+    token: Callable[..., tuple[Tensor, Tensor]], call: Call, *others: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run the definition of an op: `o_t, state = token(state, q_t, k_t, v_t, *others_t, g_t)` for one token at a time.
 
@@ -23,10 +23,10 @@ def token_loop(
     Returns:
         The outputs `[B, T, H, V]` in v's dtype and the final states `[N, H, num_states · K, V]` in the compute dtype.
     """
-    states, scale, g = call.first_state(), call.output_scale, call.g
+    states, scale, g = call.first_state(), call.output_scale, call.decay
     if g is not None and g.ndim == 3:
         g = g.unsqueeze(-1)
-    inputs = [None if x is None else x.to(states.dtype) for x in (call.q, call.k, call.v, *others, g)]
+    inputs = [None if x is None else x.to(states.dtype) for x in (call["q"], call["k"], call["v"], *others, g)]
     outputs, finals = [], []
     for rows, tokens in call.packing.pieces():
         state = states[rows]
@@ -34,5 +34,5 @@ def token_loop(
             o, state = token(state, *(None if x is None else x[:, t] for x in inputs))
             outputs.append(o * scale)
         finals.append(state)
-    o = torch.stack(outputs, 1).to(call.v.dtype) if outputs else torch.zeros_like(call.v)
+    o = torch.stack(outputs, 1).to(call.output_dtype) if outputs else torch.zeros_like(call["v"])
     return o, torch.cat(finals) if finals else states

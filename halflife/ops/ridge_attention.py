@@ -14,51 +14,43 @@ Source: von Oswald et al. 2025, "MesaNet", §3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_required, check_tensors, is_traced
-from halflife.ops.backends.dispatch import choose, implements
-from halflife.ops.call import OpCall
+from halflife.ops.arguments import is_traced
+from halflife.ops.backends import native, triton
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.call import Call
 from halflife.ops.conjugate_gradients import Solution, check_solver, conjugate_gradients
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.slow_decay import decay_and_add
+from halflife.ops.spec import define
 from halflife.packing import Packing
-from halflife.precision import compute_dtype, without_autocast
-from halflife.shapes import Float, Int
 
 State = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class RidgeCall:
-    """The arguments of a call: those of other ops, the ridge `[H, K]`, the first sums, and the solver's."""
-
-    op: OpCall
-    ridge: Tensor
-    gram: Tensor
-    values: Tensor
-    iterations: int
-    tolerance: float
+define(
+    "ridge_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H", beta="B T H", ridge="H K",
+    state={"G": "N H K K", "C": "N H K V"}, log_decays=["g"],
+)  # fmt: skip
 
 
 def ridge_attention(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H"],
-    beta: Float[Tensor, "B T H"],
-    ridge: Float[Tensor, "H K"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
     *,
     iterations: int = 30,
     tolerance: float = 1e-6,
     initial_state: State | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, State | None]:
@@ -78,8 +70,8 @@ def ridge_attention(
         output_final_state: whether to return the sums after the last token.
         cu_seqlens: boundaries `[N + 1]` of N sequences packed along T (then B = 1): 0, …, T.
         chunk_size: passed to `linear_attention`.
-        backend: "auto"; "chunked", conjugate gradients on `linear_attention`; or "reference", a loop over tokens with
-            exact solves.
+        backend: "auto"; "chunked", "native" or "triton" for conjugate gradients on `linear_attention` by that backend;
+            or "reference", a loop over tokens with exact solves.
 
     Returns:
         `y [B, T, H, V]` in v's dtype, and the final sums (float32, or float64 for float64 inputs), or None.
@@ -87,97 +79,81 @@ def ridge_attention(
     Raises:
         ValueError: a shape or number does not fit, or a log-decay is positive.
     """
-    call = OpCall("ridge_attention", q, k, v, g, beta, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    check_required(g=g, beta=beta, ridge=ridge)
-    call.check()
-    if g.ndim != 3:
-        raise ValueError(f"ridge attention needs one log-decay a head, g [B, T, H]; got {tuple(g.shape)}")
-    if ridge.shape != q.shape[2:] or not (is_traced(ridge) or (ridge > 0).all()):
-        raise ValueError(f"ridge must be positive numbers [H, K] = {tuple(q.shape[2:])}; got {tuple(ridge.shape)}")
     check_solver(iterations, tolerance)
-    gram, values = _first(call, initial_state)
-    dtype = gram.dtype
-    implementation = choose(call.op, backend, call.device)
-    with without_autocast(call.device):
-        q, k, g, beta = (x.to(dtype) for x in (q, k, g, beta))
-        call = OpCall(call.op, q, k, v.to(dtype), g, beta, cu_seqlens=call.packing, chunk_size=chunk_size)
-        y, *state = implementation(RidgeCall(call, ridge.to(dtype), gram, values, iterations, tolerance))
-    return y.to(v.dtype), (state[0], state[1]) if output_final_state else None
+    if isinstance(ridge, Tensor) and not (is_traced(ridge) or (ridge > 0).all()):
+        raise ValueError("ridge must be positive numbers")
+    return dispatch(
+        "ridge_attention", {"q": q, "k": k, "v": v, "g": g, "beta": beta, "ridge": ridge}, initial_state, cu_seqlens,
+        backend, output_final_state, chunk_size=chunk_size, iterations=iterations, tolerance=tolerance,
+    )  # fmt: skip
 
 
-def _first(call: OpCall, initial: Any) -> State:
-    """The sums before the first token."""
-    (heads, key), value = call.q.shape[2:], call.v.shape[-1]
-    shapes = [(call.packing.num_sequences, heads, key, last) for last in (key, value)]
-    if initial is None:
-        gram, values = (call.q.new_zeros(shape, dtype=compute_dtype(call.q)) for shape in shapes)
-        return gram, values
-    if not isinstance(initial, tuple | list) or len(initial) != 2 or [tuple(x.shape) for x in initial] != shapes:
-        raise ValueError(f"initial_state must be the pair (G, C), of shapes {shapes[0]} and {shapes[1]}")
-    check_tensors(G=initial[0], C=initial[1])
-    dtype = compute_dtype(call.q, *initial)
-    return initial[0].to(dtype), initial[1].to(dtype)
+def _in_dtype_of_states(call: Call) -> tuple[Call, Tensor, Tensor]:
+    """The call with tensors in the dtype of its states, and the sums G and C before the first token."""
+    gram, values = call.first_states()
+    return call.with_tensors(**{name: x.to(gram.dtype) for name, x in call.tensors.items()}), gram, values
 
 
 @implements("ridge_attention", "reference")
-def reference(call: RidgeCall) -> tuple[Tensor, Tensor, Tensor]:
+def reference(call: Call) -> tuple[Tensor, State]:
     """The definition, token by token, with exact solves."""
-    op, outputs, grams, values = call.op, [call.op.v[:, :0]], [], []
-    assert op.g is not None
-    assert op.beta is not None
-    for rows, tokens in op.packing.pieces():
-        gram, value = call.gram[rows], call.values[rows]
+    call, first_gram, first_values = _in_dtype_of_states(call)
+    outputs, grams, values = [call["v"][:, :0]], [first_gram[:0]], [first_values[:0]]
+    for rows, tokens in call.packing.pieces():
+        gram, value = first_gram[rows], first_values[rows]
         for t in range(tokens.start, tokens.stop):
-            q, k, v = (x[:, t].unsqueeze(-1) for x in (op.q, op.k, op.v))
-            decay, beta = op.g[:, t, :, None, None].exp(), op.beta[:, t, :, None, None]
+            q, k, v = (call[name][:, t].unsqueeze(-1) for name in "qkv")
+            decay, beta = call["g"][:, t, :, None, None].exp(), call["beta"][:, t, :, None, None]
             gram, value = decay * gram + beta * k * k.mT, decay * value + beta * k * v.mT
-            x = torch.linalg.solve(gram + torch.diag_embed(call.ridge), q)
+            x = torch.linalg.solve(gram + torch.diag_embed(call["ridge"]), q)
             outputs.append((value.mT @ x).squeeze(-1).unsqueeze(1))
         grams.append(gram)
         values.append(value)
-    return torch.cat(outputs, 1), torch.cat([call.gram[:0], *grams]), torch.cat([call.values[:0], *values])
+    return torch.cat(outputs, 1), (torch.cat(grams), torch.cat(values))
 
 
-@implements("ridge_attention", "chunked")
-def chunked(call: RidgeCall) -> tuple[Tensor, Tensor, Tensor]:
+def _solve(call: Call, backend: str) -> tuple[Tensor, State]:
     """Conjugate gradients for all tokens together, with products by `linear_attention`."""
-    op = call.op
-    assert op.beta is not None
+    call, first_gram, first_values = _in_dtype_of_states(call)
+    q, ridge, beta = call["q"], call["ridge"], call["beta"].unsqueeze(-1)
     read = partial(
-        linear_attention, k=op.k, g=op.g, scale=1, output_final_state=True, cu_seqlens=op.packing,
-        chunk_size=op.chunk_size,
+        linear_attention, k=call["k"], g=call["g"], scale=1, output_final_state=True, cu_seqlens=call.packing,
+        chunk_size=call.chunk_size, backend=backend,
     )  # fmt: skip
-    written = op.beta.unsqueeze(-1) * op.k
+    written = beta * call["k"]
 
     def product(x: Tensor) -> Tensor:
-        return read(x, v=written, initial_state=call.gram)[0] + call.ridge * x
+        return read(x, v=written, initial_state=first_gram)[0] + ridge * x
 
-    if op.is_token and not op.differentiated:
-        return _step(call, written)
+    if call.is_token and not call.differentiated:
+        return _step(call, written, first_gram, first_values)
 
-    solve = partial(conjugate_gradients, product, iterations=call.iterations, tolerance=call.tolerance)
+    solve = partial(conjugate_gradients, product, **call.options)
     with torch.no_grad():
-        x = solve(op.q)
-    applied, gram = read(x, v=written, initial_state=call.gram)
+        x = solve(q)
+    applied, gram = read(x, v=written, initial_state=first_gram)
     if torch.is_grad_enabled():
-        x = Solution.apply(op.q - applied - call.ridge * x, x, solve)
-    y, values = read(x, v=op.beta.unsqueeze(-1) * op.v, initial_state=call.values)
+        x = Solution.apply(q - applied - ridge * x, x, solve)
+    y, values = read(x, v=beta * call["v"], initial_state=first_values)
     assert values is not None
     assert gram is not None
-    return y, gram, values
+    return y, (gram, values)
 
 
-def _step(call: RidgeCall, written: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+for _name, _why_not in (("triton", triton.why_not), ("native", native.why_not), ("chunked", None)):
+    implements("ridge_attention", _name, partial(_solve, backend=_name), why_not=_why_not, steps=True)
+
+
+def _step(call: Call, written: Tensor, gram: Tensor, values: Tensor) -> tuple[Tensor, State]:
     """One token, whose products are with G itself."""
-    assert call.op.g is not None
-    q, key, value = call.op.q[:, 0], call.op.k[:, 0].unsqueeze(-2), call.op.v[:, 0].unsqueeze(-2)
+    key, value = call["k"][:, 0].unsqueeze(-2), call["v"][:, 0].unsqueeze(-2)
     gram, values = (
-        decay_and_add(sums, call.op.g[:, 0].unsqueeze(-1), written[:, 0].unsqueeze(-1) * row)
-        for sums, row in ((call.gram, key), (call.values, value))
+        decay_and_add(sums, call["g"][:, 0].unsqueeze(-1), written[:, 0].unsqueeze(-1) * row)
+        for sums, row in ((gram, key), (values, value))
     )
 
     def product(x: Tensor) -> Tensor:
-        return (x.unsqueeze(-2) @ gram).squeeze(-2) + call.ridge * x
+        return (x.unsqueeze(-2) @ gram).squeeze(-2) + call["ridge"] * x
 
-    x = conjugate_gradients(product, q, iterations=call.iterations, tolerance=call.tolerance)
-    return (x.unsqueeze(-2) @ values).transpose(1, 2), gram, values
+    x = conjugate_gradients(product, call["q"][:, 0], **call.options)
+    return (x.unsqueeze(-2) @ values).transpose(1, 2), (gram, values)

@@ -237,9 +237,9 @@ class LinearMixer(DecayGate, HasMemory):
             k = torch.cat([k, k], -1) if self.position == "rope" else k
         q = self.update.query(self, q, k)
         if self.unit_keys:
-            q, k = l2_normalize(q), l2_normalize(k)
+            q, k = (l2_normalize(x, backend=self.pass_backend) for x in (q, k))
         if self.position == "rope":
-            q, k = rotary(q, k, position)
+            q, k = rotary(q, k, position, backend=self.pass_backend)
         elif self.position != "none":
             encode = {"lrpe": lrpe, "half_lrpe": half_lrpe}[self.position]
             q, k = encode(q, position), encode(k, position)

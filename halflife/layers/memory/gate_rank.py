@@ -39,6 +39,8 @@ class SlowGate(Float32Module):
     SLOWEST, FASTEST = 0.01, 1.0
     GATES, BIASES, RATE_STARTS = ("head", "layer"), ("after", "before"), ("log_uniform", "uniform_1_16")
 
+    pass_backend = "auto"  # see `parts.set_backend`
+
     def __init__(
         self,
         num_heads: int,
@@ -91,7 +93,7 @@ class SlowGate(Float32Module):
         with without_autocast(f.device):
             y, state = causal_conv1d(
                 f, taps, bias, activation=None, initial_state=state, output_final_state=True,
-                cu_seqlens=packing,
+                cu_seqlens=packing, backend=self.pass_backend,
             )  # fmt: skip
         assert state is not None
         return y, state

@@ -33,6 +33,8 @@ class MIMO(Float32Module):
         head_dim: V.
     """
 
+    pass_backend = "auto"  # see `parts.set_backend`
+
     def __init__(self, num_heads: int, rank: int, head_dim: int) -> None:
         super().__init__()
         self.rank = rank
@@ -83,7 +85,9 @@ class MIMO(Float32Module):
         now = now + skip[:, None, None].to(now) * torch.eye(rank, device=now.device, dtype=now.dtype)
         y = y.unflatten(1, (-1, rank))
         if norm is None:
-            y = fused.mimo_output(y, later, now, v_before, v, z, self.values, self.gates, self.outputs)
+            y = fused.mimo_output(
+                y, later, now, v_before, v, z, self.values, self.gates, self.outputs, self.pass_backend
+            )
         else:  # all heads of one of the R outputs in a row
             y = fused.add_ranks(y, later, now, v_before, v, self.values)
             z = self.gates.to(v.dtype) * z.unsqueeze(2)

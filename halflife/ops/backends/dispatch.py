@@ -2,7 +2,7 @@
 
 | backend | implementation |
 |---|---|
-| `reference` | the token loop, which defines the op |
+| `reference` | the definition: the token loop, or a plain expression |
 | `mask` | weights of all pairs of tokens, T × T memory |
 | `chunked` | plain PyTorch, on any device |
 | `fla` | an adapter to the kernels of fla-core, on CUDA devices |
@@ -17,65 +17,81 @@ raises an error with the reason; no other one takes its place. The choice never 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from halflife.ops.backends import fla, native, triton
-from halflife.ops.call import OpCall
+from halflife.ops.arguments import is_transformed
+from halflife.ops.backends.constant import constant_while_tracing
+from halflife.ops.call import Call
+from halflife.ops.spec import OPS, Implementation
 from halflife.precision import without_autocast
-from halflife.registry import Registry, unknown
+from halflife.registry import unknown
 
-Implementation = Callable[..., Any]
-# (device, call or None) → the reason why the backend cannot run there, in one sentence, or None if it can. Without a
-# call only the device and the installed packages are judged.
-Limits = Callable[[torch.device, Any], str | None]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 ORDER = ("triton", "fla", "native", "chunked", "mask", "reference")  # best first
-
-_OPS: Registry[dict[str, Implementation]] = Registry("op")
-_LIMITS: dict[tuple[str, str], Limits] = {}
+# Entries of a tensor; for fewer, a call of a custom op takes longer than torch's passes over them.
+SMALLEST_PASS = 4096
 
 
 class CannotRun(ValueError):
     """A backend asked for by name cannot run these inputs on their device."""
 
 
-def implements(op: str, backend: str, limits: Limits | None = None) -> Callable[[Implementation], Implementation]:
-    """Register the decorated function as the `backend` of `op`, which runs where `limits` gives no reason against it.
+def implements(
+    op: str, backend: str, function: str | Callable[..., Any] | None = None, *,
+    why_not: Callable[..., str | None] | None = None, steps: bool = False, traceable: bool = False,
+) -> Callable[[Function], Function]:  # fmt: skip
+    """Register the decorated function, or `function`, as the `backend` of `op`.
 
-    Implementations of an op on a state take an `OpCall` and return `(o [B, T, H, V], final state)`.
+    Implementations of an op on tokens take a `Call` and return `(o, final state)`. Those of a pass take its arguments.
+
+    Args:
+        op, backend: their names.
+        function: the implementation, or "module:function", whose module is imported at the first use.
+        why_not, steps, traceable: see `Implementation`.
     """
 
-    def register(function: Implementation) -> Implementation:
-        if op not in _OPS:
-            _OPS.add(op)({})
-        _OPS[op][backend] = function
-        if limits is not None:
-            _LIMITS[op, backend] = limits
+    def register(function: Any) -> Any:
+        OPS[op].backends[backend] = Implementation(function, why_not, steps, traceable)
         return function
 
+    if function is not None:
+        register(function)
     return register
+
+
+@constant_while_tracing
+@cache
+def _load(name: str) -> Callable[..., Any]:
+    """The function "module:function"."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _function(implementation: Implementation) -> Callable[..., Any]:
+    function = implementation.function
+    return _load(function) if isinstance(function, str) else function
 
 
 def ops() -> list[str]:
     """Return the names of all ops."""
-    return _OPS.names()
+    return OPS.names()
 
 
 def registered(op: str) -> list[str]:
     """Return all backends of `op`, the fastest first, whether or not they can run here."""
-    return sorted(_OPS[op], key=ORDER.index)
+    return sorted(OPS[op].backends, key=ORDER.index)
 
 
-def why(op: str, backend: str, device: torch.device | str = "cpu", call: Any = None) -> str | None:
+def why_not(op: str, backend: str, device: torch.device | str = "cpu", call: Any = None) -> str | None:
     """Return the reason why `backend` cannot run `op` on `device` (and this call, if given), or None if it can."""
-    limits = _LIMITS.get((op, backend))
-    return None if limits is None else limits(torch.device(device), call)
+    reason = OPS[op].backends[backend].why_not
+    return None if reason is None else reason(op, torch.device(device), call)
 
 
 def available_backends(op: str, device: torch.device | str = "cpu") -> list[str]:
@@ -84,92 +100,123 @@ def available_backends(op: str, device: torch.device | str = "cpu") -> list[str]
     Triton's interpreter (TRITON_INTERPRET=1 on a CPU) is for tests, which ask for it by name. It is not listed.
     """
     device = torch.device(device)
-    return [name for name in registered(op) if why(op, name, device) is None and not _interpreted(name, device)]
+    return [name for name in registered(op) if why_not(op, name, device) is None and not _interpreted(name, device)]
 
 
 def _interpreted(backend: str, device: torch.device) -> bool:
     return backend == "triton" and device.type != "cuda"
 
 
-def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Implementation:
+def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Callable[..., Any]:
     """Return the implementation of `op` that runs on `device` (and this call, if given).
 
     Raises:
         ValueError: `backend` is no backend of this op, or cannot run here; the message gives the reason and the
             backends that can.
     """
+    backends = OPS[op].backends
     if backend == "auto":
         # The mask takes T² memory and the interpreter minutes, so both run only when asked for by name.
-        candidates = (name for name in registered(op) if name != "mask" and not _interpreted(name, device))
-        return _OPS[op][next(name for name in candidates if why(op, name, device, call) is None)]
-    reason = why(op, backend, device, call) if backend in _OPS[op] else "unknown"
+        for name in ORDER:
+            known = backends.get(name)
+            if known is None or name == "mask" or _interpreted(name, device):
+                continue
+            if known.why_not is None or known.why_not(op, device, call) is None:
+                return _function(known)
+    reason = why_not(op, backend, device, call) if backend in backends else "unknown"
     if reason is None:
-        return _OPS[op][backend]
-    able = ["auto", *(name for name in registered(op) if why(op, name, device, call) is None)]
-    if backend not in _OPS[op]:
+        return _function(backends[backend])
+    able = ["auto", *(name for name in registered(op) if why_not(op, name, device, call) is None)]
+    if backend not in backends:
         raise unknown(f"backend of {op} on {device.type}", backend, able)
     raise CannotRun(f"backend {backend!r} cannot run this {op}: {reason}. Those that can: {', '.join(able)}")
 
 
 def _traceable(op: str, backend: str) -> str:
     """Return the backend for a call under torch.func or forward-mode differentiation, which need plain operations."""
-    if backend not in ("auto", "reference", "mask"):
+    known = OPS[op].backends.get(backend)
+    if known is not None and backend not in ("reference", "mask") and not known.traceable:
         raise CannotRun(
             f"backend {backend!r} has no rules for torch.func and forward-mode derivatives of {op}; use 'reference'"
         )
     return "reference" if backend == "auto" else backend
 
 
-def dispatch(call: OpCall, backend: str, output_final_state: bool) -> tuple[Tensor, Tensor | None]:
+def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
+    """Return the implementation that runs a call; see `choose`.
+
+    With "auto", a single token goes through the native step, or else through the token loop, which are the fastest
+    forms while decoding. Under autograd it goes through the loop.
+    """
+    op, device = call.op, call.device
+    if is_transformed():
+        backend = _traceable(op, backend)
+    elif backend == "auto" and call.is_token:
+        for name in ("native", "chunked"):
+            known = call.spec.backends.get(name)
+            if known is None or not known.steps or (name == "native" and call.differentiated):
+                continue
+            if known.why_not is None or known.why_not(op, device, call) is None:
+                return _function(known)
+        backend = "reference"
+    return choose(op, backend, device, call)
+
+
+def dispatch(
+    op: str, tensors: Mapping[str, Any], initial_state: Any, cu_seqlens: Any, backend: str, output_final_state: bool,
+    **settings: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
     """Check the arguments of an op, choose its implementation and run it.
 
     Args:
-        call: the arguments.
-        backend: see `choose`. With "auto", a single token goes through the native step, or else through the token loop,
-            which are the fastest forms while decoding.
-        output_final_state: whether to return the final state.
+        op: name of the op.
+        tensors: its tensors by name.
+        initial_state, cu_seqlens, backend, output_final_state: as in `ops.linear_attention`.
+        **settings: `scale`, `chunk_size`, and the options of the op (see `Call`).
 
     A call whose initial state is float64 runs in float64, also with other inputs, and so returns a float64 state.
 
     Returns:
-        The outputs `[B, T, H, V]` in v's dtype, and the final state or None.
+        The outputs in v's dtype, and the final state or None.
 
     Raises:
         ValueError: a shape does not fit, or the backend cannot run.
     """
-    call.check()
-    dtype, call = call.v.dtype, call.with_wide_inputs()
-    if call.is_transformed:
-        backend = _traceable(call.op, backend)
-    if backend == "auto" and call.is_token and (call.differentiated or why(call.op, "native", call.device, call)):
-        backend = "reference"
-    implementation = choose(call.op, backend, call.device, call)
+    call = Call.of(op, tensors, initial_state, cu_seqlens, **settings)
+    dtype, call = call.output_dtype, call.widened()
+    implementation = implementation_of(call, backend)
     with without_autocast(call.device):
         o, state = implementation(call)
-    return o.to(dtype), state if output_final_state else None
+    return o if o.dtype == dtype else o.to(dtype), state if output_final_state else None
 
 
-# ------------------------------------------------------------------- backends that are imported on their first use
+# ---------------------------------------------------------------------------------------------------- passes
 
 
-def _triton_limits(op: str, device: torch.device, call: OpCall | None) -> str | None:
-    """The limits of our Triton kernels."""
-    if call is not None:
-        return triton.unsupported(call)
-    if device.type != "cuda" and not triton.interpreted():
-        return f"our Triton kernels run on CUDA devices (or with TRITON_INTERPRET=1), not on {device.type}"
-    return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
+def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings: Any, always: bool = False) -> Tensor:
+    """Run an op that is a pass over memory: `implementation(*tensors, *settings)`.
+
+    With "auto", tensors of fewer than `SMALLEST_PASS` entries go through torch's expression, which is faster for them,
+    unless the kernel is `always` faster.
+
+    Raises:
+        ValueError: the tensors are on several devices, or the backend cannot run.
+    """
+    first: Any = tensors[0]
+    device = first.device
+    for x in tensors:
+        if x is not None and x.device != device:
+            raise ValueError(f"all tensors of {op} must be on one device; got {device} and {x.device}")
+    if backend == "auto" and first.numel() < SMALLEST_PASS and not always:
+        return OPS[op].backends["reference"].function(*tensors, *settings)  # type: ignore[operator]
+    if is_transformed():
+        backend = _traceable(op, backend)
+    return choose(op, backend, device, tensors)(*tensors, *settings)
 
 
-def _triton_kernel(call: OpCall) -> tuple[Tensor, Tensor]:
-    """Run our Triton kernels of the delta rule if the call has a writing strength, else those of linear attention."""
-    module = "linear" if call.beta is None else "delta"
-    return importlib.import_module(f"halflife.ops.backends.triton.{module}").run(call)
+def beside(backend: str) -> str:
+    """The backend of the norms, gates and convolutions of a layer whose op on a state runs by `backend`.
 
-
-for _op in ("linear_attention", "delta_rule", "gate_rank"):
-    implements(_op, "triton", partial(_triton_limits, _op))(_triton_kernel)
-for _op, _function in fla.OPS.items():
-    implements(_op, "fla", partial(fla.unsupported, _op))(_function)
-for _op in ("linear_attention", "delta_rule", "gate_rank", "dplr"):
-    implements(_op, "native", native.unsupported)(native.run)
+    They stay in plain torch where that op does, and else run as is fastest.
+    """
+    return "chunked" if backend in ("reference", "chunked", "mask") else "auto"

@@ -23,16 +23,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR
 
+MATRICES = ("q", "k", "v", "a", "b")
 # Earlier versions give wrong gradients of the delta rule on Hopper and past 2³¹ elements. Later ones are not tested.
 VERSIONS = ((0, 6), (0, 7))
 
 # -------------------------------------------------------------------------------------------------- limits
 
 
-def unsupported(op: str, device: torch.device, call: OpCall | None = None) -> str | None:
+def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
     """Return the reason why fla cannot run `op` on `device`, or would give wrong results; None if it can.
 
     Args:
@@ -51,12 +52,12 @@ def unsupported(op: str, device: torch.device, call: OpCall | None = None) -> st
     return None if call is None else _refused(call) or _known_wrong(call, device, versions[1])
 
 
-def _refused(call: OpCall) -> str | None:
+def _refused(call: Call) -> str | None:
     """The reason why fla's kernels refuse (or misread) tensors of these shapes and dtypes, or None."""
-    op, q, key, value = call.op, call.q, call.k.shape[-1], call.v.shape[-1]
+    op, q, key, value = call.op, call["q"], call.sizes["K"], call.sizes["V"]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"fla multiplies in bfloat16 or float16 (float32 in TF32, three digits); the inputs are {q.dtype}"
-    if len({x.dtype for x in (q, call.k, call.v, call.a, call.b) if x is not None}) > 1:
+    if len({x.dtype for x in (call.get(name) for name in MATRICES) if x is not None}) > 1:
         return "fla takes all of its matrices in one dtype"
     if q.shape[1] == 0:
         return "fla cannot launch on no tokens"
@@ -69,14 +70,15 @@ def _refused(call: OpCall) -> str | None:
     return None
 
 
-def _known_wrong(call: OpCall, device: torch.device, triton: tuple[int, ...]) -> str | None:
+def _known_wrong(call: Call, device: torch.device, triton: tuple[int, ...]) -> str | None:
     """The reason why the results would be wrong on this device with this version of Triton, or None."""
-    if call.op == "dplr" or (call.g is not None and call.g.ndim == 4):  # other kernels, without these faults
+    g = call["g"]
+    if call.op == "dplr" or (g is not None and g.ndim == 4):  # other kernels, without these faults
         return None
     major, release = _capability(device), ".".join(map(str, triton))
-    if major == 9 and (3, 4) <= triton < (3, 7, 1) and call.g is not None and call.differentiated:
+    if major == 9 and (3, 4) <= triton < (3, 7, 1) and g is not None and call.differentiated:
         return f"fla's gated gradients are wrong on Hopper with Triton 3.4.0 to 3.7.0; {release} is installed"
-    key, value = call.k.shape[-1], call.v.shape[-1]
+    key, value = call.sizes["K"], call.sizes["V"]
     # Without a decay K = 32, V = 48 crashed on an H100, and K = V = 64 was right (docs/log.md, 2026-11-26).
     if major == 9 and (key % 64 or value % 64):
         return f"fla's kernels crash on Hopper with some heads; sizes must be multiples of 64; K is {key}, V is {value}"
@@ -111,47 +113,47 @@ def _release(version: str) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------------- kernels
 
 
-def linear_attention(call: OpCall) -> tuple[Tensor, Tensor]:
+def linear_attention(call: Call) -> tuple[Tensor, Tensor]:
     """Run `chunk_gla` for vector decays, else `chunk_simple_gla`."""
-    name = "gla" if call.g is not None and call.g.ndim == 4 else "simple_gla"
-    return _run(f"{name}.chunk_{name}", call, g=_clamped(call.g))
+    g = call["g"]
+    name = "gla" if g is not None and g.ndim == 4 else "simple_gla"
+    return _run(f"{name}.chunk_{name}", call, g=_clamped(g))
 
 
-def delta_rule(call: OpCall) -> tuple[Tensor, Tensor]:
+def delta_rule(call: Call) -> tuple[Tensor, Tensor]:
     """Run `chunk_delta_rule`, `chunk_gated_delta_rule` (scalar decays) or `chunk_kda` (vector decays)."""
-    if call.g is None:
-        return _run("delta_rule.chunk_delta_rule", call, beta=call.beta)
-    name = "kda" if call.g.ndim == 4 else "gated_delta_rule"
-    return _run(f"{name}.chunk_{name}", call, g=_clamped(call.g), beta=call.beta)
+    g, beta = call["g"], call["beta"]
+    if g is None:
+        return _run("delta_rule.chunk_delta_rule", call, beta=beta)
+    name = "kda" if g.ndim == 4 else "gated_delta_rule"
+    return _run(f"{name}.chunk_{name}", call, g=_clamped(g), beta=beta)
 
 
-def dplr(call: OpCall) -> tuple[Tensor, Tensor]:
+def dplr(call: Call) -> tuple[Tensor, Tensor]:
     """Run `chunk_dplr_delta_rule`, which takes vector decays only."""
-    if call.g is None:
-        g = call.q.new_zeros(call.q.shape, dtype=torch.float32)
-    else:
-        g = call.g.unsqueeze(-1).expand(call.q.shape) if call.g.ndim == 3 else call.g
-    return _run("generalized_delta_rule.chunk_dplr_delta_rule", call, a=call.a, b=call.b, gk=_clamped(g))
+    g, shape = call["g"], call["q"].shape
+    if g is None:
+        g = call["q"].new_zeros(shape, dtype=torch.float32)
+    elif g.ndim == 3:
+        g = g.unsqueeze(-1).expand(shape)
+    return _run("generalized_delta_rule.chunk_dplr_delta_rule", call, a=call["a"], b=call["b"], gk=_clamped(g))
 
 
-OPS = {"linear_attention": linear_attention, "delta_rule": delta_rule, "dplr": dplr}
-
-
-def _run(name: str, call: OpCall, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run(name: str, call: Call, **gates: Tensor | None) -> tuple[Tensor, Tensor]:
     """Call `fla.ops.<name>` on q, k, v and these gates; return `(o, final state [N, H, K, V])`."""
     module, _, function = name.rpartition(".")
     bounds = call.packing.cu_seqlens
     o, state = getattr(importlib.import_module(f"fla.ops.{module}"), function)(
-        call.q,
-        call.k,
-        call.v,
+        call["q"],
+        call["k"],
+        call["v"],
         **gates,
         scale=float(call.output_scale),
-        initial_state=None if call.initial_state is None else call.initial_state.float(),
+        initial_state=None if call.state is None else call.state[0].float(),
         output_final_state=True,
-        cu_seqlens=None if bounds is None else bounds.to(call.device, torch.int64),
+        cu_seqlens=None if bounds is None else bounds.to(torch.int64),
     )
-    return o.to(call.v.dtype), state
+    return o.to(call.output_dtype), state
 
 
 def _clamped(g: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR, DecayGrads, make_decay
 from halflife.ops.chunked.layout import ChunkLayout, make_layout, put_block, take_block
 from halflife.precision import without_autocast
@@ -149,7 +149,7 @@ class ChunkBlock:
         return self.decay.log_grad(grads, entering, leaving).masked_fill_(self.g < FLOOR[entering.dtype], 0)
 
 
-def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: OpCall) -> tuple[Tensor, Tensor]:
+def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: Call) -> tuple[Tensor, Tensor]:
     """Run a chunked op, which can be differentiated once in every input.
 
     Args:

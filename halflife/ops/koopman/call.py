@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_chunk_size, check_decay, check_number, check_tensors, is_transformed
+from halflife.ops.arguments import check_chunk_size, check_decay, check_number, check_tensor, is_transformed
 from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
+from halflife.ops.spec import define
 from halflife.packing import Packing
 from halflife.registry import unknown
 
@@ -18,6 +19,12 @@ MODES = ("chunk", "prefix", "masked")
 REFRESHES = ("chunk", "token")
 NORMALIZATIONS = ("causal", "sequence", "paper", "trace")
 OPERATORS = ("whitened", "main_text")
+
+
+SPEC = define(
+    "koopman_attention", q="B S H R", k="B T H R", v="B T H P", gamma="number | 1 | H", mix="number | 1 | H | J+1 H",
+    g="B T H | B T H R | None", beta="B T H | None", mask="any B T | None",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,6 @@ class KoopmanCall:
     operator: str = "whitened"
     g: Tensor | None = None
     beta: Tensor | None = None
-
-    @property
-    def needs_plain_torch(self) -> bool:
-        """Whether the call has a form that only the implementations in plain torch have."""
-        return (
-            self.operator != "whitened"
-            or self.normalization in ("paper", "trace")
-            or (isinstance(self.mix, Tensor) and self.mix.ndim == 2)
-        )
 
     @property
     def tokens_per_operator(self) -> int:
@@ -83,60 +81,33 @@ class KoopmanCall:
             TypeError: an argument is no tensor.
             ValueError: a shape, dtype, device, name or number does not fit.
         """
+        q, k, mode = self.q, self.k, self.mode
+        tensors = {name: getattr(self, name) for name in SPEC.tensors}
+        sizes, _ = SPEC.check(tensors)
+        for name in ("gamma", "mix", "ridge"):
+            if not isinstance(getattr(self, name), Tensor):
+                check_number(name, getattr(self, name))
         if self.initial_state is not None and not isinstance(self.initial_state, dict):
             raise TypeError(f"initial_state must be the dict that an earlier call returned; got {self.initial_state!r}")
-        sums = {name: x for name, x in (self.initial_state or {}).items() if name != "pending"}
-        settings = {"gamma": self.gamma, "mix": self.mix}
-        tensors = {name: x for name, x in settings.items() if isinstance(x, Tensor)}
-        check_tensors(q=self.q, k=self.k, v=self.v, g=self.g, beta=self.beta, **sums, **tensors)
-        for name in settings.keys() - tensors.keys():
-            check_number(name, settings[name])
-        check_number("ridge", self.ridge)
+        for name, x in (self.initial_state or {}).items():
+            check_tensor(name, x, k.device, "any" if name == "pending" else "float")
         if is_transformed():
             raise ValueError("koopman_attention has no rules for torch.func and forward-mode derivatives")
-        if self.k.device.type == "meta":
+        if k.device.type == "meta":
             raise ValueError("koopman_attention needs the values of its keys, which the meta device does not have")
-        q, k, v, mode, mask = self.q, self.k, self.v, self.mode, self.mask
-        if q.ndim != 4 or k.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-            raise ValueError(f"q and k must be [B, T, H, R]; got {tuple(q.shape)} and {tuple(k.shape)}")
-        if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
-            raise ValueError(f"v must be [B, T, H, P] with B, T, H = {tuple(k.shape[:3])}; got {tuple(v.shape)}")
-        if not k.shape[-1] or not v.shape[-1]:
-            raise ValueError(f"a head needs at least one channel; got R = {k.shape[-1]} and P = {v.shape[-1]}")
         if mode == "chunk" and q.shape[1] != k.shape[1]:
             raise ValueError(f"in mode 'chunk' queries and keys have one length; got {q.shape[1]} and {k.shape[1]}")
-        if mask is not None and mask.shape != k.shape[:2]:
-            raise ValueError(f"mask must be [B, T] = {tuple(k.shape[:2])}; got {tuple(mask.shape)}")
-        if mode == "masked" and mask is None:
+        if mode == "masked" and self.mask is None:
             raise ValueError("mode 'masked' needs a mask")
         if mode != "chunk" and self.packing.cu_seqlens is not None:
             raise ValueError(f"packed sequences (cu_seqlens) are for mode 'chunk'; got {mode!r}")
-        self._check_weights()
-        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
-        self._check_filter()
-
-    def _check_weights(self) -> None:
-        """Checks the log-decays and the strengths."""
-        scalar, vector = self.k.shape[:3], self.k.shape
-        if self.g is not None and self.g.shape not in (scalar, vector):
-            raise ValueError(
-                f"g must be None, [B, T, H] = {tuple(scalar)} or [B, T, H, R] = {tuple(vector)}; "
-                f"got {tuple(self.g.shape)}"
-            )
         check_decay("g", self.g, ("koopman_attention", "g"))
-        if self.beta is not None and (self.beta.shape != scalar or _has_negative(self.beta)):
-            raise ValueError(f"beta must be numbers ≥ 0, [B, T, H] = {tuple(scalar)}; got {tuple(self.beta.shape)}")
-
-    def _check_filter(self) -> None:
-        """Checks γ and μ where they are tensors; a wrong shape would broadcast."""
-        heads, power = self.k.shape[2], self.power
-        one_a_head, one_a_power = [(), (1,), (heads,)], (power + 1, heads)
-        if isinstance(self.gamma, Tensor) and self.gamma.shape not in one_a_head:
-            raise ValueError(f"gamma must be a number or [H] = {(heads,)}; got {tuple(self.gamma.shape)}")
-        if isinstance(self.mix, Tensor) and self.mix.shape not in [*one_a_head, one_a_power]:
-            raise ValueError(
-                f"mix must be a number, [H] = {(heads,)} or [K + 1, H] = {one_a_power}; got {tuple(self.mix.shape)}"
-            )
+        if self.beta is not None and _has_negative(self.beta):
+            raise ValueError(f"beta must be numbers ≥ 0; the smallest is {self.beta.min():.3g}")
+        check_settings(self.ridge, self.power, self.chunk_size, self.refresh, self.normalization, mode, self.operator)
+        if sizes.get("J", self.power) != self.power:
+            expected = f"[K + 1, H] = [{self.power + 1}, {sizes['H']}]"
+            raise ValueError(f"mix must be a number, [H] or {expected}; got {[sizes['J'] + 1, sizes['H']]}")
 
 
 def _has_negative(x: Tensor) -> bool:

@@ -45,15 +45,14 @@ from halflife.ops.koopman.state import (
 )
 from halflife.packing import Packing
 from halflife.precision import compute_dtype, without_autocast
-from halflife.shapes import Float, Int
 
 OP = "koopman_attention"
 
 
 def koopman_attention(
-    q: Float[Tensor, "B S H R"],
-    k: Float[Tensor, "B T H R"],
-    v: Float[Tensor, "B T H P"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     gamma: float | Tensor = 1.0,
     mix: float | Tensor = 1.0,
@@ -68,7 +67,7 @@ def koopman_attention(
     normalization: str = "causal",
     initial_state: KoopmanState | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     backend: str = "auto",
     operator: str = "whitened",
 ) -> tuple[Tensor, KoopmanState | None]:
@@ -135,10 +134,6 @@ class KoopmanResult(NamedTuple):
 def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     """`koopman_attention` with the count of repeated factorisations; raises as it does."""
     call.check()
-    if call.needs_plain_torch:
-        if backend not in ("auto", "chunked", "reference"):
-            raise ValueError(f"this form of koopman_attention runs on chunked and reference; got {backend!r}")
-        backend = "chunked" if backend == "auto" else backend
     dtype, output_dtype = compute_dtype(call.k), call.v.dtype
     call = call.with_weights(dtype)
     implementation = choose(OP, backend, call.k.device, call)
@@ -244,4 +239,4 @@ def _needs_grad(call: KoopmanCall, memory: KoopmanMemory) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-implements(OP, "native", native.unsupported)(native.run)
+implements(OP, "native", native.run, why_not=native.why_not)

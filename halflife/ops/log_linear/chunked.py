@@ -9,10 +9,11 @@ from torch import Tensor
 
 from halflife.ops.backends.dispatch import implements
 from halflife.ops.log_linear.mask import cumulative, kept_states, products, read_initial, written_states
-from halflife.ops.log_linear.rows import Rows
+from halflife.ops.log_linear.rows import Rows, by_rows
 
 
 @implements("log_linear_attention", "chunked")
+@by_rows
 def chunked(rows: Rows) -> tuple[Tensor, Tensor]:
     """Chunks that begin at multiples of C, and a tree of their states. Memory is linear in T, with log T passes.
 

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from halflife.ops.backends.dispatch import implements
 from halflife.ops.chunked.decays import FLOOR
-from halflife.ops.log_linear.rows import Rows, levels
+from halflife.ops.log_linear.rows import Rows, by_rows, levels
 from halflife.precision import wide
 
 
 @implements("log_linear_attention", "mask")
+@by_rows
 def mask(rows: Rows) -> tuple[Tensor, Tensor]:
     """The quadratic form with T × T weights, for reading and teaching; its memory is quadratic in T."""
     steps, total = rows.steps(), cumulative(rows.g)

@@ -15,29 +15,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_required, check_tensors, is_transformed
-from halflife.ops.backends.dispatch import choose, implements
-from halflife.ops.call import OpCall
-from halflife.ops.log_linear.rows import Rows, levels
+from halflife.ops.backends.dispatch import dispatch, implements
+from halflife.ops.log_linear.rows import Rows, by_rows, levels
 from halflife.ops.slow_decay import decay_and_add
-from halflife.packing import Packing, check_integers
-from halflife.precision import compute_dtype, without_autocast
-from halflife.shapes import Float, Int
+from halflife.packing import Packing
 
 State = tuple[Tensor, Tensor]
 
 
 def log_linear_attention(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H"],
-    weights: Float[Tensor, "B T H L"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    weights: Tensor,
     *,
     scale: float | None = None,
     initial_state: State | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, " N1"] | Packing | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     backend: str = "auto",
 ) -> tuple[Tensor, State | None]:
@@ -62,50 +58,16 @@ def log_linear_attention(
     Raises:
         ValueError: a shape does not fit, a log-decay is positive, or the backend cannot run.
     """
-    call = OpCall("log_linear_attention", q, k, v, g, scale=scale, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    check_required(weights=weights)
-    call.check()
-    if g is None or g.ndim != 3:
-        raise ValueError("log-linear attention needs one log-decay a head, g [B, T, H]")
-    if weights.ndim != 4 or weights.shape[:3] != g.shape or weights.shape[-1] < 2:
-        raise ValueError(
-            f"weights must be [B, T, H, L] with B, T, H = {tuple(g.shape)} and L ≥ 2; got {tuple(weights.shape)}"
-        )
-    states, position = _first(call, weights.shape[-1] - 1, initial_state)
-    if is_transformed() or (backend == "auto" and call.is_token):
-        backend = "reference" if backend == "auto" else backend
-    implementation = choose(call.op, backend, call.device)
-    with without_autocast(call.device):
-        rows = Rows.of(call, weights, states, position, initial_state is None)
-        o, final = (implementation if rows.q.numel() else reference)(rows)
-        o = rows.flat(o).mul(call.output_scale).to(v.dtype)
-    return o, (final, position + rows.lengths) if output_final_state else None
-
-
-def _first(call: OpCall, num_states: int, initial: State | None) -> tuple[Tensor, Tensor]:
-    """The states `[N, H, L − 1, K, V]` before the first token, and its position `[N]`."""
-    batch, (heads, key), value = call.packing.num_sequences, call.q.shape[2:], call.v.shape[-1]
-    shape = (batch, heads, num_states, key, value)
-    if initial is None:
-        return call.q.new_zeros(shape, dtype=compute_dtype(call.q)), torch.zeros(
-            batch, dtype=torch.long, device=call.device
-        )
-    if not isinstance(initial, tuple | list) or len(initial) != 2:
-        raise ValueError("initial_state must be the pair (states, position)")
-    check_tensors(states=initial[0])
-    check_integers("position", initial[1])
-    if initial[0].shape != shape or initial[1].shape != (batch,):
-        got = f"{tuple(initial[0].shape)} and {tuple(initial[1].shape)}"
-        raise ValueError(
-            f"initial_state must be states [N, H, L − 1, K, V] = {shape} and position [{batch}]; got {got}"
-        )
-    return initial[0].to(compute_dtype(call.q, initial[0])), initial[1].long()
-
-
-# ------------------------------------------------------------------------------------------- definition
+    if isinstance(weights, Tensor) and weights.ndim == 4 and weights.shape[-1] < 2:
+        raise ValueError(f"weights must be [B, T, H, L] with L ≥ 2; got {list(weights.shape)}")
+    return dispatch(
+        "log_linear_attention", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, initial_state, cu_seqlens,
+        backend, output_final_state, scale=scale, chunk_size=chunk_size,
+    )  # fmt: skip
 
 
 @implements("log_linear_attention", "reference")
+@by_rows
 def reference(rows: Rows) -> tuple[Tensor, Tensor]:
     """The definition, token by token."""
     states, outputs = rows.states, []

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from torch import Tensor
 
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
+from halflife.ops.spec import define
+
+define(
+    "log_linear_attention", q="B T H K", k="B T H K", v="B T H V", g="B T H", weights="B T H L",
+    state={"states": "N H L-1 K V", "position": "int N"}, log_decays=["g"],
+)  # fmt: skip
 
 
 def levels(i: Tensor, j: Tensor, last: int) -> Tensor:
@@ -42,9 +50,10 @@ class Rows:
     fresh: bool
 
     @classmethod
-    def of(cls, call: OpCall, weights: Tensor, states: Tensor, position: Tensor, fresh: bool) -> Rows:
-        tensors = [x.to(states.dtype) for x in (call.q, call.k, call.v, call.g, weights)]  # type: ignore[union-attr]
-        packing, length, index = call.packing, call.q.shape[1], None
+    def of(cls, call: Call) -> Rows:
+        states, position = call.first_states()
+        tensors = [x.to(states.dtype) for x in call.tensors.values()]
+        packing, length, index = call.packing, call.sizes["T"], None
         batch, lengths = packing.num_sequences, torch.full_like(position, length)
         if packing.cu_seqlens is not None:
             bounds = packing.cu_seqlens.to(position)
@@ -58,7 +67,7 @@ class Rows:
             ]
         chunk = 1 << (max(1, min(call.chunk_size, tensors[0].shape[1])) - 1).bit_length()
         q, k, v, g, weights = (x.transpose(1, 2) for x in tensors)
-        return cls(q, k, v, g, weights, states, position, lengths, chunk, index, fresh)
+        return cls(q, k, v, g, weights, states, position, lengths, chunk, index, call.state is None)
 
     def flat(self, o: Tensor) -> Tensor:
         """Undo `of` for outputs: `[N, H, T, V]` → `[B, T, H, V]`."""
@@ -83,3 +92,17 @@ class Rows:
         found = levels(t.unsqueeze(-1), first, self.last)
         found[..., -1] = self.last
         return found
+
+
+def by_rows(
+    function: Callable[[Rows], tuple[Tensor, Tensor]],
+) -> Callable[[Call], tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """An implementation on a call from one on its rows, `function(rows) → (o [N, H, T, V], states)`."""
+
+    @wraps(function)
+    def run(call: Call) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        rows = Rows.of(call)
+        o, states = function(rows) if rows.q.numel() else (rows.v, rows.states)
+        return rows.flat(o).mul(call.output_scale), (states, rows.position + rows.lengths)
+
+    return run

@@ -60,7 +60,7 @@ def print_backends(device: torch.device | str) -> None:
     """Print the backends of each op on `device`, the fastest first, and why the others cannot run."""
     print(f"\nbackends on {device}; backend='auto' takes the first:")
     for op in ops.ops():
-        print(f"  {op:17} {', '.join(ops.available_backends(op, device))}")
+        print(f"  {op:26} {', '.join(ops.available_backends(op, device))}")
     for (name, reason), affected in refusals(device).items():
         print(f"not {name} ({', '.join(affected)}): {reason}")
 
@@ -70,7 +70,7 @@ def refusals(device: torch.device | str) -> dict[tuple[str, str], list[str]]:
     refused: dict[tuple[str, str], list[str]] = {}
     for op in ops.ops():
         for name in dispatch.registered(op):
-            reason = dispatch.why(op, name, device)
+            reason = dispatch.why_not(op, name, device)
             if reason is not None:
                 refused.setdefault((name, reason), []).append(op)
     return refused

@@ -6,54 +6,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import build
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = {torch.float32, torch.bfloat16}
+MATRICES = ("q", "k", "v", "a", "b")
 _LARGEST = 128  # tokens a chunk
 
 
-def unsupported(device: torch.device, call: OpCall | None = None) -> str | None:
-    """Return the reason why the kernels cannot run on `device` (and this call, if given), or None if they can."""
+def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
+    """Return the reason why the kernels cannot run `op` on `device` (and this call, if given), or None if they can."""
     if device.type != "cpu":
         return f"native kernels run on CPUs, not on {device.type}"
     if call is not None:
-        dtypes = {x.dtype for x in (call.q, call.k, call.v, call.a, call.b) if x is not None}
-        if len(dtypes) > 1 or call.q.dtype not in _DTYPES:
-            return f"native kernels take all matrices in float32 or all in bfloat16; got {_names(dtypes)}"
-    return refusal()
-
-
-# torch.compile calls these two while it traces and takes their results as constants.
-@constant_while_tracing
-def refusal() -> str | None:
-    """Return the reason why the kernels cannot run in this process, or None if they can."""
+        dtypes = {x.dtype for name in MATRICES if (x := call.get(name)) is not None}
+        if len(dtypes) > 1 or not dtypes <= DTYPES:
+            return f"native kernels take all matrices in float32 or all in bfloat16; got {names(dtypes)}"
     return build.why_not()
 
 
-@constant_while_tracing
-def load() -> None:
-    """Load the kernels of this machine into torch."""
+def why_not_matrices(count: int) -> Callable[..., str | None]:
+    """The `why_not` of kernels whose first `count` tensors are matrices in one dtype."""
+
+    def why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
+        if device.type != "cpu":
+            return f"native kernels run on CPUs, not on {device.type}"
+        if tensors is not None:
+            given = [*tensors.tensors.values()] if isinstance(tensors, Call) else tensors
+            dtypes = {x.dtype for x in given[:count] if x is not None}
+            if len(dtypes) > 1 or not dtypes <= DTYPES:
+                return f"native kernels take all matrices in float32 or all in bfloat16; got {names(dtypes)}"
+        return build.why_not()
+
+    return why_not
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The custom op `halflife::name`, loaded."""
     build.load()
+    return getattr(torch.ops.halflife, name)
 
 
-def _names(dtypes: set[torch.dtype]) -> str:
+def names(dtypes: set[torch.dtype]) -> str:
+    """The names of dtypes, for messages."""
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def run(call: OpCall) -> tuple[Tensor, Tensor]:
+def run(call: Call) -> tuple[Tensor, Tensor]:
     """Run an op on a state: outputs `[B, T, H, V]` and final states `[N, H, num_states · K, V]`."""
-    load()
+    build.load()
     initial = call.first_state().contiguous()
     save = call.differentiated
-    q, k, v, a, b = (_dense(x) for x in (call.q, call.k, call.v, call.a, call.b))
-    g, beta, g_slow = (None if x is None else _dense(x.float()) for x in (call.g, call.beta, call.g_slow))
+    q, k, v, a, b = (_dense(call.get(name)) for name in MATRICES)
+    gates = (call.decay, call.get("beta"), call.get("g_slow"))
+    g, beta, g_slow = (None if x is None else _dense(x.float()) for x in gates)
     inputs = call.op, q, k, v, g, beta, a, b, g_slow, initial
     if call.is_token and not save:
         return torch.ops.halflife.state_step(*inputs, call.output_scale)
@@ -70,9 +82,9 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def formulas() -> dict[Any, Any]:
     """The operations of each custom op, for torch's `FlopCounterMode`; empty where the kernels are not built."""
-    if refusal() is not None:
+    if build.why_not() is not None:
         return {}
-    load()
+    build.load()
     from halflife.ops.backends.native import fakes
 
     return {torch.ops.halflife.state_op: fakes.operations, torch.ops.halflife.linear: fakes.operations_of_linear}

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from halflife.files import folder_lock, write_json
+from halflife.ops.backends.constant import constant_while_tracing
 from halflife.ops.backends.native import products
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -45,8 +46,8 @@ def flags() -> list[str]:
     ]  # fmt: skip
 
 
-def unsupported_here() -> str | None:
-    """The reason why the kernels are not for this machine, or None."""
+def why_not_here() -> str | None:
+    """Return the reason why the kernels cannot be built for this machine, or None."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return f"native kernels are for x86-64 CPUs; this one is {platform.machine()}"
     capability = torch.backends.cpu.get_cpu_capability()
@@ -78,10 +79,12 @@ def _processor() -> str:
 # ------------------------------------------------------------------------------------------------------ loading
 
 
+# torch.compile calls these two while it traces and takes their results as constants.
+@constant_while_tracing
 @cache
 def why_not() -> str | None:
     """Return the reason why the kernels cannot run in this process, or None if they can."""
-    reason = unsupported_here()
+    reason = why_not_here()
     if reason is not None:
         return reason
     if not (folder() / LIBRARY).is_file():
@@ -91,6 +94,7 @@ def why_not() -> str | None:
     return None
 
 
+@constant_while_tracing
 @cache
 def load() -> None:
     """Load the kernels of this machine into torch.
@@ -123,7 +127,7 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
     Raises:
         CannotBuild: the machine, the compiler or the check says no. The message gives the reason and the remedy.
     """
-    reason = unsupported_here()
+    reason = why_not_here()
     if reason is not None:
         raise CannotBuild(reason)
     final = folder()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from halflife.ops.backends.native import load, refusal
+from halflife.ops.backends.native import DTYPES, build, names
 
 if TYPE_CHECKING:
     from halflife.ops.koopman.call import KoopmanCall
     from halflife.ops.koopman.readout import KoopmanReadout
     from halflife.ops.koopman.state import KoopmanMemory
 
-OP = "koopman_attention"
-_DTYPES = (torch.float32, torch.bfloat16)
 # The fields of a call that the kernels read. They refuse a call in which any other field has no default value.
 _KNOWN = {
     "q", "k", "v", "gamma", "mix", "ridge", "power", "mode", "mask", "chunk_size", "refresh", "normalization",
@@ -24,26 +22,29 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def unsupported(device: torch.device, call: Any = None) -> str | None:
+def why_not(op: str, device: torch.device, call: KoopmanCall | None = None) -> str | None:
     """Return the reason why the kernels cannot run on `device` (and this call, if given), or None if they can."""
     if device.type != "cpu":
         return f"native kernels run on CPUs, not on {device.type}"
     if call is not None:
         dtypes = {x.dtype for x in (call.q, call.k, call.v)}
-        if not dtypes <= set(_DTYPES):
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            return f"native kernels take float32 and bfloat16; got {names}"
+        if not dtypes <= DTYPES:
+            return f"native kernels take float32 and bfloat16; got {names(dtypes)}"
+        if call.normalization in ("paper", "trace"):
+            return f"native kernels of {op} do not cover normalization={call.normalization!r}"
+        if isinstance(call.mix, Tensor) and call.mix.ndim == 2:
+            return f"native kernels of {op} do not cover one weight per power"
         for field in fields(call):
             value = getattr(call, field.name)
             if field.name not in _KNOWN and not (value is field.default or value == field.default):
                 shown = field.name if isinstance(value, Tensor) else f"{field.name}={value!r}"
-                return f"native kernels of koopman_attention do not cover {shown}"
-    return refusal()
+                return f"native kernels of {op} do not cover {shown}"
+    return build.why_not()
 
 
 def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
     """Run all tokens in one call, as `chunked` and `prefix` of halflife/ops/koopman/op.py do."""
-    load()
+    build.load()
     prefix = call.mode != "chunk"
     (*sums, norm), last, keys, values, pending, *_ = memory
     entering = [x.contiguous() for x in (*sums, norm, last, keys, values)]
@@ -61,7 +62,7 @@ def step(
     call: KoopmanCall, memory: KoopmanMemory, inverse: Tensor, readout: KoopmanReadout
 ) -> tuple[Tensor, KoopmanMemory, int]:
     """Run one token without gradients by the inverse factor of the sums, as `_step` of halflife/ops/koopman/op.py."""
-    load()
+    build.load()
     sums, last, keys, values, pending, *_ = memory
     settings = [x.flatten().contiguous() for x in (readout.gamma, readout.mix)]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))

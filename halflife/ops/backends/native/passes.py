@@ -14,7 +14,7 @@ _ops = torch.ops.halflife
 def _register(name: str, fake: Callable[..., Any], save: Callable[..., None], grad: Callable[..., Any]) -> None:
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():  # only under create_graph=True; autograd cannot see into the kernels
-            raise RuntimeError("second derivatives (create_graph=True) need the torch code: halflife.ops.fused.off()")
+            raise RuntimeError("second derivatives (create_graph=True) need backend='reference'")
         return grad(ctx, *grads)
 
     torch.library.register_fake(f"halflife::{name}")(fake)

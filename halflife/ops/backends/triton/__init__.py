@@ -5,12 +5,14 @@ The modules of this package import triton, and they are imported on first use. `
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 
 SIZES = range(16, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,25 +23,36 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-def unsupported(call: OpCall) -> str | None:
-    """Return the reason why the kernels cannot run this call, in one sentence; None if they can."""
-    op, q, k, v = call.op, call.q, call.k, call.v
-    if any(x.ndim != 3 for x in call.gates):
-        return f"the Triton kernels of {op} take one log-decay a head [B, T, H], not one a channel"
-    sizes = {"K": q.shape[-1], "V": v.shape[-1]}
-    wrong = [f"{name} = {size}" for name, size in sizes.items() if size not in SIZES]
+def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
+    """Return the reason why the kernels cannot run `op` on `device` (and this call, if given); None if they can."""
+    if call is not None and (reason := _misfit(op, call)) is not None:
+        return reason
+    if not interpreted() and device.type != "cuda":
+        return f"our Triton kernels run on CUDA devices (or with TRITON_INTERPRET=1), not on {device.type}"
+    return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
+
+
+def _misfit(op: str, call: Call) -> str | None:
+    """The reason why the shapes and dtypes of a call do not fit the kernels, or None."""
+    matrices = [call[name] for name in ("q", "k", "v")]
+    gates = [x for name in ("beta", "g_slow", "g_fast", "g") if (x := call.get(name)) is not None]
+    if any(x.ndim != 3 for x in gates):
+        return f"the Triton kernels of {op} take one log-decay per head [B, T, H], not one per channel"
+    wrong = [f"{letter} = {call.sizes[letter]}" for letter in "KV" if call.sizes[letter] not in SIZES]
     if wrong:
         return f"the Triton kernels of {op} take heads of {SIZES[0]} to {SIZES[-1]}; got {', '.join(wrong)}"
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        found = _names(x.dtype for x in (q, k, v))
+    if matrices[0].dtype not in DTYPES or len({x.dtype for x in matrices}) > 1:
+        found = _names(x.dtype for x in matrices)
         return f"the Triton kernels of {op} take q, k, v in one of {_names(DTYPES)}; got {found}"
-    if any(x.dtype not in DTYPES for x in call.gates):
-        return f"the Triton kernels of {op} take gates in {_names(DTYPES)}; got {_names(x.dtype for x in call.gates)}"
-    if not interpreted() and q.device.type != "cuda":
-        return f"the Triton kernels of {op} run on CUDA devices (or with TRITON_INTERPRET=1); got {q.device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
+    if any(x.dtype not in DTYPES for x in gates):
+        return f"the Triton kernels of {op} take gates in {_names(DTYPES)}; got {_names(x.dtype for x in gates)}"
     return None
+
+
+def gate_rank(call: Call) -> tuple[Tensor, Tensor]:
+    """The kernels of the delta rule if the call has a writing strength, else those of linear attention."""
+    module = "linear" if call["beta"] is None else "delta"
+    return importlib.import_module(f"halflife.ops.backends.triton.{module}").run(call)
 
 
 def _names(dtypes) -> str:

@@ -14,7 +14,7 @@ from halflife.ops.backends.triton.delta_backward import backward
 from halflife.ops.backends.triton.gates import make_chunks
 from halflife.ops.backends.triton.states import outputs
 from halflife.ops.backends.triton.systems import solve, walk
-from halflife.ops.call import OpCall
+from halflife.ops.call import Call
 
 
 class _Delta(torch.autograd.Function):
@@ -39,14 +39,14 @@ class _Delta(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def run(call: OpCall) -> tuple[Tensor, Tensor]:
+def run(call: Call) -> tuple[Tensor, Tensor]:
     """Run the kernels of the delta rule, or of GateRank on it, on a call with scalar decays.
 
     Returns:
         The outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`.
     """
-    chunks, gates = make_chunks(call.q, call.chunk_size, call.packing.cu_seqlens), (call.g_slow, call.g)
-    inputs = (call.q, call.k, call.v, call.beta, *gates, call.first_state(torch.float32))
+    chunks, gates = make_chunks(call["q"], call.chunk_size, call.packing.cu_seqlens), (call.get("g_slow"), call.decay)
+    inputs = (call["q"], call["k"], call["v"], call["beta"], *gates, call.first_state(torch.float32))
     given = (None if x is None else x.contiguous() for x in inputs)
-    with torch.cuda.device_of(call.q):
+    with torch.cuda.device_of(call["q"]):
         return _Delta.apply(*given, float(call.output_scale), chunks)
