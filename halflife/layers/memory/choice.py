@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from halflife.layers.memory.gate_rank import GateRank
 from halflife.layers.memory.log_linear import LogLinear
+from halflife.layers.mixer import State
 from halflife.layers.options import Place
 from halflife.ops import delta_rule, linear_attention
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
 from halflife.registry import check_options
 
-State = dict[str, Tensor]
 # (x, q, k, v, g, beta, state, packing, **options) → (o, state)
 Memory = Callable[..., tuple[Tensor, State]]
 

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.init import Law, drawn, reset, uniform
+from halflife.layers.mixer import State
 from halflife.ops import causal_conv1d, gate_rank
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype, without_autocast
 from halflife.registry import unknown
-
-State = dict[str, Tensor]
 
 
 class SlowGate(Float32Module):

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers.mixer import State
 from halflife.ops import log_linear_attention
 from halflife.ops.arguments import is_traced
 from halflife.ops.gate_rank import masks
 from halflife.ops.log_linear.rows import levels
 from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype
-
-State = dict[str, Tensor]
 
 
 class LevelScale(Float32Module):

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halflife.layers.memory.choice import one_state
+from halflife.layers.mixer import State
 from halflife.ops import fused
 from halflife.packing import Packing
 from halflife.precision import Float32Module
-
-State = dict[str, Tensor]
 
 
 class MIMO(Float32Module):

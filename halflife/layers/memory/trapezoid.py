@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.layers.memory.choice import Memory, one_state
+from halflife.layers.mixer import State
 from halflife.ops.chunked.layout import make_layout
 from halflife.packing import Packing
 from halflife.position import turn
 from halflife.precision import wide
-
-State = dict[str, Tensor]
 
 
 def integrate(
