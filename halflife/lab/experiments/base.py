@@ -57,9 +57,14 @@ class ExperimentSettings(Recipe):
 
     def run(self, kind: type[Config], cell: Cell, **fields: Any) -> Config:
         """The configuration of one run: `fields`, the rate and seed of the cell, and the settings of these names."""
-        names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(self)}
-        shared = {name: getattr(self, name) for name in names}
-        return kind(**{**shared, "learning_rate": cell.learning_rate, "seed": cell.seed, **fields})
+        return kind(**{
+            **self.shared_with(kind), "learning_rate": cell.learning_rate, "seed": cell.seed, **fields
+        })  # fmt: skip
+
+    def shared_with(self, kind: type[Any]) -> dict[str, Any]:
+        """The settings that are also fields of a dataclass, for its constructor."""
+        names = {field.name for field in dataclasses.fields(kind)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

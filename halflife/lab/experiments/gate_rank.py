@@ -62,12 +62,6 @@ def _with(config: ModelConfig, name: str, options: dict[str, Any]) -> ModelConfi
     return dataclasses.replace(config, name=name, mixer_options={**config.mixer_options, **options})
 
 
-def _sizes(settings: TaskSettings, vocab_size: int) -> MQARSettings:
-    """Settings for `mqar_model`, with the sizes of other settings."""
-    common = {field.name: getattr(settings, field.name) for field in dataclasses.fields(TaskSettings)}
-    return MQARSettings(**common, vocab_size=vocab_size)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class S5Settings(TaskSettings):
     """The settings of state tracking.
@@ -180,7 +174,9 @@ class GateRankS5(Experiment):
     def model(self, name: str, settings: S5Settings) -> ModelConfig:
         """One mixer between embedding and head, the paper's "single attention layer", with equal state sizes."""
         base, options = variant(name, [*DEPTHS, *CURRICULA])
-        return _with(mqar_model(base, _sizes(settings, build("s5", group=settings.group).vocab_size)), name, options)
+        vocab_size = build("s5", group=settings.group).vocab_size
+        sizes = MQARSettings(**settings.shared_with(MQARSettings), vocab_size=vocab_size)
+        return _with(mqar_model(base, sizes), name, options)
 
     def summary(self, folder: Path, rows: Rows) -> str:
         return gate_rank_tables.tracking(folder, rows)
@@ -244,7 +240,8 @@ class GateRankNIAH(RecallExperiment):
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         base, options = variant(name)
-        return _with(mqar_model(base, _sizes(settings, 128)), name, options)
+        sizes = MQARSettings(**settings.shared_with(MQARSettings), vocab_size=128)
+        return _with(mqar_model(base, sizes), name, options)
 
     def summary(self, folder: Path, rows: Rows) -> str:
         return gate_rank_tables.recall(folder, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from halflife.files import CONFIG_JSON, read_json
 from halflife.lab.experiments.base import EXPERIMENTS
@@ -68,10 +68,7 @@ class Overview(RecallExperiment):
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         """The models of the MQAR experiments: states of d²/h numbers per layer, and no MLP."""
-        names = {field.name for field in dataclasses.fields(RecallSettings)}
-        fields = [field.name for field in dataclasses.fields(EchoMQARSettings) if field.name in names]
-        common: dict[str, Any] = {name: getattr(settings, name) for name in fields}
-        return EchoMQAR().model(name, EchoMQARSettings(**common, vocab_size=128))
+        return EchoMQAR().model(name, EchoMQARSettings(**settings.shared_with(EchoMQARSettings), vocab_size=128))
 
     def summary(self, folder: Path, rows: Rows) -> str:
         return in_distribution(rows)
