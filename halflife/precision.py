@@ -68,4 +68,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype of decays, solves and states: float64 if an input is float64, float32 otherwise."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    for x in tensors:
+        if x.dtype == torch.float64:
+            return torch.float64
+    return torch.float32

@@ -153,9 +153,9 @@ class Registry(Generic[Entry]):
         return register
 
     def __getitem__(self, name: str) -> Entry:
-        if name not in self:
-            raise unknown(self.kind, name, self.names())
-        if name not in self._entries:
+        if name not in self._entries:  # ops look their implementations up for every token
+            if name not in self._modules:
+                raise unknown(self.kind, name, self.names())
             importlib.import_module(self._modules[name])
         return self._entries[name]
 
