@@ -126,43 +126,36 @@ def koopman_inputs(*lengths, rank=5, noise=1.0, dtype=torch.float64):
         yield tuple(x.to(dtype) for x in (q, 1 - noise + noise * k, v))
 
 
-@crossed(
-    strength=1,
-    normalization=NORMALIZATIONS,
-    operator=OPERATORS,
-    chunk=[(4, "chunk"), (4, "token"), (1, "chunk")],
-    power=[0, 2],
-)
-def test_koopman_attention_as_a_graph_is_its_definition(normalization, operator, chunk, power, monkeypatch):
+def assert_exported(monkeypatch, settings, weights=lambda k, v: {}):
     """In pieces that end within, at and beyond the ends of chunks. While it is exported the op takes this form."""
-    settings = {"normalization": normalization, "operator": operator, "chunk_size": chunk[0], "refresh": chunk[1]}
-    settings |= {"power": power, "gamma": 1.2, "mix": 0.7, "output_final_state": True}
     states = [None, None]
     for q, k, v in koopman_inputs(3, 1, 6, 2, 9):
-        expected, states[0] = koopman_attention(q, k, v, initial_state=states[0], backend="reference", **settings)
+        given = {**settings, **weights(k, v), "mix": 0.7, "output_final_state": True}
+        expected, states[0] = koopman_attention(q, k, v, initial_state=states[0], backend="reference", **given)
         with monkeypatch.context() as exporting:
             exporting.setattr(torch.compiler, "is_exporting", lambda: True)
-            found, states[1] = koopman_attention(q, k, v, initial_state=states[1], **settings)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-12)
-
-
-@crossed(strength=1, normalization=NORMALIZATIONS, granularity=["scalar", "vector"], chunk=[(4, "chunk"), (4, "token")])
-def test_koopman_attention_with_decays_as_a_graph_is_its_definition(normalization, granularity, chunk, monkeypatch):
-    settings = dict(zip(("chunk_size", "refresh"), chunk, strict=True))
-    settings |= {"normalization": normalization, "mix": 0.7, "output_final_state": True}
-    states = [None, None]
-    for q, k, v in koopman_inputs(3, 1, 6, 2, 9):
-        settings |= {
-            "beta": v[..., 0].sigmoid(),
-            "g": -k.abs() / 3 if granularity == "vector" else -k[..., 0].abs() / 3,
-        }
-        expected, states[0] = koopman_attention(q, k, v, initial_state=states[0], backend="reference", **settings)
-        with monkeypatch.context() as exporting:
-            exporting.setattr(torch.compiler, "is_exporting", lambda: True)
-            found, states[1] = koopman_attention(q, k, v, initial_state=states[1], **settings)
+            found, states[1] = koopman_attention(q, k, v, initial_state=states[1], **given)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
         torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-11)
+
+
+CHUNKS = [(4, "chunk"), (4, "token"), (1, "chunk")]
+
+
+@crossed(strength=1, normalization=NORMALIZATIONS, operator=OPERATORS, chunk=CHUNKS, power=[0, 2])
+def test_koopman_attention_as_a_graph_is_its_definition(normalization, operator, chunk, power, monkeypatch):
+    settings = {"normalization": normalization, "operator": operator, "chunk_size": chunk[0], "refresh": chunk[1]}
+    assert_exported(monkeypatch, {**settings, "power": power, "gamma": 1.2})
+
+
+@crossed(strength=1, normalization=NORMALIZATIONS, granularity=["scalar", "vector"], chunk=CHUNKS[:2])
+def test_koopman_attention_with_decays_as_a_graph_is_its_definition(normalization, granularity, chunk, monkeypatch):
+    def weights(k, v):
+        g = -k.abs() / 3 if granularity == "vector" else -k[..., 0].abs() / 3
+        return {"beta": v[..., 0].sigmoid(), "g": g}
+
+    settings = {"normalization": normalization, "chunk_size": chunk[0], "refresh": chunk[1]}
+    assert_exported(monkeypatch, settings, weights)
 
 
 def test_elimination_in_float32_is_as_exact_as_the_factorisation_of_the_model(monkeypatch):
