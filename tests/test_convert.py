@@ -14,6 +14,7 @@ from halflife import LanguageModel, preset
 from halflife.cli import main
 from halflife.models import checkpoint
 from halflife.models.convert import SOURCES, convert, load_layer
+from halflife.models.load import load_any
 
 LENGTH, VOCABULARY = 33, 50
 
@@ -148,14 +149,15 @@ def test_qwen3_nexts_mixer_equals_transformers(key_heads, value_heads, tmp_path,
 
 
 def test_qwen3_nexts_other_parts_are_refused(tmp_path):
-    qwen(tmp_path / "in")
-    with pytest.raises(ValueError, match=r"a whole qwen3_next has layers.*--layer N.*0, 1, 2$"):
-        convert(tmp_path / "in", tmp_path / "out")
-    with pytest.raises(ValueError, match="layer 3 has no mixer with a decay; the layers with one are 0, 1, 2"):
-        convert(tmp_path / "in", tmp_path / "out", layer=3)
-    edit(tmp_path / "in" / "config.json", linear_num_value_heads=3)
-    assert_raises(ValueError, "linear_num_value_heads", convert, tmp_path / "in", tmp_path / "out", layer=1)
-    assert not (tmp_path / "out").exists()
+    source, out = tmp_path / "in", tmp_path / "out"
+    qwen(source)
+    assert_raises(ValueError, "`halflife convert --layer N` converts one of its mixers", load_any, source)
+    assert_raises(ValueError, r"a whole qwen3_next has layers.*--layer N.*0, 1, 2$", convert, source, out)
+    message = "layer 3 has no mixer with a decay; the layers with one are 0, 1, 2"
+    assert_raises(ValueError, message, convert, source, out, layer=3)
+    edit(source / "config.json", linear_num_value_heads=3)
+    assert_raises(ValueError, "linear_num_value_heads", convert, source, out, layer=1)
+    assert not out.exists()
 
 
 def test_a_layers_folder_that_is_broken(tmp_path):
