@@ -52,7 +52,7 @@ import numpy as np
 import yaml
 from join import RESULTS, read_table  # beside this file
 
-from halflife.report.intervals import SEEDS, bootstrap, has_learned, in_percent, with_interval
+from halflife.report.intervals import MIN_SEEDS, bootstrap, has_learned, in_percent, with_interval
 
 DOCS = Path(__file__).parent
 PAGE, COSTS = DOCS / "claims.md", RESULTS / "claims_costs.json"
@@ -305,7 +305,7 @@ class Files:
         """What a verdict on trained models needs and the files do not have."""
         few = [
             f"{count} {unit}{'s' if count != 1 else ''}"
-            for count, unit, needed in ((self.seeds, "seed", SEEDS), (self.rates, "learning rate", RATES))
+            for count, unit, needed in ((self.seeds, "seed", MIN_SEEDS), (self.rates, "learning rate", RATES))
             if count is not None and count < needed
         ]
         return " and ".join(few)

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
         new = read_json(Path(folder) / "forecast.json")
         data |= {kind: replaced(data.get(kind, []), new.get(kind, [])) for kind in KINDS}
     write_json(file, data)
-    for figure in forecast_figures(read_forecasts(file)).values():
+    for figure in forecast_figures(read_forecasts(file)):
         save(figure, RESULTS, name, ("png",))
 
 

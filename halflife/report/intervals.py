@@ -11,14 +11,14 @@ import numpy as np
 
 Values = Sequence[float] | np.ndarray
 
-SEEDS = 3  # fewer seeds have no interval
+MIN_SEEDS = 3  # fewer seeds have no interval
 LEARNED = 0.9  # a baseline of a lower accuracy in distribution has not learned
-EXACT = 8  # up to so many values, every resample is weighed; beyond, resamples are drawn
+MAX_EXACT_VALUES = 8  # up to so many values, every resample is weighed; beyond, resamples are drawn
 RESAMPLES = 9999
 
 
 class Interval(NamedTuple):
-    """A mean over seeds and the ends of its 95 % interval, which are NaN for fewer than `SEEDS` seeds."""
+    """A mean over seeds and the ends of its 95 % interval, which are NaN for fewer than `MIN_SEEDS` seeds."""
 
     mean: float
     low: float
@@ -33,14 +33,14 @@ def bootstrap(values: Values, level: float = 0.95) -> Interval:
     1/27. Percentile intervals of so few values are too narrow.
 
     Args:
-        values: one number a seed.
+        values: one number per seed.
         level: the probability that the interval holds.
     """
     x = np.sort(np.asarray(values, dtype=float))
     mean = float(x.mean()) if len(x) else math.nan
-    if len(x) < SEEDS or not np.isfinite(x).all():
+    if len(x) < MIN_SEEDS or not np.isfinite(x).all():
         return Interval(mean, math.nan, math.nan)
-    if len(x) <= EXACT:
+    if len(x) <= MAX_EXACT_VALUES:
         means, weights = _all_resamples(x)
     else:
         draws = np.random.default_rng(0).integers(0, len(x), (RESAMPLES, len(x)))
@@ -64,7 +64,7 @@ def with_interval(values: Values, digits: int, sign: str = "") -> str:
     """Write a mean with its interval, "78.0 [72.8, 81.1]", which fewer seeds do not have.
 
     Args:
-        values: one number a seed.
+        values: one number per seed.
         digits: digits after the point.
         sign: "+" for a plus sign before positive numbers.
     """
@@ -82,7 +82,7 @@ def ratio(values: Values, baseline: Values, learned: Values) -> str:
     """Write the quotient of two means, "1.25 ×", or "not learned".
 
     Args:
-        values, baseline: one number a seed, of a model and of its baseline.
+        values, baseline: one number per seed, of a model and of its baseline.
         learned: the accuracy of the baseline in distribution, one fraction a seed.
     """
     if not has_learned(learned):
@@ -91,5 +91,5 @@ def ratio(values: Values, baseline: Values, learned: Values) -> str:
 
 
 def has_learned(accuracies: Values) -> bool:
-    """Whether the mean accuracy in distribution reaches `LEARNED`. A diverged run has no accuracy, so it has not."""
+    """Whether the mean accuracy in distribution reaches `LEARNED`. A diverged run has not learned."""
     return bool(np.mean(accuracies) >= LEARNED - 1e-9)  # the mean of 0.95 and 0.85 is rounded

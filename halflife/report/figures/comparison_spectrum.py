@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from halflife.report.figures.data import FASTEST, SLOWEST, FigureData, Key, Panel, Reference, Series, layer_rows
-from halflife.report.figures.matplotlib_renderer import CROWDED
+from halflife.report.figures.matplotlib_renderer import MAX_LARGE_DOTS
 from halflife.report.figures.spectrum import TIMESCALE, channel_axis
 from halflife.report.style import DOTS, REFERENCE, ModelStyle, model_styles
 from halflife.report.tables.timescales import nearest_to
@@ -38,7 +38,7 @@ def spectrum(run: Comparison) -> FigureData:
         for end, marker in enumerate("o^"[: 1 + moves]):
             shift = SHIFT * (2 * end - 1) if moves else 0.0
             style = ModelStyle(styles[model].color, marker, "none")
-            bars = None if len(numbers) > CROWDED else (initial[end], trained[end])
+            bars = None if len(numbers) > MAX_LARGE_DOTS else (initial[end], trained[end])
             series += [
                 Series("initial", "", style, numbers, initial[end], "hollow", shift=shift),
                 Series("trained", "", style, numbers, trained[end], bars=bars, shift=shift),

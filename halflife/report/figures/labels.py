@@ -14,7 +14,7 @@ from matplotlib.transforms import Bbox, BboxBase
 from halflife.report.figures.data import Series
 from halflife.report.style import escape_formula
 
-GAP = 0.055  # between names of lines, as a fraction of the panel's height, which has room for about 17 names
+NAME_GAP = 0.055  # between names of lines, as a fraction of the panel's height, which has room for about 17 names
 MARKER = 4.0  # half the size of a marker, points
 # Where a label may stand: its offset from the point in points, and its alignment.
 PLACES = (
@@ -65,7 +65,7 @@ def name_lines(axes: Axes, lines: Sequence[Series]) -> None:
     y = axes.transData.transform([(1, line.y[-1]) for line in named])[:, 1]
     ends = [float(end) for end in axes.transAxes.inverted().transform([(0, each) for each in y])[:, 1]]
     beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
-    for line, at, moved in zip(named, ends, apart(ends, min(GAP, 0.95 / len(ends))), strict=True):
+    for line, at, moved in zip(named, ends, apart(ends, min(NAME_GAP, 0.95 / len(ends))), strict=True):
         colour = line.style.color
         axes.add_line(Line2D([1, 1.04], [at, moved], color=colour, linewidth=0.8, **beside))
         axes.add_line(Line2D([1.055], [moved], color=colour, marker=line.style.marker or "_", **beside))

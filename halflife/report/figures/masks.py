@@ -16,8 +16,8 @@ from halflife.report.figures.data import Axis, Colours, FigureData, Image, Key, 
 from halflife.report.style import COLOURS, FORMULA, INK, WIDTH, ModelStyle, model_styles
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
-FAINTEST = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
-SMALLEST = 1e-18  # smaller singular values are drawn here
+FAINTEST_SHARE = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
+SMALLEST_SINGULAR_VALUE = 1e-18  # smaller singular values are drawn here
 MAX_TICKS = 8  # tokens that all have a number
 MAX_ROWS = 4  # models in one picture
 EXAMPLE_RESETS, EXAMPLE_LENGTH = (1, 3, 5), 6  # tokens, counted from 0 as in the paper
@@ -94,7 +94,7 @@ def mask(heads: Sequence[Head]) -> FigureData:
     for one, shown in zip(heads, masks, strict=True):
         panels += _images(shown, one.resets(), f"{one.title()}\n")
     title = "singular values of the block in which tokens from m on read from tokens up to m"
-    y = Axis("σ / σ₁", log=True, limits=(SMALLEST / 3, 3))
+    y = Axis("σ / σ₁", log=True, limits=(SMALLEST_SINGULAR_VALUE / 3, 3))
     panels.append(Panel(title, Axis("token m", whole=True), y, _singular_values(heads), wide=True))
     return FigureData(
 "mask",
@@ -102,7 +102,7 @@ def mask(heads: Sequence[Head]) -> FigureData:
 panels,
 size=(2.5, 2.55),
 keys={"reset": Key(ModelStyle(COLOURS[1], "|", "none"))},
-colours=Colours("share that is left", min(max(smallest, FAINTEST), 0.5), 1, log=True),
+colours=Colours("share that is left", min(max(smallest, FAINTEST_SHARE), 0.5), 1, log=True),
 )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _singular_values(heads: Sequence[Head]) -> list[Series]:
         for k, line in ((1, "-"), (2, FORMULA.linestyle)):
             lines[f"{one.label}, σ{'₁₂₃'[k]}"] = (values[:, k], ModelStyle(style.color, "", line), "line")
     return [
-        Series(name, name, style, range(len(values)), values.clamp(min=SMALLEST).tolist(), weight)
+        Series(name, name, style, range(len(values)), values.clamp(min=SMALLEST_SINGULAR_VALUE).tolist(), weight)
         for name, (values, style, weight) in lines.items()
     ]
 

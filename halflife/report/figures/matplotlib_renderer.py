@@ -47,7 +47,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 BARS: dict[str, Any] = {"linewidth": 1.6, "alpha": 0.45, "zorder": 1.5}  # below all lines
 MAX_MARKERS = 16  # of a line; longer lines have markers at equal distances
-CROWDED = 48  # dots of a series; more dots are smaller
+MAX_LARGE_DOTS = 48  # dots of a series; more dots are smaller
 PAGE_HEIGHT = 18.0  # of the panels in one picture, inches
 FORMATS = ("png", "svg")  # by default
 DPI = 150
@@ -171,7 +171,7 @@ def _draw_curves(axes: Axes, panel: Panel) -> None:
     for i, series in enumerate(panel.series):
         look = _look(series.style, series.weight)
         if look["linestyle"] == "none":
-            crowded = len(series.x) > CROWDED
+            crowded = len(series.x) > MAX_LARGE_DOTS
             edge = (0.5 if crowded else 0.8) if series.weight == "hollow" else 0
             look = {"markersize": 2.0 if crowded else 4.5, "markeredgewidth": edge, "alpha": 0.85, **look}
         x = np.asarray(series.x) + series.shift if series.shift else series.x

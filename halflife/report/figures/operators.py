@@ -11,7 +11,7 @@ import numpy as np
 from halflife.report.figures.data import Axis, FigureData, HeatMap, Key, Panel, Series, layer_rows
 from halflife.report.style import INK, REFERENCE, ModelStyle, model_styles
 
-LIMIT = 1.12  # of both axes; the unit circle has radius 1
+AXIS_LIMIT = 1.12  # of both axes; the unit circle has radius 1
 TICKS = {-1.0: "−1", 0.0: "0", 1.0: "1"}
 ANGLES = np.linspace(0, 2 * math.pi, 100)
 
@@ -27,7 +27,7 @@ def operators(result: dict[str, Any]) -> FigureData:
     models = {model["model"]: model["layers"] for model in result["models"]}
     layers = [layer for own in models.values() for layer in own]
     styles = model_styles([f"head {h}" for h in range(max(len(layer["heads"]) for layer in layers))])
-    x, y = (Axis(label, ticks=TICKS, limits=(-LIMIT, LIMIT)) for label in ("Re λ", "Im λ"))
+    x, y = (Axis(label, ticks=TICKS, limits=(-AXIS_LIMIT, AXIS_LIMIT)) for label in ("Re λ", "Im λ"))
 
     def panel(title: str, _: str, layer: Mapping[str, Any]) -> Panel:
         series = [_circle(1, ModelStyle(INK, "", "-"))]

@@ -1,4 +1,4 @@
-"""The picture of the overview: one panel a quantity, one line a model."""
+"""The picture of the overview: one panel per quantity, one line per model."""
 
 from __future__ import annotations
 

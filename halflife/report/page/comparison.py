@@ -33,7 +33,7 @@ class Column(NamedTuple):
     best: Callable[..., float] | None
 
 
-LISTED = 8  # the most models that the title lists
+MAX_LISTED_MODELS = 8  # the most models that the title lists
 PARAMETERS = Column("parameters", "parameters", {}, count, None)
 STATE_SIZE = Column("state size", "state_size", {}, count, None)
 SPEED = Column("tokens/s", "tokens_per_second", {}, count, max)
@@ -50,7 +50,7 @@ def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, 
     scale = run.config.get("scale", "")
     spectra = explorer({model: run.trainings_of(model) for model in run.models}, run.train_length)
     settings = {key: value for key, value in run.config.items() if key not in ("command", "settings")}
-    models = ", ".join(run.models) if len(run.models) <= LISTED else f"{len(run.models)} models"
+    models = ", ".join(run.models) if len(run.models) <= MAX_LISTED_MODELS else f"{len(run.models)} models"
     return {
         "title": f"{models} on {run.config.get('task', 'a task')}",
         "kind": f"A halflife comparison{f' at scale {scale}' if scale else ''}",

@@ -15,7 +15,7 @@ from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
 from halflife.runs.records import LanguageRun
 
-TOLERANCE = 0.05  # how much a perplexity may exceed that at the training length and still count as equal
+PERPLEXITY_MARGIN = 0.05  # how much a perplexity may exceed that at the training length and still count as equal
 
 
 def language_page(run: LanguageRun) -> dict[str, Any]:
@@ -53,14 +53,14 @@ def findings(run: LanguageRun) -> list[str]:
     )
     perplexity = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
     trained, last = min(perplexity), max(perplexity)
-    limit = (1 + TOLERANCE) * perplexity[trained]
+    limit = (1 + PERPLEXITY_MARGIN) * perplexity[trained]
     level = (n for n in perplexity if all(perplexity[shorter] <= limit for shorter in perplexity if shorter <= n))
     reached = max(level, default=trained)
     reach = (
         f"The perplexity of a {unit} is {perplexity[trained]:.2f} on texts of the training length, {trained:,} tokens"
     )
     if reached > trained:
-        reach += f", and within {percent(TOLERANCE, 0)} of it up to {reached:,} tokens ({reached // trained}T)"
+        reach += f", and within {percent(PERPLEXITY_MARGIN, 0)} of it up to {reached:,} tokens ({reached // trained}T)"
     if last > reached:
         reach += f", and {perplexity[last]:.2f} at {last:,} tokens ({last // trained}T)"
     return [text, f"{reach}."]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from halflife.report.intervals import SEEDS, bootstrap
+from halflife.report.intervals import MIN_SEEDS, bootstrap
 from halflife.report.table import Table, styled
 from halflife.runs.records import repeated_tests
 
@@ -59,7 +59,7 @@ def _intervals(summary: Sequence[Mapping[str, Any]], model: str, keys: Iterable[
     """
     seeds = [row for row in summary if row["model"] == model and row["selected"] and not isinstance(row["seed"], str)]
     runs = [row["accuracy"] for row in seeds if not any(map(math.isnan, row["accuracy"].values()))]
-    if len(runs) < SEEDS:
+    if len(runs) < MIN_SEEDS:
         return {}
     found = [bootstrap([run[key] for run in runs]) if key in runs[0] else None for key in keys]
     return {"low": [one.low if one else None for one in found], "high": [one.high if one else None for one in found]}
@@ -88,7 +88,7 @@ def _heading(test: str, length: int | None) -> str:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row a run, and for each model with several seeds a row with the means of its selected runs.
+    """Return one row per run, and for each model with several seeds one with the means of its selected runs.
 
     `accuracy[(test, length)]` of a row is the mean over the numbers of pairs. The "seed" of a row of means is "mean";
     seeds that diverged do not count, and then it is "mean of 2 of 3".

@@ -1,4 +1,4 @@
-"""The table of `halflife eval`: a row a task and metric, on a terminal, in Markdown and beside the raw results."""
+"""The table of `halflife eval`: one row per task and metric, on a terminal, in Markdown and beside the raw results."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _count(count: int | None) -> str:
 
 
 def write_memory(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `memory.json` with all of `result`, and `memory.csv` with a row a model and length; return the files."""
+    """Write `memory.json` with all of `result`, and `memory.csv` with one row per model and length."""
     files = [folder / "memory.json", folder / "memory.csv"]
     write_json(files[0], result)
     rows = [

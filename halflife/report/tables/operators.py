@@ -37,7 +37,7 @@ def operators_of(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the result of `operators_of` as `koopman.json` (null if not finite) and `koopman.csv` (a row a head)."""
+    """Write the result of `operators_of` as `koopman.json` (null if not finite), `koopman.csv` (one row per head)."""
     heads = (
         {"model": model["model"], **layer, **head}
         for model in result["models"] for layer in model["layers"] for head in layer["heads"]
@@ -69,7 +69,7 @@ def _cells(layer: dict[str, Any], head: dict[str, Any]) -> list[str]:
 def _sentence(layer: dict[str, Any]) -> str:
     retries = f"\n  {layer['retries']:,} factorisations repeated with a larger ridge" if layer["retries"] else ""
     return (
-        f"layer {layer['layer']}: {layer['tokens']:,} tokens in {layer['state_size']:,} numbers a head "
+        f"layer {layer['layer']}: {layer['tokens']:,} tokens in {layer['state_size']:,} numbers per head "
         f"(a cache is larger from {math.floor(layer['crossover']) + 1:,} on){retries}"
     )
 

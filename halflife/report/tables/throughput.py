@@ -58,7 +58,7 @@ def first_ahead(ahead: Mapping[int, bool]) -> str:
 
 
 def write_throughput(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `throughput.json` with all of `result`, and `throughput.csv` with a row a model and length."""
+    """Write `throughput.json` with all of `result`, and `throughput.csv` with one row per model and length."""
     files = [folder / "throughput.json", folder / "throughput.csv"]
     write_json(files[0], result)
     rows = [
