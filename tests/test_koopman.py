@@ -5,7 +5,18 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, assert_raises, assert_same, cases, generator, slices, unchecked
+from helpers import (
+    assert_close,
+    assert_packs,
+    assert_raises,
+    assert_same,
+    assert_streams,
+    cases,
+    generator,
+    run_pieces,
+    slices,
+    unchecked,
+)
 from pairwise import crossed
 
 from halflife.ops import available_backends
@@ -57,6 +68,13 @@ def inputs(length, batch=2, dtype=torch.float64, grad=False):
     q, k = torch.randn(2, batch, length, HEADS, RANK, generator=draw, dtype=torch.float64)
     v = torch.randn(batch, length, HEADS, WIDTH, generator=draw, dtype=torch.float64)
     return [x.to(dtype).requires_grad_(grad) for x in (q, k, v)]
+
+
+def op(**options):
+    def run(x, state, **packed):
+        return koopman_attention(*x, initial_state=state, output_final_state=True, **options, **packed)
+
+    return run
 
 
 def remembered(state):
@@ -162,16 +180,12 @@ def test_a_weight_of_every_power(backend):
         weight[:, None] * koopman_attention(*x, gamma=gamma, power=power, chunk_size=2, backend="reference")[0]
         for power, weight in enumerate(weights)
     )
-    settings = {"gamma": gamma, "mix": weights, "power": 3, "chunk_size": 2, "output_final_state": True}
+    settings = {"gamma": gamma, "mix": weights, "power": 3, "chunk_size": 2}
     y, _ = koopman_attention(*x, **settings, backend=backend)
     assert_close(y, expected, 1e-9)
     for got, wanted in zip(grads(y, given), grads(expected, given), strict=True):
         assert_close(got, wanted, 1e-9)
-    state, rows = None, []
-    for t in range(9):
-        row, state = koopman_attention(*(z[:, t : t + 1] for z in x), **settings, initial_state=state)
-        rows.append(row)
-    assert_close(torch.cat(rows, 1), expected, 1e-9)
+    assert_close(run_pieces(op(**settings), x, range(10))[0], expected, 1e-9)
 
 
 def test_weights_of_the_ends_are_a_mixture():
@@ -235,19 +249,9 @@ def test_the_whitened_operator_never_expands():
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 16])
 @each_fast_form
-def test_streams_like_the_full_pass_at_every_cut(chunk_size, backend):
-    x = form_inputs(backend, 11, grad=True)
-    options = {"chunk_size": chunk_size, "gamma": 1.1, "mix": 0.8, "output_final_state": True, "backend": backend}
-    whole, last = koopman_attention(*x, **options)
-    for cut in range(12):
-        first, state = koopman_attention(*(t[:, :cut] for t in x), **options)
-        second, state = koopman_attention(*(t[:, cut:] for t in x), initial_state=state, **options)
-        y = torch.cat([first, second], 1)
-        assert_form(backend, y, whole, EXACT)
-        assert_form(backend, remembered(state), last, EXACT)
-        if cut in (4, 5):
-            for got, wanted in zip(grads(y, x), grads(whole, x), strict=True):
-                assert_form(backend, got, wanted, EXACT)
+def test_streams_like_the_full_pass(chunk_size, backend):
+    run = op(chunk_size=chunk_size, gamma=1.1, mix=0.8, backend=backend)
+    assert_streams(run, form_inputs(backend, 11, grad=True), NATIVE if backend == "native" else EXACT)
 
 
 @pytest.mark.parametrize("power", [0, 2])
@@ -256,14 +260,11 @@ def test_gradients_flow_through_rank_one_updates(power):
     x = inputs(9, grad=True)
     settings = {name: torch.tensor([a, b], dtype=torch.float64, requires_grad=True) for name, a, b in
                 (("gamma", 1.1, 1.4), ("mix", 0.3, 0.9))}  # fmt: skip
-    options = {"refresh": "token", "output_final_state": True, "power": power, **settings}
-    whole, last = koopman_attention(*x, **options)
-    state, outputs = None, []
-    for t in range(9):
-        y, state = koopman_attention(*(part[:, t : t + 1] for part in x), initial_state=state, **options)
-        outputs.append(y)
+    run = op(refresh="token", power=power, **settings)
+    whole, last = run(x, None)
+    y, state = run_pieces(run, x, range(10))
     leaves = [*x, *settings.values()]
-    for got, wanted in zip(grads(torch.cat(outputs, 1), leaves), grads(whole, leaves), strict=True):
+    for got, wanted in zip(grads(y, leaves), grads(whole, leaves), strict=True):
         assert_close(got, wanted, EXACT)
     for name in COMMITTED:
         for got, wanted in zip(grads(state[name], x), grads(last[name], x), strict=True):
@@ -278,14 +279,9 @@ def test_an_operator_a_token_by_rank_one_updates(growing, backend):
     if growing:
         k = k / k.norm(dim=-1, keepdim=True) * torch.arange(1, 25, dtype=k.dtype)[:, None, None]
     options = {"refresh": "token", "backend": backend}
-    state, outputs = None, []
-    for t in range(24):
-        y, state = koopman_attention(
-            *(x[:, t : t + 1] for x in (q, k, v)), initial_state=state, output_final_state=True, **options
-        )
-        outputs.append(y)
+    y, _ = run_pieces(op(**options), (q, k, v), range(25))
     expected = loop(*wide((q, k, v)), 1)
-    assert_form(backend, torch.cat(outputs, 1), expected, EXACT)
+    assert_form(backend, y, expected, EXACT)
     assert_form(backend, koopman_attention(q, k, v, **options)[0], expected, EXACT)
 
 
@@ -411,18 +407,12 @@ def test_a_state_has_as_many_numbers_as_the_paper_says():
 @each_fast_form
 def test_packed_equals_separate(chunk_size, backend):
     """A second call continues from the first, so that states with unequal numbers of pending tokens are tested."""
-    options = {"chunk_size": chunk_size, "output_final_state": True, "backend": backend}
-    state, alone = None, [None] * 4
-    for lengths in ([5, 0, 1, 7], [2, 3, 0, 4]):
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
-        x = form_inputs(backend, sum(lengths), batch=1)
-        y, state = koopman_attention(*x, cu_seqlens=bounds, initial_state=state, **options)
-        for row, tokens in enumerate(slices(bounds.tolist())):
-            expected, alone[row] = koopman_attention(*(t[:, tokens] for t in x), initial_state=alone[row], **options)
-            assert_form(backend, y[:, tokens], expected, EXACT, whole=y)
-            assert_form(
-                backend, {name: part[row : row + 1] for name, part in state.items()}, remembered(alone[row]), EXACT
-            )
+    options = {"chunk_size": chunk_size, "backend": backend}
+    tolerance = NATIVE if backend == "native" else EXACT
+    state, alone = assert_packs(op(**options), lambda batch, length: form_inputs(backend, length, batch), tolerance)
+    for row, own in enumerate(alone):
+        assert_close({name: part[row : row + 1] for name, part in state.items()}, remembered(own), tolerance)
+    x, bounds = form_inputs(backend, 9, 1), torch.tensor([0, 2, 5, 5, 9])
     reference, _ = koopman_attention(*x, cu_seqlens=bounds, **(options | {"backend": "reference"}))
     ridge, _ = koopman_attention(*x, cu_seqlens=bounds, power=0, **options)
     assert_form(backend, koopman_attention(*x, cu_seqlens=bounds, **options)[0], reference, EXACT, whole=ridge)
@@ -539,13 +529,7 @@ def test_extreme_keys_give_finite_outputs_and_gradients(scale, kind, length, chu
 def test_extreme_keys_one_at_a_time(scale, kind):
     """Rank-one updates, with new factorisations where norms grow, agree with the float64 loop."""
     x = extreme(kind, scale, 20)
-    state, outputs = None, []
-    for t in range(20):
-        y, state = koopman_attention(
-            *(part[:, t : t + 1] for part in x), initial_state=state, refresh="token", output_final_state=True
-        )
-        outputs.append(y)
-    y = torch.cat(outputs, 1)
+    y, _ = run_pieces(op(refresh="token"), x, range(21))
     assert y.isfinite().all()
     assert all(g.isfinite().all() for g in grads(y, x))
     exact = [part.detach().double() for part in x]
