@@ -70,11 +70,7 @@ def _gaps(data: dict[str, Any]) -> Iterator[Table]:
 
 def _coherence(data: dict[str, Any]) -> Iterator[Table]:
     rows = [(name, f"{one['largest']:.5f}", f"{one['bound']:.5f}") for name, one in data.items()]
-    yield Table(
-        ("spectrum", "largest", "sech(δ/2), smallest gap δ"),
-        rows,
-        title="coherence of two channels",
-    )
+    yield Table(("spectrum", "largest", "sech(δ/2), smallest gap δ"), rows, title="coherence of two channels")
 
 
 def _channels(data: dict[str, Any]) -> Iterator[Table]:

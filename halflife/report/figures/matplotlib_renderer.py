@@ -17,27 +17,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from halflife.files import atomic_path
 from halflife.report.figures.cells import draw_heat_map, draw_image
-from halflife.report.figures.data import (
-    Axis,
-    Colours,
-    FigureData,
-    HeatMap,
-    Image,
-    Panel,
-    Series,
-    log_tick_digits,
-)
+from halflife.report.figures.data import Axis, Colours, FigureData, HeatMap, Image, Panel, Series, log_tick_digits
 from halflife.report.figures.labels import label_point, name_lines, separate_labels
 from halflife.report.numbers import axis_number
-from halflife.report.style import (
-    REFERENCE_LINE,
-    WIDTH,
-    ModelStyle,
-    escape_formula,
-    legend,
-    note,
-    styled,
-)
+from halflife.report.style import REFERENCE_LINE, WIDTH, ModelStyle, escape_formula, legend, note, styled
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "thick": {}, "thin": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "level": {"linewidth": 1.2},

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife.files import THEORY_JSON, read_json, without_null
-from halflife.lab.theory.figures.echo import (
-    gradient_flow,
-    gram_sizes,
-    layer_costs,
-    phase_attenuation,
-    statement_values,
-)
+from halflife.lab.theory.figures.echo import gradient_flow, gram_sizes, layer_costs, phase_attenuation, statement_values
 from halflife.lab.theory.figures.spectra import (
     channels_in_use,
     coherence_maps,
