@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import cases, generator, relative_error
+from helpers import cases, generator, relative_error, run_pieces
 
 from halflife.ops.koopman import koopman_attention
 
@@ -63,13 +63,12 @@ def test_rank_one_updates_of_a_decayed_factor_do_not_drift():
     draw, length = generator("rank one"), 2000
     q, k, v = torch.randn(3, 1, length, 2, 6, generator=draw)
     g, beta = -0.01 * torch.rand(1, length, 2, generator=draw), torch.rand(1, length, 2, generator=draw)
-    x, state, outputs = (q, k, v, g, beta), None, []
-    for t in range(length):
-        q, k, v, g, beta = (part[:, t : t + 1] for part in x)
-        y, state = koopman_attention(
-            q, k, v, g=g, beta=beta, initial_state=state, refresh="token", output_final_state=True
-        )
-        outputs.append(y)
-    q, k, v, g, beta = (part.double() for part in x)
-    expected, _ = koopman_attention(q, k, v, g=g, beta=beta, refresh="token")
-    assert relative_error(torch.cat(outputs, 1)[:, 100:], expected[:, 100:]) <= 4 * 1e-5
+
+    def run(x, state):
+        q, k, v, g, beta = x
+        options = {"refresh": "token", "output_final_state": True}
+        return koopman_attention(q, k, v, g=g, beta=beta, initial_state=state, **options)
+
+    y, _ = run_pieces(run, (q, k, v, g, beta), range(length + 1))
+    expected, _ = run([part.double() for part in (q, k, v, g, beta)], None)
+    assert relative_error(y[:, 100:], expected[:, 100:]) <= 4 * 1e-5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, assert_raises, cases, generator
+from helpers import assert_close, assert_raises, assert_streams, cases, generator
 
 from halflife import LanguageModel, layers, preset
 from halflife.layers.ska import clebsch_gordan
@@ -134,19 +134,9 @@ def test_main_text_operator(power, backend):
 
 
 def test_main_text_operator_while_decoding():
-    """One token at a time equals the whole, for an operator per chunk and one per token."""
-    q, k, v = inputs(9)
     for refresh in ("chunk", "token"):
-        options = {"chunk_size": 3, "refresh": refresh, "operator": "main_text"}
-        whole, _ = koopman_attention(q, k, v, **options)
-        state, rows = None, []
-        for t in range(9):
-            one = slice(t, t + 1)
-            y, state = koopman_attention(
-                q[:, one], k[:, one], v[:, one], initial_state=state, output_final_state=True, **options
-            )
-            rows.append(y)
-        assert_close(torch.cat(rows, 1), whole, EXACT)
+        options = {"chunk_size": 3, "refresh": refresh, "operator": "main_text", "output_final_state": True}
+        assert_streams(lambda x, state, o=options: koopman_attention(*x, initial_state=state, **o), inputs(9), EXACT)
 
 
 def test_the_normalisation_acts_on_the_main_text_operator_only():
