@@ -1,4 +1,4 @@
-"""The files and Python calls that a token passes in one layer: `python benchmarks/journey.py [preset] [--list]`.
+"""The files and Python calls that a token passes in one block: `python benchmarks/journey.py [preset] [--list]`.
 
 It counts the functions of halflife alone, in one training step (forward and backward) and in decoding one token.
 """
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from halflife import LanguageModel, preset  # noqa: E402
+from halflife.packing import Packing  # noqa: E402
 
 PACKAGE = ROOT / "halflife"
 TOKENS = 64
@@ -41,23 +42,25 @@ def calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
 
 
 def journey(name: str) -> dict[str, Counter[tuple[str, str]]]:
-    """The calls of the first layer's mixer of a preset, in a training step and in decoding a token after a text."""
+    """The calls of the first block of a preset, in a training step and in decoding a token after a text."""
     torch.manual_seed(0)
-    mixer = LanguageModel(preset(name, hidden_size=128, num_layers=1, vocab_size=8)).blocks[0].mixer
-    x = torch.randn(1, TOKENS, 128)
+    block = LanguageModel(preset(name, hidden_size=128, num_layers=1, vocab_size=8)).blocks[0]
+    x, tokens, token = torch.randn(1, TOKENS, 128), Packing(1, TOKENS), Packing(1, 1)
 
     def step() -> None:
-        mixer(x)[0].sum().backward()
+        block(x, None, tokens, {})[0].sum().backward()
 
     step()  # the first call loads the kernels
-    state = mixer(x)[1]
+    state = block(x, None, tokens, {})[1]
 
     @torch.no_grad()
     def decode() -> None:
-        mixer(x[:, :1], state)
+        block(x[:, :1], state, token, {})
 
+    trained = calls(step)
+    block.eval()
     decode()
-    return {"training step": calls(step), "decoded token": calls(decode)}
+    return {"training step": trained, "decoded token": calls(decode)}
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def _own_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
 def option_groups(cls: type) -> dict[str, type]:
     """Return the parameters of `cls(…)` that are groups of options: a dataclass, or the first of a union."""
     first = {name: (get_args(one.annotation) or [one.annotation])[0] for name, one in _own_parameters(cls).items()}
-    return {name: kind for name, kind in first.items() if is_dataclass(kind)}
+    return {name: kind for name, kind in first.items() if isinstance(kind, type) and is_dataclass(kind)}
 
 
 @cache

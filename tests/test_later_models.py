@@ -415,3 +415,19 @@ def test_log_forget_gates_are_float32_in_the_cache():
     y, state = layer(torch.randn(1, 5, HIDDEN, dtype=torch.bfloat16))
     assert (y.dtype, state["forget"].dtype, state["keys"].dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
     assert math.isclose(state["forget"].mean().item(), math.log(0.5), abs_tol=0.5)
+
+
+@pytest.mark.parametrize("name", ["deltaproduct", "mesa", "fox", "gdn2", "kda", "comba"])
+def test_a_layer_makes_each_map_once(name, monkeypatch):
+    """The weights that are allocated are those that the layer keeps."""
+    made, register = [], torch.nn.Module.register_parameter
+
+    def spy(module, key, parameter):
+        if key not in module._parameters and parameter is not None:
+            made.append(parameter.numel())
+        register(module, key, parameter)
+
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", spy)
+    with torch.device("meta"):
+        layer = layers.build(name, hidden_size=64, num_heads=2)
+    assert sum(made) == sum(p.numel() for p in layer.parameters())

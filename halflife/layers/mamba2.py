@@ -105,7 +105,8 @@ class Mamba2(HasMemory, Mixer):
         xbc, conv = self.conv(xbc, state.get("conv"), packing)
         values, key, query = xbc.split(self.conv_splits, -1)
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
-        q, k = (expand_groups(part.unflatten(-1, (self.num_groups, -1)), self.num_heads) for part in (query, key))
+        q = expand_groups(query.unflatten(-1, (self.num_groups, -1)), self.num_heads)
+        k = expand_groups(key.unflatten(-1, (self.num_groups, -1)), self.num_heads)
         step = self.decay.step_size(f)
         g = self.decay(f, position=position, step=step)
         if self.stretch_gain:

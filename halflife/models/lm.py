@@ -49,8 +49,8 @@ class Block(nn.Module):
                 set_backend(part, backend)
 
     def forward(self, x: Tensor, state: State | None, packing: Packing, shared: Shared) -> tuple[Tensor, State]:
-        # Earlier layers may be on another device.
-        shared.update({name: part.to(x.device) for name, part in shared.items()})
+        if shared:  # earlier layers may be on another device
+            shared.update({name: part.to(x.device) for name, part in shared.items()})
         y, new = self._normed(self.mixer, self.mixer_norm, x, _part(state), packing, shared=shared)
         x = x + y
         if self.beside is not None:
@@ -71,8 +71,10 @@ class Block(nn.Module):
 
 def _part(state: State | None, owner: str = "") -> State | None:
     """The state of one part of a block, whose names begin with `owner.`, or of its mixer; None at the start."""
-    parts = ((*name.rpartition("."), x) for name, x in (state or {}).items())
-    return {name: x for prefix, _, name, x in parts if prefix == owner} or None
+    if not state:
+        return None
+    start = len(owner) + 1 if owner else 0
+    return {name[start:]: x for name, x in state.items() if name.rpartition(".")[0] == owner}
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -86,7 +86,7 @@ class SlowGate(Float32Module):
     def signal(self, f: Tensor, state: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
         """`conv(f)_t + b`, `[B, T, gates]`, and the convolution's last inputs."""
         f = f.to(compute_dtype(f))
-        taps, bias = (p.to(f.dtype) for p in (self.taps, self.bias))
+        taps, bias = self.taps.to(f.dtype), self.bias.to(f.dtype)
         if self.bias_place == "before":
             f, bias = f + bias, None
         with without_autocast(f.device):
@@ -157,7 +157,7 @@ class GateRank(nn.Module):
         )  # fmt: skip
         assert final is not None
         if self.training:
-            self._count(g_slow.detach(), *(s.detach() for s in final))
+            self._count(g_slow.detach(), final[0].detach(), final[1].detach())
         return o, {"memory": final[0], "slow": final[1], "slow_conv": conv}
 
     def _count(self, g_slow: Tensor, fast: Tensor, slow: Tensor) -> None:
