@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import json
 import math
 import os
 import re
 import secrets
-import sys
 import time
 import warnings
 import zlib
@@ -32,7 +32,6 @@ DECAYS_JSON = "decays.json"  # from `halflife spectrum`, as is the next
 KOOPMAN_JSON = "koopman.json"
 FORECAST_JSON = "forecast.json"  # from `halflife forecast`
 THEORY_JSON = "theory.json"  # from `halflife theory`
-
 
 UNPACKED = 1 << 28  # bytes; the largest text that `read_bytes` decompresses
 # What `atomic_path` and safetensors leave beside a file when the process is killed.
@@ -238,14 +237,6 @@ def _is_line(values: Any) -> bool:
     return known and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items())
 
 
-def silence_stdout() -> None:
-    """Send what is printed from now on nowhere, after the reader of a pipe has gone away."""
-    with suppress(OSError, ValueError):  # a stream without a descriptor, or a closed one
-        descriptor = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.close(descriptor)
-
-
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a text file, decompressed if its name ends in `.gz`.
 
@@ -272,6 +263,16 @@ def _unpack(path: Path) -> bytes:
     if len(data) > UNPACKED:
         raise ValueError(f"{path} unpacks to more than {UNPACKED >> 20} MB; unpack it with gunzip, and name that file")
     return data
+
+
+def sha256_of(*paths: Path) -> str:
+    """SHA-256 of the content of files, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_new_folder(folder: Path) -> None:

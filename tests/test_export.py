@@ -200,7 +200,7 @@ def test_the_step_of_every_preset_is_an_onnx_graph(name, tmp_path):
     model = build(name)
     max_length = 2 if growing(model) else None
     state = initial_state(model, 2, max_length)
-    written = write_graph(model, tmp_path / "step.onnx", 1, state, 1e-4, max_length)
+    written = write_graph(model, tmp_path / "step.onnx", 1, state, max_length)
     assert written.form == "step"
     assert written.path.stat().st_size > 0
 
@@ -247,7 +247,7 @@ def test_no_graph_is_left_that_failed_its_check(tmp_path, monkeypatch):
     monkeypatch.setattr("halflife.export.onnx._difference", lambda *_: math.nan)
     model = build("mamba2")
     with pytest.raises(ValueError, match="differs from the model by nan"):
-        write_graph(model, tmp_path / "step.onnx", 1, initial_state(model), 1e-4, None)
+        write_graph(model, tmp_path / "step.onnx", 1, initial_state(model), None)
     assert not list(tmp_path.iterdir())
 
 

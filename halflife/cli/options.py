@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 
 from halflife import extensions
 from halflife.cli.groups import command_with, option_types, options_of, replace_options
-from halflife.files import silence_stdout
 from halflife.registry import unknown
 
 Command = TypeVar("Command")
@@ -148,6 +148,14 @@ def resumable(command: str, begun: Path) -> Iterator[None]:
         hint = f"resume with: {command}" if begun.exists() else "nothing was written yet, so give the command again"
         print(f"\ninterrupted; {hint}", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def silence_stdout() -> None:
+    """Send what is printed from now on nowhere, after the reader of a pipe has gone away."""
+    with suppress(OSError, ValueError):  # a stream without a descriptor, or a closed one
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
 
 
 def say(text: str) -> None:

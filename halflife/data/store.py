@@ -27,7 +27,7 @@ from halflife.data.cache import locked
 from halflife.data.documents import Piece
 from halflife.data.splits import Advance, Plan, SplitSettings, divided
 from halflife.data.tokenizers import encode_ahead
-from halflife.files import naming, read_json, write_json
+from halflife.files import naming, read_json, sha256_of, write_json
 from halflife.tasks.base import SPLITS
 
 FORMAT = 1
@@ -205,8 +205,4 @@ def _file_checksum(path: Path) -> str:
 
 @cache
 def _sha256(path: Path, *version: int) -> str:
-    content = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(READ):
-            content.update(chunk)
-    return content.hexdigest()
+    return sha256_of(path)

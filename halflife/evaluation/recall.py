@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED, Task, stream_seed
+
+BATCH_TOKENS = 1 << 15  # of a forward pass; they bound the memory
 
 
 @torch.no_grad()
@@ -20,7 +23,7 @@ def accuracy(
     split: str,
     seed: int,
     num_examples: int,
-    batch_tokens: int = 1 << 15,
+    batch_tokens: int = BATCH_TOKENS,
     bf16: bool = False,
     action_mask: bool = False,
 ) -> float:
@@ -40,7 +43,8 @@ def accuracy(
         action_mask: whether the model gets the examples' action masks.
     """
     right = scored = 0
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16, action_mask):
+    settings = {"batch_tokens": batch_tokens, "bf16": bf16, "action_mask": action_mask}
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, **settings):
         mask = labels != IGNORED
         correct = torch.ones_like(mask)
         correct[mask] = logits.argmax(-1) == labels[mask]
@@ -51,20 +55,12 @@ def accuracy(
 
 @torch.no_grad()
 def by_position(
-    model: LanguageModel,
-    task: Task,
-    *,
-    split: str,
-    seed: int,
-    num_examples: int,
-    batch_tokens: int = 1 << 15,
-    bf16: bool = False,
-    action_mask: bool = False,
+    model: LanguageModel, task: Task, *, split: str, seed: int, num_examples: int, **settings: Any
 ) -> dict[str, list[float]]:
     """Return the accuracy and the cross-entropy (nats) at each position of a dense task; arguments as `accuracy`."""
     right = torch.zeros(task.length, dtype=torch.double)
     loss = torch.zeros(task.length, dtype=torch.double)
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, batch_tokens, bf16, action_mask):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, **settings):
         every = logits.unflatten(0, labels.shape)
         right += (every.argmax(-1) == labels).double().sum(0)
         loss += F.cross_entropy(every.transpose(1, 2), labels, reduction="none").double().sum(0)
@@ -77,9 +73,10 @@ def _scored_logits(
     split: str,
     seed: int,
     num_examples: int,
-    batch_tokens: int,
-    bf16: bool,
-    action_mask: bool,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    bf16: bool = False,
+    action_mask: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `labels [b, T]` and the float32 logits at the scored positions, on the CPU, batch by batch."""
     if num_examples < 1:

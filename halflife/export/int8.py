@@ -8,17 +8,19 @@ reads a quarter of the bytes that float32 weights have.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from statistics import median
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.evaluation.throughput import interleaved
 from halflife.models.lm import LanguageModel
 
+PIECE_TOKENS = 1024  # that the model reads at once
+STEP_ROUNDS = 20  # of the decoding steps whose median counts
 MULTIPLE = 16  # the kernel takes matrices whose sides are multiples of it; outputs are padded
 
 
@@ -79,32 +81,25 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def bits_per_byte(model: LanguageModel, ids: np.ndarray, count: int, piece: int = 1024) -> float:
+def bits_per_byte(model: LanguageModel, ids: np.ndarray, count: int) -> float:
     """Return the bits per byte of a text, which the model reads in pieces.
 
     Args:
         model: the model.
         ids: token ids `[T]`; the first one is not predicted.
         count: bytes of the text that the other ids stand for.
-        piece: tokens that the model reads at once.
     """
     tokens, state, nats = torch.from_numpy(ids), None, 0.0
-    for start in range(0, len(tokens) - 1, piece):
-        target = tokens[start + 1 : start + piece + 1]
+    for start in range(0, len(tokens) - 1, PIECE_TOKENS):
+        target = tokens[start + 1 : start + PIECE_TOKENS + 1]
         logits, state = model(tokens[start : start + len(target)].unsqueeze(0), state)
         nats += float(F.cross_entropy(logits[0].float(), target, reduction="sum"))
     return nats / math.log(2) / count
 
 
 @torch.no_grad()
-def step_seconds(models: Sequence[LanguageModel], rounds: int = 20) -> list[float]:
+def step_seconds(models: Sequence[LanguageModel]) -> list[float]:
     """Return the median seconds of a decoding step of each model. They take turns."""
     ids = torch.zeros(1, 1, dtype=torch.long)
-    states = [model(ids)[1] for model in models]
-    times: list[list[float]] = [[] for _ in models]
-    for _ in range(rounds):
-        for i, model in enumerate(models):
-            began = time.perf_counter()
-            model(ids, states[i])
-            times[i].append(time.perf_counter() - began)
-    return list(map(median, times))
+    steps = {str(i): partial(model, ids, model(ids)[1]) for i, model in enumerate(models)}
+    return list(interleaved(steps, rounds=STEP_ROUNDS).values())

@@ -15,6 +15,7 @@ from halflife.files import write_json
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.tensor_file import write_tensors
 
+LARGEST_DIFFERENCE = 1e-4  # between a graph and the model
 STEP, PROMPT = "step.onnx", "prompt.onnx"
 INITIAL, ABOUT = "initial_state.safetensors", "graphs.json"
 AFTER = ".after"  # ends the name of an output that is a state
@@ -50,7 +51,6 @@ def write_onnx(
     folder: Path,
     tokens: int = 16,
     batch: int = 1,
-    tolerance: float = 1e-4,
     max_length: int | None = None,
 ) -> list[Written]:
     """Write both graphs, the state before the first token, and a description of them.
@@ -60,7 +60,6 @@ def write_onnx(
         folder: where to write.
         tokens: tokens of a piece of the prompt graph.
         batch: sequences of each graph.
-        tolerance: largest difference that is accepted.
         max_length: as in `graphs.export`.
 
     Raises:
@@ -70,7 +69,7 @@ def write_onnx(
     folder.mkdir(parents=True, exist_ok=True)
     state = initial_state(model, batch, max_length)
     files = ((STEP, 1), (PROMPT, tokens))
-    graphs = [write_graph(model, folder / file, count, state, tolerance, max_length) for file, count in files]
+    graphs = [write_graph(model, folder / file, count, state, max_length) for file, count in files]
     tensors = dict(zip(names(state), flat(state), strict=True))
     write_tensors(folder / INITIAL, tensors, {"format": "pt"})
     write_json(
@@ -85,9 +84,7 @@ def write_onnx(
     return graphs
 
 
-def write_graph(
-    model: LanguageModel, path: Path, tokens: int, state: ModelState, tolerance: float, max_length: int | None
-) -> Written:
+def write_graph(model: LanguageModel, path: Path, tokens: int, state: ModelState, max_length: int | None) -> Written:
     """Write the graph of one piece, and compare it with the model on random tokens; arguments as in `write_onnx`."""
     loop = needs_loop(model)
     try:
@@ -100,10 +97,10 @@ def write_graph(
     with fixed_caches(model, max_length):
         pieces = 2 if max_length is None else min(2, max_length // tokens)
         difference = _difference(model, path, tokens, state, pieces)
-    if not difference <= tolerance:
+    if not difference <= LARGEST_DIFFERENCE:
         for file in path.parent.glob(f"{path.name}*"):  # large weights are in a file beside the graph
             file.unlink()
-        raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {tolerance:.0e}")
+        raise ValueError(f"{path} differs from the model by {difference:.1e}, more than {LARGEST_DIFFERENCE:.0e}")
     return Written(path, tokens, "step" if tokens == 1 else "token loop" if loop else "chunked", difference)
 
 

@@ -14,18 +14,17 @@ from halflife.models import checkpoint
 from halflife.models.session import Session
 from halflife.runs.folder import SAMPLES_TXT
 
-LENGTH = 400  # tokens of a continuation
+LENGTH, TEMPERATURE = 400, 0.8  # tokens of a continuation, and the temperature of sampling
 PROMPT = 200  # tokens of a prompt from a document
 
 
-def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), temperature: float = 0.8) -> Path:
+def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> Path:
     """Continue prompts with the model in `folder`, and write the texts to its `samples.txt`; returns the file.
 
     Args:
         folder: the folder of a trained model.
         corpus: gives the tokenizer.
         prompts: texts to continue; none for the starts of the first three validation documents.
-        temperature: the temperature of sampling.
     """
     model, tokenizer = checkpoint.load(folder).eval(), corpus.tokenizer
     encoded = [tokenizer.encode(prompt) for prompt in prompts] or document_starts(corpus)
@@ -35,7 +34,7 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = (), tem
         stop = () if tokenizer.eos is None else (tokenizer.eos,)
         generator = torch.Generator().manual_seed(i)
         pieces = session.feed(torch.from_numpy(ids)).write(
-            LENGTH, stop=stop, temperature=temperature, generator=generator
+            LENGTH, stop=stop, temperature=TEMPERATURE, generator=generator
         )
         text.append(f"{tokenizer.decode(ids)}⟨here the model begins⟩{''.join(pieces)}\n")
     rule = "-" * 80

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from halflife.files import COMPLETE_JSON, read_json_object, sync, write_json
+from halflife.files import COMPLETE_JSON, read_json_object, sha256_of, sync, write_json
 
 PARTIAL = ".partial"  # the folder in which a checkpoint is written
 KEPT = 2  # checkpoints of a run
@@ -92,10 +91,9 @@ class CheckpointStore:
         usage = shutil.disk_usage(self.folder)
         size = sum(file.stat().st_size for file in (self.newest or self.folder).rglob("*") if file.is_file())
         needed = f"; the last checkpoint has {size:,} bytes" if self.newest else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return OSError(
-            f"cannot write the checkpoint of step {step} into {self.folder}: {reason} ({usage.free:,} bytes are free "
-            f"there{needed}). Make room, then resume the run"
+            f"cannot write the checkpoint of step {step} into {self.folder}: {_reason(error)} "
+            f"({usage.free:,} bytes are free there{needed}). Make room, then resume the run"
         )
 
 
@@ -107,8 +105,12 @@ def loading(checkpoint: Path) -> Iterator[None]:
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnreadableCheckpoint(f"{checkpoint} cannot be loaded ({reason})") from error
+        raise UnreadableCheckpoint(f"{checkpoint} cannot be loaded ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a message, or the name of an error without one."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _is_first() -> bool:
@@ -123,15 +125,7 @@ def _barrier() -> None:
 def checksums(folder: Path) -> dict[str, str]:
     """SHA-256 of each file in a checkpoint, by its path relative to the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE_JSON)
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def last_checkpoint(folder: Path) -> Path | None:

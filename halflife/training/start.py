@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,13 +11,13 @@ import torch
 from torch import nn
 
 from halflife.data.hub import model_name, no_model
+from halflife.files import sha256_of
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import load_any
 
 ROWS = ("embedding.weight", "head.weight")  # parameters with one row for each token
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
 SHOWN = 4  # names in a message
-PIECE = 1 << 24  # bytes that are read at once
 
 
 def local_folder(source: str) -> Path:
@@ -65,12 +64,7 @@ def start_of(source: str, vocab_size: int) -> tuple[ModelConfig, str, str, int]:
 
 def digest(folder: Path) -> str:
     """Return the SHA-256 of the safetensors files in a folder."""
-    total = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            while piece := file.read(PIECE):
-                total.update(piece)
-    return total.hexdigest()
+    return sha256_of(*sorted(folder.glob("*.safetensors")))
 
 
 def check_unchanged(folder: Path, expected: str) -> None:
