@@ -162,10 +162,7 @@ def test_best_endpoints_lie_a_little_outside():
 
 @pytest.mark.slow
 def test_rates_of_convergence():
-    """With the best ends the rate per channel is π² / (log T + C₆), C₆ about 3. The paper's ends have a part of it.
-
-    For linear rates, Table 1's Ω(N^{−β}) holds while N is far below √T, as Lemma 4.3 says. Larger N are much better.
-    """
+    """π² / (log T + C₆) per channel with the best ends; Ω(N^{−β}) for linear rates while N ≪ √T (Lemma 4.3)."""
     data = error_by_channels([8, 12, 16], [100, 1e4], draws=3)
     assert list(data["errors"]) == list(SPECTRA)
     rows = {(row["spectrum"], row["length"]): row for row in data["slopes"]}
@@ -193,11 +190,7 @@ def test_slopes_are_least_squares():
 
 
 def test_static_and_adapted():
-    """Adapted rates are better at t < T (Prop. 4.9).
-
-    The proposition's bound of the static error rises as t falls, but the error does not. With the gates of each
-    position, adaptation does not help with the paper's ends. It helps with a far slow end.
-    """
+    """Adapted rates are better at t < T (Prop. 4.9); with the gates of each position only for a far slow end."""
     positions = [10, 100, 1000]
     paper = error_by_position(16, 1000, positions)["errors"]
     assert all(a <= (1 + AGREES) * b for a, b in zip(paper["static"], paper["static"][1:], strict=False))

@@ -1,8 +1,4 @@
-"""Converted Mamba-3 of fla and RWKV-7 of its author, compared with their published names and equations.
-
-The equations are computed here token by token in float64, from the code of mamba-ssm and RWKV-LM. No weights of
-these models were at hand, so the checkpoints have random weights under the published names.
-"""
+"""Converted Mamba-3 of fla and RWKV-7 of its author, with random weights, against their equations in float64."""
 
 import json
 import math

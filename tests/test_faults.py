@@ -1,7 +1,4 @@
-"""Faults from outside: killed processes, full disks, damaged and foreign files. Nothing may be lost or silently wrong.
-
-`tests/faults` has the faults that take longer, `make faults` runs them.
-"""
+"""Killed processes, full disks, damaged and foreign files. `make faults` runs those that take longer (tests/faults)."""
 
 import dataclasses
 import json

@@ -115,10 +115,7 @@ def test_is_orthogonal_at_modulus_one_alone():
 
 @pytest.mark.parametrize(("size", "width"), [(16, 64), (96, 256), (128, 384), (448, 1216), (768, 2048)])
 def test_parameters(size, width):
-    """The width is d_k = ⌈8d/3⌉, rounded up to 64.
-
-    The layer has 2 d d_k parameters and two for each pair. With a gate it has those of a SwiGLU and two for each pair.
-    """
+    """2 d d_k and two per pair, with d_k = ⌈8d/3⌉ rounded up to 64. A gate adds what it adds to a SwiGLU."""
     plain, gated, swiglu = (
         sum(p.numel() for p in layer.parameters())
         for layer in (KoopmanMLP(size), KoopmanMLP(size, gated=True), SwiGLU(size))

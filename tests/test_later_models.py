@@ -1,7 +1,4 @@
-"""Layers that came after the papers: their equations as token loops, fla's plain functions, special cases, windows.
-
-`test_layers.py` and `test_registry.py` test what holds for every layer and every model.
-"""
+"""Layers that came after the papers: their equations as token loops, fla's plain functions, special cases, windows."""
 
 import importlib
 import math

@@ -1,7 +1,4 @@
-"""Configurations, presets and the language model: JSON, preset names, state, initialisation, damaged checkpoints.
-
-`test_registry.py` tests what holds for every model: streaming, packing, learning, files, float32.
-"""
+"""Configurations, presets and the language model: JSON, preset names, state, initialisation, damaged checkpoints."""
 
 import dataclasses
 import re
