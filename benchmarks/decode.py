@@ -35,15 +35,15 @@ MARK = "<!-- decode -->"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="also write the tables here, after the line " + MARK)
+    parser.add_argument("--write", type=Path, help="also write the first table here, after the line " + MARK)
     parser.add_argument("--lengths", type=int, nargs="+", default=(1024, 4096, 16384, 65536))
     parser.add_argument("--seconds", type=float, default=5.0, help="to measure for, each context or batch size")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with torch.no_grad():
-        text = "\n".join([*contexts(sorted(arguments.lengths), arguments.seconds), "", *updates(arguments.seconds)])
-    print(text)
+        text = "\n".join(contexts(sorted(arguments.lengths), arguments.seconds))
+        print(text, *updates(arguments.seconds), sep="\n")
     if arguments.write:
         timing.write_section(arguments.write, MARK, text)
 
