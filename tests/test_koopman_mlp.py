@@ -115,7 +115,7 @@ def test_is_orthogonal_at_modulus_one_alone():
 
 @pytest.mark.parametrize(("size", "width"), [(16, 64), (96, 256), (128, 384), (448, 1216), (768, 2048)])
 def test_parameters(size, width):
-    """2 d d_k and two per pair, with d_k = ⌈8d/3⌉ rounded up to 64. A gate adds what it adds to a SwiGLU."""
+    """2 d d_k and two per pair, d_k = ⌈8d/3⌉ rounded up to 64; with a gate, those of a SwiGLU and two per pair."""
     plain, gated, swiglu = (
         sum(p.numel() for p in layer.parameters())
         for layer in (KoopmanMLP(size), KoopmanMLP(size, gated=True), SwiGLU(size))
