@@ -281,7 +281,7 @@ def test_three_steps(name, models, changes, tmp_path, monkeypatch):
         assert json.loads((folder / "overview.json").read_text())["speeds"]["decoding"][models[0]] > 0
     if name == "koopman-powers":
         assert (folder / "figures" / "powers.png").exists()
-        assert summary.count("| h2 | l3-masked |") == 2  # the tables of what was trained
+        assert "| model | h2 | l3-masked |" in summary  # the table of what was trained
         assert json.loads((folder / "powers.json").read_text())["steps"] == {model: [None] for model in models}
     if name.endswith("text"):
         assert "| perplexity of the last T of | 16 | 32 |" in summary
