@@ -1,5 +1,7 @@
 """Tensors that an op cannot take are refused in a sentence, before any kernel sees them."""
 
+import inspect
+import re
 import traceback
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import halflife
 from halflife import ops
 from halflife.models import LanguageModel
 from halflife.ops.arguments import check_number, check_tensor
+from halflife.ops.spec import OPS as SPECS
+from halflife.ops.spec import _letter
 from halflife.packing import check_integers
 
 EVERY = {**OPS, "gate_rank": ops.gate_rank, "koopman_attention": ops.koopman_attention}
@@ -30,6 +34,18 @@ def small(op, dtype=torch.float32, **sizes):
         if op == "gate_rank":
             arguments |= {name: -torch.rand(shape, generator=draw).double() for name in ("g_slow", "g_fast")}
     return {name: x.to(dtype) for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS.names() if hasattr(ops, name)])
+def test_docstrings_have_the_shapes_of_the_specification(name):
+    """Each tensor of an op stands in its docstring with every shape that it may have."""
+    described = inspect.getdoc(unchecked(getattr(ops, name))).partition("Args:\n")[2].partition("\n\n")[0]
+    paragraphs = re.split(r"\n    (?=\w)", "\n" + described)
+    for tensor, shape in SPECS[name].tensors.items():
+        (paragraph,) = [text for text in paragraphs if tensor in re.split(r",\s*", text.partition(":")[0])]
+        for axes in shape.choices:
+            letters = [str(_letter(*axis)).replace("J +", "K +") for axis in axes]
+            assert letters == ["1"] or f"[{', '.join(letters)}]" in paragraph, tensor
 
 
 @each_of_all

@@ -24,7 +24,15 @@ from halflife.precision import compute_dtype
 
 ACTIVATIONS = {"silu": F.silu, None: lambda y: y}
 
-define("causal_conv1d", x="B T D", weight="D W", bias="D | None", state="N D W-1", wide=False)
+define(
+    "causal_conv1d",
+    x="B T D",
+    weight="D W",
+    bias="D | None",
+    state="N D W-1",
+    wide=False,
+    settings={"activation": "silu"},
+)
 
 
 def causal_conv1d(
@@ -99,7 +107,7 @@ def _activated(
 @_activated
 def reference(x: Tensor, weight: Tensor, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """The definition: a window of W inputs moves by one token at a time."""
-    outputs, finals = [], []
+    outputs, finals, weight = [], [], weight.to(compute_dtype(x))  # gradients of the taps add up in this dtype
     for rows, tokens in packing.pieces():
         before = state[rows]
         window = torch.cat([before, before[..., :0].new_zeros(*before.shape[:2], 1)], -1).to(compute_dtype(x))

@@ -40,7 +40,7 @@ def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return native.op("norm")(x, None, weight, None, None, "none", x.shape[-1], True, eps)
 
 
-define("rms_norm", x="... D", weight="D")
+define("rms_norm", x="... D", weight="D", settings={"eps": 1e-5})
 _pass("rms_norm", _rms_norm, _native_rms_norm, 1)
 
 
@@ -78,7 +78,10 @@ def _native_rms_norm_of_gated(
     return native.op("norm")(y, z, weight, x, scale, "silu_before", y.shape[-1] // groups, True, eps)
 
 
-define("rms_norm_of_gated", y="B T D", z="B T D", x="B T D | None", weight="D", scale="H | None")
+define(
+    "rms_norm_of_gated", y="B T D", z="B T D", x="B T D | None", weight="D", scale="H | None",
+    settings={"groups": 2, "eps": 1e-5},
+)  # fmt: skip
 _pass("rms_norm_of_gated", _rms_norm_of_gated, _native_rms_norm_of_gated, 3)
 
 
@@ -95,7 +98,7 @@ def _native_rms_norm_of_sigmoid_gated(y: Tensor, z: Tensor, weight: Tensor, eps:
     return native.op("norm")(y, z, weight, None, None, "sigmoid_before", y.shape[-1], True, eps)
 
 
-define("rms_norm_of_sigmoid_gated", y="... D", z="... D", weight="D")
+define("rms_norm_of_sigmoid_gated", y="... D", z="... D", weight="D", settings={"eps": 1e-5})
 _pass("rms_norm_of_sigmoid_gated", _rms_norm_of_sigmoid_gated, _native_rms_norm_of_sigmoid_gated, 2)
 
 
@@ -112,7 +115,7 @@ def _native_gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) ->
     return native.op("norm")(o.flatten(-2), z, weight, None, None, "silu_after", o.shape[-1], True, eps)
 
 
-define("gated_head_norm", o="B T H V", z="B T D", weight="V")
+define("gated_head_norm", o="B T H V", z="B T D", weight="V", settings={"eps": 1e-5})
 _pass("gated_head_norm", _gated_head_norm, _native_gated_head_norm, 2)
 
 
@@ -131,7 +134,7 @@ def _native_l2_normalize(x: Tensor, eps: float) -> Tensor:
     return native.op("norm")(rows, None, None, None, None, "none", x.shape[-1], False, eps).view(x.shape)
 
 
-define("l2_normalize", x="... D")
+define("l2_normalize", x="... D", settings={"eps": 1e-6})
 _pass("l2_normalize", _l2_normalize, _native_l2_normalize, 1)
 
 
@@ -176,11 +179,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _native_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = (part if part.ndim == 3 else part.unsqueeze(0) for part in (cos, sin))
+    cos, sin = (part.float() if part.ndim == 3 else part.float().unsqueeze(0) for part in (cos, sin))
     return native.op("rotate")(x, cos, sin, 1.0)
 
 
-define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P")
+define("rotate", x="B T H K", cos="T P | B T P", sin="T P | B T P", constants=["cos", "sin"])
 _pass("rotate", _rotate, _native_rotate, 1)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.ops.backends.dispatch import CannotRun, available_backends, registered
+from halflife.ops.backends.dispatch import CannotRun, available_backends, dispatch, registered, run_pass
 from halflife.ops.delta_rule import delta_rule
 from halflife.ops.dplr import dplr
 from halflife.ops.gate_rank import gate_rank
@@ -19,6 +19,7 @@ from halflife.ops.koopman.state import COMMITTED
 from halflife.ops.linear_attention import linear_attention
 from halflife.ops.log_linear.op import log_linear_attention
 from halflife.ops.ridge_attention import ridge_attention
+from halflife.ops.spec import OPS
 
 # The largest allowed error relative to the largest entry, four times the worst one measured on a CPU (5e-7 and 3.5e-3).
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.4e-2}
@@ -32,6 +33,16 @@ TOLERANCES = {
 # Kernels round decayed operands to the inputs' dtype before they multiply. The bound is four times the worst error
 # measured in Triton's interpreter (1.0e-2).
 KERNELS = {"triton": 4e-2, "fla": 4e-2}
+
+
+# Ops with cases of their own; the inputs of all others are drawn from their specifications.
+VARIED = {
+    op.__name__: op
+    for op in (
+        linear_attention, dplr, delta_rule, gate_rank, log_linear_attention, ridge_attention, koopman_attention
+    )
+}  # fmt: skip
+SIZES = {"B": 2, "H": 2, "K": 32, "V": 32, "D": 64, "W": 4, "R": 3, "P": 16, "L": 5}  # those of the others
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class Check:
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         verdict = "ok" if self.ok else f"WRONG ({self.failure or f'above {self.tolerance:.0e}'})"
-        return f"{self.op:20} {self.backend:10} {self.variant:14} {name:9} {self.error:.1e}  {verdict}"
+        return f"{self.op:26} {self.backend:10} {self.variant:14} {name:9} {self.error:.1e}  {verdict}"
 
 
 @dataclass(frozen=True)
@@ -105,11 +116,11 @@ def selfcheck(
     """
     checks = []
     for op, variant, arguments, options in _cases(length):
-        if ops is not None and op.__name__ not in ops:
+        if ops is not None and op not in ops:
             continue
-        chosen = available_backends(op.__name__, device)
+        chosen = available_backends(op, device)
         if backends is not None:
-            chosen = [name for name in registered(op.__name__) if name in backends]
+            chosen = [name for name in registered(op) if name in backends]
         for dtype in TOLERANCE:
             # The token loop gets the same rounded inputs, so that the error is that of the computation alone.
             rounded = {name: x.to(dtype).double() for name, x in arguments.items()}
@@ -120,7 +131,7 @@ def selfcheck(
 
 
 def _check(
-    op: Any, variant: str, arguments: dict[str, Tensor], options: dict[str, Any],
+    op: str, variant: str, arguments: dict[str, Tensor], options: dict[str, Any],
     backend: str, dtype: torch.dtype, device: Any, expected: list[Tensor],
 ) -> list[Check]:  # fmt: skip
     """Return one comparison, or none if the backend refuses these inputs."""
@@ -130,13 +141,13 @@ def _check(
         return []
     except Exception as error:  # a compiler of kernels may raise anything
         failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        return [Check(op.__name__, backend, variant, dtype, float("inf"), failure)]
+        return [Check(op, backend, variant, dtype, float("inf"), failure)]
     worst = max(_error(a, b) for a, b in zip(got, expected, strict=True))
-    return [Check(op.__name__, backend, variant, dtype, worst)]
+    return [Check(op, backend, variant, dtype, worst)]
 
 
-def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor], dict[str, Any]]]:
-    """Yield (op, variant, tensors in float64, other arguments) of each comparison."""
+def _cases(length: int) -> Iterator[tuple[str, str, dict[str, Tensor], dict[str, Any]]]:
+    """Yield (name of the op, variant, tensors in float64, other arguments) of each comparison."""
     draw = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -145,45 +156,68 @@ def _cases(length: int) -> Iterator[tuple[Any, str, dict[str, Tensor], dict[str,
     for granularity in ("none", "scalar", "vector"):
         q, k, v = randn(2, length, 2, 32), F.normalize(randn(2, length, 2, 32), dim=-1), randn(2, length, 2, 48)
         g = {} if granularity == "none" else {"g": -randn(*(q.shape if granularity == "vector" else q.shape[:3])).exp()}
-        yield linear_attention, granularity, {"q": q, "k": k, "v": v, **g}, {}
+        yield "linear_attention", granularity, {"q": q, "k": k, "v": v, **g}, {}
         removed = F.normalize(randn(*k.shape), dim=-1)
         corrected = {"a": -removed, "b": removed * randn(*k.shape).sigmoid()}
-        yield dplr, granularity, {"q": q, "k": k, "v": v, **corrected, **g}, {}
-        yield delta_rule, granularity, {"q": q, "k": k, "v": v, "beta": randn(*q.shape[:3]).sigmoid(), **g}, {}
+        yield "dplr", granularity, {"q": q, "k": k, "v": v, **corrected, **g}, {}
+        yield "delta_rule", granularity, {"q": q, "k": k, "v": v, "beta": randn(*q.shape[:3]).sigmoid(), **g}, {}
     for update in ("linear", "delta"):
         q, k, v = randn(2, length, 2, 32), F.normalize(randn(2, length, 2, 32), dim=-1), randn(2, length, 2, 48)
         g_slow, g_fast = (-randn(*q.shape[:3]).exp() for _ in range(2))
         gates = {"g_slow": torch.where(randn(*g_slow.shape) > 1, g_slow, 0), "g_fast": g_fast}
         beta = {"beta": randn(*q.shape[:3]).sigmoid()} if update == "delta" else {}
-        yield gate_rank, update, {"q": q, "k": k, "v": v, **gates, **beta}, {}
+        yield "gate_rank", update, {"q": q, "k": k, "v": v, **gates, **beta}, {}
     g, weights = -randn(*q.shape[:3]).exp(), randn(*q.shape[:3], 5).sigmoid()
-    yield log_linear_attention, "scalar", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, {}
+    yield "log_linear_attention", "scalar", {"q": q, "k": k, "v": v, "g": g, "weights": weights}, {}
     sums = {"g": g, "beta": randn(*q.shape[:3]).sigmoid(), "ridge": 0.1 + randn(*q.shape[2:]).exp()}
-    yield ridge_attention, "scalar", {"q": q, "k": k, "v": v, **sums}, {}
+    yield "ridge_attention", "scalar", {"q": q, "k": k, "v": v, **sums}, {}
     for refresh in ("chunk", "token"):
         q, k, v = randn(2, length, 2, 16), randn(2, length, 2, 16), randn(2, length, 2, 24)
         options = {"gamma": 1.2, "mix": 0.5, "chunk_size": 16, "refresh": refresh}
-        yield koopman_attention, refresh, {"q": q, "k": k, "v": v}, options
+        yield "koopman_attention", refresh, {"q": q, "k": k, "v": v}, options
         decayed = {"g": -randn(*q.shape[:3]).exp(), "beta": randn(*q.shape[:3]).sigmoid()}
-        yield koopman_attention, f"{refresh}, decayed", {"q": q, "k": k, "v": v, **decayed}, options
+        yield "koopman_attention", f"{refresh}, decayed", {"q": q, "k": k, "v": v, **decayed}, options
+
+    for spec in (OPS[name] for name in OPS.names() if name not in VARIED):
+        known, tensors = {**SIZES, "T": length}, {}
+        for name, shape in spec.tensors.items():
+            x = randn(*shape.sizes(known)) if not shape.leading else randn(2, length, *shape.sizes(known))
+            if name in spec.log_decays:
+                x = -x.exp()
+            elif name == "k":
+                x = F.normalize(x, dim=-1)
+            elif len(shape.choices[0]) == 3 and shape.choices[0][-1][0] == "H":  # a strength or a step
+                x = x.sigmoid()
+            tensors[name] = x
+        yield spec.name, "", tensors, spec.settings
 
 
 def _run(
-    op: Any, arguments: dict[str, Tensor], options: dict[str, Any], backend: str, dtype: torch.dtype, device: Any
+    op: str, arguments: dict[str, Tensor], options: dict[str, Any], backend: str, dtype: torch.dtype, device: Any
 ) -> list[Tensor]:
     """`[o, final state, gradient of each argument]` in float64 on the CPU."""
     draw = torch.Generator().manual_seed(1)
-    leaves = {n: x.to(device, dtype).detach().requires_grad_() for n, x in arguments.items()}
-    o, state = op(**leaves, **options, backend=backend, output_final_state=True)
+    constants = OPS[op].constants
+    leaves = {n: x.to(device, dtype).detach().requires_grad_(n not in constants) for n, x in arguments.items()}
+    o, state = _call(op, leaves, options, backend)
     states = [state[name] for name in COMMITTED] if isinstance(state, dict) else state
-    if op is log_linear_attention:
+    if op == "log_linear_attention":
         states = states[0]  # without the position
-    outputs = [o, *(states if isinstance(states, list | tuple) else [states])]
+    outputs = [o, *(states if isinstance(states, list | tuple) else [] if states is None else [states])]
     # The weights are drawn in bfloat16, so that they are the same numbers in every dtype.
     weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in outputs]
     torch.stack([(x * weight).sum() for x, weight in zip(outputs, weights, strict=True)]).sum().backward()
     results = [*outputs, *(leaf.grad for leaf in leaves.values())]
     return [x.detach().double().cpu() for x in results if x is not None]
+
+
+def _call(op: str, arguments: dict[str, Tensor], options: dict[str, Any], backend: str) -> tuple[Tensor, Any]:
+    """`(o, final state)` of a call; the state of a pass is None."""
+    if op in VARIED:
+        return VARIED[op](**arguments, **options, backend=backend, output_final_state=True)
+    if OPS[op].state:
+        return dispatch(op, arguments, None, None, backend, True, **options)
+    return run_pass(op, backend, list(arguments.values()), *options.values()), None
 
 
 def _error(got: Tensor, expected: Tensor) -> float:

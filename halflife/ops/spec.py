@@ -106,6 +106,8 @@ class Spec:
         state: name → shape of its states; one state is a tensor, and several are a tuple.
         log_decays: the tensors that are log-decays, which are not positive.
         wide: whether a float64 state makes the whole call float64.
+        constants: the tensors for which kernels have no gradient.
+        settings: other arguments with which the self-check runs the op, by name.
         backends: backend → implementation.
     """
 
@@ -114,6 +116,8 @@ class Spec:
     state: dict[str, Shape] = field(default_factory=dict)
     log_decays: Sequence[str] = ()
     wide: bool = True
+    constants: Sequence[str] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
     backends: dict[str, Implementation] = field(default_factory=dict)
 
     def check(self, tensors: Mapping[str, Any]) -> tuple[dict[str, int], torch.device]:
@@ -162,13 +166,13 @@ OPS: Registry[Spec] = Registry("op")
 
 def define(
     name: str, *, state: str | Mapping[str, str] | None = None, log_decays: Sequence[str] = (), wide: bool = True,
-    **tensors: str,
+    constants: Sequence[str] = (), settings: Mapping[str, Any] | None = None, **tensors: str,
 ) -> Spec:  # fmt: skip
     """Register an op, and return its specification; the arguments are those of `Spec`, with texts for `Shape`."""
     states = {"state": state} if isinstance(state, str) else state or {}
     spec = Spec(
         name, {key: Shape(text) for key, text in tensors.items()}, {key: Shape(text) for key, text in states.items()},
-        log_decays, wide,
+        log_decays, wide, constants, dict(settings or {}),
     )  # fmt: skip
     OPS.add(name)(spec)
     return spec

@@ -74,7 +74,8 @@ def koopman_attention(
     """Spectral Koopman attention; the equations stand at the top of the module.
 
     Args:
-        q, k: queries and keys `[B, T, H, R]`. In modes "prefix" and "masked" the number of queries may differ from T.
+        q: queries `[B, S, H, R]`. S is T in mode "chunk", and may be another number in the other modes.
+        k: keys `[B, T, H, R]`.
         v: values `[B, T, H, P]`.
         gamma, mix: γ and μ, numbers or one a head `[H]`. `mix [K + 1, H]` is a weight of every power,
             `y = C Σ μ_i x_i` with x_0 = x.
@@ -104,7 +105,7 @@ def koopman_attention(
             with σ_max from 6 power iterations, and `y = C G̃⁻¹ ((1 − μ) + μ L A^K L⁻¹) q` with L Lᵀ = G̃.
 
     Returns:
-        `y [B, T, H, P]` in v's dtype (0 where an operator has seen no key), and the state or None.
+        `y [B, S, H, P]` in v's dtype (0 where an operator has seen no key), and the state or None.
 
     Raises:
         ValueError: a shape, name or size does not fit, or the backend cannot run.
