@@ -101,40 +101,58 @@ def add_skip(y: Tensor, skip: tuple[Tensor, Tensor] | None) -> Tensor:
     return torch.addcmul(y.unflatten(-1, heads), scale.unsqueeze(-1).to(y.dtype), x.unflatten(-1, heads)).flatten(-2)
 
 
+class NormThenSwish(RMSNorm):
+    """`RMSNorm(o) ⊙ silu(z)` with the norm over each head."""
+
+    def forward(self, o: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`o [B, T, H, V]`, `z [B, T, H·V]` → `[B, T, H·V]`."""
+        assert self.eps is not None
+        return fused.gated_head_norm(o, z, self.weight, self.eps, self.pass_backend)
+
+
+class SigmoidThenNorm(RMSNorm):
+    """`RMSNorm(y ⊙ σ(z))` over the last axis."""
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`y, z [B, T, D]` → `[B, T, D]`."""
+        assert self.eps is not None
+        return fused.rms_norm_of_sigmoid_gated(y, z, self.weight, self.eps, self.pass_backend)
+
+
 class HeadwiseGate(nn.Module):
     """`RMSNorm(o) ⊙ silu(x W)` with the norm over each head, the output gate of GLA, RetNet and Gated DeltaNet."""
 
-    pass_backend = "auto"  # see `set_backend`
-
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm, self.eps = RMSNorm(value_dim, eps=eps), eps
+        self.norm = NormThenSwish(value_dim, eps=eps)
         self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        return fused.gated_head_norm(o, self.proj(x), self.norm.weight, self.eps, self.pass_backend)
+        return self.norm(o, self.proj(x))
 
 
 class LowRankGate(nn.Module):
     """`RMSNorm(o ⊙ σ(x W₁ W₂))` with the norm over all heads, the output gate of the Decay Linear Transformer."""
 
-    pass_backend = "auto"  # see `set_backend`
-
     def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm, self.eps = RMSNorm(num_heads * value_dim, eps=eps), eps
+        self.norm = SigmoidThenNorm(num_heads * value_dim, eps=eps)
         self.down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
         self.up = nn.Linear(hidden_size // num_heads, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
-        gate = self.up(self.down(x))
-        return fused.rms_norm_of_sigmoid_gated(o.flatten(-2), gate, self.norm.weight, self.eps, self.pass_backend)
+        return self.norm(o.flatten(-2), self.up(self.down(x)))
 
 
-class SigmoidGate(HeadwiseGate):
+class SigmoidGate(nn.Module):
     """`RMSNorm(o) ⊙ σ(x W)` with the norm over each head, Comba's output gate."""
+
+    def __init__(self, hidden_size: int, num_heads: int, value_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = RMSNorm(value_dim, eps=eps)
+        self.proj = nn.Linear(hidden_size, num_heads * value_dim, bias=False)
 
     def forward(self, o: Tensor, x: Tensor) -> Tensor:
         """`o [B, T, H, V]`, `x [B, T, D]` → `[B, T, H·V]`."""
