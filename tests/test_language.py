@@ -77,7 +77,7 @@ def run(config, corpus, folder, *, execution):
 @pytest.mark.parametrize("mode", ["packed", "concatenated"])
 def test_short_rows_are_read_together(corpus, monkeypatch, mode):
     """Six rows of 5 tokens in a batch, and fewer in the last one: the mean over all rows, in few steps."""
-    monkeypatch.setattr(language_run, "TOGETHER", 30)
+    monkeypatch.setattr(language_run, "MEASURED_TOKENS", 30)
     config = dataclasses.replace(tiny(corpus), mode=mode, context=5, validation_tokens=16 * 20)
     model, split, calls = LanguageModel(config.model).eval(), corpus.split("validation"), []
     model.embedding.register_forward_hook(lambda *_: calls.append(1))

@@ -15,7 +15,7 @@ from halflife.registry import unknown
 from halflife.tasks import IGNORED, stream_seed
 
 MODES = ("packed", "concatenated", "continued")
-ROUNDS = 8  # of the Feistel network in `permuted`
+FEISTEL_ROUNDS = 8  # of the Feistel network in `permuted`
 
 
 class TokenFiles:
@@ -178,7 +178,7 @@ def permuted(index: np.ndarray, count: int, key: int) -> np.ndarray:
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    keys = _splitmix(np.uint64(key) + np.arange(1, ROUNDS + 1, dtype=np.uint64))
+    keys = _splitmix(np.uint64(key) + np.arange(1, FEISTEL_ROUNDS + 1, dtype=np.uint64))
     values = index.astype(np.uint64)
     outside = np.ones(len(values), dtype=bool)
     while outside.any():

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BASE = 257  # number of symbols: 0 is the start of a document, 1 + b is byte b
+SYMBOLS = 257  # number of symbols: 0 is the start of a document, 1 + b is byte b
 MAX_ORDER = 7  # an n-gram is coded as a number of n digits, and 257⁸ exceeds 63 bits
-FALLBACK = 0.5  # discount if the text is too small to estimate one
+DISCOUNT = 0.5  # discount if the text is too small to estimate one
 
 
 def gzip_bits_per_byte(documents: Sequence[bytes], level: int = 9, *, separately: bool = False) -> float:
@@ -86,7 +86,7 @@ class KneserNey:
         self._levels = [_make_level(grams, counts)]
         for length in range(self.order - 1, 0, -1):
             # Each different longer n-gram counts once, at any frequency.
-            grams, counts = np.unique(grams % BASE**length, return_counts=True)
+            grams, counts = np.unique(grams % SYMBOLS**length, return_counts=True)
             self._levels.insert(0, _make_level(grams, counts))
         return self
 
@@ -102,15 +102,15 @@ class KneserNey:
         """Return the probability of the last byte of each n-gram.
 
         Args:
-            grams: n-grams as numbers to the base `BASE`, `[N]`, int64.
+            grams: n-grams as numbers to the base `SYMBOLS`, `[N]`, int64.
 
         Returns:
             `[N]`, float64.
         """
         probability = np.full(len(grams), 1 / 256)
         for length, level in enumerate(self._levels, start=1):
-            suffix = grams % BASE**length
-            probability = level.discounted.at(suffix) + level.backoff.at(suffix // BASE) * probability
+            suffix = grams % SYMBOLS**length
+            probability = level.discounted.at(suffix) + level.backoff.at(suffix // SYMBOLS) * probability
         return probability
 
 
@@ -149,7 +149,7 @@ class _Level:
 def _make_level(grams: np.ndarray, counts: np.ndarray) -> _Level:
     """Make one order from its different n-grams, sorted, `[G]`, and their counts `[G]`."""
     discount = np.array([0.0, *discounts(counts)])[counts.clip(max=3)]
-    contexts, starts, kinds = np.unique(grams // BASE, return_index=True, return_counts=True)
+    contexts, starts, kinds = np.unique(grams // SYMBOLS, return_index=True, return_counts=True)
     total = np.add.reduceat(counts, starts)
     discounted = _Table(grams, (counts - discount) / total.repeat(kinds), 0.0)
     return _Level(discounted, _Table(contexts, np.add.reduceat(discount, starts) / total, 1.0))
@@ -161,11 +161,11 @@ def discounts(counts: np.ndarray) -> tuple[float, float, float]:
     With n_k for the number of n-grams of count k, D_k = k − (k + 1) Y n_{k+1} / n_k and Y = n₁ / (n₁ + 2 n₂).
 
     In a small text n₁, n_k or n_{k+1} can be zero, and D_k can be 0 or less, which would leave no weight for the lower
-    order. Then D_k = D_{k−1}, with D₀ = `FALLBACK`. (One discount for all counts is the unmodified Kneser-Ney model.)
+    order. Then D_k = D_{k−1}, with D₀ = `DISCOUNT`. (One discount for all counts is the unmodified Kneser-Ney model.)
     """
     n = np.bincount(counts.clip(max=5), minlength=6).tolist()
     y = n[1] / max(1, n[1] + 2 * n[2])
-    result = [FALLBACK]
+    result = [DISCOUNT]
     for k in (1, 2, 3):
         estimate = k - (k + 1) * y * n[k + 1] / n[k] if y and n[k] and n[k + 1] else 0.0
         result.append(estimate if estimate > 0 else result[-1])
@@ -181,7 +181,7 @@ def _ngrams(documents: Sequence[bytes], order: int) -> np.ndarray:
     symbols = np.where(is_byte, text.astype(np.int64) + 1, 0)
     grams = symbols.copy()
     for age in range(1, order):
-        grams[age:] += symbols[:-age] * BASE**age
+        grams[age:] += symbols[:-age] * SYMBOLS**age
     return grams[is_byte]
 
 

@@ -28,9 +28,11 @@ from halflife.training.post_fit import fit_post, resting_rates
 from halflife.training.speed import Speed, gemm_rate
 from halflife.training.start import check_unchanged, freeze, load_start
 
-MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
-TOGETHER = 1024  # tokens of rows that a measurement reads at once
-SHORT = 16  # rows with fewer tokens count as so many towards the tokens of a measurement, because each costs a step
+LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
+MEASURED_TOKENS = 1024  # tokens of rows that a measurement reads at once
+COUNTED_LENGTH = (
+    16  # rows with fewer tokens count as so many towards the tokens of a measurement, because each costs a step
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,7 @@ class CorpusRun(ModelRun):
 
     @property
     def positions(self) -> list[int]:
-        return [] if self.config.start is not None else [1, *(m * self.config.context for m in MULTIPLES)]
+        return [] if self.config.start is not None else [1, *(m * self.config.context for m in LENGTH_MULTIPLES)]
 
     def data(self, execution: ExecutionConfig) -> MicroBatches:
         count = execution.num_micro_batches(self.config.batch_size)
@@ -198,7 +200,7 @@ class CorpusRun(ModelRun):
 def evaluate(model: LanguageModel, corpus: Corpus, config: LanguageConfig) -> dict[str, Any]:
     """The measurements of a `CorpusRun` after training."""
     split = corpus.split(config.test_split)
-    largest = max((m for m in MULTIPLES if m * config.context <= split.longest), default=0)
+    largest = max((m for m in LENGTH_MULTIPLES if m * config.context <= split.longest), default=0)
     if not largest:
         raise ValueError(_too_short(split, config))
     length = largest * config.context
@@ -226,7 +228,7 @@ def _test(config: LanguageConfig, loss: float) -> dict[str, Any]:
 
 def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
     """Perplexities at multiples of the context, from the losses by position `[T]`."""
-    lengths = [m * context for m in MULTIPLES if m * context <= len(losses)]
+    lengths = [m * context for m in LENGTH_MULTIPLES if m * context <= len(losses)]
     return [
         {
             "length": length,
@@ -243,8 +245,8 @@ def loss_in_rows(model: LanguageModel, split: Split, config: LanguageConfig) -> 
 
 
 def _parts(rows: int, length: int) -> list[range]:
-    """The numbers of the rows that are read at once: `TOGETHER` tokens, or one row."""
-    size = max(1, TOGETHER // length)
+    """The numbers of the rows that are read at once: `MEASURED_TOKENS` tokens, or one row."""
+    size = max(1, MEASURED_TOKENS // length)
     return [range(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
@@ -265,7 +267,7 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
     """
     processes, process = (world_size(), rank()) if shared else (1, 0)
     length = config.context
-    rows = min(max(1, config.validation_tokens // max(length, SHORT)), split.tokens // length)
+    rows = min(max(1, config.validation_tokens // max(length, COUNTED_LENGTH)), split.tokens // length)
     if split.longest < length:
         raise ValueError(_too_short(split, config))
     batches, parts = split.batches(1, length, config.seed, config.mode, steps=rows), _parts(rows, length)
