@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_chunk_size, check_decay, check_number, is_transformed
+from halflife.ops.arguments import check_chunk_size, check_decay, check_number
 from halflife.ops.spec import OPS, Spec
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
@@ -114,11 +114,6 @@ class Call:
         if not torch.is_grad_enabled():
             return False
         return any(isinstance(x, Tensor) and x.requires_grad for x in (*self.tensors.values(), *(self.state or ())))
-
-    @property
-    def is_transformed(self) -> bool:
-        """Whether torch.func or forward-mode differentiation sees the call."""
-        return is_transformed()
 
     def first_states(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """The states before the first token, in `dtype` (None: the compute dtype)."""

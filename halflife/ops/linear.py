@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halflife.files import read_json
 from halflife.ops.arguments import is_transformed
-from halflife.ops.backends.constant import constant_while_tracing
+from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import build
 from halflife.ops.backends.native.products import by_onednn
 
@@ -57,7 +57,7 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     return (y if self.bias is None else y + self.bias).view(*input.shape[:-1], -1)
 
 
-@constant_while_tracing
+@cached_constant
 def _helps() -> bool:
     return build.why_not() is None and any(faster().values())
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import halflife
 from halflife import ops
+from halflife.ops.spec import OPS as SPECS
 
 LIBRARY = str(Path(halflife.__file__).parent)
 OPS = ("linear_attention", "delta_rule", "dplr", "gate_rank", "koopman_attention")
-SCALARS = {"beta", "g_slow", "g_fast"}
 DTYPES = [torch.float32] * 6 + [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 VALUES = {
     "normal": lambda x: x,
@@ -31,24 +31,20 @@ def any_call(draw):
     """An op, its tensors, and its settings."""
     op = draw(st.sampled_from(OPS))
     batch, length, heads, key, value = draw(sizes), draw(st.integers(0, 9)), draw(sizes), draw(sizes), draw(sizes)
-    names = {
-        "delta_rule": ["beta", "g"], "dplr": ["a", "b", "g"], "gate_rank": ["g_slow", "g_fast"],
-        "koopman_attention": [], "linear_attention": ["g"],
-    }[op]  # fmt: skip
     generator, arguments = torch.Generator().manual_seed(draw(st.integers(0, 99))), {}
     common = draw(st.sampled_from(DTYPES))
-    for name in ["q", "k", "v", *names]:
-        shape = [batch, length, heads]
-        if name in ("q", "k", "a", "b") or (name == "g" and draw(st.booleans())):
-            shape.append(key)
-        elif name == "v":
-            shape.append(value)
+    known = {"B": batch, "T": length, "S": length, "H": heads, "K": key, "R": key, "V": value, "P": value}
+    for name, form in SPECS[op].tensors.items():
+        if form.number or form.dtype == "any" or (form.optional and draw(st.booleans())):
+            continue
+        axes = draw(st.sampled_from(form.choices))
+        shape = [known[letter] + offset for letter, offset in axes]
         if draw(st.integers(0, 39)) == 0:  # one axis too long
             shape[draw(st.integers(0, len(shape) - 1))] += 1
         x = VALUES[draw(st.sampled_from(list(VALUES)))](torch.randn(shape, generator=generator))
         if name.startswith("g"):
-            known = LOG_DECAYS if draw(st.integers(0, 9)) else [*LOG_DECAYS, 1e-6, 3.0]
-            chosen = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))
+            logs = LOG_DECAYS if draw(st.integers(0, 9)) else [*LOG_DECAYS, 1e-6, 3.0]
+            chosen = draw(st.lists(st.sampled_from(logs), min_size=1, max_size=3))
             x = torch.tensor(chosen)[torch.randint(len(chosen), shape, generator=generator)]
         elif name == "k" or name == "beta":
             x = torch.nn.functional.normalize(x, dim=-1) if name == "k" else x.sigmoid()

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from halflife.ops.arguments import is_transformed
-from halflife.ops.backends.constant import constant_while_tracing
+from halflife.ops.backends.constant import cached_constant
 from halflife.ops.call import Call
 from halflife.ops.spec import OPS, Implementation
 from halflife.precision import without_autocast
@@ -65,8 +64,7 @@ def implements(
     return register
 
 
-@constant_while_tracing
-@cache
+@cached_constant
 def _load(name: str) -> Callable[..., Any]:
     """The function "module:function"."""
     module, _, function = name.partition(":")

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from halflife.files import folder_lock, write_json
-from halflife.ops.backends.constant import constant_while_tracing
+from halflife.ops.backends.constant import cached_constant
 from halflife.ops.backends.native import products
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -80,8 +80,7 @@ def _processor() -> str:
 
 
 # torch.compile calls these two while it traces and takes their results as constants.
-@constant_while_tracing
-@cache
+@cached_constant
 def why_not() -> str | None:
     """Return the reason why the kernels cannot run in this process, or None if they can."""
     reason = why_not_here()
@@ -94,8 +93,7 @@ def why_not() -> str | None:
     return None
 
 
-@constant_while_tracing
-@cache
+@cached_constant
 def load() -> None:
     """Load the kernels of this machine into torch.
 
