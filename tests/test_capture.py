@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from halflife.analysis.capture import capture, evaluating, read_from, ska_layers, slow_gates
+from halflife.analysis.capture import capture, read_from, ska_layers, slow_gates
 from halflife.analysis.records import Record
+from halflife.evaluation import evaluating
 from halflife.files import finite, without_null
 from halflife.models import LanguageModel, preset
 

@@ -162,11 +162,12 @@ def test_a_layer_with_one_state_is_named_once(bias, word, tmp_path):
     assert lines[0]["gates"]["blocks.1.mixer.gate_rank"]["reset_rate"] == (0 if bias < 0 else 1)
 
 
-def test_by_position_agrees_with_the_mean():
+def test_by_position_agrees_with_the_mean(monkeypatch):
     task = build("s5", group="s3", length=12)
     torch.manual_seed(0)
     model = halflife.LanguageModel(halflife.preset("gated_deltanet", **{**SIZES, "vocab_size": 6}))
-    settings = {"split": "test", "seed": 3, "num_examples": 50, "batch_tokens": 60}
+    settings = {"split": "test", "seed": 3, "num_examples": 50}
+    monkeypatch.setattr("halflife.evaluation.recall.BATCH_TOKENS", 60)
     found = by_position(model, task, **settings)
     assert len(found["accuracy"]) == len(found["loss"]) == 12
     assert sum(found["accuracy"]) / 12 == pytest.approx(accuracy(model, task, **settings))

@@ -12,6 +12,7 @@ from helpers import add_noise, assert_raises, cases
 
 from halflife import LanguageModel, Session, preset
 from halflife.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from halflife.models.states import size
 from halflife.models.text import TextStream
 from halflife.serve.app import Limits, build
 from halflife.serve.engine import Engine, Full
@@ -19,7 +20,6 @@ from halflife.serve.jobs import Done, Failed, Job, Piece, Settings
 from halflife.serve.prefixes import PrefixCache
 from halflife.serve.sessions import Busy
 from halflife.serve.sessions import Session as Session_
-from halflife.serve.states import size
 
 BYTES = load_tokenizer("bytes")
 PROMPTS = [[7], [1, 2, 3], list(range(40, 63)), [5] * 18]

@@ -154,7 +154,7 @@ def test_objective_is_the_cross_entropy_at_scored_positions():
     torch.testing.assert_close(Objective(model)(batch.inputs, batch.labels)["loss"], expected)
 
 
-def test_accuracy_is_that_of_a_token_loop():
+def test_accuracy_is_that_of_a_token_loop(monkeypatch):
     model, task = LanguageModel(tiny().model).eval(), tasks.build(**TASK)
     batch = task.generate(40, tasks.stream_seed("test", 3))
     right = [
@@ -162,7 +162,8 @@ def test_accuracy_is_that_of_a_token_loop():
         for i in range(40)
         for t in (batch.labels[i] != IGNORED).nonzero().flatten()
     ]
-    measured = accuracy(model, task, split="test", seed=3, num_examples=40, batch_tokens=100)
+    monkeypatch.setattr("halflife.evaluation.recall.BATCH_TOKENS", 100)
+    measured = accuracy(model, task, split="test", seed=3, num_examples=40)
     assert measured == pytest.approx(sum(right).item() / len(right))
 
 

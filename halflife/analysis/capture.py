@@ -72,7 +72,7 @@ def capture(
                 hooks.enter_context(_decay_hook(module, partial(decay, layer)))
         if slow_decay is not None:
             for layer, gate in slow_gates(model):
-                hooks.enter_context(gate.register_forward_hook(_after_gate(partial(slow_decay, layer))))
+                hooks.enter_context(gate.register_forward_hook(partial(_take_first, partial(slow_decay, layer))))
         if koopman is not None:
             for layer, mixer in ska_layers(model):
                 hooks.enter_context(_koopman_hooks(mixer, partial(koopman, layer)))
@@ -91,22 +91,6 @@ def slow_gates(model: Readable) -> list[tuple[int, SlowGate]]:
 def ska_layers(model: Readable) -> list[tuple[int, SKALayer]]:
     """Return (layer, mixer) for every layer of spectral Koopman attention."""
     return [(i, block.mixer) for i, block in enumerate(model.blocks) if isinstance(block.mixer, SKA)]
-
-
-@contextmanager
-def evaluating(model: Readable) -> Iterator[None]:
-    """Switch a model to evaluation mode, and every module back to its previous mode afterwards.
-
-    A model of transformers is loaded in evaluation mode and stays in it.
-    """
-    modes = {module: module.training for module in model.modules()} if isinstance(model, nn.Module) else {}
-    for module in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @torch.no_grad()
@@ -163,11 +147,8 @@ def _decay_hook(decay: Decay | MixerDecay, take: Callable[[Tensor], object]) -> 
         del decay.scan
 
 
-def _after_gate(take: Callable[[Tensor], object]) -> Callable[..., None]:
-    def after(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        take(output[0])
-
-    return after
+def _take_first(take: Callable[[Tensor], object], module: nn.Module, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    take(output[0])
 
 
 @contextmanager
@@ -182,8 +163,5 @@ def _koopman_hooks(mixer: SKALayer, take: Callable[[KoopmanReading], object]) ->
     def after(module: nn.Module, inputs: Any, output: tuple[Tensor, dict[str, Tensor]]) -> None:
         take(KoopmanReading(output[1], during.pop("values"), during.pop("weights"), during.pop("retries")))
 
-    with (
-        mixer.readout.register_forward_hook(after_readout, with_kwargs=True),
-        mixer.register_forward_hook(after),
-    ):
+    with mixer.readout.register_forward_hook(after_readout, with_kwargs=True), mixer.register_forward_hook(after):
         yield

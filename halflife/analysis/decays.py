@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halflife.analysis.capture import capture, evaluating, slow_gates
+from halflife.analysis.capture import capture, slow_gates
 from halflife.analysis.horizon import RetainedEnergy, horizon, horizon_lags, next_reset, retained_energy
 from halflife.analysis.readable import Progress, Readable, ignore, read_text
 from halflife.analysis.records import Record
+from halflife.evaluation import evaluating
 from halflife.models.timescales import layer_decays
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
@@ -148,12 +149,7 @@ def _summarise(layer: int, fast: _Tally, slow: _SlowTally | None) -> LayerDecays
 
 
 class _Tally:
-    """Sums and samples of one state's log-decays, added one piece of a sequence at a time.
-
-    Args:
-        shape: the shape of the ids, `(B, T)`.
-        channels: `(H,)` or `(H, K)`.
-    """
+    """Sums and samples of a state's log-decays of ids in shape (B, T), with channels `(H,)` or `(H, K)`, in pieces."""
 
     def __init__(self, shape: tuple[int, ...], channels: tuple[int, ...]) -> None:
         sequences, length = shape
@@ -210,11 +206,7 @@ class _Tally:
 
 
 class _SlowTally(_Tally):
-    """The same for GateRank's slow state, and the energy of both states.
-
-    Args:
-        shape: the shape of the ids, `(B, T)`.
-        fast: the tally of the fast state, to which each sequence must be added first.
+    """The same for GateRank's slow state, and the energy of both states. Each sequence is first added to `fast`.
 
     Here a piece is a whole sequence, because a reset that lies ahead counts.
     """

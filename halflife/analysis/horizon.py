@@ -52,11 +52,9 @@ class RetainedEnergy:
         self.total: Tensor | float = 0.0
 
     def add(self, sums: Tensor, first: int) -> None:
-        """Add the next piece.
+        """Add the next piece, which `first` tokens precede.
 
-        Args:
-            sums: inclusive sums of log-decays from the start of the sequence, at the tokens of the piece, `[W, H, K]`.
-            first: the number of tokens before the piece.
+        Its inclusive sums of log-decays from the start of the sequence are `sums`, `[W, H, K]`.
         """
         if self.sums_at_starts is None:
             self.sums_at_starts = sums.new_zeros(len(self.starts), *sums.shape[1:])

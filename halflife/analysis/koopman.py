@@ -118,9 +118,6 @@ def norm(matrix: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(matrix, 2)
 
 
-# --------------------------------------------------------------------------------------------- spectrum
-
-
 def sigma_max(operator: Operator) -> Tensor:
     """Return σ_max(A_w) `[…]`. It is at most `λ_max(G) / (λ_max(G) + ε m²)`, so it is below 1 for all keys.
 
@@ -179,9 +176,6 @@ def eigenvector_condition(matrix: Tensor) -> Tensor:
     return torch.linalg.cond(torch.linalg.eig(matrix).eigenvectors)
 
 
-# ------------------------------------------------------------------------------- ridge, linear attention
-
-
 def loss(operator: Operator, readout: Tensor, energy: Tensor) -> Tensor:
     """Return Σ ‖v − B z‖² + ε m² ‖B‖² `[…]` (Eq. 63), for the readout B `[…, P, R]` and the energy Σ ‖v‖² `[…]`."""
     return energy - 2 * _inner(readout, operator.values) + _inner(readout @ operator.regularised, readout)
@@ -225,9 +219,6 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1))
 
 
-# ----------------------------------------------------------------------------------------- power filter
-
-
 def filtered_readout(
     operator: Operator, power: int = 2, gamma: float | Tensor = 1.0, mix: float | Tensor = 1.0
 ) -> Tensor:
@@ -252,9 +243,6 @@ def _change(operator: Operator, power: int, gamma: float | Tensor, mix: float | 
     mix = torch.as_tensor(mix, dtype=torch.float64, device=operator.gram.device)
     eye = torch.eye(operator.gram.shape[-1], dtype=torch.float64, device=operator.gram.device)
     return mix[..., None, None] * (operator.power(power, gamma) - eye)
-
-
-# ----------------------------------------------------------------------------------------------- memory
 
 
 def state_size(rank: int, width: int, chunk_size: int = 1, decays: int = 0) -> int:

@@ -29,10 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halflife.analysis.capture import capture, evaluating
+from halflife.analysis.capture import capture
 from halflife.analysis.decays import half_life
 from halflife.analysis.records import Record
 from halflife.data.tokenizers import check_ids, pieces, read_ids
+from halflife.evaluation import evaluating
 from halflife.files import RUN_JSON, read_json
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models import LanguageModel, ModelConfig
@@ -106,12 +107,8 @@ def decay_masks(
     g_fast: Float[Tensor, "B T H"], g_slow: Float[Tensor, "B T H"] | None = None
 ) -> tuple[Float[Tensor, "B H T T"], Float[Tensor, "B H T T"]]:
     """Return Γ and Λ in float64, 0 above the diagonal (`ops.gate_rank.masks`). Without `g_slow`, Γ is all ones."""
-    slow = torch.zeros_like(g_fast) if g_slow is None else g_slow
-    gamma, lam = masks(slow.double(), g_fast.double())
-    return gamma, lam
-
-
-# ------------------------------------------------------------------------------------------------- rank
+    g_slow = torch.zeros_like(g_fast) if g_slow is None else g_slow
+    return masks(g_slow.double(), g_fast.double())
 
 
 def off_diagonal_rank(mask: Float[Tensor, "*M T T"], block: int) -> tuple[Int[Tensor, "*M"], Float[Tensor, "*M"]]:
@@ -169,9 +166,6 @@ def cut_values(mask: Float[Tensor, "T T"], count: int = 3) -> Float[Tensor, "T R
     return values
 
 
-# ------------------------------------------------------------------------------------- gates of a model
-
-
 @torch.no_grad()
 def capture_gates(model: LanguageModel, ids: Int[Tensor, "B T"]) -> list[Gates]:
     """Return the log-decays that each layer uses on `ids`, for all layers with one decay per head.
@@ -199,9 +193,8 @@ def _factors(model: LanguageModel, found: dict[int, tuple[Tensor, Tensor]]) -> I
     """Put Γ and Λ of the layers with log-linear attention into `found`, as the model reads."""
 
     def keep(layer: int, module: LogLinear, arguments: tuple[Any, ...]) -> None:
-        x, g = arguments[0], arguments[4]
-        gamma, lam = (factor.cpu() for factor in module.masks(x, g))
-        found[layer] = gamma, lam
+        gamma, lam = module.masks(arguments[0], arguments[4])  # from x and g
+        found[layer] = gamma.cpu(), lam.cpu()
 
     with ExitStack() as hooks:
         for layer, block in enumerate(model.blocks):
@@ -211,15 +204,7 @@ def _factors(model: LanguageModel, found: dict[int, tuple[Tensor, Tensor]]) -> I
 
 
 def head_masks(gates: Gates, block: int) -> list[HeadMask]:
-    """Measure the masks of one layer, head by head, over all sequences.
-
-    Args:
-        gates: the gates of the layer.
-        block: the tokens of a block whose rank is counted.
-
-    Raises:
-        ValueError: see `off_diagonal_rank`.
-    """
+    """Measure the masks of one layer, head by head, over all sequences; `block` as in `off_diagonal_rank`."""
     sequences, length, heads = gates.g_fast.shape
     highest, mean = off_diagonal_rank(torch.mul(*gates.masks()), block)
     resets = gates.resets().sum((0, 1)).tolist()
@@ -238,9 +223,6 @@ def head_masks(gates: Gates, block: int) -> list[HeadMask]:
         )
         for h in range(heads)
     ]  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------- several models
 
 
 def measure_masks(

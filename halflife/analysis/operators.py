@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from halflife.analysis import koopman
-from halflife.analysis.capture import KoopmanReading, SKALayer, capture, evaluating, ska_layers
+from halflife.analysis.capture import KoopmanReading, SKALayer, capture, ska_layers
 from halflife.analysis.decays import QUANTILES
 from halflife.analysis.koopman import Operator
 from halflife.analysis.records import Record
+from halflife.evaluation import evaluating
 from halflife.models import LanguageModel
 from halflife.ops.koopman.decays import weigh_tokens
 
@@ -116,11 +117,7 @@ def measure_operators(model: LanguageModel, ids: Tensor) -> list[LayerOperators]
         raise ValueError(f"ids must be [N, T] with N ≥ 1 and T ≥ 1; got {tuple(ids.shape)}")
     layers = dict(ska_layers(model))
     statistics: dict[int, list[_Statistics]] = {layer: [] for layer in layers}
-
-    def add(layer: int, reading: KoopmanReading) -> None:
-        statistics[layer].append(_Statistics(reading))
-
-    with evaluating(model), capture(model, koopman=add):
+    with evaluating(model), capture(model, koopman=lambda i, reading: statistics[i].append(_Statistics(reading))):
         for sequence in ids.to(model.embedding.weight.device).split(1):
             model.hidden(sequence)
     return [_summarise(layer, mixer, statistics[layer]) for layer, mixer in layers.items()]

@@ -21,12 +21,9 @@ def ignore(tokens: int) -> None:
 
 
 def read_text(model: Readable, ids: Tensor, progress: Progress = ignore) -> None:
-    """Read a text from its start.
+    """Read ids `[B, T]` from the start of a text, for the hooks that `capture` opened.
 
-    Args:
-        model: the model. Hooks that `capture` opened see what its layers compute.
-        ids: token ids, `[B, T]`.
-        progress: is called with the number of tokens after each part that is read.
+    `progress` is called with the number of tokens after each part that is read.
     """
     ids = ids.to(model.embedding.weight.device)
     if isinstance(model, ForeignModel):
@@ -69,9 +66,7 @@ class TextIds:
     def ids_for(self, model: Readable, folder: Path) -> tuple[Tensor | None, str | None]:
         """Return the sequences `[B, T]` for a model, None without a text, and the name of the tokenizer.
 
-        Args:
-            model: the model.
-            folder: its folder, or its name on the hub.
+        `folder` is the model's folder, or its name on the hub.
         """
         tokenizer = self.tokenizer or _tokenizer_of(model, folder)
         if self.first is None:

@@ -15,12 +15,8 @@ class Record:
 
         Numbers that are not finite stay as they are, see `halflife.files.finite`.
         """
-        values = {field: getattr(self, field.name) for field in fields(self)}
-        return {
-            field.name: _plain(value)
-            for field, value in values.items()
-            if value is not None or field.default is MISSING
-        }  # fmt: skip
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: _plain(x) for field, x in values if x is not None or field.default is MISSING}
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from halflife.analysis.capture import ska_layers
 from halflife.analysis.foreign.load import has_mixers, is_hub_name, is_known, load_foreign
 from halflife.analysis.model_spectrum import LayerSpectrum, model_spectrum, post_length, standard_positions
 from halflife.analysis.operators import LayerOperators, measure_operators
-from halflife.analysis.readable import Progress, Readable, TextIds, ignore, layer_kinds
+from halflife.analysis.readable import Progress, Readable, TextIds, layer_kinds
 from halflife.analysis.records import Record
 from halflife.data.tokenizers import check_ids
 from halflife.files import CONFIG_JSON, RUN_JSON, read_json_object
@@ -102,9 +102,8 @@ def measure_models(
         raise ValueError(f"a training length has at least 1 token; got {train_length}")
     source = TextIds(text, tokenizer, length, sequences)
     folder_of = find_models(folders)
-    models = []
-    for label, folder, progress in _shown(folder_of, show):
-        models.append(_measure(label, folder, source, train_length, device, progress))
+    models = [_measure(label, folder, source, train_length, device, progress)
+              for label, folder, progress in _shown(folder_of, show)]  # fmt: skip
     if not any(model.layers or model.operators for model in models):
         raise ValueError(f"there is no decay to show: {', '.join(folder_of)} without one")
     return ModelMeasurements(
@@ -114,10 +113,9 @@ def measure_models(
 
 
 def find_models(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the models in and below the folders, and those of the hub, as a mapping from label to folder or name.
+    """Return label → folder or name of the models in and below the folders, and of those on the hub.
 
-    Raises:
-        FileNotFoundError, ValueError: see `checkpoints`.
+    The errors are those of `checkpoints`.
     """
     hub = [folder for folder in folders if is_hub_name(folder)]
     here = [folder for folder in folders if folder not in hub]
@@ -136,8 +134,7 @@ def is_foreign(folder: Path) -> bool:
 def load_readable(folder: Path, device: torch.device | str = "cpu") -> Readable:
     """Load a model that the analyses can read: ours, one of transformers in place, or another one that is converted.
 
-    Raises:
-        FileNotFoundError, ValueError, ConnectionError: see `load_any` and `load_foreign`.
+    The errors are those of `load_any` and `load_foreign`.
     """
     return load_foreign(folder, device) if is_foreign(folder) else load_any(folder, device)
 
@@ -159,12 +156,7 @@ def _shown(folder_of: dict[str, Path], show: bool) -> Iterator[tuple[str, Path, 
 
 
 def _measure(
-    label: str,
-    folder: Path,
-    text: TextIds,
-    train_length: int | None,
-    device: torch.device | str,
-    progress: Progress = ignore,
+    label: str, folder: Path, text: TextIds, train_length: int | None, device: torch.device | str, progress: Progress
 ) -> ModelMeasurement:
     """Load one model and run all analyses, each of which reads the text by itself."""
     model = load_readable(folder, device)

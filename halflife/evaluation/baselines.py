@@ -114,9 +114,6 @@ class KneserNey:
         return probability
 
 
-# ---------------------------------------------------------------------------------------------- counts
-
-
 @dataclass(frozen=True)
 class _Table:
     """A function of integers: sorted `keys [N]`, their `values [N]`, and the value `missing` of every other key."""

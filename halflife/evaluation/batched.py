@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halflife.models import LanguageModel, ModelState
 from halflife.models.session import draw
+from halflife.models.states import select
 
 Ids = Sequence[int]
 
@@ -50,7 +51,7 @@ def _score(model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple
     contexts = list(dict.fromkeys(tuple(context) for context, _ in pairs))
     _, state = _read_to_end(model, [context[:-1] for context in contexts])
     if state is not None:
-        state = _select_rows(state, [contexts.index(tuple(context)) for context, _ in pairs])
+        state = select(state, [contexts.index(tuple(context)) for context, _ in pairs])
     targets, scored = _pad_left([continuation for _, continuation in pairs])
     total, likeliest = torch.zeros(len(pairs), dtype=torch.double), torch.ones(len(pairs), dtype=torch.bool)
     inputs = [[*context[-1:], *continuation][:-1] for context, continuation in pairs]
@@ -99,7 +100,7 @@ def generate(
         if not going:
             break
         if len(going) < len(live):
-            live, tokens, state = [live[i] for i in going], [tokens[i] for i in going], _select_rows(state, going)
+            live, tokens, state = [live[i] for i in going], [tokens[i] for i in going], select(state, going)
         hidden, state = model.hidden(torch.tensor(tokens, device=logits.device).unsqueeze(1), state)
         hidden = hidden[:, -1]
     return written
@@ -135,11 +136,3 @@ def _pad_left(rows: Sequence[Ids]) -> tuple[Tensor, Tensor]:
         if len(row):
             ids[i, -len(row) :], mask[i, -len(row) :] = torch.as_tensor(row), True
     return ids, mask
-
-
-def _select_rows(state: ModelState, rows: Sequence[int]) -> ModelState:
-    """Return the state of these rows, in this order; a row may be repeated."""
-    return tuple(
-        {name: part.index_select(0, torch.tensor(rows, device=part.device)) for name, part in layer.items()}
-        for layer in state
-    )

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from halflife.evaluation import evaluating
 from halflife.evaluation.batched import generate, loglikelihoods
 from halflife.extras import missing
 from halflife.models import LanguageModel
@@ -219,12 +220,8 @@ def evaluate(
         "tasks": loaded, "task_manager": manager, "limit": limit, "num_fewshot": num_fewshot, "batch_size": batch_size,
         "log_samples": False, "bootstrap_iters": BOOTSTRAP, **({} if seed is None else dict.fromkeys(SEEDS, seed)),
     }  # fmt: skip
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         results: Any = simple_evaluate(adapter, **options)
-    finally:
-        model.train(training)
     return {**results, "truncated": adapter.truncated}
 
 

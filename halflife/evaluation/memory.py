@@ -115,9 +115,6 @@ class LayerState:
         return sum((tensor.bytes for tensor in self.tensors.values()), StateSize())
 
 
-# ------------------------------------------------------------------------------------------ measurement
-
-
 @torch.no_grad()
 def layer_states(config: ModelConfig, dtype: str = "bfloat16", cache_dtype: str | None = None) -> list[LayerState]:
     """Measure the state of each kind of layer of a model, for one sequence.
@@ -211,9 +208,6 @@ def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
         raise unknown("cache dtype", cache_dtype, list(CACHE_DTYPES))
 
 
-# ---------------------------------------------------------------------------- spectral Koopman attention
-
-
 def ska_threshold(rank: int, value_dim: int) -> Fraction:
     """Return the T beyond which SKA's sums hold fewer numbers than its keys and values: `(2r² + Pr + r + 1)/(r + P)`.
 
@@ -247,9 +241,6 @@ def ska_sizes(state: LayerState) -> dict[str, Any]:
         "theory": math.floor(ska_threshold(rank, value_dim)) + 1, "measured": committed.smaller_from(cache),
         "with_pending": (committed + pending).smaller_from(cache),
     }  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------- many models
 
 
 def measure_memory(

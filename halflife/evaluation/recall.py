@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halflife.evaluation import evaluating
 from halflife.models import LanguageModel
 from halflife.tasks import IGNORED, Task, stream_seed
 
@@ -23,7 +23,6 @@ def accuracy(
     split: str,
     seed: int,
     num_examples: int,
-    batch_tokens: int = BATCH_TOKENS,
     bf16: bool = False,
     action_mask: bool = False,
 ) -> float:
@@ -38,13 +37,11 @@ def accuracy(
         split: "train", "validation" or "test", see `stream_seed`.
         seed: seed of the examples, see `stream_seed`.
         num_examples: number of examples, at least 1.
-        batch_tokens: tokens of a forward pass; it bounds the memory.
         bf16: whether to use mixed precision, for a model that was trained with it.
         action_mask: whether the model gets the examples' action masks.
     """
     right = scored = 0
-    settings = {"batch_tokens": batch_tokens, "bf16": bf16, "action_mask": action_mask}
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, **settings):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, bf16, action_mask):
         mask = labels != IGNORED
         correct = torch.ones_like(mask)
         correct[mask] = logits.argmax(-1) == labels[mask]
@@ -55,12 +52,13 @@ def accuracy(
 
 @torch.no_grad()
 def by_position(
-    model: LanguageModel, task: Task, *, split: str, seed: int, num_examples: int, **settings: Any
-) -> dict[str, list[float]]:
+    model: LanguageModel, task: Task, *, split: str, seed: int, num_examples: int, bf16: bool = False,
+    action_mask: bool = False,
+) -> dict[str, list[float]]:  # fmt: skip
     """Return the accuracy and the cross-entropy (nats) at each position of a dense task; arguments as `accuracy`."""
     right = torch.zeros(task.length, dtype=torch.double)
     loss = torch.zeros(task.length, dtype=torch.double)
-    for labels, logits in _scored_logits(model, task, split, seed, num_examples, **settings):
+    for labels, logits in _scored_logits(model, task, split, seed, num_examples, bf16, action_mask):
         every = logits.unflatten(0, labels.shape)
         right += (every.argmax(-1) == labels).double().sum(0)
         loss += F.cross_entropy(every.transpose(1, 2), labels, reduction="none").double().sum(0)
@@ -68,30 +66,19 @@ def by_position(
 
 
 def _scored_logits(
-    model: LanguageModel,
-    task: Task,
-    split: str,
-    seed: int,
-    num_examples: int,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    bf16: bool = False,
-    action_mask: bool = False,
+    model: LanguageModel, task: Task, split: str, seed: int, num_examples: int, bf16: bool, action_mask: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `labels [b, T]` and the float32 logits at the scored positions, on the CPU, batch by batch."""
     if num_examples < 1:
         raise ValueError(f"num_examples must be at least 1; got {num_examples}")
     device = next(model.parameters()).device
     examples = task.generate(num_examples, stream_seed(split, seed))
-    rows, training = max(1, batch_tokens // task.length), model.training
-    model.eval()  # training mode would count GateRank's resets
-    try:
-        parts = zip(*(x.split(rows) for x in (examples.inputs, examples.labels, examples.action_mask())), strict=True)
+    rows = max(1, BATCH_TOKENS // task.length)
+    parts = zip(*(x.split(rows) for x in (examples.inputs, examples.labels, examples.action_mask())), strict=True)
+    with evaluating(model):  # training mode would count GateRank's resets
         for inputs, labels, facts in parts:
             mask = facts.to(device) if action_mask else None
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 hidden, _ = model.hidden(inputs.to(device), action_mask=mask)
                 logits = model.logits(hidden[(labels != IGNORED).to(device)])
             yield labels, logits.float().cpu()
-    finally:
-        model.train(training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from halflife.evaluation import evaluating
 from halflife.evaluation.batched import generate
 from halflife.evaluation.harness import Tokenizer
 from halflife.models import LanguageModel
@@ -72,26 +73,22 @@ def evaluate(
     cells = dict.fromkeys((task, length) for task in tasks for length in lengths)
     haystacks = {(task, length): make(task, length, 0).haystack for task, length in cells}
     columns = (TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn(compact=True))
-    result, training = Ruler([], []), model.training
-    model.eval()
-    try:
-        with Progress(*columns, transient=True, disable=not show) as progress:
-            bar = progress.add_task("", total=examples * sum(length for _, length in cells))
-            for (task, length), haystack in haystacks.items():
-                progress.update(bar, description=f"{task} {length}")
-                scores = []
-                for start in range(0, examples, batch_size):
-                    batch = [make(task, length, i) for i in range(start, min(start + batch_size, examples))]
-                    scores += _scores(model, tokenizer, batch)
-                    result.details.extend(
-                        {"task": task, "length": length, "depth": example.depth, "score": score}
-                        for example, score in zip(batch, scores[start:], strict=True)
-                    )
-                    progress.advance(bar, length * len(batch))
-                row = {"task": task, "length": length, "haystack": haystack}
-                result.rows.append({**row, "score": sum(scores) / examples, "examples": examples})
-    finally:
-        model.train(training)
+    result = Ruler([], [])
+    with evaluating(model), Progress(*columns, transient=True, disable=not show) as progress:
+        bar = progress.add_task("", total=examples * sum(length for _, length in cells))
+        for (task, length), haystack in haystacks.items():
+            progress.update(bar, description=f"{task} {length}")
+            scores = []
+            for start in range(0, examples, batch_size):
+                batch = [make(task, length, i) for i in range(start, min(start + batch_size, examples))]
+                scores += _scores(model, tokenizer, batch)
+                result.details.extend(
+                    {"task": task, "length": length, "depth": example.depth, "score": score}
+                    for example, score in zip(batch, scores[start:], strict=True)
+                )
+                progress.advance(bar, length * len(batch))
+            row = {"task": task, "length": length, "haystack": haystack}
+            result.rows.append({**row, "score": sum(scores) / examples, "examples": examples})
     return result
 
 

@@ -60,9 +60,6 @@ def now() -> float:
     return time.perf_counter()
 
 
-# ---------------------------------------------------------------------------------------- what is timed
-
-
 def train_step(
     model: nn.Module, *, bf16: bool = False, loss: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
@@ -254,9 +251,6 @@ class Pace:
             self.stretches.append(Stretch(tokens, median(self._times), resident_memory()))
             self._times.clear()
         self._last = now()  # excludes the time that this method takes
-
-
-# ------------------------------------------------------------------------------------------------ memory
 
 
 def state_bytes(state: Iterable[Mapping[str, Any]]) -> int:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halflife.models.lm import ModelState
 from halflife.models.session import draw
+from halflife.models.states import form, select, stack
 from halflife.serve.jobs import Job, Row
-from halflife.serve.states import form, select, stack
 
 
 @dataclass(eq=False)

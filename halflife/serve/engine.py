@@ -20,10 +20,10 @@ from torch import Tensor
 from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.session import NOT_FINITE
+from halflife.models.states import compact, form, select, stack
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
 from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
-from halflife.serve.states import compact, form, select, stack
 
 
 class Full(Exception):

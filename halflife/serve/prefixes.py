@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halflife.models.lm import ModelState
-from halflife.serve.states import compact, size
+from halflife.models.states import compact, size
 
 BLOCK = 16  # tokens; prompts are compared at multiples of it
 REMEMBERED = 1 << 14  # blocks of earlier prompts whose hashes are stored: 3 MB

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from halflife.models.states import size
 from halflife.serve.jobs import Done
 from halflife.serve.prefixes import Prefix
-from halflife.serve.states import size
 
 
 class Busy(Exception):

@@ -158,11 +158,7 @@ def extrapolate(
 
 
 def require_window(window: int, lags: Sequence[int]) -> None:
-    """Check the window of a forecast.
-
-    Raises:
-        ValueError: the window has fewer than 2 tokens, there is no lag, or one is below the window.
-    """
+    """Raise ValueError if the window has fewer than 2 tokens, there is no lag, or one is below the window."""
     if window < 2 or not lags or min(lags) < window:
         raise ValueError(f"need a window of 2 tokens or more, and lags from there on; got {window} and {list(lags)}")
 
@@ -192,11 +188,7 @@ def in_float64(model: Rememberer) -> Rememberer:
 
 
 def require_linear_memory(model: LanguageModel) -> None:
-    """Check that the states of all layers are linear in what was written.
-
-    Raises:
-        ValueError: if the state of a layer is not, or if its decay has a state of its own.
-    """
+    """Raise ValueError if the state of a layer is not linear in what was written, or if its decay has a state."""
     _, state = model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device))
     for layer, names in enumerate(state[: len(model.blocks)]):
         if not set(MEMORIES) & set(names) or "decay" in names or len(state) > len(model.blocks):

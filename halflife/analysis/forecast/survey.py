@@ -29,83 +29,72 @@ RECALL_TASKS = ("mqar", "niah")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelForecast(Record):
-    """The forecast of one model on one task, and the measurement. Half-lags are infinite if no lag forgets.
+class _Compared(Record):
+    """A forecast of one model, and the measurement of the same.
 
     Attributes:
         model: the name of the model's configuration.
         seed: the seed of its training, or None if it is unknown.
         checkpoint: the folder of the model.
-        task: "mqar" or "niah".
         train_length: T in tokens.
-        num_pairs: K.
         lags: the measured lags L, in tokens.
-        measured: the measured fraction of recalled pairs, one for each lag.
-        half_lag: the measured lag at which fewer than half of the pairs are recalled.
+        measured: the measured values, one for each lag.
         forecast_lags: the lags of the forecast, from the window on.
-        forecast: the forecast fraction of recalled pairs, one for each of these lags.
-        forecast_half_lag, fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.reading.Forecast`.
-        reported: the run's own accuracy in distribution, with all K pairs and their questions within T tokens, as the
-            report shows it; None if the run has no result.
+        forecast: the forecast values, one for each of these lags.
+        fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.reading.Forecast`.
     """
 
     model: str
     seed: int | None
     checkpoint: str
-    task: str
     train_length: int
-    num_pairs: int
     lags: list[int]
     measured: list[float]
-    half_lag: float
     forecast_lags: list[int]
     forecast: list[float]
-    forecast_half_lag: float
     fade_lag: float
     fill_lag: float
     energy_lag: float
     energy: list[float]
     heads: list[HeadFading]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelForecast(_Compared):
+    """The forecast of one model on one task: fractions of recalled pairs. Half-lags are infinite if no lag forgets.
+
+    Attributes:
+        task: "mqar" or "niah".
+        num_pairs: K.
+        half_lag, forecast_half_lag: the lag at which fewer than half of the pairs are recalled.
+        reported: the run's own accuracy in distribution, with all K pairs and their questions within T tokens, as the
+            report shows it; None if the run has no result.
+    """
+
+    task: str
+    num_pairs: int
+    half_lag: float
+    forecast_half_lag: float
     reported: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextForecast(Record):
-    """The forecast of how long one model uses the beginning of a text, and the measurement.
+class TextForecast(_Compared):
+    """The forecast of how long one model uses the beginning of a text: its influence in nats per token.
 
     A beginning is forgotten where its influence is below a hundredth of that at lag 0. Lags are infinite if no lag
     reaches this. One that the model forgets within the window is not forecast, and has the window as its lag.
 
     Attributes:
-        model, seed, checkpoint: see `ModelForecast`.
-        train_length: T in tokens.
         beginning: the number of tokens whose influence is measured.
         window: the tokens after them that were read for the forecast.
-        lags: the measured lags L, in tokens.
-        measured: the measured influence in nats per token, one for each lag.
-        forgotten_lag: the measured lag at which the beginning is forgotten.
-        forecast_lags: the lags of the forecast, from the window on.
-        forecast: the forecast influence, one for each of these lags.
-        forecast_forgotten_lag, fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.reading.Forecast`.
+        forgotten_lag, forecast_forgotten_lag: the lag at which the beginning is forgotten.
     """
 
-    model: str
-    seed: int | None
-    checkpoint: str
-    train_length: int
     beginning: int
     window: int
-    lags: list[int]
-    measured: list[float]
     forgotten_lag: float
-    forecast_lags: list[int]
-    forecast: list[float]
     forecast_forgotten_lag: float
-    fade_lag: float
-    fill_lag: float
-    energy_lag: float
-    energy: list[float]
-    heads: list[HeadFading]
 
 
 @dataclass(frozen=True)
@@ -197,11 +186,7 @@ def measure_forecasts(
 
 
 def _loaded(folder: Path, run: Mapping[str, Any], has_text: bool, device: torch.device | str) -> Rememberer:
-    """Load a model that can be asked.
-
-    Raises:
-        ValueError: there is no forecast for the model.
-    """
+    """Load a model that can be asked. Raise ValueError if there is no forecast for it."""
     if is_foreign(folder):
         return RecurrentModel(load_foreign(folder, device))
     if not _trained_tasks(run) and ("context" not in run or not has_text):
@@ -213,11 +198,7 @@ def _loaded(folder: Path, run: Mapping[str, Any], has_text: bool, device: torch.
 
 
 def _text_ids(text: TextIds, model: Rememberer, folder: Path) -> Tensor:
-    """Sequences of a text for a model, `[B, text.length]`.
-
-    Raises:
-        ValueError: the text is too short, or does not fit the model's vocabulary.
-    """
+    """Sequences `[B, text.length]` for a model. Raise ValueError if the text is too short or has unknown tokens."""
     ids, tokenizer = text.ids_for(model, folder)
     assert ids is not None, "a model of text is only loaded if there is a text"
     if ids.shape[1] < text.length:

@@ -65,9 +65,11 @@ def load_foreign(source: str | Path, device: torch.device | str = "cpu") -> Fore
         ValueError: the model has no layer whose decay can be read, needs code of its own, holds pickles, or its weights
             do not fit its configuration.
     """
+    from transformers import AutoConfig
+
     where, options = _location(source)
     with _plain_errors(source), _quiet():
-        config = _config(where, options)
+        config = AutoConfig.from_pretrained(where, **options)
         model_class = _model_class(config)
         with torch.device("meta"):
             planned = ForeignModel(model_class.from_config(config), config.model_type)
@@ -135,12 +137,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-def _config(where: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(where, **options)
 
 
 def _model_class(config: Any) -> Any:

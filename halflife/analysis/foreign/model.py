@@ -28,12 +28,7 @@ OTHER_MIXER = re.compile(
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """The part of a model's configuration that the analyses ask for.
-
-    Attributes:
-        name: the model's label.
-        vocab_size: the number of its tokens.
-    """
+    """The part of a model's configuration that the analyses ask for: its label, and the number of its tokens."""
 
     name: str
     vocab_size: int

@@ -58,11 +58,7 @@ class RecurrentModel(ForeignModel):
     def read_from(
         self, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
     ) -> tuple[ModelState, list[list[State]]]:
-        """Read tokens after a state, and run each mixer again from other states over the same inputs.
-
-        Args:
-            ids, state, starts: see `halflife.analysis.capture.read_from`.
-        """
+        """Run each mixer again from other states over the same inputs, see `halflife.analysis.capture.read_from`."""
         caches = [self._cache(start) for start in starts]
 
         def after(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
