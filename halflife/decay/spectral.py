@@ -58,15 +58,9 @@ def no_base_rates(decay: Decay) -> ValueError:
 
 
 def check_rate_start(rate_start: str, choices: Sequence[str], train_length: int | None) -> None:
-    """Check the start of the base rates of a strategy. T belongs to the start "geometric" alone.
+    """Check the start of the base rates of a strategy that has these choices, and T in tokens.
 
-    Args:
-        rate_start: the start.
-        choices: the starts that the strategy has.
-        train_length: T in tokens, or None.
-
-    Raises:
-        ValueError: an unknown start, a T without "geometric" or the other way round, or T below 2.
+    It is a ValueError if the start is unknown, if "geometric" has no T or another start has one, or if T is below 2.
     """
     if rate_start not in choices:
         raise unknown("rate_start", rate_start, list(choices))

@@ -40,12 +40,9 @@ def mean_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each token, 0 where the label is −100; for use without gradients.
+    """Return the cross-entropy `[N]` of each token, 0 where the label is −100; for use without gradients.
 
-    Args:
-        hidden: `[N, D]`.
-        weight: of the head, `[V, D]`.
-        labels: `[N]`.
+    Shapes are those of `mean_loss`.
     """
     rows = _rows(weight)
     pairs = zip(hidden.split(rows), labels.split(rows), strict=True)

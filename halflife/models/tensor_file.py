@@ -62,9 +62,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file and the strings about them.
-
-    Files of other libraries have no checksum, and are not checked.
+    """Return the tensors of a file and the strings about them. Files without a checksum are not checked.
 
     Raises:
         FileNotFoundError, ValueError: see `open_tensors`; or the file has changed since it was written.

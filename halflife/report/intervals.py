@@ -30,11 +30,7 @@ def bootstrap(values: Values, level: float = 0.95) -> Interval:
 
     Of few values all resamples are enumerated with their probabilities, so that the interval has no noise. The interval
     of three values reaches from the smallest to the largest, because each of these two resamples has a probability of
-    1/27. Percentile intervals of so few values are too narrow.
-
-    Args:
-        values: one number per seed.
-        level: the probability that the interval holds.
+    1/27. Percentile intervals of so few values are too narrow. `values` are one number per seed.
     """
     x = np.sort(np.asarray(values, dtype=float))
     mean = float(x.mean()) if len(x) else math.nan
@@ -61,12 +57,9 @@ def _all_resamples(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_interval(values: Values, digits: int, sign: str = "") -> str:
-    """Write a mean with its interval, "78.0 [72.8, 81.1]", which fewer seeds do not have.
+    """Write a mean over seeds with its interval, "78.0 [72.8, 81.1]", which fewer than `MIN_SEEDS` seeds do not have.
 
-    Args:
-        values: one number per seed.
-        digits: digits after the point.
-        sign: "+" for a plus sign before positive numbers.
+    With the sign "+", positive numbers have a plus sign.
     """
     interval = bootstrap(values)
     mean, low, high = (f"{value:{sign}.{digits}f}" for value in interval)
@@ -79,11 +72,9 @@ def in_percent(values: Values) -> str:
 
 
 def ratio(values: Values, baseline: Values, learned: Values) -> str:
-    """Write the quotient of two means, "1.25 ×", or "not learned".
+    """Write the quotient of the means over seeds of a model and of its baseline, "1.25 ×", or "not learned".
 
-    Args:
-        values, baseline: one number per seed, of a model and of its baseline.
-        learned: the accuracy of the baseline in distribution, one fraction a seed.
+    The latter is judged by the accuracy of the baseline in distribution, one fraction per seed (`has_learned`).
     """
     if not has_learned(learned):
         return "not learned"

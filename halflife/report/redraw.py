@@ -35,14 +35,8 @@ SPECTRUM_FILES: dict[str, Callable[[dict[str, Any]], list[FigureData]]] = {
 def write_report(run_dir: str | Path) -> Path:
     """Write the figures and `report.html` of a run, and a comparison's time-scales or a language model's card.
 
-    Args:
-        run_dir: the folder of a comparison or of a run of `halflife train`, finished or not.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        FileNotFoundError, ValueError: as `runs.folder.read_any`.
+    The run, finished or not, is a comparison or one of `halflife train`. Returns the path of the page. Errors are those
+    of `runs.folder.read_any`.
     """
     run = read_any(run_dir)
     figures = run_figures(run)
@@ -65,11 +59,7 @@ def run_figures(run: Comparison | LanguageRun) -> list[FigureData]:
 def save_figures(
     run: Comparison | LanguageRun, data: Sequence[FigureData], formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Draw the figures of a run, and the spectra of a comparison, into its folder `figures/` and return the files.
-
-    Raises:
-        ValueError: a format is unknown.
-    """
+    """Draw the figures of a run, and the spectra of a comparison, into its folder `figures/` and return the files."""
     figures = list(data)
     if isinstance(run, Comparison):
         on_text = folder_kind(run.path) is FolderKind.GRID

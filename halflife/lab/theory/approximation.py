@@ -46,16 +46,9 @@ LAWS = ("uniform", "log-uniform")
 
 
 def random_rates(channels: int, length: float, generator: torch.Generator, law: str = "uniform") -> Tensor:
-    """Draw independent rates on [1/T, 1] and sort them. Lemma 4.1 holds for both laws.
+    """Draw N independent rates on [1/T, 1] and sort them. Lemma 4.1 holds for both laws.
 
-    Args:
-        channels: N.
-        length: T.
-        generator: makes the draws.
-        law: "uniform", or "log-uniform" for rates with uniform logarithms.
-
-    Raises:
-        ValueError: if the law is unknown.
+    The law is "uniform", or "log-uniform" for rates with uniform logarithms; any other is a ValueError.
     """
     if law not in LAWS:
         raise ValueError(f"no law {law!r}; choose from {', '.join(LAWS)}")
@@ -72,11 +65,7 @@ def adapted_rates(rates: Float[Tensor, " N"], position: float, reference_length:
     """Return rates at a position, `r_k (t / t_ref)^{−α_k}` `[N]`.
 
     Geometric rates from lo/T to hi with t_ref = T become geometric rates from lo/t to hi at t (`halflife.decay.PoST`).
-
-    Args:
-        rates: r_k, `[N]`.
-        position: t.
-        reference_length: t_ref, which is 1 in the paper's algorithm and T in its theorem.
+    The reference length t_ref is 1 in the paper's algorithm and T in its theorem.
     """
     return rates * (position / reference_length) ** -taper(len(rates))
 

@@ -67,9 +67,7 @@ def error_by_channels(
         "geometric on [1/T, 1]": lambda n, t: error(geometric_rates(n, t), t),
         "geometric, best ends": lambda n, t: error(geometric_rates(n, t, *best_endpoints(n, t, beta, **options)), t),
     }
-    errors = {
-        name: {f"{t:g}": [makers[name](n, t) for n in channels] for t in lengths} for name in SPECTRA
-    }  # fmt: skip
+    errors = {name: {f"{t:g}": [makers[name](n, t) for n in channels] for t in lengths} for name in SPECTRA}
     return {"beta": beta, "channels": list(channels), "lengths": list(lengths), "continuous": continuous,
             "draws": draws, "errors": errors, "slopes": slopes(errors, channels, beta)}  # fmt: skip
 
@@ -116,10 +114,6 @@ def error_by_ends(
     channels: int, length: float, beta: float = 0.5, *, seed: int = 0, cache: Path | None = None
 ) -> dict[str, Any]:
     """Compute the error of geometric rates for different ends, and of other spectra, in both norms.
-
-    Args:
-        channels, length: N, T.
-        beta, seed, cache: see `error_by_channels`.
 
     Returns:
         "channels", "length", "beta", "draws". "low" and "high" are ends in units of (1/T, 1), and "errors"

@@ -41,11 +41,27 @@ def autocovariance(sequence: Tensor, max_lag: int, mean: Tensor | float | None =
         raise ValueError(f"max_lag must be below the {length} tokens; got {max_lag}")
     x = sequence.double()
     x = x - (x.mean(dim=tuple(range(x.ndim - 1))) if mean is None else mean)
-    power = torch.zeros(1, dtype=torch.float64)
-    for column in x.unbind(-1):  # one column at a time, because embeddings have hundreds
-        power = power + torch.fft.rfft(column, n=2 * length).abs().square()
-    sums = torch.fft.irfft(power, n=2 * length)[..., : max_lag + 1]
+    sums = torch.fft.irfft(power(x, 2 * length), n=2 * length)[..., : max_lag + 1]
     return sums / (length - torch.arange(max_lag + 1, dtype=torch.float64))
+
+
+def power(x: Tensor, length: int | None = None) -> Tensor:
+    """Return the squared moduli `[…, F]` of the transforms of `[…, T, D]`, padded to a length, and summed over D."""
+    total = torch.zeros(1, dtype=torch.float64)
+    for column in x.unbind(-1):  # one column at a time, because embeddings have hundreds
+        total = total + torch.fft.rfft(column, n=length).abs().square()
+    return total
+
+
+def resamples(blocks: int, draws: int, seed: int) -> Tensor:
+    """Return the blocks of each draw of a bootstrap, `[draws, blocks]`."""
+    return torch.randint(blocks, (draws, blocks), generator=torch.Generator().manual_seed(seed))
+
+
+def slope(x: Tensor, y: Tensor) -> Tensor:
+    """Return the least-squares slope of `y […, n]` against `x [n]`."""
+    centred = x - x.mean()
+    return (y * centred).sum(-1) / centred.square().sum()
 
 
 def bits(vocab_size: int) -> Tensor:
@@ -98,9 +114,7 @@ def power_law(
     used = (mean_of > SIGNIFICANT_ERRORS * error).cumprod(0).bool()
     if int(used.sum()) < 3:
         raise ValueError(f"only {int(used.sum())} octaves of lags have an autocovariance clearly above 0; need 3")
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(blocks, (draws, blocks), generator=generator)
-    resampled = octave_means[picks].mean(1)[:, used]
+    resampled = octave_means[resamples(blocks, draws, seed)].mean(1)[:, used]
     length = len(tokens) if mean is None else None
     exponents, _ = _fit(logs[used], resampled[(resampled > 0).all(-1)], length)
     exponent, added = _fit(logs[used], mean_of[used], length)
@@ -133,11 +147,10 @@ def centred_vectors(
 
 def _fit(logs: Tensor, values: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
     """Fit β to R `[…, n]` at log lags `[n]`; return β and the variance of the mean of `length` tokens (0 if None)."""
-    centred = logs - logs.mean()
     added = torch.zeros_like(values[..., 0])
     for _ in range(1 if length is None else MEAN_CORRECTIONS):
         raised = (values + added.unsqueeze(-1)).log()
-        beta = -(raised * centred).sum(-1) / (centred**2).sum()
+        beta = -slope(logs, raised)
         if length is not None:
             held = beta.clamp(LEAST_BETA, 1 - LEAST_BETA)  # outside, the variance of the mean follows another law
             level = (raised.mean(-1) + held * logs.mean()).exp()

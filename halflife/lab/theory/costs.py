@@ -59,9 +59,7 @@ def ska_read(rank: int, width: int, power: int) -> int:
 def layer_costs(sizes: LayerSizes, length: int) -> dict[str, dict[str, int]]:
     """Count the multiplications of each component of Table 1, and evaluate the table's orders with a factor of 1.
 
-    Args:
-        sizes: the sizes of a layer.
-        length: T, the tokens of a training sequence, and the position of a decoding step.
+    T is the number of tokens of a training sequence, and the position of a decoding step.
 
     Returns:
         The component → "train" and "step", the counts for a sequence and for one token at position T, and "printed

@@ -102,7 +102,7 @@ class GramSizes(NamedTuple):
     directions: Tensor
 
 
-def gram_sizes(keys: Tensor, ridge: float = RIDGE) -> GramSizes:
+def gram_sizes(keys: Tensor) -> GramSizes:
     """Return the sizes of Ḡ for `keys […, T, R]` (Prop. E.1).
 
     The proposition bounds trace, norm and λ_max by T. The trace is exactly Σ ‖k_t‖²/m², with m the largest norm, and
@@ -113,7 +113,7 @@ def gram_sizes(keys: Tensor, ridge: float = RIDGE) -> GramSizes:
     levels = torch.linalg.eigvalsh(gram).clamp(min=0)
     return GramSizes(
         levels.sum(-1), torch.linalg.matrix_norm(gram), levels[..., -1], levels[..., 0],
-        (levels / (levels + ridge)).sum(-1),
+        (levels / (levels + RIDGE)).sum(-1),
     )  # fmt: skip
 
 
@@ -121,13 +121,7 @@ def gram_bounds(
     rank: int = 48, tokens: Sequence[int] = (64, 512, 4096), outliers: Sequence[float] = (1, 4, 16, 64),
     *, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute `gram_sizes` for normal keys of which the first is multiplied by a factor.
-
-    Args:
-        rank: R.
-        tokens: T.
-        outliers: factors on the first key.
-        seed: the seed of the keys.
+    """Compute `gram_sizes` for T normal keys of size R of which the first is multiplied by a factor.
 
     Returns:
         "rank", "ridge" and "rows", a dict for each T and factor: "tokens", which is the bound, "outlier", and the

@@ -125,12 +125,10 @@ def gradient_flow(
     """Compute Jacobians and their bounds for normal keys, values and queries, with K = 2, γ = η = 1 and ε = 1e-3.
 
     Args:
-        rank, width: R, P.
-        tokens: numbers of tokens T.
+        rank, width, tokens: R, P, and numbers of tokens T.
         scales: factors on the query, at the last T.
         depths: numbers of branches whose Jacobians are multiplied (Theorem J.9), at the last T. Needs R = P.
-        trials: draws, of which means are taken; ranks are the smallest.
-        seed: the seed of the draws.
+        trials, seed: draws, of which means are taken, and their seed; ranks are the smallest.
 
     Returns:
         "rank", "width", "power", "trials"; "by tokens", "by scale" and "by depth", lists of dicts of numbers.

@@ -39,9 +39,7 @@ def relative_energies(channels: int, length: int, multiples: Sequence[int] = (2,
     their ratio grows faster. Without stretching the ratio is almost constant. A norm over all channels therefore
     shrinks the fast channels by about √(t₂/t₁), although their content is the same. Rates are geometric on [1/T, 1].
 
-    Args:
-        channels, length: N, T.
-        multiples: t₂/T. t₁ is T.
+    Here t₁ is T, and `multiples` are t₂/T.
 
     Returns:
         "channels", "length", "multiples"; for each form of `FORMS` a dict with one number for each multiple:

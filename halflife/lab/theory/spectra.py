@@ -93,12 +93,6 @@ def effective_channels(
     (Theorem 4.11). For t_ref = 1, the default of the algorithm, the time-scales reach T·t, and the law is
     N log t / log (T t): half of the channels are slower than the text at t = T.
 
-    Args:
-        rates: r_k.
-        positions: t.
-        length: T.
-        reference_length: t_ref, or None for rates that do not change.
-
     Returns:
         "positions", "counted" and "law", one number for each position; "channels", "length".
     """
@@ -170,17 +164,10 @@ def responses(
 
 
 def energy(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: Float[Tensor, " T"]) -> Tensor:
-    """Return `E_k(t) = τ/2 (1 − e^{−2t/τ})` with τ = t^α / r (Thm B.1).
+    """Return `E_k(t) = τ/2 (1 − e^{−2t/τ})` with τ = t^α / r, `[N, T]` (Thm B.1).
 
     This is the energy of white noise through gates that have the values of position t, in continuous time. For t₂ > t₁
     the ratio E(t₂)/E(t₁) lies between (t₂/t₁)^α and t₂/t₁. At α = 1 it equals both.
-
-    Args:
-        rates, tapers: r_k and α_k `[N]`.
-        positions: t `[T]`.
-
-    Returns:
-        `[N, T]`.
     """
     scales = positions ** tapers.unsqueeze(-1) / rates.unsqueeze(-1)
     return scales / 2 * -torch.expm1(-2 * positions / scales)
@@ -255,8 +242,7 @@ def taper_bound(slack: float, channels: int) -> Bound:
     information of the other octaves. This bound is reached if the octaves up to τ_k all lie at one end of the slack and
     the others at the other end.
 
-    Raises:
-        ValueError: if ε is outside [0, 1).
+    Any ε outside [0, 1) is a ValueError.
     """
     if not 0 <= slack < 1:
         raise ValueError(f"the equipartition slack must be in [0, 1); got {slack}")
@@ -266,11 +252,9 @@ def taper_bound(slack: float, channels: int) -> Bound:
 
 
 def best_taper(information: Float[Tensor, " M"], channels: int) -> Tensor:
-    """Return α_k `[N]` that place channels by the information in octaves 1 … M: F(α_k M) = (N−k)/(N−1) (Cor. B.3,
-    proof).
+    """Return α_k `[N]` that place channels by the information in octaves 1 … M: F(α_k M) = (N−k)/(N−1).
 
-    Raises:
-        ValueError: if an octave has no information, so that F does not grow over it.
+    Source: the proof of Cor. B.3. It is a ValueError if an octave has no information, so that F does not grow over it.
     """
     if not (information > 0).all():
         raise ValueError(f"every octave needs positive information; got {information.tolist()}")

@@ -14,19 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.lab.theory.correlations import TAILS, centred_vectors, power_law
+from halflife.lab.theory.correlations import TAILS, centred_vectors, power, power_law, resamples, slope
 
 BLOCK_FACTORS = (2, 4, 8, 16, 32)
 BLOCK_LAGS = (1, 2, 4, 8)
 
 
 def block_averages(sequence: Tensor, factor: int) -> Tensor:
-    """Return the means of blocks of b tokens, `[T, D]` → `[T // b, D]` (Def. 3.1). A rest of the sequence is left out.
-
-    Args:
-        sequence: `[T, D]`.
-        factor: b.
-    """
+    """Return the means of blocks of b tokens, `[T, D]` → `[T // b, D]` (Def. 3.1). A rest of the sequence is left out."""
     whole = len(sequence) // factor * factor
     return sequence[:whole].unflatten(0, (-1, factor)).mean(1)
 
@@ -64,8 +59,7 @@ def block_exponents(
         torch.stack([_covariances(block_averages(table[segment], factor), lags) for factor in (1, *factors)])
         for segment in cut
     ])  # fmt: skip
-    picks = torch.randint(blocks, (draws, blocks), generator=torch.Generator().manual_seed(seed))
-    resampled = _exponents(covariances[picks].mean(1), factors)
+    resampled = _exponents(covariances[resamples(blocks, draws, seed)].mean(1), factors)
     low, high = resampled.nanquantile(TAILS, 0)
     unsure = resampled.isnan().double().mean(0) > 0.1
     ends = (end.masked_fill(unsure, math.nan) for end in (low, high))
@@ -121,32 +115,18 @@ def spectral_density(
     octave = (torch.arange(1, size // 2 + 1).double().log2() + 1e-9).floor().long()
     counts = torch.bincount(octave).double()
     density = torch.stack([
-        torch.zeros_like(counts).index_add(0, octave, _power(table[segment] * window)[1:] / size) / counts
+        torch.zeros_like(counts).index_add(0, octave, power(table[segment] * window)[1:] / size) / counts
         for segment in tokens[: size * blocks].split(size)
     ])  # fmt: skip
     logs = torch.zeros_like(counts).index_add(0, octave, frequencies.log()) / counts
     used = (logs <= math.log(high)) & (torch.arange(len(logs)) >= 2)
     if int(used.sum()) < 3:
         raise ValueError(f"need three octaves of frequencies up to {high:g} in {size} tokens; got {int(used.sum())}")
-    picks = torch.randint(blocks, (draws, blocks), generator=torch.Generator().manual_seed(seed))
-    ends = _slope(logs[used], density[picks].mean(1)[:, used].log()).quantile(TAILS).tolist()
+    resampled = density[resamples(blocks, draws, seed)].mean(1)
+    ends = slope(logs[used], resampled[:, used].log()).quantile(TAILS).tolist()
     average = density.mean(0)
     return {
-        "slope": _slope(logs[used], average[used].log()).item(), "low": ends[0], "high": ends[1],
+        "slope": slope(logs[used], average[used].log()).item(), "low": ends[0], "high": ends[1],
         "frequencies": logs.exp().tolist(), "density": average.tolist(),
         "error": (density.std(0) / math.sqrt(blocks)).tolist(), "used": used.tolist(),
     }  # fmt: skip
-
-
-def _power(x: Tensor) -> Tensor:
-    """Return the squared modulus of the transform of `[L, D]`, summed over D, at the frequencies from 0 on."""
-    power = torch.zeros(len(x) // 2 + 1, dtype=torch.float64)
-    for column in x.unbind(-1):
-        power = power + torch.fft.rfft(column).abs().square()
-    return power
-
-
-def _slope(x: Tensor, y: Tensor) -> Tensor:
-    """Return the least-squares slope of `y […, n]` against `x [n]`."""
-    centred = x - x.mean()
-    return (y * centred).sum(-1) / centred.square().sum()

@@ -34,11 +34,7 @@ def _encoded(value: Any) -> Any:
 def save_layer(folder: str | Path, name: str, options: dict[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write one layer, its name and options to `layer.json` and its weights to `layer.safetensors`; return the folder.
 
-    Args:
-        folder: the folder.
-        name: name of the layer in `layers.LAYERS`.
-        options: arguments of `layers.build`, hidden_size included.
-        tensors: state dict of the layer.
+    Name and options are the arguments of `layers.build`, hidden_size included.
     """
     folder = Path(folder)
     write_tensors(folder / "layer.safetensors", tensors, {"format": "pt"})

@@ -152,8 +152,7 @@ def _problem(tensors: Tensors, name: str, shape: Shape) -> str | None:
 def convert_back(rules: Iterable[Rule], state: Tensors) -> dict[str, Tensor]:
     """Return the other library's tensors from a state dict of ours.
 
-    Raises:
-        ValueError: rows differ that the other library shares between heads. The message names the tensor.
+    It is a ValueError, which names the tensor, if rows differ that the other library shares between heads.
     """
     back: dict[str, Tensor] = {}
     for ours, theirs, index, flat in rules:
@@ -203,10 +202,8 @@ def split_convolutions(tensors: Tensors) -> dict[str, Tensor]:
 def shared_heads(mixers: Sequence[Any], parts: slice, more: Sequence[Tensor] = ()) -> int:
     """Return the number of heads in a row that have equal rows in all layers: the largest divisor of H that fits.
 
-    Args:
-        mixers: the mixers of the layers, with H heads each.
-        parts: which of queries, keys and values counts, in the projection and in the convolution.
-        more: further matrices whose rows are H heads of equal size.
+    `parts` says which of queries, keys and values counts, in the projection and in the convolution of each mixer.
+    `more` are further matrices whose rows are H heads of equal size.
     """
     rows = [*more]
     for mixer in mixers:
@@ -228,15 +225,10 @@ MODEL_FIELDS = ("mlp", "norm", "position", "embedding_norm")  # fields of `Model
 
 
 def require_equal(ours: LanguageModel, config: ModelConfig, name: str) -> None:
-    """Check that a model has the modules of another configuration, with equal settings and sizes.
+    """Check that a model has the modules, settings and sizes of the configuration after a conversion there and back.
 
-    Args:
-        ours: the model.
-        config: the configuration that the model would have after a conversion there and back.
-        name: the kind of the other model, for the message.
-
-    Raises:
-        ValueError: it has not; the message names the first module and the setting that differ.
+    It is a ValueError if not; the message has the `name` of the other kind, and the first module and setting that
+    differ.
     """
     for field in MODEL_FIELDS:
         if (here := getattr(ours.config, field)) != (there := getattr(config, field)):

@@ -59,11 +59,7 @@ class Source:
     write: Callable[[Tensors], dict[str, Tensor]] = split_convolutions
 
     def __call__(self, config: Config, tensors: Tensors) -> Converted:
-        """Return our configuration and state dict.
-
-        Raises:
-            ValueError: halflife cannot represent a setting, or the tensors do not fit.
-        """
+        """Return our configuration and state dict; ValueError if a setting or a tensor does not fit."""
         s, model = self.parse(config)
         return model, convert_from(on_meta(model), self.rules(s, model), self.read(tensors))
 
@@ -122,11 +118,7 @@ def settings(
 
 
 def known_keys(config: Config, names: Iterable[str]) -> None:
-    """Check that a `config.json` has no other settings than these and those that change no logits.
-
-    Raises:
-        ValueError: it has; the message names them.
-    """
+    """Raise ValueError if a `config.json` has other settings than these and those that change no logits."""
     if unknown := sorted(set(config) - GENERIC - set(names)):
         raise ValueError(f"config.json has unknown settings, which could change the model: {', '.join(unknown)}")
 

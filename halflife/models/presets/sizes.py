@@ -6,14 +6,7 @@ from typing import Any, NamedTuple
 
 
 class PresetSizes(NamedTuple):
-    """The sizes that a base or a modifier may read.
-
-    Attributes:
-        hidden_size: width of the model.
-        num_layers: number of blocks.
-        num_heads: heads of every mixer; None means that the architecture chooses.
-        train_length: tokens of a training sequence.
-    """
+    """The sizes that a base or a modifier may read; see `preset`."""
 
     hidden_size: int
     num_layers: int

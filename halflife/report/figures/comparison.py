@@ -58,13 +58,11 @@ def accuracy(run: Comparison) -> FigureData:
     else:
         pairs = "Each point is a mean over the numbers of pairs. "
     return FigureData(
-        "accuracy",
-        "Accuracy against length",
-        [_accuracy_panel(run, test) for test in run.tests],
+        "accuracy", "Accuracy against length", [_accuracy_panel(run, test) for test in run.tests],
         f"Line charts of accuracy against sequence length for {', '.join(run.models)}.",
         f"{SEEDS}The vertical line marks the training length T. To its right, sequences are longer than in training. "
         f"{pairs}Dotted lines show chance and the best answer that ignores the key.",
-    )
+    )  # fmt: skip
 
 
 def _accuracy_panel(run: Comparison, test: str) -> Panel:
@@ -113,14 +111,13 @@ def recall(run: Comparison) -> FigureData:
     """Mean accuracy over seeds by length (tokens) and number of pairs, for each model (rows) and test (columns)."""
     tests = [test for test in run.tests if _pairs(run, test)]
     return FigureData(
-        "recall",
-        "Recall by length and pairs",
+        "recall", "Recall by length and pairs",
         [_recall_panel(run, model, test) for model in run.models for test in tests],
         f"Heat maps of accuracy by sequence length and number of pairs for {', '.join(run.models)}.",
         "Mean accuracy over seeds, in percent. Sequences get longer to the right, and the number of pairs grows "
         "downwards. A cell is empty where the pairs do not fit into the length.",
         columns=len(tests),
-    )
+    )  # fmt: skip
 
 
 def _recall_panel(run: Comparison, model: str, test: str) -> HeatMap:
@@ -154,13 +151,11 @@ def positions(run: Comparison) -> FigureData:
             series += seed_series(model, style, curves)
         panels.append(Panel(key, x, y, series, training_length(run.train_length)))
     return FigureData(
-        "positions",
-        "Accuracy and loss by position",
-        panels,
+        "positions", "Accuracy and loss by position", panels,
         "Line charts of accuracy and of cross-entropy against the position in the longest test for "
         f"{', '.join(run.models)}.",
         f"{SEEDS}The dashed line marks the training length T. Positions to its right did not occur in training.",
-    )
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- length
@@ -181,13 +176,11 @@ def length(run: Comparison) -> FigureData:
             series += seed_series(model, style, curves)
         panels.append(Panel(title, x, Axis("perplexity", log=True), series, training_length(run.train_length)))
     return FigureData(
-        "length",
-        "Perplexity by length",
-        panels,
+        "length", "Perplexity by length", panels,
         f"Line charts of perplexity against the length of the text for {', '.join(run.models)}.",
         f"{SEEDS}On the test text. Left: over all tokens of texts of each length. Right: over their last T "
         "tokens alone, where distant context can help most. The vertical line marks the training length T.",
-    )
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- gates, training
@@ -200,11 +193,7 @@ GATES = {
 
 
 def gates(trainings: Mapping[str, Sequence[Training]]) -> FigureData:
-    """What the slow gates do during training, means over layers.
-
-    Args:
-        trainings: the trained models of each name.
-    """
+    """What the slow gates of the trained models of each name do during training, means over layers."""
     panels = []
     for key, (title, y) in GATES.items():
         series: list[Series] = []
@@ -212,14 +201,12 @@ def gates(trainings: Mapping[str, Sequence[Training]]) -> FigureData:
             series += seed_series(model, style, {one.seed: _gate_curve(one, key) for one in trainings[model]})
         panels.append(Panel(title, STEP, y, series))
     return FigureData(
-        "gates",
-        "What the slow gates do",
-        panels,
+        "gates", "What the slow gates do", panels,
         "Line charts of the share of resets, the mean segment length and the slow state's share of the energy "
         "during training.",
         f"{SEEDS}All values are means over layers. At a reset, the content of the fast state is added to the slow "
         "state. Values of 0 are missing on logarithmic axes.",
-    )
+    )  # fmt: skip
 
 
 def _gate_curve(one: Training, key: str) -> Curve:
@@ -237,11 +224,7 @@ def training(
 ) -> FigureData:
     """Training loss (nats) and a quantity of the validations against the step, at the selected learning rate.
 
-    Args:
-        validation: the title of the second panel.
-        key: the quantity in `metrics.jsonl`.
-        axis: its axis.
-        explanation: its definition, for the caption.
+    The quantity is called `validation` in its panel and `key` in `metrics.jsonl`. The caption has its `explanation`.
     """
     panels = []
     loss = Axis("loss (nats)", from_zero=True, phrase="{} nats")
@@ -252,10 +235,8 @@ def training(
             series += seed_series(model, style, {one.seed: one.curve(name) for one in run.trainings_of(model)})
         panels.append(Panel(title, STEP, y, series))
     return FigureData(
-        "training",
-        "Training",
-        panels,
+        "training", "Training", panels,
         f"Line charts of training loss and {validation} against the step for {', '.join(run.models)}.",
         f"{SEEDS}All runs have the selected learning rate. Left: cross-entropy at the scored positions, averaged "
         f"over the steps between two records. Right: {explanation}. Its final value selects the learning rate.",
-    )
+    )  # fmt: skip

@@ -55,12 +55,9 @@ def spectrum(run: Comparison) -> FigureData:
     if run.train_length:
         keys[f"training length T = {run.train_length:,}"] = Key(REFERENCE, "level")
     return FigureData(
-"spectrum",
-"Time-scales",
-keys=keys if moved else {},
-missing="no spectrum: no model with a decay has finished",
-**rows,
-)  # fmt: skip
+        "spectrum", "Time-scales", keys=keys if moved else {},
+        missing="no spectrum: no model with a decay has finished", **rows,
+    )  # fmt: skip
 
 
 def _at_ends(saved: dict[str, Any], train_length: int | None) -> tuple[np.ndarray, np.ndarray]:

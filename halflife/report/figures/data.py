@@ -262,13 +262,7 @@ def layer_rows(
 
 
 def seed_series(model: str, style: ModelStyle, curves: Mapping[int, Curve]) -> list[Series]:
-    """A model's curves: a thin one for each seed, and their mean where all seeds have values.
-
-    Args:
-        model: the model's name.
-        style: its style.
-        curves: the curve of each seed. Curves without points are left out.
-    """
+    """A model's curves: a thin one for each seed that has points, and their mean where all seeds have values."""
     curves = {seed: curve for seed, curve in curves.items() if len(curve[0])}
     if not curves:
         return []

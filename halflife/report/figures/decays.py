@@ -26,8 +26,7 @@ SHIFT = 0.13  # layers, between the bars of two models
 def decays(result: dict[str, Any]) -> FigureData:
     """Median decay λ, half-life and horizon (tokens, log) of every layer: a line for each model, bars from quartiles.
 
-    Args:
-        result: what `analysis.survey.measure_models` returns. Models without a decay are left out.
+    `result` is that of `analysis.survey.measure_models`. Models without a decay are left out.
     """
     models = {model["model"]: model["layers"] for model in result["models"] if model["layers"]}
     bars = len(models) <= MAX_WITH_BARS
@@ -54,17 +53,16 @@ def decays(result: dict[str, Any]) -> FigureData:
     ]
     panels.append(Panel("Horizon", LAYER, tokens, horizons, length))
     return FigureData(
-"decays",
-"Decays on the text",
-panels,
-description="Line charts of median decays, half-lives and horizons by layer.",
-caption=("λ is the fraction of a memory that a token leaves. Bars go from quartile to quartile. The horizon is the lag "
-        "at which 1/e of a write is left, in the slowest head. A horizon beyond the longest measured lag has no point. "
-        "The dashed line is at the number of tokens of a sequence."),
-keys={f"tokens of a sequence, {result['length']:,}": Key(REFERENCE, "level")},
-missing=MISSING,
+        "decays", "Decays on the text", panels,
+        description="Line charts of median decays, half-lives and horizons by layer.",
+        caption=(
+            "λ is the fraction of a memory that a token leaves. Bars go from quartile to quartile. The horizon is the "
+            "lag at which 1/e of a write is left, in the slowest head. A horizon beyond the longest measured lag has "
+            "no point. The dashed line is at the number of tokens of a sequence."
+        ),
+        keys={f"tokens of a sequence, {result['length']:,}": Key(REFERENCE, "level")}, missing=MISSING,
         size=(2.4, 2.8),
-)  # fmt: skip
+    )  # fmt: skip
 
 
 def _half_life(decay: float) -> float:
@@ -124,13 +122,11 @@ def against_paper(data: dict[str, Any], unit: str = "byte") -> FigureData:
     x = Axis("paper's loss (nats a token)", ticks=ticks, phrase="paper {}")
     y = Axis(f"test loss here (nats a {unit})", phrase="here {}")
     return FigureData(
-        "results",
-        "Loss against the paper's",
-        [Panel("loss", x, y, series)],
+        "results", "Loss against the paper's", [Panel("loss", x, y, series)],
         f"Dot chart of the test loss here against the paper's loss for {', '.join(shown)}.",
         "Each dot is a variant, the mean over seeds. A thin vertical line goes from its lowest to its highest seed. "
         "Variants without a loss in the paper are left out.",
-    )
+    )  # fmt: skip
 
 
 def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> FigureData:
@@ -153,11 +149,9 @@ def loss_by_decay(runs: Sequence[Mapping[str, Any]], unit: str = "byte") -> Figu
             series.append(Series(name, group, style, [median], [loss], label=variant or group))
         panels.append(Panel(title, x, y, series))
     return FigureData(
-        "decay_regression",
-        "Loss by decay",
-        panels,
+        "decay_regression", "Loss by decay", panels,
         f"Dot charts of the test loss against the median decay before and after training for {', '.join(models)}.",
         "Each dot is a variant, a mean over seeds. Its place is the median of λ over channels and tokens of the test "
         "text, a mean over layers.",
         columns=1,
-    )
+    )  # fmt: skip

@@ -25,10 +25,7 @@ def forecast_figures(result: Mapping[str, Any]) -> list[FigureData]:
     On the left, each model is a marker, hollow for the energy forecast. A forecast on the line is exact, and one in the
     band is right within an octave. Half-lags beyond the longest lag are drawn at that lag. On the right, measured
     values are solid and forecast ones are dotted, for the first six kinds of models. The influence of the beginning of
-    a text is drawn over that at lag 0.
-
-    Args:
-        result: what `analysis.forecast.survey.measure_forecasts` returns.
+    a text is drawn over that at lag 0. `result` is that of `analysis.forecast.survey.measure_forecasts`.
     """
     figures = []
     if models := list(result["models"]):
@@ -64,12 +61,9 @@ def _figure(
         "forecast (aged state)": Key(FORMULA, "level"),
     }  # fmt: skip
     return FigureData(
-name,
-"Forecast",
-[_lags(rows, styles, label), Panel("", x, y, curves, [Reference("", y=level)])],
-keys=keys,
-size=(0.72 * WIDTH, 4.2),
-)  # fmt: skip
+        name, "Forecast", [_lags(rows, styles, label), Panel("", x, y, curves, [Reference("", y=level)])], keys=keys,
+        size=(0.72 * WIDTH, 4.2),
+    )  # fmt: skip
 
 
 def _lags(rows: Sequence[Row], styles: Mapping[str, ModelStyle], label: str) -> Panel:

@@ -17,18 +17,16 @@ BITS_A_TOKEN = "loss (bits a token)"
 
 def language_figures(run: LanguageRun) -> list[FigureData]:
     """The figures that a run has data for."""
-    trained = {run.model: run.training}
     figures = [length({run.model: run.result})] if "lengths" in run.result else []
     if run.training.gates():
         figures.append(gates({run.model: [run.training]}))
-    return [*figures, loss(trained)]
+    return [*figures, loss({run.model: run.training})]
 
 
 def length(results: Mapping[str, Mapping[str, Any]]) -> FigureData:
     """Perplexity against the length of the text, and loss (bits a token) against the position in it, both tokens, log.
 
-    Args:
-        results: the `result.json` of each model.
+    `results` are the `result.json` of each model.
     """
     first = next(iter(results.values()))
     sizes = [row["length"] for row in first["lengths"]]
@@ -47,27 +45,24 @@ def length(results: Mapping[str, Mapping[str, Any]]) -> FigureData:
     position = Axis("position (tokens)", log=True, ticks=octave_ticks(last), phrase="positions up to {}")
     bits = Axis(BITS_A_TOKEN, phrase="{} bits")
     line = training_length(min(sizes))
+    panels = [
+        Panel("perplexity by length", x, Axis("perplexity", log=True), perplexity, line),
+        Panel("loss by position", position, bits, by_position, line),
+    ]
     return FigureData(
-        "length",
-        "Perplexity and loss by length",
-        [
-            Panel("perplexity by length", x, Axis("perplexity", log=True), perplexity, line),
-            Panel("loss by position", position, bits, by_position, line),
-        ],
+        "length", "Perplexity and loss by length", panels,
         f"Line charts of {', '.join(results)}: perplexity against the length of the text, and loss by position in it.",
         "On the validation text. Left: perplexity of texts of each length, over all of their tokens (thick) and over "
         "those of the last context alone (thin). Right: loss by position in the longest text. Each point is the mean "
         "over an octave of positions, drawn at its end. To the right of the dashed line, the model reads further than "
         "in training.",
-    )
+    )  # fmt: skip
 
 
 def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = None) -> FigureData:
     """Training and validation loss (bits a token, log) and the learning rate, against the step (log).
 
-    Args:
-        runs: the training of each model.
-        baselines: losses of other models (bits a token), drawn as horizontal lines.
+    `baselines` are losses of other models (bits a token), drawn as horizontal lines.
     """
     losses, rates = [], []
     for name, style in model_styles(list(runs)).items():
@@ -80,17 +75,16 @@ def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = N
         rates.append(Series(name, name, style, *curves["learning_rate"]))
     x = Axis("step", log=True, phrase="step {}")
     lines = [Reference(name, y=value) for name, value in (baselines or {}).items()]
+    panels = [
+        Panel("loss", x, Axis(BITS_A_TOKEN, log=True, phrase="{} bits"), _with_points(losses), lines),
+        Panel("learning rate", x, Axis("", from_zero=True), _with_points(rates)),
+    ]
     return FigureData(
-        "loss",
-        "Training",
-        [
-            Panel("loss", x, Axis(BITS_A_TOKEN, log=True, phrase="{} bits"), _with_points(losses), lines),
-            Panel("learning rate", x, Axis("", from_zero=True), _with_points(rates)),
-        ],
+        "loss", "Training", panels,
         f"Line charts of the loss of {', '.join(runs)} in training and validation, and of the learning rate, by step.",
         "Left: the thin line is the loss of the training batches, averaged over the steps between two "
         "records. The thick line is the loss on the validation text, always on the same rows.",
-    )
+    )  # fmt: skip
 
 
 def _with_points(curves: list[Series]) -> list[Series]:

@@ -28,11 +28,7 @@ EXAMPLE_SLOW, EXAMPLE_FAST = 0.5, 0.8  # α at a reset, and β at every token
 class Head(NamedTuple):
     """One head of a layer, on one sequence.
 
-    Attributes:
-        label: the model's name.
-        gates: the gates of the layer.
-        head: its number, from 0.
-        sequence: the number of the sequence, from 0.
+    `label` is the model's name, and `gates` are those of the layer. Heads and sequences are counted from 0.
     """
 
     label: str
@@ -97,13 +93,9 @@ def mask(heads: Sequence[Head]) -> FigureData:
     y = Axis("σ / σ₁", log=True, limits=(SMALLEST_SINGULAR_VALUE / 3, 3))
     panels.append(Panel(title, Axis("token m", whole=True), y, _singular_values(heads), wide=True))
     return FigureData(
-"mask",
-"Decay masks",
-panels,
-size=(2.5, 2.55),
-keys={"reset": Key(ModelStyle(COLOURS[1], "|", "none"))},
-colours=Colours("share that is left", min(max(smallest, FAINTEST_SHARE), 0.5), 1, log=True),
-)  # fmt: skip
+        "mask", "Decay masks", panels, size=(2.5, 2.55), keys={"reset": Key(ModelStyle(COLOURS[1], "|", "none"))},
+        colours=Colours("share that is left", min(max(smallest, FAINTEST_SHARE), 0.5), 1, log=True),
+    )  # fmt: skip
 
 
 def _images(masks: Sequence[Tensor], resets: Sequence[int], above: str = "", texts: Any = ((), (), ())) -> list[Image]:
@@ -164,12 +156,9 @@ def example() -> FigureData:
     texts = [[[_formula(entry) for entry in row] for row in symbols] for symbols in example_symbols()]
     above = f"resets at 1, 3 and 5 (ticks), colours for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}\n"
     return FigureData(
-"example",
-"Decay masks",
-_images(head.masks(), head.resets(), above, texts),
-size=(0.53 * WIDTH, 4.1),
-colours=Colours("share that is left", EXAMPLE_FAINTEST, 1, log=True),
-)  # fmt: skip
+        "example", "Decay masks", _images(head.masks(), head.resets(), above, texts), size=(0.53 * WIDTH, 4.1),
+        colours=Colours("share that is left", EXAMPLE_FAINTEST, 1, log=True),
+    )  # fmt: skip
 
 
 def _formula(symbol: str) -> str:

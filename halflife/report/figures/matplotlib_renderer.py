@@ -222,16 +222,8 @@ def _set_axis(axes: Axes, name: str, data: Axis, values: Sequence[float]) -> Non
 def save(data: FigureData, folder: Path, name: str = "", formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write `name.png` (150 dpi), `name.svg`, … into the folder and return the files.
 
-    A figure with many panels is divided into several files, `name.png`, `name-2.png` and so on.
-
-    Args:
-        data: the figure.
-        folder: where to write.
-        name: the name of the files; by default that of the figure.
-        formats: png, svg, pdf.
-
-    Raises:
-        ValueError: see `check_format`.
+    A figure with many panels is divided into several files, `name.png`, `name-2.png` and so on. By default the name is
+    that of the figure. Formats are png, svg and pdf; any other is an error (`check_format`).
     """
     files = []
     for number, figure in enumerate(draw_pages(data), start=1):
@@ -256,11 +248,7 @@ def arrange(figure: Figure) -> Figure:
 
 @styled
 def save_as(figure: Figure, file: Path) -> None:
-    """Write the figure in the format of the file's suffix. The file is replaced only when it is complete.
-
-    Raises:
-        ValueError: see `check_format`.
-    """
+    """Write the figure in the format of the file's suffix. The file is replaced only when it is complete."""
     suffix = check_format(file.suffix[1:])
     with atomic_path(file) as temporary:
         figure.savefig(temporary, format=suffix, dpi=DPI, metadata=_METADATA[suffix])

@@ -19,9 +19,7 @@ def memory(result: dict[str, Any]) -> FigureData:
     """Bytes of one sequence's state against its length (both log), for each model and for the KV cache of llama.
 
     The name of a model stands at the end of its line. A ring marks where its state becomes smaller than the cache.
-
-    Args:
-        result: what `evaluation.memory.measure_memory` returns.
+    `result` is that of `evaluation.memory.measure_memory`.
     """
     models, lengths = result["models"], result["lengths"]
     span = (lengths[0], lengths[-1]) if lengths[0] < lengths[-1] else (lengths[0] / 2, 2 * lengths[0])
@@ -42,19 +40,11 @@ def memory(result: dict[str, Any]) -> FigureData:
             )
     values = [value for one in series for value in one.y if value > 0]
     low, high = min(values) / 2, 2 * max(values)
-    return FigureData(
-"memory",
-"State of one sequence",
-[
-            Panel(
-                "ring: from here on the state is smaller than the KV cache",
-                Axis("tokens read", log=True, ticks=_length_ticks(lengths, span), limits=(span[0] / 1.15, span[1])),
-                Axis("state of one sequence", log=True, ticks=size_ticks(low, high), limits=(low, high)), series,
-                named=True,
-            )
-        ],
-size=(WIDTH, max(3.6, 0.24 * (len(models) + 3))),
-)  # fmt: skip
+    read = Axis("tokens read", log=True, ticks=_length_ticks(lengths, span), limits=(span[0] / 1.15, span[1]))
+    size = Axis("state of one sequence", log=True, ticks=size_ticks(low, high), limits=(low, high))
+    panel = Panel("ring: from here on the state is smaller than the KV cache", read, size, series, named=True)
+    height = max(3.6, 0.24 * (len(models) + 3))
+    return FigureData("memory", "State of one sequence", [panel], size=(WIDTH, height))
 
 
 def _length_ticks(lengths: Sequence[int], span: tuple[float, float]) -> dict[float, str]:
@@ -76,8 +66,7 @@ def size_ticks(low: float, high: float, most: int = MAX_TICKS) -> dict[float, st
 def step_times(result: dict[str, Any]) -> FigureData:
     """Milliseconds of a training step against the length of a sequence (both log), for each model.
 
-    Args:
-        result: what `evaluation.throughput.measure_steps` returns.
+    `result` is that of `evaluation.throughput.measure_steps`.
     """
     series = []
     for row, style in zip(result["models"], model_styles([x["model"] for x in result["models"]]).values(), strict=True):

@@ -19,10 +19,8 @@ PANELS = {
 }  # fmt: skip
 PERCENT: dict[str, Any] = {"limits": (-3, 103)}
 SPEED: dict[str, Any] = {
-    "from_zero": True,
-    "whole": True,
-    "write": lambda x: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}",
-}
+    "from_zero": True, "whole": True, "write": lambda x: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}"
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("persistence", "capacity", "decoys", "tracking"), PERCENT),
     **dict.fromkeys(("training", "decoding"), SPEED),
@@ -33,10 +31,8 @@ def overview(data: Mapping[str, Any]) -> FigureData:
     """A dot for each model and quantity: hollow at the shorter length, filled at the longer one, with a line between.
 
     Dots are means, and the bars reach over the seeds at the longer length. A model that has not learned the task of a
-    panel has no dots there, and a task that no model has learned no panel.
-
-    Args:
-        data: what `experiments.evidence.overview_page.collect` returns.
+    panel has no dots there, and a task that no model has learned no panel. `data` is that of
+    `lab.experiments.evidence.overview_page.collect`.
     """
     names, columns = data["models"], dict(data["columns"])
     columns |= {name: {"values": {m: [[x], [x]] for m, x in own.items()}} for name, own in data["speeds"].items()}
@@ -54,14 +50,7 @@ def overview(data: Mapping[str, Any]) -> FigureData:
             scale = 100 if OPTIONS.get(name) is PERCENT else 1
             series = [one for i, model in enumerate(names) for one in _dots(i, values.get(model), scale)]
             panels.append(Panel(title, x, y, series))
-    return FigureData(
-"overview",
-"Overview",
-panels,
-columns=4,
-shared=True,
-size=(2.6, 3.0),
-)  # fmt: skip
+    return FigureData("overview", "Overview", panels, columns=4, shared=True, size=(2.6, 3.0))
 
 
 def _dots(y: int, ends: Any, scale: float) -> list[Series]:

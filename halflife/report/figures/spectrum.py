@@ -132,16 +132,15 @@ def modes(data: Data) -> FigureData:
         panels.append(Panel(title, LAYER, y, series))
     keys = {"base, at T": Key(DOTS), **({"mean on the text": Key(DOTS, "hollow")} if data["text"] else {})}
     return FigureData(
-"spectrum_modes",
-"Distinct time-scales and wasted channels",
-panels,
-description="Line chart of distinct time-scales and of wasted channels by layer.",
-caption=("A channel is too slow if its time-scale is beyond the training length, or the length of the text if that is "
-        "unknown. It is too fast if its time-scale is below one token. Filled markers are the spectrum at zero input. "
-        "Hollow markers are that of the mean log-decays on the text, with the text's length as T."),
-keys=keys if models else {}, size=(2.4, 2.8),
-missing=MISSING,
-)  # fmt: skip
+        "spectrum_modes", "Distinct time-scales and wasted channels", panels,
+        description="Line chart of distinct time-scales and of wasted channels by layer.",
+        caption=(
+            "A channel is too slow if its time-scale is beyond the training length, or the length of the text if that "
+            "is unknown. It is too fast if its time-scale is below one token. Filled markers are the spectrum at zero "
+            "input. Hollow markers are that of the mean log-decays on the text, with the text's length as T."
+        ),
+        keys=keys if models else {}, size=(2.4, 2.8), missing=MISSING,
+    )  # fmt: skip
 
 
 def tapers(data: Data) -> FigureData:
@@ -178,15 +177,11 @@ def distributions(data: Data) -> FigureData:
         middle = layers[len(layers) // 2]
         place = np.linspace(0, 1, len(middle)) if len(middle) > 1 else np.array([0.5])
         right.append(Series(name, name, style, place, 10**middle))
-    return FigureData(
-"spectrum_distribution",
-"Distribution of time-scales",
-[
-            Panel("all layers", TIMESCALE, Axis("density, per decade", from_zero=True), left),
-            Panel("middle layer", Axis("channel / number of channels"), TIMESCALE, right),
-        ],
-missing=MISSING,
-)  # fmt: skip
+    panels = [
+        Panel("all layers", TIMESCALE, Axis("density, per decade", from_zero=True), left),
+        Panel("middle layer", Axis("channel / number of channels"), TIMESCALE, right),
+    ]
+    return FigureData("spectrum_distribution", "Distribution of time-scales", panels, missing=MISSING)
 
 
 def density(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -209,14 +204,7 @@ def heads(data: Data) -> FigureData:
             panels.append(Image(model["model"], Axis(model["channels"]), Axis("layer", ticks=ticks), cells))
             ends += [np.nanmin(cells), np.nanmax(cells)]
     colours = Colours("time-scale (tokens)", min(ends), max(ends), log=True) if ends else None
-    return FigureData(
-"spectrum_heads",
-"Heads",
-panels,
-missing=MISSING,
-size=(2.4, 2.2),
-colours=colours,
-)  # fmt: skip
+    return FigureData("spectrum_heads", "Heads", panels, missing=MISSING, size=(2.4, 2.2), colours=colours)
 
 
 def _log_timescales(layer: Data) -> np.ndarray:

@@ -30,10 +30,7 @@ FRACTIONS = ("too_slow", "too_fast")
 def write_spectrum_page(result: dict[str, Any], folder: Path, command: str) -> Path:
     """Write `report.html` into a folder and return its path.
 
-    Args:
-        result: `ModelMeasurements.to_dict()`.
-        folder: where to write.
-        command: the command line that measured the models.
+    `result` is `ModelMeasurements.to_dict()`, and `command` the command line that measured the models.
     """
     path = folder / REPORT_HTML
     write_text(path, render(spectrum_page(result, command)))

@@ -25,9 +25,7 @@ REGISTRIES = {
 def print_names(experiments: dict[str, str], rows: Sequence[str]) -> None:
     """Print every name that a user can choose, with its summary.
 
-    Args:
-        experiments: name → summary, from the registry of experiments.
-        rows: the rows of the Decay paper's grid.
+    Experiments are given as name → summary, and `rows` are those of the Decay paper's grid.
     """
     groups = list(dict.fromkeys(row.partition("/")[0] for row in rows if "/" in row))
     tables = {

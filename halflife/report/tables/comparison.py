@@ -15,11 +15,7 @@ MAX_COLUMNS = 12  # columns of tests that fit a terminal
 
 
 def comparison_tables(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, Table]:
-    """What was trained, and its accuracy on every test, in two tables that fit 80 columns.
-
-    Args:
-        rows: the rows of `results.csv`.
-    """
+    """What was trained, and its accuracy on every test, in two tables that fit 80 columns, from `results.csv`."""
     repeated = repeated_tests(rows)
     keys, summary = {key: own for key, own in levels(rows).items() if key not in repeated}, summarise(rows)
     if len(keys) > MAX_COLUMNS:  # a grid: one column a test, the mean of its cells
@@ -113,10 +109,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rates_at_ends(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, str, float]]:
-    """The models whose best learning rate is the lowest or the highest of several that were tried.
-
-    Args:
-        rows: those of `results.csv`.
+    """The models whose best learning rate is the lowest or the highest of several that were tried in `results.csv`.
 
     Returns:
         model → (its best rate, "lowest" or "highest", the rate that would continue the grid).

@@ -57,11 +57,7 @@ def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple
 
 
 def describe_trial(trial: Trial, here: bool = True) -> str:
-    """What runs will take, in one line.
-
-    Args:
-        here: whether they run on this machine. The time that they take on others is not known.
-    """
+    """What runs will take, in one line. The time of runs on other machines, not `here`, is not known."""
     runs = f"{trial.runs} runs" if trial.runs > 1 else "1 run"
     if not here:
         time = "the time is not known, because they run on other machines"

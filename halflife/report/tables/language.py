@@ -11,12 +11,7 @@ from halflife.runs.records import number
 
 
 def print_language_run(result: dict[str, Any], folder: Path) -> None:
-    """Print perplexities by length, bits per byte and speed, or why the run diverged.
-
-    Args:
-        result: the `result.json` of the run.
-        folder: the folder of the run.
-    """
+    """Print perplexities by length, bits per byte and speed, or why the run diverged."""
     if "diverged" in result:
         print(f"diverged: {result['diverged']}; try a lower --lr")
         return

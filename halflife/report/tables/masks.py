@@ -14,9 +14,7 @@ HEADINGS = ("model", "layer", "head", "resets", "segment", "fast", "slow", "rank
 def mask_table(gates_of: Mapping[str, Sequence[Gates]], block: int) -> Table:
     """The masks of several models, a row for each head.
 
-    Args:
-        gates_of: label → the gates of each layer, see `measure_masks`.
-        block: the tokens of a block whose rank is counted.
+    `gates_of` maps labels to the gates of each layer (`measure_masks`). Ranks are those of blocks of `block` tokens.
     """
     rows = grouped(
         (label, [_cells(head) for gates in layers for head in head_masks(gates, block)])

@@ -18,8 +18,7 @@ SKA = ("heads", "rank", "value_dim", "committed", "pending", "theory", "measured
 def memory_tables(result: dict[str, Any]) -> Iterator[Table]:
     """The sizes at the lengths, how they grow, and the layers of SKA if a model has any.
 
-    Args:
-        result: as `evaluation.memory.measure_memory` returns it.
+    `result` is that of `evaluation.memory.measure_memory`.
     """
     cache, models = result["cache"], result["models"]
     sizes: list[Row] = [(row["model"], *map(format_bytes, row["bytes"])) for row in models]

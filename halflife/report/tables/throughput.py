@@ -16,8 +16,7 @@ SOFTMAX = "llama"
 def throughput_tables(result: dict[str, Any]) -> Iterator[Table]:
     """Milliseconds of a step, and tokens/s, of each model at each length.
 
-    Args:
-        result: as `evaluation.throughput.measure_steps` returns it.
+    `result` is that of `evaluation.throughput.measure_steps`.
     """
     firsts = faster_from(result)
     headings = ("model", "parameters", *(f"{n:,}" for n in result["lengths"]), *(["faster from"] if firsts else []))

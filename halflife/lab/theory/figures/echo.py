@@ -1,4 +1,7 @@
-"""Figures of Echo's statements about gradients, covariances and costs, and of identities and bounds on random draws."""
+"""Figures of Echo's statements about gradients, covariances and costs, and of identities and bounds on random draws.
+
+Each takes the data of one topic of `halflife.lab.theory.compute`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,7 @@ Data = Mapping[str, Any]
 
 
 def gradient_flow(data: Data) -> FigureData:
-    """Norms of the Jacobians of attention and SKA (log), by the number of tokens and by the scale of the query.
-
-    Args:
-        data: what `theory.gradients.gradient_flow` returns.
-    """
+    """Norms of the Jacobians of attention and SKA (log), by the number of tokens and by the scale of the query."""
     names = {"softmax attention": "attention", "SKA": "ska"}
     panels = []
     for rows, key, label in (
@@ -38,11 +37,7 @@ def gradient_flow(data: Data) -> FigureData:
 
 
 def phase_attenuation(data: Data) -> FigureData:
-    """Estimated operators against the jitter of the phase: of the keys, and of their squares with and without a mean.
-
-    Args:
-        data: what `theory.covariances.phase_attenuation` returns.
-    """
+    """Estimated operators against the jitter of the phase: of the keys, and of their squares with and without a mean."""
     names = {
         "keys, |A|": ("raw", "expected"), "squares": ("invariant", "expected invariant"),
         "squares minus their mean": ("centred", "expected centred"),
@@ -64,11 +59,7 @@ def phase_attenuation(data: Data) -> FigureData:
 
 
 def gram_sizes(data: Data) -> FigureData:
-    """Largest eigenvalue of the Gram matrix against T with the bound T (both log), and the directions that it has.
-
-    Args:
-        data: what `theory.covariances.gram_bounds` returns.
-    """
+    """Largest eigenvalue of the Gram matrix against T with the bound T (both log), and the directions that it has."""
     found = {
         f"first key × {outlier:g}": [row for row in data["rows"] if row["outlier"] == outlier]
         for outlier in sorted({row["outlier"] for row in data["rows"]})
@@ -85,11 +76,7 @@ def gram_sizes(data: Data) -> FigureData:
 
 
 def layer_costs(data: Data) -> FigureData:
-    """Multiplications a token against T (both log), in training and while decoding: counted, and Table 1's orders.
-
-    Args:
-        data: what `theory.costs.cost_table` returns.
-    """
+    """Multiplications a token against T (both log), in training and while decoding: counted, and Table 1's orders."""
     lengths, panels = np.array(data["lengths"], dtype=float), []
     for title, kind, divisor in (("training, a token", "train", lengths), ("decoding, a token at T", "step", 1.0)):
         series = curves(lengths, {name: np.array(own[kind]) / divisor for name, own in data["counts"].items()})
@@ -102,11 +89,7 @@ def layer_costs(data: Data) -> FigureData:
 
 
 def statement_values(data: Data) -> FigureData:
-    """Errors of identities with the limit of rounding, and quotients of values and their bounds with the limit 1 (log).
-
-    Args:
-        data: what `theory.statements.statements` returns.
-    """
+    """Errors of identities with the limit of rounding, and quotients of values and their bounds with the limit 1 (log)."""
     panels = []
     for kind, label, limit in (
         ("identity", "relative error of an identity", ROUNDING), ("bound", "value / bound", 1)

@@ -1,4 +1,4 @@
-"""Figures of PoST's decay spectra, each from the result of one function of `halflife.lab.theory`."""
+"""Figures of PoST's decay spectra. Each takes the data of one topic of `halflife.lab.theory.compute`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ def _errors(x: Values, errors: Mapping[str, Values]) -> list[Series]:
 
 
 def errors_by_channels(data: Data) -> FigureData:
-    """Minimax error (log) against N: a panel for each T, a line for each spectrum, and Theorem 4.7's slope for C₆ = 0.
-
-    Args:
-        data: what `theory.approximation_survey.error_by_channels` returns.
-    """
+    """Minimax error (log) against N: a panel for each T, a line for each spectrum, and Theorem 4.7's slope for C₆ = 0."""
     panels, channels = [], np.array(data["channels"])
     y = Axis(f"largest error of t^−{data['beta']:g}", log=True)
     for length in data["lengths"]:
@@ -49,11 +45,7 @@ def errors_by_channels(data: Data) -> FigureData:
 
 
 def errors_by_ends(data: Data) -> FigureData:
-    """Minimax error of geometric rates (log colours) against the slowest and the fastest rate (both log).
-
-    Args:
-        data: what `theory.approximation_survey.error_by_ends` returns.
-    """
+    """Minimax error of geometric rates (log colours) against the slowest and the fastest rate (both log)."""
     errors = np.maximum(np.array(data["errors"]), LEAST_ERROR).T[::-1]
     low, high = np.array(data["low"]), np.array(data["high"])[::-1]
 
@@ -80,11 +72,7 @@ def errors_by_ends(data: Data) -> FigureData:
 
 
 def errors_by_position(data: Sequence[Data]) -> FigureData:
-    """Minimax error on [1, t] against t (both log): a panel for each choice of the slowest and fastest rate.
-
-    Args:
-        data: what `theory.approximation_survey.error_by_position` returns, for each choice.
-    """
+    """Minimax error on [1, t] against t (both log): a panel for each choice of the slowest and fastest rate."""
     y = Axis(f"largest error of s^−{data[0]['beta']:g}, s ≤ t", log=True)
     panels = []
     for result in data:
@@ -95,11 +83,7 @@ def errors_by_position(data: Sequence[Data]) -> FigureData:
 
 
 def gaps(data: Data) -> FigureData:
-    """Mean smallest and largest gap of random spectra against N (both log), a bound, and the gap of an even spectrum.
-
-    Args:
-        data: what `theory.spectra.minimum_gap` returns.
-    """
+    """Mean smallest and largest gap of random spectra against N (both log), a bound, and the gap of an even spectrum."""
     names = {"smallest gap, simulated": "mean", "largest gap, simulated": "largest", "even spacing": "even"}
     series = curves(data["channels"], {name: data[key] for name, key in names.items()})
     x = Axis("channels N", log=True, ticks={n: f"{n:,}" for n in data["channels"]})
@@ -108,27 +92,18 @@ def gaps(data: Data) -> FigureData:
 
 
 def coherence_maps(data: Mapping[str, Data]) -> FigureData:
-    """Spectral coherence of every pair of channels: a panel for each spectrum, with the largest value in its title.
-
-    Args:
-        data: name of a spectrum → what `theory.spectra.coherences` returns; at least one.
-    """
+    """Spectral coherence of every pair of channels: a panel for each spectrum, with the largest value in its title."""
     panels = [
-        Image(
-            f"{name}\nlargest {result['largest']:.5f}", CHANNEL, CHANNEL,
-            np.array(result["matrix"]),
-        )
+        Image(f"{name}\nlargest {result['largest']:.5f}", CHANNEL, CHANNEL, np.array(result["matrix"]))
         for name, result in data.items()
-    ]  # fmt: skip
+    ]
     return FigureData("theory_coherence", "Coherence", panels, size=(2.7, 2.7), colours=Colours("coherence μ_ij", 0, 1))
 
 
 def channels_in_use(data: Data) -> FigureData:
     """Number of channels with time-scales in [1, t] against t (log), and the law N log t / log of the longest one.
 
-    Args:
-        data: what `theory.spectra.effective_channels` returns, optionally with the same for both kinds of stretching as
-            "theorem" and "default".
+    "theorem" and "default", the same for both kinds of stretching, may be missing.
     """
     forms = {"static": data, "t_ref = T": data.get("theorem"), "t_ref = 1": data.get("default")}
     found = {name: one for name, one in forms.items() if one}
@@ -154,10 +129,7 @@ def impulse_responses(data: Data) -> FigureData:
     """Responses of the slowest, middle and fastest channel, above against the lag and below against lag / position.
 
     Lines are those of Corollary 4.13. Dotted lines have the gates of every step along the way. If all lines of a panel
-    coincide, the channel's response is a function of that panel's x-axis.
-
-    Args:
-        data: what `theory.spectra.responses` returns, optionally with another result as "default", drawn below.
+    coincide, the channel's response is a function of that panel's x-axis. "default", if given, is drawn below.
     """
     channels = evenly(range(len(data["rates"])), 3)
     styles = model_styles([f"t = {t:,}" for t in data["positions"]])
@@ -182,8 +154,7 @@ def impulse_responses(data: Data) -> FigureData:
 def energy_growth(data: Data) -> FigureData:
     """Expected energy of the slowest, middle and fastest channel against t (both log), by formula and simulated.
 
-    Args:
-        data: what `theory.spectra.energies` returns, optionally with another result as "default", which is drawn below.
+    "default", if given, is drawn below.
     """
     channels = evenly(range(len(data["rates"])), 3)
     names = {
@@ -204,11 +175,7 @@ def energy_growth(data: Data) -> FigureData:
 
 
 def relative_energies(data: Data) -> FigureData:
-    """Growth of the slowest channel's energy relative to the fastest, and shrinking of the fastest by a norm, beyond T.
-
-    Args:
-        data: what `theory.normalization.relative_energies` returns.
-    """
+    """Growth of the slowest channel's energy relative to the fastest, and shrinking of the fastest by a norm, beyond T."""
     multiples = np.array(data["multiples"])
     names = {"static": "static", "t_ref = T": "theorem", "t_ref = 1": "algorithm"}
     x = Axis("position / T", log=True, ticks={m: str(m) for m in data["multiples"]})
@@ -225,9 +192,7 @@ def relative_energies(data: Data) -> FigureData:
 def taper_bands(data: Mapping[Any, Mapping[str, Sequence[float]]]) -> FigureData:
     """How far the taper may deviate from a line: a panel for each slack ε, with the paper's bound and the sharp one.
 
-    Args:
-        data: ε → "paper" and "sharp", the deviation at every channel by `theory.spectra.taper_bound`, and optionally
-            "best", an optimal taper.
+    "best", an optimal taper, may be missing.
     """
     panels = []
     for slack, bounds in data.items():

@@ -1,4 +1,4 @@
-"""Figures of what a text shows of PoST's assumptions, each from the result of one function of `halflife.lab.theory`."""
+"""Figures of what a text shows of PoST's assumptions. Each takes the data of one topic of `lab.theory.compute`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ Data = Mapping[str, Any]
 
 
 def autocovariances(data: Mapping[str, Data]) -> FigureData:
-    """Autocovariance by octaves of lags (both log, relative to the first) with its slope, for each sequence.
-
-    Args:
-        data: name of a sequence → what `theory.correlations.power_law` returns; at least one.
-    """
+    """Autocovariance by octaves of lags (both log, relative to the first) with its slope, for each sequence."""
     series = []
     for i, (name, style) in enumerate(model_styles(list(data)).items()):
         result, shift = data[name], 1.06**i  # so that bars do not cover each other
@@ -40,11 +36,7 @@ def _measured(name: str, style: ModelStyle, x: np.ndarray, y: np.ndarray, error:
 
 
 def information(data: Mapping[str, Data]) -> FigureData:
-    """Information that each octave of context adds (bits a token) against the context length, for each model.
-
-    Args:
-        data: name of a model → what `theory.correlations.octave_information` returns; at least one.
-    """
+    """Information that each octave of context adds (bits a token) against the context length, for each model."""
     series = []
     for name, style in model_styles(list(data)).items():
         result = data[name]
@@ -55,11 +47,7 @@ def information(data: Mapping[str, Data]) -> FigureData:
 
 
 def block_exponents(data: Data) -> FigureData:
-    """Exponents of Condition 3.2 against the size of a block, a line for each lag, and β of the autocovariance.
-
-    Args:
-        data: what `theory.stationarity.block_exponents` returns.
-    """
+    """Exponents of Condition 3.2 against the size of a block, a line for each lag, and β of the autocovariance."""
     columns = {key: np.array(data[key], dtype=float) for key in ("exponents", "low", "high")}  # None becomes NaN
     series = []
     for i, (name, style) in enumerate(model_styles([f"lag {s}" for s in data["lags"]]).items()):
@@ -73,11 +61,7 @@ def block_exponents(data: Data) -> FigureData:
 
 
 def spectral_density(data: Data) -> FigureData:
-    """Power spectrum by octaves of the frequency (both log), its fitted slope, and the slope of Corollary 3.7.
-
-    Args:
-        data: what `theory.stationarity.spectral_density` returns, and "claimed slope".
-    """
+    """Power spectrum by octaves of the frequency (both log), its fitted slope, and the slope of Corollary 3.7."""
     frequencies, density, errors = (np.array(data[key]) for key in ("frequencies", "density", "error"))
     used = np.array(data["used"])
     series = [_measured("measured", ModelStyle(COLOURS[0], "o", "none"), frequencies, density, errors)]

@@ -15,10 +15,7 @@ __all__ = ["BOUND", "IDENTITY", "NUMBER", "statements"]
 
 
 def statements(seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Evaluate every statement.
-
-    Args:
-        seed: the seed of the draws.
+    """Evaluate every statement on draws of this seed.
 
     Returns:
         Name → "source" (paper and place), "what" (the quantity), "kind" (`IDENTITY`, `BOUND` or `NUMBER`) and "value".

@@ -12,12 +12,8 @@ IDENTITY, BOUND, NUMBER = "identity", "bound", "number"
 
 def row(source: str, what: str, kind: str, value: Any) -> dict[str, Any]:
     """Return an entry. Tensors become numbers or lists of numbers."""
-    return {
-        "source": source,
-        "what": what,
-        "kind": kind,
-        "value": value.tolist() if isinstance(value, Tensor) else value,
-    }
+    value = value.tolist() if isinstance(value, Tensor) else value
+    return {"source": source, "what": what, "kind": kind, "value": value}
 
 
 def error(value: Tensor, expected: Tensor) -> float:

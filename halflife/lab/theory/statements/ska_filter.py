@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.analysis.koopman import (
-    Operator,
-    excess_risk,
-    filter_bias,
-    filtered_amplitude,
-    filtered_readout,
-    norm,
-)
+from halflife.analysis.koopman import Operator, excess_risk, filter_bias, filtered_amplitude, filtered_readout, norm
 from halflife.lab.theory.koopman_bounds import regime
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
 from halflife.ops import koopman_attention
@@ -30,13 +23,8 @@ HELD, POWERS = tuple(range(1, 10)), (0, 1, 2)
 def recall_of_held(power: int, held: int, *, pairs: int = 16, rank: int = 48, draws: int = 8) -> float:
     """Return the share of pairs that untrained SKA recalls if every token is held for `held` steps.
 
-    Keys and values are random unit vectors, and a query is a key. The answer is the value with the largest product.
-
-    Args:
-        power: K.
-        held: h, the steps of every token.
-        pairs, rank: pairs of a sequence, and the size of a vector.
-        draws: number of sequences.
+    Keys and values are random unit vectors of size `rank`, and a query is a key. The answer is the value with the
+    largest product.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(draws, 2 * pairs, 1, rank, generator=generator, dtype=torch.float64)
