@@ -166,12 +166,7 @@ class Session:
         return self._sample(n, temperature, top_k, top_p, generator)
 
     def _sample(
-        self,
-        n: int,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        generator: torch.Generator | None,
+        self, n: int, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
     ) -> Iterator[int]:
         for _ in range(n):
             token = draw(self.next_logits, temperature, top_k, top_p, generator)

@@ -22,10 +22,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str] | None,
-        before: Sequence[int] = (),
-        stops: Sequence[str] = (),
+        self, decode: Callable[[Sequence[int]], str] | None, before: Sequence[int] = (), stops: Sequence[str] = ()
     ) -> None:
         self._decode, self._stops = decode or _decode_bytes, tuple(stops)
         self._before = list(before)  # the last tokens whose text is decoded

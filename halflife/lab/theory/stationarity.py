@@ -21,7 +21,7 @@ BLOCK_LAGS = (1, 2, 4, 8)
 
 
 def block_averages(sequence: Tensor, factor: int) -> Tensor:
-    """Return the means of blocks of b tokens, `[T, D]` → `[T // b, D]` (Def. 3.1). A rest of the sequence is left out."""
+    """Return the means of blocks of b tokens, `[T, D]` → `[T // b, D]` (Def. 3.1). A rest is left out."""
     whole = len(sequence) // factor * factor
     return sequence[:whole].unflatten(0, (-1, factor)).mean(1)
 

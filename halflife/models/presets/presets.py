@@ -13,15 +13,7 @@ import torch
 
 from halflife import layers
 from halflife.models.config import ModelConfig
-from halflife.models.presets.modifiers import (
-    EXCLUSIVE,
-    HYBRIDS,
-    MODIFIER_TABLE,
-    MODIFIERS,
-    REPLACED,
-    Options,
-    merge,
-)
+from halflife.models.presets.modifiers import EXCLUSIVE, HYBRIDS, MODIFIER_TABLE, MODIFIERS, REPLACED, Options, merge
 from halflife.models.presets.sizes import PresetSizes
 from halflife.registry import Registry, unknown
 

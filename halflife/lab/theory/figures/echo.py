@@ -37,7 +37,7 @@ def gradient_flow(data: Data) -> FigureData:
 
 
 def phase_attenuation(data: Data) -> FigureData:
-    """Estimated operators against the jitter of the phase: of the keys, and of their squares with and without a mean."""
+    """Estimated operators against the jitter of the phase: of keys, and of their squares with and without a mean."""
     names = {
         "keys, |A|": ("raw", "expected"), "squares": ("invariant", "expected invariant"),
         "squares minus their mean": ("centred", "expected centred"),
@@ -89,7 +89,7 @@ def layer_costs(data: Data) -> FigureData:
 
 
 def statement_values(data: Data) -> FigureData:
-    """Errors of identities with the limit of rounding, and quotients of values and their bounds with the limit 1 (log)."""
+    """Errors of identities with the limit of rounding, and quotients of values and bounds with the limit 1 (log)."""
     panels = []
     for kind, label, limit in (
         ("identity", "relative error of an identity", ROUNDING), ("bound", "value / bound", 1)

@@ -32,7 +32,7 @@ def _errors(x: Values, errors: Mapping[str, Values]) -> list[Series]:
 
 
 def errors_by_channels(data: Data) -> FigureData:
-    """Minimax error (log) against N: a panel for each T, a line for each spectrum, and Theorem 4.7's slope for C₆ = 0."""
+    """Minimax error (log) against N: a panel per T, a line per spectrum, and Theorem 4.7's slope for C₆ = 0."""
     panels, channels = [], np.array(data["channels"])
     y = Axis(f"largest error of t^−{data['beta']:g}", log=True)
     for length in data["lengths"]:
@@ -83,7 +83,7 @@ def errors_by_position(data: Sequence[Data]) -> FigureData:
 
 
 def gaps(data: Data) -> FigureData:
-    """Mean smallest and largest gap of random spectra against N (both log), a bound, and the gap of an even spectrum."""
+    """Mean smallest and largest gap of random spectra against N (both log), a bound, and that of an even spectrum."""
     names = {"smallest gap, simulated": "mean", "largest gap, simulated": "largest", "even spacing": "even"}
     series = curves(data["channels"], {name: data[key] for name, key in names.items()})
     x = Axis("channels N", log=True, ticks={n: f"{n:,}" for n in data["channels"]})
@@ -175,7 +175,7 @@ def energy_growth(data: Data) -> FigureData:
 
 
 def relative_energies(data: Data) -> FigureData:
-    """Growth of the slowest channel's energy relative to the fastest, and shrinking of the fastest by a norm, beyond T."""
+    """Growth of the slowest channel's energy over the fastest, and shrinking of the fastest by a norm, beyond T."""
     multiples = np.array(data["multiples"])
     names = {"static": "static", "t_ref = T": "theorem", "t_ref = 1": "algorithm"}
     x = Axis("position / T", log=True, ticks={m: str(m) for m in data["multiples"]})

@@ -51,32 +51,18 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
     paired = torch.cat([vector[..., :4], vector[..., :4]], -1)  # RoPE rotates the pairs (i, i + K/2)
     medians = torch.tensor([median_decay("simple", p=p) for p in STARTS])
     return {
-        "simple starts": row(
-            "Decay, §5.5", "median λ of Simple Decay at f = 0, against p", IDENTITY,
-            error(medians, torch.tensor(STARTS)),
-        ),
-        "rope scalar": row(
-            "Decay, App. A.3", "change of the output if positions move, scalar decay", IDENTITY,
-            shift_error(scalar, generator),
-        ),
-        "rope vector": row(
-            "Decay, App. A.3", "change of the output if positions move, vector decay", IDENTITY,
-            shift_error(vector, generator),
-        ),
-        "rope paired": row(
-            "Decay, App. A.3", "change of the output if positions move, one decay a pair", IDENTITY,
-            shift_error(paired, generator),
-        ),
-        "tnl median": row(
-            "Decay, Table 1", "median λ of TNL by layer", NUMBER,
-            [median_decay("tnl", layer) for layer in range(LAYERS)],
-        ),
-        "tnl released median": row(
-            "Decay, released code", "median λ of TNL by layer", NUMBER,
-            [median_decay("tnl_released", layer) for layer in range(LAYERS)],
-        ),
-        "lightnet median": row(
-            "Decay, Table 1", "λ of LightNet at f = 0, after 2,048 tokens", NUMBER,
-            median_decay("lightnet", tokens=2048),
-        ),
+        "simple starts": row("Decay, §5.5", "median λ of Simple Decay at f = 0, against p", IDENTITY,
+            error(medians, torch.tensor(STARTS))),
+        "rope scalar": row("Decay, App. A.3", "change of the output if positions move, scalar decay", IDENTITY,
+            shift_error(scalar, generator)),
+        "rope vector": row("Decay, App. A.3", "change of the output if positions move, vector decay", IDENTITY,
+            shift_error(vector, generator)),
+        "rope paired": row("Decay, App. A.3", "change of the output if positions move, one decay a pair", IDENTITY,
+            shift_error(paired, generator)),
+        "tnl median": row("Decay, Table 1", "median λ of TNL by layer", NUMBER,
+            [median_decay("tnl", layer) for layer in range(LAYERS)]),
+        "tnl released median": row("Decay, released code", "median λ of TNL by layer", NUMBER,
+            [median_decay("tnl_released", layer) for layer in range(LAYERS)]),
+        "lightnet median": row("Decay, Table 1", "λ of LightNet at f = 0, after 2,048 tokens", NUMBER,
+            median_decay("lightnet", tokens=2048)),
     }  # fmt: skip

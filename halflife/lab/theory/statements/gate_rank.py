@@ -62,20 +62,14 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
         "mask resets": row("GateRank, §3.2", "resets in a sequence", NUMBER, list(RESETS)),
         "mask rank": row("GateRank, §3.2", "greatest rank of the mask below the diagonal, by resets", NUMBER, ranks),
         "chunked": row("GateRank, Eqs. 17–19", "error of the chunked form", IDENTITY, error(chunked, recurrent)),
-        "streamed": row(
-            "GateRank, Abstract", "error of two halves with a state", IDENTITY,
-            error(torch.cat([first, second], 1), recurrent),
-        ),
+        "streamed": row("GateRank, Abstract", "error of two halves with a state", IDENTITY,
+            error(torch.cat([first, second], 1), recurrent)),
         "parallel": row(
             "GateRank, Eq. 13, Figure 2a", "error of the parallel form, against the recurrence of its mask", IDENTITY,
-            error(quadratic, recurrent),
-        ),
-        "printed mask": row(
-            "GateRank, Eqs. 14–16", "largest entry of the printed Λ, whose gates are below 1", NUMBER,
-            printed_mask(slow.squeeze(-1), fast.squeeze(-1)).max(),
-        ),
+            error(quadratic, recurrent)),
+        "printed mask": row("GateRank, Eqs. 14–16", "largest entry of the printed Λ, whose gates are below 1", NUMBER,
+            printed_mask(slow.squeeze(-1), fast.squeeze(-1)).max()),
         "printed recurrence": row(
             "GateRank, Eqs. 10–12", "error of the printed recurrence, against the mask of Figure 2a", IDENTITY,
-            error(printed, quadratic),
-        ),
+            error(printed, quadratic)),
     }  # fmt: skip

@@ -125,43 +125,30 @@ def statements(seed: int) -> dict[str, dict[str, Any]]:
     start = rwkv7_timescales(logits, exponents, 1)
     return {
         "surjective": row(
-            "PoST, Prop. 4.18", "error of p after Φ(θ, softplus⁻¹(gaps))", IDENTITY, error(reached, wanted)
-        ),
-        "ordered": row(
-            "PoST, Def. 4.4", "smallest gap of p for normal δ",
-            NUMBER, reparameterise(wanted[:, 0], 4 * uniform(DRAWS, CHANNELS - 1) - 8).diff(dim=-1).min(),
-        ),
+            "PoST, Prop. 4.18", "error of p after Φ(θ, softplus⁻¹(gaps))", IDENTITY, error(reached, wanted)),
+        "ordered": row("PoST, Def. 4.4", "smallest gap of p for normal δ",
+            NUMBER, reparameterise(wanted[:, 0], 4 * uniform(DRAWS, CHANNELS - 1) - 8).diff(dim=-1).min()),
         "stretched chunks": row(
             "PoST, §5.2", "error of the chunked op with decays that t^−α changes at every token", IDENTITY,
-            _stretched_chunks(generator),
-        ),
-        "spacing restored": row(
-            "PoST, Prop. 4.16", "spread of the gaps of log-rates at t_ref", IDENTITY,
-            error(even, even.mean(-1, keepdim=True).expand_as(even)),
-        ),
-        "printed coherence": row(
-            "PoST, Prop. 4.5", "largest coherence / printed bound, rates with equal gaps", BOUND,
-            quotient(scales, bound),
-        ),
+            _stretched_chunks(generator)),
+        "spacing restored": row("PoST, Prop. 4.16", "spread of the gaps of log-rates at t_ref", IDENTITY,
+            error(even, even.mean(-1, keepdim=True).expand_as(even))),
+        "printed coherence": row("PoST, Prop. 4.5", "largest coherence / printed bound, rates with equal gaps", BOUND,
+            quotient(scales, bound)),
         "printed coherence of the slowest pair": row(
             "PoST, Remark 4.6", "coherence of channels 1 and 2 − printed bound", IDENTITY,
-            _slowest_pair(uniform(DRAWS) + 0.1, uniform(DRAWS) + 0.1),
-        ),
+            _slowest_pair(uniform(DRAWS) + 0.1, uniform(DRAWS) + 0.1)),
         "rwkv7 slowest": row("PoST, §5.3", "τ_1 / T at t = 1 and t = T", NUMBER, [
             start[0].item() / LENGTH, slowest[0].item() / LENGTH,
         ]),
         "rwkv7 fastest": row("PoST, §5.3", "τ_C at t = 1 and t = T", NUMBER, [start[-1].item(), slowest[-1].item()]),
-        "rwkv7 law": row(
-            "PoST, Remark 5.2", "τ_k(T) / (τ_k(1) T^α), slowest and middle channel", NUMBER,
-            [(slowest / start / LENGTH**exponents)[k].item() for k in (0, CHANNELS // 2)],
-        ),
+        "rwkv7 law": row("PoST, Remark 5.2", "τ_k(T) / (τ_k(1) T^α), slowest and middle channel", NUMBER,
+            [(slowest / start / LENGTH**exponents)[k].item() for k in (0, CHANNELS // 2)]),
         "fractional noise": row(
             "PoST, Lemma 3.6", "error of Condition 3.2, and R(1) over the power law of long lags", NUMBER,
-            fractional_noise(),
-        ),
+            fractional_noise()),
         "added state": row(
-            "PoST, Prop. 4.17", f"numbers that PoST adds to the state of {', '.join(PAIRS)}", NUMBER, added_state()
-        ),
+            "PoST, Prop. 4.17", f"numbers that PoST adds to the state of {', '.join(PAIRS)}", NUMBER, added_state()),
     }  # fmt: skip
 
 

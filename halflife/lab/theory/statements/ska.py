@@ -91,38 +91,23 @@ def _operators(operator: Operator, noisy: Operator, keys: Tensor) -> dict[str, d
     turned = torch.polar(keys[..., 4:].abs(), angle).abs() ** 2
     return {
         "least squares": row("Echo, Prop. A.1", "error of M G⁻¹", IDENTITY, error(least_squares, fitted)),
-        "whitened": row(
-            "Echo, Props. A.3, I.4", "difference of tr A_wⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
-            error(power_traces(unwhitened), traces),
-        ),
-        "reversed": row(
-            "Echo, Remark 2", "difference of tr (G̃⁻¹ M)ⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
-            error(power_traces(reversed_order), traces),
-        ),
-        "positive definite": row(
-            "Echo, Lemmas A.4, I.1", "ε / λ_min(G̃)", BOUND,
-            quotient(operator.ridge, torch.linalg.eigvalsh(operator.regularised)[..., 0]),
-        ),
+        "whitened": row("Echo, Props. A.3, I.4", "difference of tr A_wⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
+            error(power_traces(unwhitened), traces)),
+        "reversed": row("Echo, Remark 2", "difference of tr (G̃⁻¹ M)ⁿ and tr (M G̃⁻¹)ⁿ", IDENTITY,
+            error(power_traces(reversed_order), traces)),
+        "positive definite": row("Echo, Lemmas A.4, I.1", "ε / λ_min(G̃)", BOUND,
+            quotient(operator.ridge, torch.linalg.eigvalsh(operator.regularised)[..., 0])),
         "lift": row("Echo, Thm B.2", "change of |k|² under a phase", IDENTITY, error(turned, keys[..., 4:] ** 2)),
-        "perturbation": row(
-            "Echo, Thm C.1", "‖Â − A‖ / bound", BOUND,
-            quotient(norm(other - unwhitened), perturbation_bound(operator, noisy).paper),
-        ),
-        "bauer fike": row(
-            "Echo, Thm C.3", "movement of an eigenvalue / bound", BOUND,
-            quotient(moved, bauer_fike(operator.whitened, change)),
-        ),
-        "combined": row(
-            "Echo, Cor. C.4", "movement of an eigenvalue / bound", BOUND,
-            quotient(moved, eigenvalue_bound(operator, noisy).paper),
-        ),
+        "perturbation": row("Echo, Thm C.1", "‖Â − A‖ / bound", BOUND,
+            quotient(norm(other - unwhitened), perturbation_bound(operator, noisy).paper)),
+        "bauer fike": row("Echo, Thm C.3", "movement of an eigenvalue / bound", BOUND,
+            quotient(moved, bauer_fike(operator.whitened, change))),
+        "combined": row("Echo, Cor. C.4", "movement of an eigenvalue / bound", BOUND,
+            quotient(moved, eigenvalue_bound(operator, noisy).paper)),
         "largest whitened": row(
-            "Echo, Eq. 12, Prop. D.2", "largest σ_max(A_w) before normalisation", NUMBER, sigma_max(operator).max()
-        ),
-        "largest main text": row(
-            "Echo, Eq. 11", "least and largest σ_max(M G̃⁻¹)", NUMBER,
-            [norm(unwhitened).min().item(), norm(unwhitened).max().item()],
-        ),
+            "Echo, Eq. 12, Prop. D.2", "largest σ_max(A_w) before normalisation", NUMBER, sigma_max(operator).max()),
+        "largest main text": row("Echo, Eq. 11", "least and largest σ_max(M G̃⁻¹)", NUMBER,
+            [norm(unwhitened).min().item(), norm(unwhitened).max().item()]),
     }  # fmt: skip
 
 
@@ -156,25 +141,18 @@ def _retrieval(operator: Operator, keys: Tensor, values: Tensor, query: Tensor) 
     return {
         "ridge": row("Echo, Prop. I.2", "error of C G̃⁻¹ as a least-squares solution", IDENTITY, error(best, fitted)),
         "excess": row(
-            "Echo, Prop. I.3", "error of the excess risk of C", IDENTITY, error(excess_risk(operator, linear), excess)
-        ),
+            "Echo, Prop. I.3", "error of the excess risk of C", IDENTITY, error(excess_risk(operator, linear), excess)),
         "gradient step": row(
-            "Echo, Prop. I.5", "C against half a gradient step from 0", IDENTITY, error(-0.5 * start.grad, linear)
-        ),
+            "Echo, Prop. I.5", "C against half a gradient step from 0", IDENTITY, error(-0.5 * start.grad, linear)),
         "linear distance": row("Echo, Thm I.6", "‖C q − a* B* q‖ / bound", BOUND, quotient(distance, bound)),
-        "unavoidable": row(
-            "Echo, §I.10", "distance of C q from a B* q for an eigenvector q", IDENTITY,
-            error(size[..., None, None] * solved, along),
-        ),
-        "ridge at K = 0": row(
-            "Echo, Props. I.7, I.8, Cor. I.9", "error of the op at K = 0", IDENTITY,
-            error(answers[0], scaled.squeeze(-1)),
-        ),
+        "unavoidable": row("Echo, §I.10", "distance of C q from a B* q for an eigenvector q", IDENTITY,
+            error(size[..., None, None] * solved, along)),
+        "ridge at K = 0": row("Echo, Props. I.7, I.8, Cor. I.9", "error of the op at K = 0", IDENTITY,
+            error(answers[0], scaled.squeeze(-1))),
         "pipeline": row("Echo, Prop. I.8", "error of the op at K = 2", IDENTITY, error(answers[1], filtered)),
         "pairs": row("Echo, §3.2.2", "pairs in a state of rank 24", NUMBER, list(PAIRS)),
         "pairs recalled": row(
-            "Echo, §3.2.2", "share that ridge regression recalls, by pairs", NUMBER, ridge_recall["recall"]
-        ),
+            "Echo, §3.2.2", "share that ridge regression recalls, by pairs", NUMBER, ridge_recall["recall"]),
         "pairs least": row("Echo, §3.2.2", "mean λ_min(G̃), by pairs", NUMBER, ridge_recall["least"]),
     }  # fmt: skip
 
@@ -198,12 +176,9 @@ def _printed(keys: Tensor, values: Tensor, query: Tensor, generator: torch.Gener
     return {
         "future key": row(
             "Echo, Eq. 3", "change of the outputs of the first half if the last key is ten times as long", IDENTITY,
-            error(*early),
-        ),
-        "rotation": row(
-            "Echo, §3.3", "smallest σ of the blocks of Eq. 14, with clamped random γ and ω", NUMBER,
-            torch.linalg.svdvals(blocks).min(),
-        ),
+            error(*early)),
+        "rotation": row("Echo, §3.3", "smallest σ of the blocks of Eq. 14, with clamped random γ and ω", NUMBER,
+            torch.linalg.svdvals(blocks).min()),
     }  # fmt: skip
 
 
@@ -215,10 +190,7 @@ def _memory() -> dict[str, dict[str, Any]]:
     return {
         "crossover": row(
             "Echo, Prop. I.14", "first length at which a cache is larger, counted and by the formula (r 56, P 64)",
-            NUMBER, [smaller, crossover(rank, width)],
-        ),
-        "state kB": row(
-            "Echo, §3.5", "kB of the SKA states of the 50M model in float32", NUMBER,
-            4 * 4 * 7 * state_size(rank, width) / 1000,
-        ),
+            NUMBER, [smaller, crossover(rank, width)]),
+        "state kB": row("Echo, §3.5", "kB of the SKA states of the 50M model in float32", NUMBER,
+            4 * 4 * 7 * state_size(rank, width) / 1000),
     }  # fmt: skip

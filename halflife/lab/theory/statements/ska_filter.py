@@ -59,47 +59,31 @@ def statements(
     gamma = 1.5
     return {
         "filter": row("Echo, Prop. I.8", "error of C G̃⁻¹ L Â² L⁻¹", IDENTITY, error(biased, expected)),
-        "filter bias": row(
-            "Echo, Prop. I.10", "error of the excess risk of the filter", IDENTITY,
-            error(filter_bias(operator, 2), excess_risk(operator, biased)),
-        ),
+        "filter bias": row("Echo, Prop. I.10", "error of the excess risk of the filter", IDENTITY,
+            error(filter_bias(operator, 2), excess_risk(operator, biased))),
         "regime": row(
-            "Echo, Thm I.11", "distance to the persistent target / bound", BOUND, quotient(distances[0], bounds[0])
-        ),
+            "Echo, Thm I.11", "distance to the persistent target / bound", BOUND, quotient(distances[0], bounds[0])),
         "regime without": row(
-            "Echo, Cor. I.12", "the same at K = 0", BOUND, quotient(distances[1], bounds[1].clamp(min=1e-12))
-        ),
+            "Echo, Cor. I.12", "the same at K = 0", BOUND, quotient(distances[1], bounds[1].clamp(min=1e-12))),
         "regime helped": row(
             "Echo, Cor. I.12", "share of draws where the filter has the smaller bound, and of those where it is nearer",
-            NUMBER, _helped(distances, bounds),
-        ),
-        "regime lost": row(
-            "Echo, Cor. I.12", "the same if the read-out has no transient modes", NUMBER,
-            _helped(*_errors(blind, query)),
-        ),
-        "printed powers": row(
-            "Echo, Prop. D.1", "largest difference from the printed tables", NUMBER,
+            NUMBER, _helped(distances, bounds)),
+        "regime lost": row("Echo, Cor. I.12", "the same if the read-out has no transient modes", NUMBER,
+            _helped(*_errors(blind, query))),
+        "printed powers": row("Echo, Prop. D.1", "largest difference from the printed tables", NUMBER,
             max(
                 (filtered_amplitude(moduli, power) - torch.tensor(printed, dtype=moduli.dtype)).abs().max().item()
                 for power, printed in PRINTED_POWERS.items()
-            ),
-        ),
-        "energy left": row(
-            "Echo, Remark 3, §6.1", "energy of a mode at |λ| = 0.9 after K = 2, as a share", NUMBER,
-            (filtered_amplitude(moduli, 2) ** 2)[1],
-        ),
-        "restored": row(
-            "Echo, Prop. D.3", "‖(γ A_w)²‖ / γ²", BOUND,
-            quotient(norm(operator.power(2, gamma)), torch.tensor(gamma**2)),
-        ),
+            )),
+        "energy left": row("Echo, Remark 3, §6.1", "energy of a mode at |λ| = 0.9 after K = 2, as a share", NUMBER,
+            (filtered_amplitude(moduli, 2) ** 2)[1]),
+        "restored": row("Echo, Prop. D.3", "‖(γ A_w)²‖ / γ²", BOUND,
+            quotient(norm(operator.power(2, gamma)), torch.tensor(gamma**2))),
         "linear in the query": row(
-            "Echo, Prop. I.13", "error of linearity in the query", IDENTITY, _nonlinearity(keys, query)
-        ),
+            "Echo, Prop. I.13", "error of linearity in the query", IDENTITY, _nonlinearity(keys, query)),
         "held": row("Echo, §3.2.3", "steps for which every token is held", NUMBER, list(HELD)),
-        "held recall": row(
-            "Echo, §3.2.3", "share of pairs recalled by K = 0, 1, 2, by steps", NUMBER,
-            {str(power): [recall_of_held(power, held) for held in HELD] for power in POWERS},
-        ),
+        "held recall": row("Echo, §3.2.3", "share of pairs recalled by K = 0, 1, 2, by steps", NUMBER,
+            {str(power): [recall_of_held(power, held) for held in HELD] for power in POWERS}),
     }  # fmt: skip
 
 
