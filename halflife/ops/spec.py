@@ -133,7 +133,7 @@ class Spec:
             if not isinstance(x, Tensor) and (shape.number or (x is None and shape.optional)):
                 continue
             device = check_tensor(name, x, device, shape.dtype)
-            if not shape.number or x.ndim:
+            if not shape.number or (isinstance(x, Tensor) and x.ndim):
                 shape.bind(name, x, known)
         if 0 in known.values() and any(known.get(letter) == 0 for letter in CHANNELS):
             found = " and ".join(f"{letter} = {known[letter]}" for letter in CHANNELS if letter in known)
