@@ -1,6 +1,7 @@
 """Linear maps are torch's own modules, and oneDNN takes their place for a time, where it is faster."""
 
 import copy
+import queue
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ from helpers import assert_close, assert_same
 from torch import nn
 
 from halflife import LanguageModel, Session, preset
+from halflife.data.byte_tokenizer import ByteTokenizer
+from halflife.evaluation import evaluating, language
 from halflife.layers import init
 from halflife.layers.rwkv7 import RWKV7
 from halflife.layers.ska import SKA
@@ -16,6 +19,8 @@ from halflife.models import PRESETS
 from halflife.ops import linear as linear_module
 from halflife.ops.backends.native import build, products
 from halflife.ops.linear import fast_linears
+from halflife.serve.engine import Engine
+from halflife.serve.jobs import Done, Failed, Job, Settings
 
 built = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 SIZES = {"hidden_size": 32, "num_layers": 2, "vocab_size": 40, "num_heads": 2}
@@ -169,6 +174,28 @@ def test_a_session_reads_long_texts_by_it(monkeypatch, wins):
     session.feed([3] * 40)
     session.feed([5])
     assert entered == [session.model]
+
+
+@built
+def test_evaluation_and_the_server_use_it(wins):
+    wins(True, True, True)
+    model, swapped = LanguageModel(preset("mamba2", **SIZES)), []
+    model.blocks[0].mixer.in_proj.register_forward_pre_hook(lambda map, _: swapped.append("forward" in vars(map)))
+    ids = torch.randint(40, (1, 40))
+    with evaluating(model):
+        model(ids)
+    language.by_position(model, [(ids, ids)])
+    language.document_loss(model, [ids[0]])
+    events = queue.Queue()
+    engine = Engine(model, ByteTokenizer()).start()
+    engine.submit(Job(ids[0].tolist(), Settings(max_tokens=1), events.put))
+    while not isinstance(events.get(timeout=60), Done | Failed):
+        pass
+    engine.close()
+    assert len(swapped) >= 4
+    assert all(swapped[:4])
+    model(ids)
+    assert not swapped[-1]
 
 
 def test_products_are_measured():

@@ -14,6 +14,7 @@ from torch import Tensor
 from halflife.files import read_bytes
 from halflife.models import LanguageModel
 from halflife.models.loss import token_losses
+from halflife.ops.linear import fast_linears
 
 PIECE = 4096  # tokens read at once; the state is carried over, so memory does not grow with the text
 
@@ -31,11 +32,12 @@ def by_position(model: LanguageModel, rows: Iterable[tuple[Tensor, Tensor]]) -> 
         ValueError: there are no rows.
     """
     total = count = None
-    for ids, labels in rows:
-        losses = torch.cat([*_losses(model, ids, labels)], dim=1).double()
-        scored = (labels >= 0).double()
-        total = losses.sum(0) if total is None else total + losses.sum(0)
-        count = scored.sum(0) if count is None else count + scored.sum(0)
+    with fast_linears(model):
+        for ids, labels in rows:
+            losses = torch.cat([*_losses(model, ids, labels)], dim=1).double()
+            scored = (labels >= 0).double()
+            total = losses.sum(0) if total is None else total + losses.sum(0)
+            count = scored.sum(0) if count is None else count + scored.sum(0)
     if total is None or count is None:
         raise ValueError("there are no rows to measure the loss on")
     return total / count
@@ -77,7 +79,6 @@ class DocumentLoss(NamedTuple):
     documents: int
 
 
-@torch.no_grad()
 def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
     """Return the loss on whole documents. The state is carried from the first token of a document to its last.
 
@@ -87,6 +88,11 @@ def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tens
         model: the model, on its device and in evaluation mode.
         documents: token ids of each document.
     """
+    with torch.no_grad(), fast_linears(model):
+        return _document_loss(model, documents)
+
+
+def _document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
     nats, tokens, count = 0.0, 0, 0
     for pack in _pack_documents(torch.as_tensor(document, dtype=torch.long) for document in documents):
         count += len(pack)

@@ -21,6 +21,7 @@ from halflife.data.tokenizers import Tokenizer
 from halflife.models.lm import LanguageModel, ModelState
 from halflife.models.session import NOT_FINITE
 from halflife.models.states import compact, form, select, stack
+from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
 from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
@@ -142,17 +143,21 @@ class Engine:
     # ------------------------------------------------------------------------------------------ the engine's thread
 
     def _run(self) -> None:
+        with fast_linears(self.model):
+            self._loop()
+        self._fail([*self._waiting, *self._reading, *self._writing()], "the server is stopping")
+
+    def _loop(self) -> None:
         while True:
             with self._wake:
                 while not (self._stopping or self._waiting or self._reading or self._groups):
                     self._wake.wait()
                 if self._stopping:
-                    break
+                    return
             try:
                 self.turn()
             except Exception as error:  # a fault of this file: nobody waits for ever
                 self._fail([*self._waiting, *self._reading, *self._writing()], _reason(error))
-        self._fail([*self._waiting, *self._reading, *self._writing()], "the server is stopping")
 
     @torch.no_grad()
     def turn(self) -> None:
