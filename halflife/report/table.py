@@ -23,19 +23,12 @@ Style = Literal["", "bold", "dim"]
 
 
 class Cell(NamedTuple):
-    """A cell that is more than its text.
+    """A cell that is more than its text."""
 
-    Attributes:
-        text: what is printed. None is empty.
-        value: the number that a page sorts by; NaN if there is none.
-        style: how the text is emphasised. Markdown and HTML ignore "dim".
-        note: what a page adds in grey.
-    """
-
-    text: Any
-    value: float = math.nan
-    style: Style = ""
-    note: str = ""
+    text: Any  # what is printed. None is empty.
+    value: float = math.nan  # the number that a page sorts by; NaN if there is none
+    style: Style = ""  # how the text is emphasised. Markdown and HTML ignore "dim".
+    note: str = ""  # what a page adds in grey
 
     def print(self) -> str:
         """The text."""
@@ -61,23 +54,16 @@ def grouped(groups: Iterable[tuple[str, Iterable[Row]]]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows.
+    """Headings and rows."""
 
-    Attributes:
-        headings: one for each column, or none.
-        rows: cells, which are texts, numbers or a `Cell`. A `GAP` separates groups: a line on a terminal, and rows that
-            sorting in a page keeps together.
-        note: what stands below, and above in a page.
-        title: the line above.
-        left: the headings of columns that are aligned on the left; by default the first column is.
-        spans: (text, width) of the headings above the columns after the first in a page; "" where there is none.
-    """
-
-    headings: Sequence[str]
+    headings: Sequence[str]  # one for each column, or none
+    # cells, which are texts, numbers or a `Cell`. A `GAP` separates groups: a line on a terminal, and rows that sorting
+    # in a page keeps together.
     rows: Sequence[Row]
-    note: str = ""
-    title: str = ""
-    left: Collection[str] = ()
+    note: str = ""  # what stands below, and above in a page
+    title: str = ""  # the line above
+    left: Collection[str] = ()  # the headings of columns that are aligned on the left; by default the first column is
+    # (text, width) of the headings above the columns after the first in a page; "" where there is none
     spans: Sequence[tuple[str, int]] = ()
 
     def aligned_left(self) -> list[bool]:

@@ -23,9 +23,8 @@ def _errors(data: dict[str, Any]) -> Iterator[Table]:
     yield Table(
         ("spectrum", "T", *(f"N = {n}" for n in data["channels"])),
         [(name, length, *map(small, data["errors"][name][length])) for name, length, _ in lines],
-        f"Random rates: median of {data['draws']} draws.",
-        title=f"largest error of t^−{data['beta']:g} on 1 … T",
-    )
+        f"Random rates: median of {data['draws']} draws.", title=f"largest error of t^−{data['beta']:g} on 1 … T",
+    )  # fmt: skip
     numbers = ("per_channel", "claimed_per_channel", "offset", "power", "claimed_power")
     yield Table(
         ("spectrum", "T", "a channel", "π²/log T", "C₆", "power of N", "β"),
@@ -42,11 +41,10 @@ def _ends(data: dict[str, Any]) -> Iterator[Table]:
         for row in data["rows"]
     ]
     yield Table(
-        ("spectrum", "slowest × T", "fastest", "error on 1 … T", "on [1, T]"),
-        rows,
+        ("spectrum", "slowest × T", "fastest", "error on 1 … T", "on [1, T]"), rows,
         f"Linear rates have the best step. Random rates: median of {data['draws']} draws.",
         title=f"error by the ends of the rates: N = {data['channels']}, T = {data['length']:,}, β = {data['beta']:g}",
-    )
+    )  # fmt: skip
 
 
 def _positions(data: list[dict[str, Any]]) -> Iterator[Table]:
@@ -77,10 +75,9 @@ def _channels(data: dict[str, Any]) -> Iterator[Table]:
     forms = {"static": data, "t_ref = T": data["theorem"], "t_ref = 1": data["default"]}
     last = [(name, str(one["counted"][-1]), f"{one['law'][-1]:.1f}") for name, one in forms.items()]
     yield Table(
-        ("rates", "counted", "law"),
-        last,
+        ("rates", "counted", "law"), last,
         title=f"channels with time-scales in [1, t] at t = {data['positions'][-1]:,}, of {data['channels']}",
-    )
+    )  # fmt: skip
 
 
 def _energy(data: dict[str, Any]) -> Iterator[Table]:
@@ -103,11 +100,10 @@ def _normalization(data: dict[str, Any]) -> Iterator[Table]:
             numbers = (claimed, one["frozen"][i], one["as run"][i], one["claimed middle"][i], one["middle"][i])
             rows.append((name, f"{multiple} T", *map(_number, numbers), f"{one['shrunk'][i]:.2f}"))
     yield Table(
-        ("rates", "t₂", "claimed", "frozen", "as run", "middle, claimed", "as run", "norm"),
-        rows,
+        ("rates", "t₂", "claimed", "frozen", "as run", "middle, claimed", "as run", "norm"), rows,
         "Slowest against fastest channel, then middle against fastest. norm: factor on the fastest after a joint norm.",
         title=f"growth of energy ratios from T = {data['length']:,} on, {data['channels']} channels",
-    )
+    )  # fmt: skip
 
 
 def _taper(data: dict[str, Any]) -> Iterator[Table]:
@@ -117,11 +113,10 @@ def _taper(data: dict[str, Any]) -> Iterator[Table]:
         off = max(abs(a - b) for a, b in zip(one["best"], even, strict=True))
         rows.append((slack, *(f"{value:.3f}" for value in (max(one["paper"]), max(one["sharp"]), off))))
     yield Table(
-        ("slack ε", "paper's bound", "sharp bound", "uneven"),
-        rows,
+        ("slack ε", "paper's bound", "sharp bound", "uneven"), rows,
         "uneven: distance if the first (1 − ε)/2 of the octaves carry J₀(1 + ε), the others J₀(1 − ε).",
         title="largest distance of the best taper from (N−k)/(N−1), over all channels",
-    )
+    )  # fmt: skip
 
 
 def _autocovariance(data: dict[str, Any]) -> Iterator[Table]:
@@ -134,11 +129,10 @@ def _autocovariance(data: dict[str, Any]) -> Iterator[Table]:
         ))  # fmt: skip
     rows += [(name, "–", reason, "") for name, reason in data["without"].items()]
     yield Table(
-        ("of", "β", "95 %", "lags"),
-        rows,
+        ("of", "β", "95 %", "lags"), rows,
         "The interval is too narrow: of 24 sequences of known β = 0.3 (0.6) it contained β 18 (21) times.",
         title=f"autocovariance of the text, R(s) ∝ s^−β, {data['tokens']:,} tokens",
-    )
+    )  # fmt: skip
 
 
 def _blocks(data: dict[str, Any]) -> Iterator[Table]:
@@ -152,11 +146,10 @@ def _blocks(data: dict[str, Any]) -> Iterator[Table]:
         for i, factor in enumerate(data["factors"])
     ]
     yield Table(
-        ("b", *(f"s = {lag}" for lag in data["lags"])),
-        rows,
+        ("b", *(f"s = {lag}" for lag in data["lags"])), rows,
         f"Under the condition all are β. The autocovariance has β = {data['beta']:.2f}. Brackets: 95 %, too narrow.",
         title=f"Condition 3.2: −log(R_b(s)/R(s)) / log b, {data['tokens']:,} tokens",
-    )
+    )  # fmt: skip
 
 
 def _density(data: dict[str, Any]) -> Iterator[Table]:
@@ -176,10 +169,9 @@ def _information(data: dict[str, Any]) -> Iterator[Table]:
         by_scale = dict(zip(one["scales"], one["information"], strict=True))
         rows.append((name, *(f"{by_scale[a]:.3f}" if a in by_scale else "–" for a in scales), _number(one["slack"])))
     yield Table(
-        ("run", *(f"{a:,}–{2 * a:,}" for a in scales), "slack ε"),
-        rows,
+        ("run", *(f"{a:,}–{2 * a:,}" for a in scales), "slack ε"), rows,
         title="information J(σ) of an octave of context, bits a token",
-    )
+    )  # fmt: skip
 
 
 def _gradients(data: dict[str, Any]) -> Iterator[Table]:
@@ -245,10 +237,9 @@ def _costs(data: dict[str, Any]) -> Iterator[Table]:
         for name, counts in data["counts"].items() for i, length in list(enumerate(data["lengths"]))[::2]
     ]  # fmt: skip
     yield Table(
-        ("layer", "T", "train, counted", "printed", "step at T, counted", "printed"),
-        rows,
+        ("layer", "T", "train, counted", "printed", "step at T, counted", "printed"), rows,
         title="multiplications of a layer, counted, and the orders of Echo's Table 1 with a factor of 1",
-    )
+    )  # fmt: skip
 
 
 def _statements(data: dict[str, Any]) -> Iterator[Table]:

@@ -26,19 +26,14 @@ class Rule(NamedTuple):
 
     A tensor of any number of axes counts as a matrix, whose rows are the entries of its first axis. Without an index
     one tensor is copied. Without tensors of theirs ours is 0. A rule for a tensor that ours lacks is skipped.
-
-    Attributes:
-        ours: the name of our tensor.
-        theirs: names and shapes of the other tensors; () is the shape of ours. When they are read, axes of length 1 do
-            not count.
-        index: the row of all of theirs that each row of ours is. A row that heads share is repeated.
-        flat: whether the index counts single entries in place of rows.
     """
 
-    ours: str
+    ours: str  # the name of our tensor
+    # names and shapes of the other tensors; () is the shape of ours. When they are read, axes of length 1 do not count.
     theirs: tuple[tuple[str, Shape], ...]
+    # the row of all of theirs that each row of ours is. A row that heads share is repeated.
     index: Tensor | None = None
-    flat: bool = False
+    flat: bool = False  # whether the index counts single entries in place of rows
 
     def under(self, ours: str, theirs: str) -> Rule:
         """Return the rule with prefixes before its names."""

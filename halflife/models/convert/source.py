@@ -37,25 +37,18 @@ GENERIC = {
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of model of another library. Called with its config.json and tensors, it returns a model of ours.
+    """A kind of model of another library. Called with its config.json and tensors, it returns a model of ours."""
 
-    Attributes:
-        name: the kind, for messages.
-        library: "transformers" or "fla".
-        parse: config.json → its settings, and our configuration.
-        rules: both → the rules of all tensors. That of the head comes after that of the embedding.
-        describe: a model of ours and its mixers → the content of config.json, beside the fields that all kinds have.
-            None: there is no way back.
-        read: tensors of a checkpoint → those that the rules name.
-        write: the tensors that the rules name → those of a checkpoint.
-    """
-
-    name: str
-    library: str
-    parse: Callable[[Config], tuple[SimpleNamespace, ModelConfig]]
+    name: str  # the kind, for messages
+    library: str  # "transformers" or "fla"
+    parse: Callable[[Config], tuple[SimpleNamespace, ModelConfig]]  # config.json → its settings, and our configuration
+    # both → the rules of all tensors. That of the head comes after that of the embedding.
     rules: Callable[[SimpleNamespace, ModelConfig], Iterable[Rule]]
+    # a model of ours and its mixers → the content of config.json, beside the fields that all kinds have. None: there is
+    # no way back.
     describe: Callable[[LanguageModel, list[Any]], dict[str, Any]] | None = None
-    read: Callable[[Tensors], Tensors] = join_convolutions
+    read: Callable[[Tensors], Tensors] = join_convolutions  # tensors of a checkpoint → those that the rules name
+    # the tensors that the rules name → those of a checkpoint
     write: Callable[[Tensors], dict[str, Tensor]] = split_convolutions
 
     def __call__(self, config: Config, tensors: Tensors) -> Converted:

@@ -17,20 +17,14 @@ Refusal = tuple[Callable[[str, Options], bool], str]
 
 @dataclass
 class Modifier:
-    """A row of the table of modifiers.
+    """A row of the table of modifiers."""
 
-    Attributes:
-        change: the fields of `ModelConfig` that change, or a function that gives them for a base's name and the sizes.
-            A hybrid's second mixer has no layers yet.
-        refusals: the bases that have no such model, and why.
-        summary: one sentence for `halflife list`.
-        unchanged: mixers that are like this already.
-    """
-
+    # the fields of `ModelConfig` that change, or a function that gives them for a base's name and the sizes. A hybrid's
+    # second mixer has no layers yet.
     change: Options | Callable[[str, PresetSizes], Options]
-    refusals: tuple[Refusal, ...]
-    summary: str
-    unchanged: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...]  # the bases that have no such model, and why
+    summary: str  # one sentence for `halflife list`
+    unchanged: tuple[str, ...] = ()  # mixers that are like this already
 
     def __post_init__(self) -> None:
         self.__doc__ = self.summary

@@ -28,26 +28,17 @@ SKA_RANK = 48  # at other sizes
 
 @dataclass
 class Base:
-    """A row of the table of bases. Called with the sizes of a model, it returns fields of `ModelConfig`.
+    """A row of the table of bases. Called with the sizes of a model, it returns fields of `ModelConfig`."""
 
-    Attributes:
-        mixer: name of the mixer.
-        summary: one sentence for `halflife list`.
-        options: options of the mixer beside its number of heads.
-        fields: further fields of `ModelConfig`.
-        modifiers: modifiers that the base consists of.
-        expand, head_dim: see `PresetSizes.heads`.
-        num_heads: heads that the architecture has at every size.
-    """
-
-    mixer: str
-    summary: str
-    options: Options = dataclasses.field(default_factory=dict)
-    fields: Options = dataclasses.field(default_factory=dict)
-    modifiers: tuple[str, ...] = ()
+    mixer: str  # name of the mixer
+    summary: str  # one sentence for `halflife list`
+    options: Options = dataclasses.field(default_factory=dict)  # options of the mixer beside its number of heads
+    fields: Options = dataclasses.field(default_factory=dict)  # further fields of `ModelConfig`
+    modifiers: tuple[str, ...] = ()  # modifiers that the base consists of
+    # expand, head_dim: see `PresetSizes.heads`
     expand: int = 1
     head_dim: int = 64
-    num_heads: int | None = None
+    num_heads: int | None = None  # heads that the architecture has at every size
 
     def __post_init__(self) -> None:
         self.__doc__ = self.summary

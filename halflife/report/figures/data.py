@@ -29,31 +29,19 @@ Curve = tuple[Values, Values]  # x and y
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a panel.
+    """One axis of a panel."""
 
-    Attributes:
-        label: the quantity and its unit.
-        log: whether the scale is logarithmic.
-        fraction: whether values are fractions in [0, 1], which are printed in percent.
-        from_zero: whether a linear axis begins at 0.
-        ticks: value → label; if empty, the renderer chooses the ticks.
-        phrase: the words around a value when it is read out, "{} tokens".
-        limits: the ends of the axis; None where the renderer chooses them.
-        whole: whether ticks stand at whole numbers alone.
-        write: how the value of a tick is written.
-        names: whether ticks are names, of which each needs a line.
-    """
-
-    label: str
-    log: bool = False
-    fraction: bool = False
-    from_zero: bool = False
-    ticks: Mapping[Any, str] = field(default_factory=dict)
-    phrase: str = "{}"
+    label: str  # the quantity and its unit
+    log: bool = False  # whether the scale is logarithmic
+    fraction: bool = False  # whether values are fractions in [0, 1], which are printed in percent
+    from_zero: bool = False  # whether a linear axis begins at 0
+    ticks: Mapping[Any, str] = field(default_factory=dict)  # value → label; if empty, the renderer chooses the ticks
+    phrase: str = "{}"  # the words around a value when it is read out, "{} tokens"
+    # the ends of the axis; None where the renderer chooses them
     limits: tuple[float | None, float | None] = (None, None)
-    whole: bool = False
-    write: Callable[[float], str] = axis_number
-    names: bool = False
+    whole: bool = False  # whether ticks stand at whole numbers alone
+    write: Callable[[float], str] = axis_number  # how the value of a tick is written
+    names: bool = False  # whether ticks are names, of which each needs a line
 
 
 Weight = Literal["thick", "thin", "level", "line", "hollow", "ring", "bar"]
@@ -61,32 +49,20 @@ Weight = Literal["thick", "thin", "level", "line", "hollow", "ring", "bar"]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve, or dots where the line style is "none".
+    """One curve, or dots where the line style is "none"."""
 
-    Attributes:
-        name: its name in tables and under the pointer.
-        group: the entry of the legend that it belongs to; "" for none.
-        style: colour, marker and line style.
-        x: positions of its points.
-        y: values of its points, which may be NaN.
-        weight: "thick" has markers, "hollow" has hollow ones, "thin" and "line" have none, "level" is a dotted line to
-            compare with, "ring" has large hollow markers, and "bar" is a wide pale line.
-        note: what is added to the name under the pointer.
-        label: what is written beside its points.
-        bars: the lower and upper ends of vertical bars at the points.
-        shift: how far a picture moves it to the right, so that bars do not cover each other.
-    """
-
-    name: str
-    group: str
-    style: ModelStyle
-    x: Values
-    y: Values
+    name: str  # its name in tables and under the pointer
+    group: str  # the entry of the legend that it belongs to; "" for none
+    style: ModelStyle  # colour, marker and line style
+    x: Values  # positions of its points
+    y: Values  # values of its points, which may be NaN
+    # "thick" has markers, "hollow" has hollow ones, "thin" and "line" have none, "level" is a dotted line to compare
+    # with, "ring" has large hollow markers, and "bar" is a wide pale line
     weight: Weight = "thick"
-    note: str = ""
-    label: str = ""
-    bars: tuple[Values, Values] | None = None
-    shift: float = 0.0
+    note: str = ""  # what is added to the name under the pointer
+    label: str = ""  # what is written beside its points
+    bars: tuple[Values, Values] | None = None  # the lower and upper ends of vertical bars at the points
+    shift: float = 0.0  # how far a picture moves it to the right, so that bars do not cover each other
 
 
 @dataclass(frozen=True)
@@ -111,25 +87,19 @@ class Band:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves on one pair of axes.
+    """Curves on one pair of axes."""
 
-    Attributes:
-        title, x, y: its title and its axes.
-        series, references, bands: what it shows.
-        equal: whether a unit has the same length on both axes.
-        named: whether the names of the series stand at the right ends of their lines.
-        wide: whether it fills a row of the figure.
-    """
-
+    # title, x, y: its title and its axes
     title: str
     x: Axis
     y: Axis
+    # series, references, bands: what it shows
     series: Sequence[Series]
     references: Sequence[Reference] = ()
     bands: Sequence[Band] = ()
-    equal: bool = False
-    named: bool = False
-    wide: bool = False
+    equal: bool = False  # whether a unit has the same length on both axes
+    named: bool = False  # whether the names of the series stand at the right ends of their lines
+    wide: bool = False  # whether it fills a row of the figure
 
 
 @dataclass(frozen=True)
@@ -147,23 +117,16 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Image:
-    """Numbers as colours. All images of a figure share their colours.
+    """Numbers as colours. All images of a figure share their colours."""
 
-    Attributes:
-        title, x, y: as of a panel. The centres of cells are whole numbers from 0, and rows are counted downwards.
-        cells: `[rows, columns]`; cells that are NaN stay empty.
-        marks: rows and columns that have a mark.
-        texts: what is written in the cells, one text for each; "" for nothing.
-        series: curves and dots above the image, in its coordinates.
-    """
-
+    # title, x, y: as of a panel. The centres of cells are whole numbers from 0, and rows are counted downwards.
     title: str
     x: Axis
     y: Axis
-    cells: np.ndarray
-    marks: Sequence[int] = ()
-    texts: Sequence[Sequence[str]] = ()
-    series: Sequence[Series] = ()
+    cells: np.ndarray  # `[rows, columns]`; cells that are NaN stay empty
+    marks: Sequence[int] = ()  # rows and columns that have a mark
+    texts: Sequence[Sequence[str]] = ()  # what is written in the cells, one text for each; "" for nothing
+    series: Sequence[Series] = ()  # curves and dots above the image, in its coordinates
     wide: bool = False
 
 
@@ -186,33 +149,19 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class FigureData:
-    """A figure.
+    """A figure."""
 
-    Attributes:
-        name: the name of its file, and of its place in the page.
-        title: its heading.
-        panels: curves, heat maps or images, in rows; None leaves a place empty.
-        description: what it shows, for readers of a page who cannot see it.
-        caption: how to read it, in a page.
-        columns: the largest number of panels in a row.
-        keys: entries of the legend below those of the series.
-        missing: what a panel says that has nothing to show.
-        size: width and height of a panel of curves, inches.
-        shared: whether all panels have the same y-axis, which is labelled at the left alone.
-        colours: the scale of images.
-    """
-
-    name: str
-    title: str
-    panels: Sequence[Panel | HeatMap | Image | None]
-    description: str = ""
-    caption: str = ""
-    columns: int = 3
-    keys: Mapping[str, Key] = field(default_factory=dict)
-    missing: str = NO_DATA
-    size: tuple[float, float] = (3.0, 3.0)
-    shared: bool = False
-    colours: Colours | None = None
+    name: str  # the name of its file, and of its place in the page
+    title: str  # its heading
+    panels: Sequence[Panel | HeatMap | Image | None]  # curves, heat maps or images, in rows; None leaves a place empty
+    description: str = ""  # what it shows, for readers of a page who cannot see it
+    caption: str = ""  # how to read it, in a page
+    columns: int = 3  # the largest number of panels in a row
+    keys: Mapping[str, Key] = field(default_factory=dict)  # entries of the legend below those of the series
+    missing: str = NO_DATA  # what a panel says that has nothing to show
+    size: tuple[float, float] = (3.0, 3.0)  # width and height of a panel of curves, inches
+    shared: bool = False  # whether all panels have the same y-axis, which is labelled at the left alone
+    colours: Colours | None = None  # the scale of images
 
     @property
     def legend(self) -> dict[str, Key]:

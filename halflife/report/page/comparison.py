@@ -16,21 +16,13 @@ from halflife.runs.records import IN_DISTRIBUTION, Comparison, Score, mean, repe
 
 
 class Column(NamedTuple):
-    """A column of the summary table.
+    """A column of the summary table."""
 
-    Attributes:
-        label: its heading.
-        column: the attribute of `Score` that it shows.
-        where: the scores that it averages, as `Comparison.select` takes them.
-        show: how a number is printed.
-        best: `max` or `min`, which picks the mean that is marked; None to mark none.
-    """
-
-    label: str
-    column: str
-    where: dict[str, Any]
-    show: Callable[[float], str]
-    best: Callable[..., float] | None
+    label: str  # its heading
+    column: str  # the attribute of `Score` that it shows
+    where: dict[str, Any]  # the scores that it averages, as `Comparison.select` takes them
+    show: Callable[[float], str]  # how a number is printed
+    best: Callable[..., float] | None  # `max` or `min`, which picks the mean that is marked; None to mark none
 
 
 MAX_LISTED_MODELS = 8  # the most models that the title lists

@@ -84,13 +84,12 @@ def _table(models: Sequence[dict[str, Any]], with_text: bool) -> Table:
     columns = {**(ON_TEXT if with_text else {}), **BASE}
     spans = [("on the text", len(ON_TEXT))] if with_text else []
     return Table(
-        ["layer", *columns.values()],
-        [row for model in models for row in [*_rows(model, columns), GAP]],
+        ["layer", *columns.values()], [row for model in models for row in [*_rows(model, columns), GAP]],
         "Each layer with a decay. Half-lives, horizons and time-scales are in tokens. The spectrum at zero "
         "input has the time-scales of the fastest and the slowest channel, the effective number of distinct ones, and "
         "the fractions that are slower than the training length or faster than a token.",
         spans=[*spans, ("spectrum at zero input", len(BASE))],
-    )
+    )  # fmt: skip
 
 
 def _rows(model: dict[str, Any], columns: Iterable[str]) -> list[Row]:
