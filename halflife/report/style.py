@@ -26,24 +26,17 @@ REFERENCE_LINE: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0,
 WIDTH = 7.2  # inches, the width of a printed page
 
 STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.alpha": 0.15,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-    "legend.handlelength": 3.2,
+    "font.size": 9, "axes.titlesize": 9,
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.15, "grid.linewidth": 0.6,
+    "lines.linewidth": 1.8, "lines.markersize": 5,
+    "legend.frameon": False, "legend.handlelength": 3.2,
     "svg.hashsalt": "halflife",  # makes the ids in an SVG file depend on the data alone
     **dict.fromkeys(
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
     ),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), PAPER),
-}
+}  # fmt: skip
 styled = matplotlib.style.context(["default", STYLE])  # a decorator that ignores the user's own matplotlib style
 
 

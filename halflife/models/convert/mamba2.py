@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +36,19 @@ def mamba2_rules(options: dict[str, Any]) -> Iterator[Rule]:
     yield copy("skip.D", "D")
 
 
-def _rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+def backbone_rules(model: ModelConfig, mixer: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield the rules of a model without MLPs, in the names of mamba-ssm, from those of its mixer."""
+    mixer = list(mixer)
     yield copy("embedding.weight", "backbone.embeddings.weight")
     yield copy("norm.weight", "backbone.norm_f.weight")
     yield copy("head.weight", "lm_head.weight")
     for i in range(model.num_layers):
         yield copy(f"blocks.{i}.mixer_norm.weight", f"backbone.layers.{i}.norm.weight")
-        for rule in mamba2_rules(model.mixer_options):
-            yield rule.under(f"blocks.{i}.mixer.", f"backbone.layers.{i}.mixer.")
+        yield from (rule.under(f"blocks.{i}.mixer.", f"backbone.layers.{i}.mixer.") for rule in mixer)
+
+
+def _rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
+    return backbone_rules(model, mamba2_rules(model.mixer_options))
 
 
 def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halflife.models.config import ModelConfig
 from halflife.models.convert.fla import SPEED
+from halflife.models.convert.mamba2 import backbone_rules
 from halflife.models.convert.rules import Rule, copy, divide
 from halflife.models.convert.source import SOURCES, Config, Source, known_keys, settings
 from halflife.models.lm import LanguageModel
@@ -41,13 +42,7 @@ def _parse(config: Config) -> tuple[SimpleNamespace, ModelConfig]:
 
 
 def _rules(s: SimpleNamespace, model: ModelConfig) -> Iterator[Rule]:
-    mixer = list(_mixer_rules(s))
-    yield copy("embedding.weight", "backbone.embeddings.weight")
-    yield copy("norm.weight", "backbone.norm_f.weight")
-    yield copy("head.weight", "lm_head.weight")
-    for i in range(model.num_layers):
-        yield copy(f"blocks.{i}.mixer_norm.weight", f"backbone.layers.{i}.norm.weight")
-        yield from (rule.under(f"blocks.{i}.mixer.", f"backbone.layers.{i}.mixer.") for rule in mixer)
+    return backbone_rules(model, _mixer_rules(s))
 
 
 def _mixer_rules(s: SimpleNamespace) -> Iterator[Rule]:

@@ -20,6 +20,7 @@ from halflife.report.figures.data import (
 )
 from halflife.report.numbers import short_count
 from halflife.report.style import INK, ModelStyle, model_styles
+from halflife.report.tables.comparison import levels
 from halflife.runs.records import Comparison, Score, Training, mean
 
 SHORTCUT = ModelStyle(INK, "", (0, (1, 1.2)))
@@ -77,9 +78,8 @@ def _accuracy_panel(run: Comparison, test: str) -> Panel:
             for seed in run.seeds(model)
         }
         series += seed_series(model, style, curves)
-    scores = {n: [score for score in run.scores if (score.test, score.length) == (test, n)] for n in lengths}
-    shortcut = [mean(score.shortcut_accuracy for score in scores[n]) for n in lengths]
-    chance = [mean(score.chance for score in scores[n]) for n in lengths]
+    known = levels([vars(score) for score in run.scores if score.test == test])
+    chance, shortcut = ([known[test, n][i] for n in lengths] for i in (0, 1))
     series += [
         Series("shortcut", "best answer that ignores the key", SHORTCUT, lengths, shortcut, "level"),
         Series("chance", "chance", CHANCE, lengths, chance, "level"),

@@ -89,11 +89,9 @@ class Band:
 class Panel:
     """Curves on one pair of axes."""
 
-    # title, x, y: its title and its axes
     title: str
     x: Axis
     y: Axis
-    # series, references, bands: what it shows
     series: Sequence[Series]
     references: Sequence[Reference] = ()
     bands: Sequence[Band] = ()

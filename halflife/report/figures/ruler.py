@@ -18,11 +18,7 @@ Details = Sequence[Mapping[str, Any]]
 def ruler_figure(details: Details) -> FigureData:
     """Mean scores in percent. Above: task × length (tokens). Below: depth × length for each task with a needle.
 
-    Args:
-        details: those of `evaluation.ruler.Ruler`, at least one.
-
-    Raises:
-        ValueError: there are no details.
+    Details are those of `evaluation.ruler.Ruler`. It is a ValueError if there are none.
     """
     if not details:
         raise ValueError("there is no example to draw")

@@ -12,7 +12,8 @@ from halflife.report.figures.data import UNFINISHED
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
-from halflife.runs.records import IN_DISTRIBUTION, Comparison, Score, mean, repeated_tests
+from halflife.report.tables.comparison import levels
+from halflife.runs.records import IN_DISTRIBUTION, Comparison, mean, repeated_tests
 
 
 class Column(NamedTuple):
@@ -136,28 +137,26 @@ def _tests(run: Comparison) -> dict[str, list[int]]:
 
 
 def _table(run: Comparison) -> Table:
-    levels = f" For comparison: {'; '.join(_levels(run))}." if run.scores else ""
+    known = f" For comparison: {'; '.join(_levels(run))}." if run.scores else ""
     if repeated := repeated_tests(map(vars, run.scores)):
         names = " and ".join(f"{test} at {length:,} tokens" for test, length in sorted(repeated))
-        levels = f" The test in distribution is also {names}.{levels}"
+        known = f" The test in distribution is also {names}.{known}"
     return Table(
         ["model", *(column.label for column in _columns(run))],
         rows_of_models(run, _columns(run), "accuracy"),
         "Accuracy of each model, as a mean and for each seed, at the learning rate that validation selected. "
-        f"The highest mean of a column is marked for accuracies and tokens/s.{levels}",
+        f"The highest mean of a column is marked for accuracies and tokens/s.{known}",
         spans=[
-            ("in distribution", 1),
-            *((f"{test}, by length in tokens", len(n)) for test, n in _tests(run).items()),
+            ("in distribution", 1), *((f"{test}, by length in tokens", len(n)) for test, n in _tests(run).items()),
             ("", 4),
         ],
-    )
+    )  # fmt: skip
 
 
 def rows_of_models(run: Comparison, columns: list[Column], measure: str) -> list[Row]:
     """Return a group for each model, with the row of its mean and one row for each seed; of a single seed, one row.
 
-    Args:
-        measure: the attribute of `Score` that is NaN if a run diverged, "accuracy" or "loss".
+    The attribute `measure` of `Score`, "accuracy" or "loss", is NaN if a run diverged.
     """
     best = [_best(run, column) for column in columns]
     rows: list[Row] = []
@@ -195,18 +194,12 @@ def _cell(column: Column, value: float, best: float = math.nan) -> Cell:
 
 def _levels(run: Comparison) -> list[str]:
     """Chance, and the best answer that ignores the key, for each test from its shortest to its longest length."""
-    levels = []
-    for test in dict.fromkeys(score.test for score in run.scores):
-        scores = sorted((score for score in run.scores if score.test == test), key=lambda score: score.length)
-        chance = _range(scores, lambda score: score.chance)
-        shortcut = _range(scores, lambda score: score.shortcut_accuracy)
-        levels.append(f"{test.replace('_', ' ')}: chance {chance}, best answer that ignores the key {shortcut}")
-    return levels
-
-
-def _range(scores: list[Score], read: Callable[[Score], float]) -> str:
-    first, last = percent(read(scores[0]), 2), percent(read(scores[-1]), 2)
-    return first if first == last else f"{first} to {last}"
+    found, texts = levels([vars(score) for score in run.scores]), []
+    for test in dict.fromkeys(test for test, _ in found):
+        ends = [found[test, run.lengths(test)[i]] for i in (0, -1)]
+        chance, shortcut = (" to ".join(dict.fromkeys(percent(x, 2) for x in each)) for each in zip(*ends, strict=True))
+        texts.append(f"{test.replace('_', ' ')}: chance {chance}, best answer that ignores the key {shortcut}")
+    return texts
 
 
 def _in_lengths(run: Comparison, length: int) -> str:

@@ -25,10 +25,8 @@ BF16_SLOWDOWN = 2.0  # times as long as in float32 from which products in bfloat
 def print_needs(settings: Mapping[str, Mapping[str, Any]], needs: Sequence[tuple[Estimate, int]], bf16: bool) -> None:
     """Print settings, and a row for each model with what one of its runs needs.
 
-    Args:
-        settings: title → name → value.
-        needs: the needs of one run, and the number of runs.
-        bf16: whether the runs compute matrix products in bfloat16.
+    Settings are title → name → value, and needs are those of one run with the number of runs. With `bf16`, the runs
+    compute matrix products in bfloat16.
     """
     rate = gemm_rate(training_device(), torch.bfloat16 if bf16 else torch.float32)
     for title, values in settings.items():

@@ -23,13 +23,11 @@ def evaluation_table(rows: Sequence[dict[str, Any]]) -> Table:
     """
     cells = [
         (
-            row["task"],
-            row["metric"] if row.get("filter", "none") == "none" else f"{row['metric']} ({row['filter']})",
-            _number(row["value"]),
-            "" if row["stderr"] is None else _number(row["stderr"]),
+            row["task"], row["metric"] if row.get("filter", "none") == "none" else f"{row['metric']} ({row['filter']})",
+            _number(row["value"]), "" if row["stderr"] is None else _number(row["stderr"]),
         )
         for row in rows
-    ]
+    ]  # fmt: skip
     return Table(("task", "metric", "value", "± stderr"), cells, left=("task", "metric"))
 
 

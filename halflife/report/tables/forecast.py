@@ -80,26 +80,17 @@ def forecast_errors(models: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 def forecast_tables(result: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of `ModelForecasts.to_dict()`, a row for each model, with the errors and a legend below each."""
-    for rows, write, legend in (
-        (result["models"], table, LEGEND), (result.get("texts", []), text_table, TEXT_LEGEND)
-    ):  # fmt: skip
+    for rows, headings, left, cells, legend in (
+        (result["models"], HEADINGS, 3, _cells, LEGEND),
+        (result.get("texts", []), TEXT_HEADINGS, 2, _text_cells, TEXT_LEGEND),
+    ):
         if rows:
             errors = (
                 f"{name}: {errors['models']} models, error {errors['median']:.2f} octaves in the median, at most "
                 f"{errors['largest']:.2f} (median with its sign {errors['bias']:+.2f})."
                 for name, errors in forecast_errors(rows).items()
             )
-            yield write(rows, "\n\n".join([*errors, legend]))
-
-
-def table(models: Sequence[Mapping[str, Any]], note: str = "") -> Table:
-    """A row for each model that was asked for pairs."""
-    return Table(HEADINGS, [_cells(row) for row in models], note, left=HEADINGS[:3])
-
-
-def text_table(texts: Sequence[Mapping[str, Any]], note: str = "") -> Table:
-    """A row for each model that read a text."""
-    return Table(TEXT_HEADINGS, [_text_cells(row) for row in texts], note, left=TEXT_HEADINGS[:2])
+            yield Table(headings, list(map(cells, rows)), "\n\n".join([*errors, legend]), left=headings[:left])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -42,10 +42,9 @@ def faster_from(result: dict[str, Any]) -> dict[str, str]:
     times = {row["model"]: [x or float("inf") for x in row["seconds"]] for row in result["models"]}
     if SOFTMAX not in times:
         return {}
-    return {
-        name: ""
-        if name == SOFTMAX
-        else first_ahead({n: x < y for n, x, y in zip(result["lengths"], own, times[SOFTMAX], strict=True)})
+    softmax = times.pop(SOFTMAX)
+    return {SOFTMAX: ""} | {
+        name: first_ahead({n: x < y for n, x, y in zip(result["lengths"], own, softmax, strict=True)})
         for name, own in times.items()
     }
 
