@@ -14,7 +14,7 @@ from halflife.models.lm import LanguageModel
 from halflife.registry import constructor_parameters
 
 CONTROL_NAME = re.compile(r"(?P<base>[^@]+)@(?P<kind>\w+)\((?P<target>.+)\)")
-KINDS = ("state", "parameters")
+KINDS = {"state": "numbers of state", "parameters": "parameters"}  # kind → what it counts
 SIZE_TOLERANCE = 0.05  # relative difference from the target
 SIZE_STEPS = (1, 2, 4, 8, 16, 32)  # a size may have to be a multiple, for example of the number of heads
 LARGEST_SIZE = 1 << 14
@@ -61,12 +61,9 @@ def control(base: ModelConfig, kind: str, target: ModelConfig, length: int, name
         if abs(measure(found) - wanted) <= SIZE_TOLERANCE * wanted:
             return dataclasses.replace(found, name=name)
     raise ValueError(
-        f"{name}: no size of {base.name} has {wanted:,} {_NOUNS[kind]} to {SIZE_TOLERANCE:.0%}, as {target.name} has; "
+        f"{name}: no size of {base.name} has {wanted:,} {KINDS[kind]} to {SIZE_TOLERANCE:.0%}, as {target.name} has; "
         f"{base.name} itself has {measure(base):,}"
     )
-
-
-_NOUNS = {"state": "numbers of state", "parameters": "parameters"}
 
 
 def _resized(base: ModelConfig, kind: str, size: int) -> ModelConfig:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.model_spectrum import coherence
-from halflife.lab.theory.approximation import taper
+from halflife.lab.theory.approximation import adapted_rates, taper
 from halflife.lab.theory.koopman_bounds import Bound
 from halflife.shapes import Float, Int
 
@@ -119,8 +119,7 @@ def response(rates: Float[Tensor, " N"], lags: Tensor, position: float, referenc
     With α = 1 it depends on s/t alone, with α = 0 on s alone. It is the response of a recurrence with the gates of
     position t at all earlier positions too. For the gates of each position, see `response_as_run`.
     """
-    rates = torch.as_tensor(rates, dtype=torch.float64)
-    slowed = rates * (position / reference_length) ** -taper(len(rates))
+    slowed = adapted_rates(torch.as_tensor(rates, dtype=torch.float64), position, reference_length)
     return torch.exp(-slowed.unsqueeze(-1) * lags)
 
 

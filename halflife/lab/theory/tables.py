@@ -178,19 +178,14 @@ def _gradients(data: dict[str, Any]) -> Iterator[Table]:
     yield Table(
         ("T", "rank: attention", "SKA", "norm: attention", "bound", "SKA", "bound", "sharp", "least σ", "bound"),
         [
-            (
-                f"{row['tokens']}",
-                f"{row['attention rank']}",
-                f"{row['ska rank']}",
-                *(_number(row[key]) for key in ("attention", "attention bound", "ska", "ska bound", "ska sharp")),
-                small(row["ska least"]),
-                small(row["ska lower"]),
-            )
+            (*(f"{row[key]}" for key in ("tokens", "attention rank", "ska rank")),
+             *(_number(row[key]) for key in ("attention", "attention bound", "ska", "ska bound", "ska sharp")),
+             *(small(row[key]) for key in ("ska least", "ska lower")))
             for row in data["by tokens"]
         ],
         title="Jacobians of a head by the number of tokens: "
         f"r = {data['rank']}, P = {data['width']}, K = {data['power']}",
-    )
+    )  # fmt: skip
     keys = ("largest weight", "attention", "attention bound", "ska")
     yield Table(
         ("scale", "largest weight", "attention", "bound", "SKA"),
@@ -210,15 +205,12 @@ def _phases(data: dict[str, Any]) -> Iterator[Table]:
     yield Table(
         ("ρ", "jitter", "|A|", "expected", "squares", "expected", "centred", "expected"),
         [
-            (
-                f"{row['correlation']:g}",
-                "∞" if row["jitter"] is None else f"{row['jitter']:g}",
-                *(f"{row[key]:.3f}" for key in keys),
-            )
+            (f"{row['correlation']:g}", "∞" if row["jitter"] is None else f"{row['jitter']:g}",
+             *(f"{row[key]:.3f}" for key in keys))
             for row in data["rows"]
         ],
         title=f"operators of keys with a phase, {data['length']:,} tokens (Prop. C.5)",
-    )
+    )  # fmt: skip
 
 
 def _gram(data: dict[str, Any]) -> Iterator[Table]:

@@ -214,12 +214,8 @@ def _describe(qwen: bool, model: LanguageModel, mixers: list[Any]) -> dict[str, 
 _OF_TRANSFORMERS: Callable[..., Source] = partial(Source, library="transformers", rules=_rules)
 SOURCES.add("qwen3_5_text")(_OF_TRANSFORMERS("Qwen3.5", parse=_qwen3_5, describe=partial(_describe, True)))
 SOURCES.add("qwen3_5")(_OF_TRANSFORMERS("Qwen3.5", parse=_qwen3_5_with_images, read=_text_model))
-SOURCES.add("olmo_hybrid")(
-    _OF_TRANSFORMERS(
-        "OLMo Hybrid",
-        parse=_olmo_hybrid,
-        describe=partial(_describe, False),
-        read=lambda tensors: _renamed(join_convolutions(tensors)),
-        write=lambda tensors: _renamed(split_convolutions(tensors), back=True),
-    )
-)
+SOURCES.add("olmo_hybrid")(_OF_TRANSFORMERS(
+    "OLMo Hybrid", parse=_olmo_hybrid, describe=partial(_describe, False),
+    read=lambda tensors: _renamed(join_convolutions(tensors)),
+    write=lambda tensors: _renamed(split_convolutions(tensors), back=True),
+))  # fmt: skip

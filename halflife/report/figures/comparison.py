@@ -122,14 +122,9 @@ def recall(run: Comparison) -> FigureData:
 
 def _recall_panel(run: Comparison, model: str, test: str) -> HeatMap:
     lengths, pairs = run.lengths(test), _pairs(run, test)
-    return HeatMap(
-        f"{model}\n{test}",
-        Axis("length (tokens)", phrase="{} tokens"),
-        Axis("pairs", phrase="{} pairs"),
-        [short_count(length) for length in lengths],
-        [f"{count:g}" for count in pairs],
-        [[run.mean(model, "accuracy", test=test, length=n, num_pairs=k) for n in lengths] for k in pairs],
-    )
+    x, y = Axis("length (tokens)", phrase="{} tokens"), Axis("pairs", phrase="{} pairs")
+    cells = [[run.mean(model, "accuracy", test=test, length=n, num_pairs=k) for n in lengths] for k in pairs]
+    return HeatMap(f"{model}\n{test}", x, y, list(map(short_count, lengths)), [f"{k:g}" for k in pairs], cells)
 
 
 # -------------------------------------------------------------------------------------------- positions

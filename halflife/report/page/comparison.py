@@ -47,20 +47,15 @@ def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, 
     return {
         "title": f"{models} on {run.config.get('task', 'a task')}",
         "kind": f"A halflife comparison{f' at scale {scale}' if scale else ''}",
-        "finished": bool(run.scores),
-        "findings": findings,
-        "table": table,
-        "numbers": None,
-        "spectra": spectra,
-        "opened": opened(spectra),
-        "without": without(run.models, spectra),
+        "finished": bool(run.scores), "findings": findings, "table": table, "numbers": None,
+        "spectra": spectra, "opened": opened(spectra), "without": without(run.models, spectra),
         "settings": pairs("Settings", flatten(settings | run.config.get("settings", {}))),
         "versions": pairs("Versions", flatten(run.versions)),
         "commands": {
             "Reproduce": run.config.get("command") or "unknown",
             "Resume": f"halflife compare --resume {shlex.quote(str(run.path))}",
         },
-    }
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- findings

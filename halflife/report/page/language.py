@@ -22,22 +22,18 @@ def language_page(run: LanguageRun) -> dict[str, Any]:
     """The variables of the page's template, without the figures."""
     spectra = explorer({run.model: [run.training]}, run.train_length)
     return {
-        "title": f"{run.model}, a language model",
-        "kind": "A run of halflife train",
-        "finished": bool(run.result),
-        "findings": findings(run),
+        "title": f"{run.model}, a language model", "kind": "A run of halflife train",
+        "finished": bool(run.result), "findings": findings(run),
         "table": _table(run) if "lengths" in run.result else None,
         "numbers": pairs("Numbers", _numbers(run.result, _unit(run))),
-        "spectra": spectra,
-        "opened": opened(spectra),
-        "without": without([run.model], spectra),
+        "spectra": spectra, "opened": opened(spectra), "without": without([run.model], spectra),
         "settings": pairs("Settings", flatten(run.config)),
         "versions": pairs("Versions", flatten({k: value for k, value in run.versions.items() if k != "command"})),
         "commands": {
             "Reproduce": run.versions.get("command") or "unknown",
             "Resume": f"halflife train --resume {shlex.quote(str(run.path))}",
         },
-    }
+    }  # fmt: skip
 
 
 def findings(run: LanguageRun) -> list[str]:

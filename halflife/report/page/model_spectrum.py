@@ -43,24 +43,18 @@ def spectrum_page(result: dict[str, Any], command: str) -> dict[str, Any]:
     spectra = explorer_of_measurements(models, result["length"])
     read = {"text": result["text"], "tokenizer": result["tokenizer"] or "of each model", "length": result["length"],
             "sequences": result["sequences"]}  # fmt: skip
+    folders = {f"{model['model']}: folder": model["checkpoint"] for model in models}
     return {
         "title": f"Decay spectrum of {', '.join(model['model'] for model in models)}",
-        "kind": "Measured by halflife spectrum",
-        "finished": True,
+        "kind": "Measured by halflife spectrum", "finished": True,
         "findings": [finding(model) for model in models],
-        "table": _table(models, bool(result["text"])),
-        "numbers": None,
+        "table": _table(models, bool(result["text"])), "numbers": None,
         "figures": [*([decays(result)] if result["text"] else []), modes(result)],
-        "spectra": spectra,
-        "opened": opened(spectra),
+        "spectra": spectra, "opened": opened(spectra),
         "without": [model["model"] for model in result["models"] if not model["layers"]],
-        "settings": pairs(
-            "Settings",
-            {**(read if result["text"] else {}), **{f"{m['model']}: folder": m["checkpoint"] for m in models}},
-        ),
-        "versions": pairs("Versions", versions()),
-        "commands": {"Reproduce": command},
-    }
+        "settings": pairs("Settings", (read if result["text"] else {}) | folders),
+        "versions": pairs("Versions", versions()), "commands": {"Reproduce": command},
+    }  # fmt: skip
 
 
 def finding(model: dict[str, Any]) -> str:
@@ -94,10 +88,7 @@ def _table(models: Sequence[dict[str, Any]], with_text: bool) -> Table:
 
 def _rows(model: dict[str, Any], columns: Iterable[str]) -> list[Row]:
     return [
-        [
-            Cell(f"{model['model']}, layer {row['layer']}", note=row.get("state", "")),
-            *(_cell(row, key) for key in columns),
-        ]
+        [Cell(f"{model['model']}, layer {row['layer']}", note=row.get("state", "")), *(_cell(row, k) for k in columns)]
         for row in table_rows(model)
     ]
 

@@ -125,13 +125,8 @@ def _phrase(axis: Axis, name: str) -> str:
 def _reference(reference: Reference) -> dict[str, Any]:
     """A dashed line across the panel with its label."""
     line = {"type": "line", "line": {"color": INK, "width": 1, "dash": "dash"}}
-    label = {
-        "text": reference.label,
-        "textposition": "end",
-        "textangle": 0,
-        "yanchor": "bottom",
-        "font": {"color": INK},
-    }
+    place = {"textposition": "end", "textangle": 0, "yanchor": "bottom"}
+    label = {"text": reference.label, **place, "font": {"color": INK}}
     if reference.x is not None:
         return {**line, "label": label, "x0": reference.x, "x1": reference.x, "yref": "paper", "y0": 0, "y1": 1}
     return {**line, "label": label, "y0": reference.y, "y1": reference.y, "xref": "paper", "x0": 0, "x1": 1}

@@ -52,16 +52,11 @@ def render(page: dict[str, Any]) -> str:
         "plots": {plot.data.name: plot.panels for plot in plots},
     }  # fmt: skip
     return environment.get_template("report.html.jinja").render(
-        page,
-        plots=plots,
-        css=Markup((HERE / "report.css").read_text(encoding="utf-8")),
-        scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
+        page, plots=plots, css=Markup((HERE / "report.css").read_text(encoding="utf-8")),
+        scripts=[Markup(script) for script in scripts], policy=_policy(scripts),
         data=Markup(json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")),
-        ink=INK,
-        slowest=f"{SLOWEST:,.0f}",
-        fastest=f"{FASTEST:g}",
-    )
+        ink=INK, slowest=f"{SLOWEST:,.0f}", fastest=f"{FASTEST:g}",
+    )  # fmt: skip
 
 
 def _embeddable(source: str) -> str:
