@@ -42,9 +42,6 @@ FAR_ENDS = (0.01, 6.0)  # in units of (1/T, 1); with these ends "as run" is as g
 SLACKS = (0.1, 0.3, 0.5)
 
 
-# ----------------------------------------------------------------------------------------- approximation
-
-
 def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
     """Errors at positions for three pairs of ends: the paper's, the best, and ends further out."""
     low, high = FAR_ENDS
@@ -52,9 +49,6 @@ def _positions(s: TheorySettings, cache: Path | None) -> list[dict[str, Any]]:
     first = max(4, min(2 * s.channels, s.length // 2))  # N weights fit as many positions
     positions = spectra.spread(first, s.length, 16).int().tolist()
     return [error_by_position(s.channels, s.length, positions, s.beta, ends=pair) for pair in ends]
-
-
-# ---------------------------------------------------------------------------------------------- spectra
 
 
 def _coherence(s: TheorySettings, cache: Path | None) -> dict[str, Any]:
@@ -176,8 +170,6 @@ def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:
         by_run[label] = {**octave_information(buckets), "trained": trained, "rows": result["rows"]}
     return by_run
 
-
-# ------------------------------------------------------------------------------------------ all of them
 
 TOPICS: dict[str, Callable[[TheorySettings, Path | None], Any]] = {
     "errors": lambda s, cache: error_by_channels(s.all_counts, s.lengths, s.beta, seed=s.seed, cache=cache),

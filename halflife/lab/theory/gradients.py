@@ -26,9 +26,6 @@ def numerical_rank(matrix: Tensor) -> Tensor:
     return ((sizes > RANK_TOLERANCE * sizes[..., :1]) & (sizes > 0)).sum(-1)
 
 
-# --------------------------------------------------------------------------------------------- attention
-
-
 def attention_weights(query: Tensor, keys: Tensor) -> Tensor:
     """Return α = softmax(K q / √r) of `query […, R]` and `keys […, T, R]`: `[…, T]` (Eq. 106)."""
     scores = (keys.double() @ query.double().unsqueeze(-1)).squeeze(-1) / math.sqrt(keys.shape[-1])
@@ -57,9 +54,6 @@ def attention_bound(query: Tensor, keys: Tensor, values: Tensor) -> Bound:
     size = norm(values.double()) * norm(keys.double()) / math.sqrt(keys.shape[-1])
     saturated = torch.where(most > 0.5, 2 * most * (1 - most), 0.5)
     return Bound(size * torch.minimum(torch.full_like(most, 0.5), 2 * (1 - most)), size * saturated)
-
-
-# --------------------------------------------------------------------------------------------------- SKA
 
 
 def ska_jacobian(operator: Operator, power: int = 2, gamma: float = 1.0, eta: float = 1.0) -> Tensor:
@@ -91,9 +85,6 @@ def ska_lower(operator: Operator, power: int = 2, gamma: float = 1.0, eta: float
     return eta * least * nu**power * (operator.ridge / (norm(operator.gram) + operator.ridge)).sqrt()
 
 
-# ------------------------------------------------------------------------------------------- Koopman MLP
-
-
 def koopman_mlp_jacobian(lift: Tensor, blocks: Tensor, read: Tensor, x: Tensor) -> Tensor:
     """Return `W_read R Diag(SiLU'(W_lift x)) W_lift` `[…, D, D]` (Prop. J.8).
 
@@ -112,9 +103,6 @@ def koopman_mlp_jacobian(lift: Tensor, blocks: Tensor, read: Tensor, x: Tensor) 
 def koopman_mlp_bound(lift: Tensor, blocks: Tensor, read: Tensor) -> Tensor:
     """Return `1.0998 ‖W_read‖ ‖W_lift‖ max ρ` (Prop. J.8, where the moduli ρ ≤ 1 are left out)."""
     return SILU_SLOPE * norm(read.double()) * norm(lift.double()) * blocks.double().norm(dim=-1).max()
-
-
-# ----------------------------------------------------------------------------------------------- numbers
 
 
 def gradient_flow(

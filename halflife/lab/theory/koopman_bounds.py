@@ -85,9 +85,6 @@ def _normal_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (basis.conj() * (matrix.to(basis.dtype) @ basis)).sum(-2), basis
 
 
-# ----------------------------------------------------------------------------------------- perturbation
-
-
 def perturbation_bound(operator: Operator, other: Operator) -> Bound:
     """Bound ‖Â_ε − A_ε‖ for A_ε = M G̃⁻¹ and other statistics Ĝ, M̂ `[…]` (Theorem C.1).
 

@@ -24,9 +24,6 @@ def spread(first: float, last: float, points: int) -> Tensor:
     return torch.linspace(math.log(first), math.log(last), points, dtype=torch.float64).exp().round().unique()
 
 
-# --------------------------------------------------------------------------------------- gaps, coherence
-
-
 def minimum_gap(
     channels: Sequence[int], density: float = 1.0, *,
     draw: Callable[[Tensor], Tensor] | None = None, trials: int = 1000, seed: int = 0,
@@ -110,9 +107,6 @@ def effective_channels(
     }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- responses
-
-
 def response(rates: Float[Tensor, " N"], lags: Tensor, position: float, reference_length: float = 1) -> Tensor:
     """Return `ψ_k(s; t) = exp(−s r_k (t/t_ref)^{−α_k})` at lags s `[S]`: `[N, S]` (Corollary 4.13).
 
@@ -157,9 +151,6 @@ def responses(
     return columns | {
         "positions": list(positions), "rates": torch.as_tensor(rates).tolist(), "tapers": taper(len(rates)).tolist(),
     }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ energy
 
 
 def energy(rates: Float[Tensor, " N"], tapers: Float[Tensor, " N"], positions: Float[Tensor, " T"]) -> Tensor:
@@ -228,9 +219,6 @@ def energies(
         "simulated": energy_simulated(rates, tapers, length, trials, seed)[:, at].tolist(),
         "rates": rates.tolist(), "tapers": tapers.tolist(), "trials": trials,
     }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- taper
 
 
 def taper_bound(slack: float, channels: int) -> Bound:

@@ -46,9 +46,6 @@ def training_length(length: int | None) -> list[Reference]:
     return [Reference("T", x=length)] if length else []
 
 
-# --------------------------------------------------------------------------------------------- accuracy
-
-
 def accuracy(run: Comparison) -> FigureData:
     """Accuracy against the sequence length (tokens, log), one panel for each test."""
     if "capacity" in run.tests:
@@ -94,9 +91,6 @@ def _pairs(run: Comparison, test: str) -> list[float]:
     return sorted({score.num_pairs for score in run.scores if score.test == test and math.isfinite(score.num_pairs)})
 
 
-# ----------------------------------------------------------------------------------------------- recall
-
-
 def _has_grid(run: Comparison) -> bool:
     """Whether some test has several numbers of pairs at one length."""
 
@@ -127,9 +121,6 @@ def _recall_panel(run: Comparison, model: str, test: str) -> HeatMap:
     return HeatMap(f"{model}\n{test}", x, y, list(map(short_count, lengths)), [f"{k:g}" for k in pairs], cells)
 
 
-# -------------------------------------------------------------------------------------------- positions
-
-
 def positions(run: Comparison) -> FigureData:
     """Accuracy and cross-entropy (nats) against the position (log), in the longest test."""
     length = max(found["length"] for one in run.trainings for found in one.positions)
@@ -153,9 +144,6 @@ def positions(run: Comparison) -> FigureData:
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------- length
-
-
 def length(run: Comparison) -> FigureData:
     """Perplexity (log) against the length of the text (tokens, log)."""
     sizes = sorted({at["length"] for one in run.trainings for at in one.lengths})
@@ -177,8 +165,6 @@ def length(run: Comparison) -> FigureData:
         "tokens alone, where distant context can help most. The vertical line marks the training length T.",
     )  # fmt: skip
 
-
-# ---------------------------------------------------------------------------------------- gates, training
 
 GATES = {
     "reset_rate": ("share of tokens that reset", Axis("", log=True, fraction=True)),

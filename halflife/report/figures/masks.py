@@ -73,9 +73,6 @@ def most_resets(label: str, found: Sequence[Gates], layer: int | None = None, he
     return max(heads, key=lambda one: len(one.resets()))
 
 
-# ----------------------------------------------------------------------------------------------- models
-
-
 def mask(heads: Sequence[Head]) -> FigureData:
     """Γ, Λ and Γ ⊙ Λ (log colours) with ticks at the resets, a row for each model; below, singular values.
 
@@ -125,9 +122,6 @@ def _singular_values(heads: Sequence[Head]) -> list[Series]:
         Series(name, name, style, range(len(values)), values.clamp(min=SMALLEST_SINGULAR_VALUE).tolist(), weight)
         for name, (values, style, weight) in lines.items()
     ]
-
-
-# ---------------------------------------------------------------------------------------------- example
 
 
 def example_gates() -> Gates:

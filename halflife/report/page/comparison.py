@@ -58,9 +58,6 @@ def sweep_page(run: Comparison, findings: list[str], table: Table) -> dict[str, 
     }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------- findings
-
-
 def findings(run: Comparison) -> list[str]:
     """Return a sentence for each test: which model is best at the greatest length and by how much."""
     return [_finding(run, test) for test in run.tests] or [UNFINISHED]
@@ -105,9 +102,6 @@ def _finite(values: list[float]) -> list[float]:
 def _complete(values: list[float]) -> bool:
     """Whether there are values and all of them are finite."""
     return bool(values) and len(_finite(values)) == len(values)
-
-
-# ------------------------------------------------------------------------------------------------ table
 
 
 def _columns(run: Comparison) -> list[Column]:

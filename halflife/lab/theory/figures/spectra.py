@@ -28,9 +28,6 @@ def _errors(x: Values, errors: Mapping[str, Values]) -> list[Series]:
     return curves(x, {name: np.maximum(error, LEAST_ERROR) for name, error in errors.items()})
 
 
-# ----------------------------------------------------------------------------------------- approximation
-
-
 def errors_by_channels(data: Data) -> FigureData:
     """Minimax error (log) against N: a panel per T, a line per spectrum, and Theorem 4.7's slope for C₆ = 0."""
     panels, channels = [], np.array(data["channels"])
@@ -115,9 +112,6 @@ def channels_in_use(data: Data) -> FigureData:
         "theory_channels", "Channels in use", [Panel("", Axis("position t", log=True), y, series)],
         keys={"N log t / log of the longest time-scale": Key(FORMULA, "level")},
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------- responses, energy
 
 
 def _forms(data: Data) -> list[tuple[str, Data]]:
