@@ -124,10 +124,11 @@ def test_a_prefix_that_was_read_is_not_read_again_and_changes_no_number():
     assert tokens(events) == alone(model, [*answered, 50])
 
 
-def test_the_states_of_prefixes_stay_within_their_bytes():
+def test_the_states_of_prefixes_stay_within_their_bytes(monkeypatch):
     model = tiny()
     state = Session(model).feed([1]).state
-    cache = PrefixCache(3 * (size(state) + 128), shortest=2)
+    monkeypatch.setattr("halflife.serve.prefixes.SHORTEST_PREFIX", 2)
+    cache = PrefixCache(3 * (size(state) + 128))
     for i in range(9):
         cache.add([i, i], state, torch.zeros(16, dtype=torch.float64))
     assert len(cache) == 3

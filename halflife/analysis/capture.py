@@ -32,19 +32,12 @@ TakeDecay = Callable[[int, Tensor], object]
 
 @dataclass(frozen=True)
 class KoopmanReading:
-    """The state of a layer of spectral Koopman attention (SKA) after one forward pass, and its settings.
+    """The state of a layer of spectral Koopman attention (SKA) after one forward pass, and its settings."""
 
-    Attributes:
-        state: the layer's state, which contains the statistics of the committed tokens, `[B, H, …]` each.
-        values: the values v of all tokens that were read, `[B, T, H, P]`. The state only holds products of them.
-        weights: the log-decays `g` and the strengths `beta` of these tokens, where the layer has them.
-        retries: the number of operators whose factorisation was repeated with a larger ridge.
-    """
-
-    state: dict[str, Tensor]
-    values: Tensor
-    weights: dict[str, Tensor]
-    retries: int
+    state: dict[str, Tensor]  # contains the statistics of the committed tokens, `[B, H, …]` each
+    values: Tensor  # v of all tokens that were read, `[B, T, H, P]`; the state only holds products of them
+    weights: dict[str, Tensor]  # the log-decays `g` and the strengths `beta` of these tokens, where the layer has them
+    retries: int  # operators whose factorisation was repeated with a larger ridge
 
 
 @contextmanager

@@ -24,32 +24,37 @@ LEAST_LOG_DECAY = -1e4  # lower bound of log-decays in sums: nothing is left, an
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadDecays(Record):
-    """The decays λ = e^g of one head on a text.
-
-    Attributes:
-        q05, q25, median, q75, q95: quantiles of λ over tokens and channels.
-        half_lives: the half-life at each of these quantiles, in tokens, by the quantile's name.
-        erased: the fraction of λ below ½, without the first token of each sequence.
-        horizon: the lag in tokens at which a write has faded to 1/e, see `measure_decays`.
-    """
+class Quantiles(Record):
+    """The `QUANTILES` of some numbers."""
 
     q05: float
     q25: float
     median: float
     q75: float
     q95: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadDecays(Quantiles):
+    """The decays λ = e^g of one head on a text, with quantiles of λ over tokens and channels.
+
+    Attributes:
+        half_lives: the half-life at each of these quantiles, in tokens, by the quantile's name.
+        erased: the fraction of λ below ½, without the first token of each sequence.
+        horizon: the lag in tokens at which a write has faded to 1/e, see `measure_decays`.
+    """
+
     half_lives: dict[str, float]
     erased: float
     horizon: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateDecays(Record):
-    """The decays λ = e^g of one state of a layer on a text, over tokens, heads and channels.
+class StateDecays(Quantiles):
+    """The decays λ = e^g of one state of a layer on a text, with quantiles of λ over tokens, heads and channels.
 
     Attributes:
-        mean, q05, q25, median, q75, q95: mean and quantiles of λ.
+        mean: the mean of λ.
         half_life: the half-life at the median, in tokens.
         slowest_half_life: the half-life of the slowest channel, in tokens, from the mean of its log-decays over time.
             Rare resets shorten it too. The first token of a sequence has nothing to forget and does not count.
@@ -61,11 +66,6 @@ class StateDecays(Record):
     """
 
     mean: float
-    q05: float
-    q25: float
-    median: float
-    q75: float
-    q95: float
     half_life: float
     slowest_half_life: float
     erased: float

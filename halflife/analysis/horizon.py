@@ -74,26 +74,21 @@ class RetainedEnergy:
         return slice(low, high)
 
 
-def retained_energy(sums: Tensor, lags: Tensor, slow: Tensor | None = None, reset: Tensor | None = None) -> Tensor:
-    """Mean over tokens and channels of the squared fraction of a token's write that is left at each lag, `[L, H]`.
+def retained_energy(fast: Tensor, lags: Tensor, slow: Tensor, reset: Tensor) -> Tensor:
+    """The energy of `RetainedEnergy` under GateRank, of both states together, `[L, H]`.
 
     Args:
-        sums: inclusive sums of log-decays along one sequence, `[T, H, K]`.
+        fast, slow: inclusive sums of the log-decays of each state along one sequence, `[T, H, K]`.
         lags: `[L]`, ascending.
-        slow: under GateRank, the sums of the slow state, `[T, H, K]`. `sums` are then those of the fast state.
-        reset: under GateRank, each token's next reset, `[T, H, K]`, T for none.
+        reset: each token's next reset, `[T, H, K]`, T for none.
     """
-    if slow is None or reset is None:
-        energy = RetainedEnergy(len(sums), lags)
-        energy.add(sums, 0)
-        return torch.as_tensor(energy.total)
-    starts = write_tokens(len(sums), lags)
+    starts = write_tokens(len(fast), lags)
     energies = []
     for lag in lags.tolist():
         # The fast decay acts up to the reset, the slow decay acts all along, see `ops.gate_rank.masks`.
         ends = starts + lag
         until = torch.minimum(reset[starts], ends.view(-1, 1, 1))
-        left = slow[ends] - slow[starts] + sums.gather(0, until) - sums[starts]
+        left = slow[ends] - slow[starts] + fast.gather(0, until) - fast[starts]
         energies.append((2 * left).exp().mean((0, 2)))
     return torch.stack(energies)
 

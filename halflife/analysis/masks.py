@@ -49,19 +49,12 @@ FORGOTTEN_VALUE = 1e-290  # below it, rounding to denormal numbers would create 
 
 @dataclass(frozen=True)
 class Gates:
-    """The log-decays of one layer on some sequences, in float64 on the CPU.
+    """The log-decays of one layer on some sequences, in float64 on the CPU."""
 
-    Attributes:
-        layer: the index of the layer, from 0.
-        g_fast: log-decays of the fast state, or of the only state, `[B, T, H]`.
-        g_slow: log-decays of the slow state, `[B, T, H]`, 0 where there is no reset. None without GateRank.
-        factors: Γ and Λ `[B, H, T, T]` of log-linear attention. None for other layers.
-    """
-
-    layer: int
-    g_fast: Tensor
-    g_slow: Tensor | None = None
-    factors: tuple[Tensor, Tensor] | None = None
+    layer: int  # its index, from 0
+    g_fast: Tensor  # log-decays of the fast state, or of the only state, `[B, T, H]`
+    g_slow: Tensor | None = None  # those of the slow state, `[B, T, H]`, 0 without a reset; None without GateRank
+    factors: tuple[Tensor, Tensor] | None = None  # Γ and Λ `[B, H, T, T]` of log-linear attention
 
     def of(self, sequences: slice) -> Gates:
         """The gates of some of the B sequences."""
@@ -108,7 +101,8 @@ def decay_masks(
 ) -> tuple[Float[Tensor, "B H T T"], Float[Tensor, "B H T T"]]:
     """Return Γ and Λ in float64, 0 above the diagonal (`ops.gate_rank.masks`). Without `g_slow`, Γ is all ones."""
     g_slow = torch.zeros_like(g_fast) if g_slow is None else g_slow
-    return masks(g_slow.double(), g_fast.double())
+    gamma, lam = masks(g_slow.double(), g_fast.double())
+    return gamma, lam
 
 
 def off_diagonal_rank(mask: Float[Tensor, "*M T T"], block: int) -> tuple[Int[Tensor, "*M"], Float[Tensor, "*M"]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halflife.analysis import koopman
 from halflife.analysis.capture import KoopmanReading, SKALayer, capture, ska_layers
-from halflife.analysis.decays import QUANTILES
+from halflife.analysis.decays import QUANTILES, Quantiles
 from halflife.analysis.koopman import Operator
 from halflife.analysis.records import Record
 from halflife.evaluation import evaluating
@@ -24,8 +24,10 @@ PERSISTENT_DELTA, TRANSIENT_RHO = 0.3, 0.7  # limits of persistent and of transi
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOperator(Record):
-    """The operator of one head. Numbers are (lower) medians over the sequences.
+class HeadOperator(Quantiles):
+    """The operator of one head, with quantiles of |λ| over modes and sequences.
+
+    Other numbers are (lower) medians over the sequences.
 
     Modes are eigenvalues λ of A_w. After the filter they are those of Â = γ A_w. Fractions are NaN if the text is
     shorter than a chunk.
@@ -39,7 +41,6 @@ class HeadOperator(Record):
         unexplained: the fraction of Σ ‖v‖² that ridge regression leaves.
         filter_bias: what the filter adds to the loss of ridge regression, as a fraction of Σ ‖v‖².
         linear_bound, linear_distance: the bound of the distance to linear attention, and the distance.
-        q05, q25, median, q75, q95: quantiles of |λ| over modes and sequences.
         persistent, transient, neither: the number of modes of each kind of Â, see `koopman.modes`.
         kept_2, kept_4: the mean of |γλ|^K for K = 2 and 4.
         gamma, mix, eta: the layer's γ, μ and η for this head.
@@ -55,11 +56,6 @@ class HeadOperator(Record):
     filter_bias: float
     linear_bound: float
     linear_distance: float
-    q05: float
-    q25: float
-    median: float
-    q75: float
-    q95: float
     persistent: float
     transient: float
     neither: float

@@ -21,12 +21,7 @@ COLUMNS = (
 def write_tables(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write `decays.json` and `decays.csv`, which has a row for each layer and state with the base spectrum at T.
 
-    Args:
-        result: `ModelMeasurements.to_dict()`. Operators are left out. Numbers that are not finite become null.
-        folder: where to write.
-
-    Returns:
-        The two files.
+    `result` is `ModelMeasurements.to_dict()`. Operators are left out. Numbers that are not finite become null.
     """
     models = [{key: model[key] for key in SAVED_FIELDS if key in model} for model in result["models"]]
     files = [folder / DECAYS_JSON, folder / "decays.csv"]

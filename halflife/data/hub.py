@@ -15,7 +15,8 @@ from halflife.extras import missing
 from halflife.files import atomic_path
 
 GRAMMAR = "hf:owner/name[:configuration[:split]][@revision], the split as in train or train[:10000]"
-TIMEOUT = 5  # seconds in which the hub must answer
+TIMEOUT = 5  # seconds in which the hub must answer about a data set
+MODEL_TIMEOUT = 10  # seconds in which it must answer about a model
 _MODEL = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w.-]+))?")
 _SOURCE = re.compile(
     r"hf:(?P<name>[^:@\s]+)(@(?P<revision>[^:@\s]+))?"
@@ -78,6 +79,20 @@ def model_name(source: str | Path) -> tuple[str, str | None] | None:
     """
     match = None if Path(source).exists() else _MODEL.fullmatch(str(source))
     return None if match is None else (match["name"], match["revision"])
+
+
+def unreachable(name: str, revision: str | None) -> str | None:
+    """Return the reason why the hub does not answer about a model within some seconds, or None if it does.
+
+    Without this question, transformers would retry for a minute.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, revision=revision, timeout=MODEL_TIMEOUT)
+    except Exception as error:  # the HTTP library of the client may raise anything
+        return " ".join(str(error).split())[:200]
+    return None
 
 
 def no_model(source: str | Path, reason: str) -> ConnectionError:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from halflife.data.byte_tokenizer import ByteTokenizer, Ids
-from halflife.data.hub import model_name
+from halflife.data.hub import model_name, unreachable
 from halflife.files import read_bytes
 
 BYTES = 256  # vocabulary size of a model of bytes
 OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
-TIMEOUT = 10  # seconds for an answer of the hub
 
 
 def unit_of(name: str) -> str:
@@ -194,7 +193,7 @@ def pretrained(name: str, local: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     source, revision = model_name(name) or (name, None)
-    reason = None if Path(name).is_dir() else "not on this machine" if local else _unreachable(source, revision)
+    reason = None if Path(name).is_dir() else "not on this machine" if local else unreachable(source, revision)
     try:
         return AutoTokenizer.from_pretrained(
             source, revision=revision or "main", trust_remote_code=False, local_files_only=reason is not None
@@ -202,20 +201,6 @@ def pretrained(name: str, local: bool = False) -> Any:
     except (OSError, ValueError) as error:
         reason = reason or str(error).strip().split("\n")[0]
         raise FileNotFoundError(f"there is no tokenizer {name!r}, neither a folder nor on the hub: {reason}") from error
-
-
-def _unreachable(name: str, revision: str | None) -> str | None:
-    """Why the hub does not answer about a model, after some seconds; None if it does.
-
-    Without this question, transformers would retry for a minute.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
-    except Exception as error:  # the HTTP library of the client may raise anything
-        return " ".join(str(error).split())[:200]
-    return None
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:

@@ -99,14 +99,7 @@ class KneserNey:
         return self.probabilities(_ngrams([context + b"\0"], self.order)[-1] + np.arange(256))
 
     def probabilities(self, grams: np.ndarray) -> np.ndarray:
-        """Return the probability of the last byte of each n-gram.
-
-        Args:
-            grams: n-grams as numbers to the base `SYMBOLS`, `[N]`, int64.
-
-        Returns:
-            `[N]`, float64.
-        """
+        """Return p `[N]`, float64, of the last byte of n-grams `[N]`, int64, which are numbers to the base `SYMBOLS`."""
         probability = np.full(len(grams), 1 / 256)
         for length, level in enumerate(self._levels, start=1):
             suffix = grams % SYMBOLS**length
@@ -132,15 +125,10 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Level:
-    """The counts of one order.
+    """The counts of one order."""
 
-    Attributes:
-        discounted: n-gram → its discounted share among the n-grams with the same context.
-        backoff: context → weight of the next lower order.
-    """
-
-    discounted: _Table
-    backoff: _Table
+    discounted: _Table  # n-gram → its discounted share among the n-grams with the same context
+    backoff: _Table  # context → weight of the next lower order
 
 
 def _make_level(grams: np.ndarray, counts: np.ndarray) -> _Level:

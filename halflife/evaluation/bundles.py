@@ -15,17 +15,11 @@ ACC, NORM = "acc", "acc_norm"
 
 @dataclass(frozen=True)
 class Bundle:
-    """A set of tasks.
+    """A set of tasks."""
 
-    Attributes:
-        source: the paper's table.
-        metrics: task → the metric that enters the average of accuracies; None for none.
-        lengths: lengths in tokens, for tasks that are made at a length.
-    """
-
-    source: str
-    metrics: Mapping[str, str | None]
-    lengths: tuple[int, ...] = ()
+    source: str  # the paper's table
+    metrics: Mapping[str, str | None]  # task → the metric that enters the average of accuracies, or None
+    lengths: tuple[int, ...] = ()  # in tokens, for tasks that are made at a length
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -77,12 +71,7 @@ def expand(names: Sequence[str]) -> list[str]:
 
 
 def averages(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each bundle among `names`: the mean of its accuracies, if all were measured.
-
-    Args:
-        names: names of tasks and bundles.
-        rows: rows of `harness.metric_rows`.
-    """
+    """One row for each bundle among `names`: the mean of its accuracies in `harness.metric_rows`, if all are there."""
     values = {(row["task"], row["metric"]): row["value"] for row in rows if row.get("filter", "none") == "none"}
     found = []
     for name in names:

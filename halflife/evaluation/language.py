@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.files import read_bytes
@@ -66,17 +67,11 @@ def perplexity(losses: Tensor, length: int) -> float:
 
 
 class DocumentLoss(NamedTuple):
-    """The summed loss of documents.
+    """The summed loss of documents."""
 
-    Attributes:
-        nats: loss of all tokens except the first of each document.
-        tokens: number of those tokens.
-        documents: number of documents with at least one token.
-    """
-
-    nats: float
-    tokens: int
-    documents: int
+    nats: float  # loss of all tokens except the first of each document
+    tokens: int  # number of those tokens
+    documents: int  # number of documents with at least one token
 
 
 def document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Tensor]) -> DocumentLoss:
@@ -96,7 +91,7 @@ def _document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Ten
     nats, tokens, count = 0.0, 0, 0
     for pack in _pack_documents(torch.as_tensor(document, dtype=torch.long) for document in documents):
         count += len(pack)
-        ids, labels = torch.cat(pack), torch.cat([_next_tokens(document) for document in pack])
+        ids, labels = torch.cat(pack), torch.cat([F.pad(document[1:], (0, 1), value=-100) for document in pack])
         if len(pack) == 1:
             losses = torch.cat([*_losses(model, ids.unsqueeze(0), labels.unsqueeze(0))], dim=1)[0]
         else:
@@ -107,10 +102,6 @@ def _document_loss(model: LanguageModel, documents: Iterable[Sequence[int] | Ten
         nats += losses.double().sum().item()
         tokens += int((labels >= 0).sum())
     return DocumentLoss(nats, tokens, count)
-
-
-def _next_tokens(document: Tensor) -> Tensor:
-    return torch.cat([document[1:], document.new_full((1,), -100)])
 
 
 def _pack_documents(documents: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -156,10 +147,9 @@ def measure_texts(model: LanguageModel, tokenizer: Any, files: Sequence[Path]) -
 
 
 def octave_means(losses: Tensor) -> list[tuple[int, int, float]]:
-    """Return the mean losses of buckets whose length doubles, as (first position, last position, mean loss).
+    """Return (first position, last position, mean) of the losses `[T]` of `by_position`, in buckets that double.
 
-    Args:
-        losses: losses `[T]` of `by_position`. Positions are counted from 1.
+    Positions are counted from 1.
     """
     edges = [0, *(2**i for i in range(len(losses).bit_length()) if 2**i < len(losses)), len(losses)]
     return [(a + 1, b, losses[a:b].nanmean().item()) for a, b in pairwise(edges)]

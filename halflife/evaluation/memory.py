@@ -78,17 +78,11 @@ class StateSize:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The size of one tensor of a layer's state.
+    """The size of one tensor of a layer's state."""
 
-    Attributes:
-        shape: shape after the first token.
-        numbers: number of its elements.
-        itemsize: bytes of an element.
-    """
-
-    shape: tuple[int, ...]
-    numbers: StateSize
-    itemsize: int
+    shape: tuple[int, ...]  # after the first token
+    numbers: StateSize  # number of its elements
+    itemsize: int  # bytes of an element
 
     @property
     def bytes(self) -> StateSize:
@@ -97,17 +91,11 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class LayerState:
-    """The size of the state of one kind of layer.
+    """The size of the state of one kind of layer."""
 
-    Attributes:
-        mixer: name of the mixer.
-        layers: indices, from 0, of the layers of this kind; "embedding" for the Toeplitz layer after the embedding.
-        tensors: the state's tensors by name, without counters.
-    """
-
-    mixer: str
-    layers: tuple[int | str, ...]
-    tensors: dict[str, StateTensor]
+    mixer: str  # its name
+    layers: tuple[int | str, ...]  # indices from 0; "embedding" for the Toeplitz layer after the embedding
+    tensors: dict[str, StateTensor]  # the state's tensors by name, without counters
 
     @property
     def bytes(self) -> StateSize:
@@ -167,8 +155,7 @@ def _state_tensors(
 ) -> dict[str, StateTensor]:
     """Return the sizes of a layer's tensors from its states of one sequence after `PROBES` tokens.
 
-    Args:
-        most_digits: the states that log-linear attention holds at most, or 0.
+    Log-linear attention holds at most `most_digits` states. The number is 0 for other layers.
     """
     sizes = {}
     for name in dict.fromkeys(name for state in states for name in state):
@@ -211,11 +198,7 @@ def _check_dtypes(dtype: str, cache_dtype: str | None) -> None:
 def ska_threshold(rank: int, value_dim: int) -> Fraction:
     """Return the T beyond which SKA's sums hold fewer numbers than its keys and values: `(2r² + Pr + r + 1)/(r + P)`.
 
-    Source: Echo, Proposition I.14.
-
-    Args:
-        rank: r, key size of a head.
-        value_dim: P, value size of a head.
+    A head has keys of size r (`rank`) and values of size P (`value_dim`). Source: Echo, Proposition I.14.
     """
     return Fraction(2 * rank**2 + value_dim * rank + rank + 1, rank + value_dim)
 

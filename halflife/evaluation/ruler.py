@@ -65,10 +65,9 @@ def evaluate(
         raise ValueError(f"examples and batch_size must be at least 1; got {examples} and {batch_size}")
 
     def make(task: str, length: int, index: int) -> ruler.Example:
-        def count(text: str) -> int:
-            return len(tokenizer.encode(text))
-
-        return ruler.example(task, length, count, seed=seed, index=index, essay=essay)
+        return ruler.example(
+            task, length, lambda text: len(tokenizer.encode(text)), seed=seed, index=index, essay=essay
+        )
 
     cells = dict.fromkeys((task, length) for task in tasks for length in lengths)
     haystacks = {(task, length): make(task, length, 0).haystack for task, length in cells}

@@ -200,11 +200,7 @@ class Decoder:
         return self
 
     def __call__(self) -> None:
-        """Decode one token.
-
-        Raises:
-            ValueError: the decoder has read nothing yet.
-        """
+        """Decode one token after a context, which must have been read."""
         if self.token is None:
             raise ValueError("the decoder has read nothing yet: let it read a context first")
         self.read(self.token)
@@ -212,27 +208,17 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Measurements of consecutive tokens of a stream.
+    """Measurements of consecutive tokens of a stream."""
 
-    Attributes:
-        tokens: tokens of the stream up to the end of this stretch.
-        seconds: median time of a token in this stretch.
-        resident: bytes of memory that the process holds at the end of this stretch.
-    """
-
-    tokens: int
-    seconds: float
-    resident: int
+    tokens: int  # of the stream up to the end of this stretch
+    seconds: float  # median time of a token in this stretch
+    resident: int  # bytes of memory that the process holds at the end of this stretch
 
 
 class Pace:
-    """Measures the time and the memory of a stream in stretches of tokens. Call `tick` after each token.
+    """Measures the time and the memory of a stream. Call `tick` after each token.
 
-    Args:
-        every: tokens of a stretch.
-
-    Attributes:
-        stretches: the complete stretches.
+    After every `every` tokens, a stretch is complete and in `stretches`.
     """
 
     def __init__(self, every: int) -> None:
@@ -281,9 +267,6 @@ def peak_memory(run: Callable[[], object]) -> int:
     """Return the peak growth of this process in bytes while `run` runs (Linux).
 
     Memory that the allocator holds from before is used again and is not counted. Measure in a fresh process therefore.
-
-    Raises:
-        FileNotFoundError: there is no /proc.
     """
     before = resident_memory()
     CLEAR.write_text("5")  # resets the peak to the memory held now

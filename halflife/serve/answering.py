@@ -72,11 +72,7 @@ class Answering:
             job.cancelled = True
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield (choice, piece) as the engine emits them, until all jobs have ended.
-
-        Raises:
-            JobFailed: a job has failed.
-        """
+        """Yield (choice, piece) as the engine emits them, until all jobs have ended. Raise `JobFailed` if one fails."""
         while len(self.done) < len(self.jobs):
             first, event = await self._events.get()
             if isinstance(event, Failed):

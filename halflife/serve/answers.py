@@ -16,19 +16,12 @@ REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Form:
-    """The form of the answers to one request.
+    """The form of the answers to one request."""
 
-    Attributes:
-        model: name of the model.
-        tokenizer: of the text.
-        chat: whether the answer is a message of a chat.
-        logprobs: whether log-probabilities are reported.
-    """
-
-    model: str
+    model: str  # its name
     tokenizer: Tokenizer
-    chat: bool
-    logprobs: bool
+    chat: bool  # whether the answer is a message of a chat
+    logprobs: bool  # whether log-probabilities are reported
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 

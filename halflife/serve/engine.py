@@ -241,7 +241,10 @@ class Engine:
     def _portions(self) -> dict[Job, int]:
         """Return how many tokens of each prompt this turn reads. Short prompts leave their share to longer ones."""
         left, portions = self.piece, {}
-        jobs = sorted((job for job in self._reading if job.position < len(job.tokens)), key=_remaining)
+        jobs = sorted(
+            (job for job in self._reading if job.position < len(job.tokens)),
+            key=lambda job: len(job.tokens) - job.position,
+        )
         for i, job in enumerate(jobs):
             share = max(1, left // (len(jobs) - i))
             cut = next(cut for cut in job.cuts if cut > job.position)
@@ -318,10 +321,6 @@ class Engine:
             # Jobs are parts of circles of references, which Python frees late, so a job must hold no state.
             job.state = job.hidden = job.begin = None
             job.emit(Done(len(job.tokens), job.reused, job.written, after, tuple(tokens[-1:])))
-
-
-def _remaining(job: Job) -> int:
-    return len(job.tokens) - job.position
 
 
 def _reason(error: Exception) -> str:

@@ -22,19 +22,12 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 
 @dataclass(frozen=True)
 class Gate:
-    """An ASGI application around another one.
+    """An ASGI application around another one."""
 
-    Attributes:
-        application: the inner application.
-        answers: counts the answers.
-        max_body: most bytes of a request's body.
-        api_key: what `/v1/…` asks for as a bearer token; None for no key.
-    """
-
-    application: Application
-    answers: Answers
-    max_body: int
-    api_key: str | None = None
+    application: Application  # the inner one
+    answers: Answers  # counts the answers
+    max_body: int  # most bytes of a request's body
+    api_key: str | None = None  # what `/v1/…` asks for as a bearer token; None for no key
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Handle a request."""

@@ -60,21 +60,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a job.
+    """The end of a job."""
 
-    Attributes:
-        read: tokens of the prompt.
-        reused: how many of them a stored state stood for.
-        written: tokens of all continuations.
-        after: what the model has read at the end, if the job asks to keep it, or None.
-        unread: tokens of the text that are not yet read.
-    """
-
-    read: int
-    reused: int
-    written: int
-    after: Prefix | None
-    unread: tuple[int, ...]
+    read: int  # tokens of the prompt
+    reused: int  # how many of them a stored state stood for
+    written: int  # tokens of all continuations
+    after: Prefix | None  # what the model has read at the end, if the job asks to keep it
+    unread: tuple[int, ...]  # tokens of the text that are not yet read
 
 
 @dataclass(frozen=True)
@@ -89,23 +81,14 @@ Event = Piece | Done | Failed
 
 @dataclass(eq=False)
 class Job:
-    """A prompt to read, and continuations to write.
+    """A prompt to read, and continuations to write."""
 
-    Attributes:
-        tokens: the prompt. It may be empty if the job begins after other tokens.
-        settings: of the continuations.
-        emit: called by the engine's thread with each event. The last one is `Done` or `Failed`.
-        begin: what a session has read before; None for a prompt from its beginning.
-        keep: whether the end of the job reports what the model has read.
-        cancelled: set by anyone who no longer wants the answer.
-    """
-
-    tokens: Sequence[int]
-    settings: Settings
-    emit: Callable[[Event], None]
-    begin: Prefix | None = None
-    keep: bool = False
-    cancelled: bool = False
+    tokens: Sequence[int]  # the prompt, which may be empty if the job begins after other tokens
+    settings: Settings  # of the continuations
+    emit: Callable[[Event], None]  # called by the engine's thread with each event; the last is `Done` or `Failed`
+    begin: Prefix | None = None  # what a session has read before; None for a prompt from its beginning
+    keep: bool = False  # whether the end of the job reports what the model has read
+    cancelled: bool = False  # set by anyone who no longer wants the answer
     created: float = field(default_factory=time.monotonic)
     # The progress, which belongs to the engine's thread:
     position: int = 0  # tokens of the prompt that are read
@@ -123,14 +106,7 @@ class Job:
 
 
 class Row:
-    """One continuation of a job.
-
-    Args:
-        job: the job, whose prompt is read.
-        choice: index of the continuation.
-        tokenizer: of the text.
-        device: device of the random numbers.
-    """
+    """Continuation number `choice` of a job whose prompt is read. `device` is that of the random numbers."""
 
     def __init__(self, job: Job, choice: int, tokenizer: Tokenizer, device: torch.device) -> None:
         self.job, self.choice, self.eos = job, choice, tokenizer.eos
@@ -144,9 +120,7 @@ class Row:
     def take(self, token: int, logprobs: Tensor | None) -> bool:
         """Add a token, emit the text that it releases, and return whether the continuation has ended.
 
-        Args:
-            token: the token.
-            logprobs: log-probabilities of all tokens `[V]`, if the client asked for them.
+        `logprobs` are the log-probabilities of all tokens `[V]`, if the client asked for them.
         """
         settings = self.job.settings
         self.tokens.append(token)

@@ -25,14 +25,10 @@ class Listener(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Args:
-        host: address of this machine.
-        port: port; 0 for a free one.
+    """Return a socket that listens at an address of this machine. Port 0 takes a free one.
 
     Raises:
-        ValueError: the address cannot be had.
+        ValueError: the address is in use, or is not one of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -20,6 +20,7 @@ from halflife.models.lm import ModelState
 from halflife.models.states import compact, size
 
 BLOCK = 16  # tokens; prompts are compared at multiples of it
+SHORTEST_PREFIX = 2 * BLOCK  # tokens; shorter prefixes are not stored
 REMEMBERED = 1 << 14  # blocks of earlier prompts whose hashes are stored: 3 MB
 
 
@@ -37,12 +38,10 @@ class PrefixCache:
 
     Args:
         capacity: largest number of bytes of all states; 0 turns the cache off.
-        shortest: prefixes with fewer tokens are not stored.
     """
 
-    def __init__(self, capacity: int, shortest: int = 2 * BLOCK) -> None:
-        self.capacity, self.shortest = capacity, shortest
-        self.bytes = 0
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.bytes = capacity, 0
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
@@ -73,7 +72,7 @@ class PrefixCache:
 
     def add(self, tokens: Sequence[int], state: ModelState, hidden: Tensor) -> None:
         """Store the state after `tokens`, and the last hidden state `[D]`."""
-        if len(tokens) < self.shortest or not self.capacity:
+        if len(tokens) < SHORTEST_PREFIX or not self.capacity:
             return
         (key,) = _keys(tokens, [len(tokens)])
         if key in self._entries:

@@ -39,11 +39,7 @@ class Sampling(_Request):
     presence_penalty: Zero = 0
 
     def settings(self, max_tokens: int, logprobs: int | None) -> Settings:
-        """Return the settings of the engine.
-
-        Raises:
-            ValueError: a stop string is empty, or there are too many.
-        """
+        """Return the settings of the engine. Raise ValueError if a stop string is empty, or there are too many."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MAX_STOPS or not all(stops):
             raise ValueError(f"stop must be at most {MAX_STOPS} strings that are not empty")

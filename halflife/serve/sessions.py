@@ -32,13 +32,9 @@ class Session:
     _rest: tuple[int, ...] = ()
 
     def take(self, rest: Sequence[int] = ()) -> None:
-        """Reserve the session for one request.
+        """Reserve the session for one request, or raise `Busy` if another one works on it.
 
-        Args:
-            rest: tokens that stay unread after the request, if its job writes none.
-
-        Raises:
-            Busy: another request works on it.
+        The tokens `rest` stay unread after the request, if its job writes none.
         """
         self.check_free()
         self.busy, self._rest = True, tuple(rest)
@@ -81,11 +77,7 @@ class Sessions:
         return sum(session.bytes for session in self._by_id.values())
 
     def open(self, like: Session | None = None) -> Session:
-        """Open a session, empty or at the place of another one.
-
-        Raises:
-            Crowded: there are too many.
-        """
+        """Open a session, empty or at the place of another one. Raise `Crowded` if there are too many."""
         if len(self) >= self.most:
             raise Crowded(f"there are {self.most} sessions already; delete one")
         self.check_room()
@@ -101,11 +93,7 @@ class Sessions:
             raise Crowded(f"the states of all sessions have more than {self.most_bytes:,} bytes; delete a session")
 
     def get(self, name: str) -> Session:
-        """Return a session.
-
-        Raises:
-            KeyError: there is none of this name.
-        """
+        """Return a session, or raise KeyError if there is none of this name."""
         return self._by_id[name]
 
     def delete(self, name: str) -> None:

@@ -48,6 +48,7 @@ class ToolCalling(TextTask):
     max_calls: int = 30
 
     name = "toolcalling"
+    chance = 1 / 100
     whole_answers = True
     tiers: ClassVar = {
         "easy": {"length": 400, "min_calls": 10, "max_calls": 30},
@@ -61,10 +62,6 @@ class ToolCalling(TextTask):
     @property
     def shortest(self) -> int:
         return len("A3:T7>42;") * self.max_calls + len("?A3:T7=4")
-
-    @property
-    def chance(self) -> float:
-        return 1 / 100
 
     @property
     def shortcut_accuracy(self) -> float:
@@ -117,6 +114,7 @@ class Amnesia(TextTask):
     max_gap: int = 30
 
     name = "amnesia"
+    chance = 1 / len(digits)
     tiers: ClassVar = {
         "cot_easy": {"length": 400, "kind": "cot", "num_variables": 4, "min_gap": 10, "max_gap": 30},
         "cot_hard": {"length": 3000, "kind": "cot", "num_variables": 4, "min_gap": 150, "max_gap": 300},
@@ -137,10 +135,6 @@ class Amnesia(TextTask):
         return len("X=7;") * self.num_variables + self.max_gap + len("?X=")
 
     @property
-    def chance(self) -> float:
-        return 1 / len(digits)
-
-    @property
     def shortcut_accuracy(self) -> float:
         return 1 / self.num_variables
 
@@ -155,15 +149,9 @@ class Amnesia(TextTask):
         taken = slot_mask(most, gap // width)
         rest = table(BLANK) * slot_mask(width, gap % width)
         query = table(*(f"?{x}=" for x in ascii_uppercase))[names.gather(1, asked)]
-        return render(
-            [bindings, steps * taken.unsqueeze(2), rest, query],
-            values.gather(1, asked) + ord("0"),
-            self.length,
-            num_variables=torch.full_like(gap, self.num_variables),
-            depth=asked,
-            gap=gap,
-            decoys=((of == asked) & taken).sum(1),
-        )
+        numbers = {"num_variables": torch.full_like(gap, self.num_variables), "depth": asked, "gap": gap}
+        parts, answer = [bindings, steps * taken.unsqueeze(2), rest, query], values.gather(1, asked) + ord("0")
+        return render(parts, answer, self.length, **numbers, decoys=((of == asked) & taken).sum(1))
 
     def _scratch(self, values: Tensor, names: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the sums for the longest gap, `[N, steps, 6]`, and −1 for each, since a sum names no variable."""

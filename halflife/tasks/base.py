@@ -48,10 +48,11 @@ class TaskBatch:
 class Task:
     """A generator of examples. It is a frozen dataclass of settings, which the constructor checks.
 
-    Subclasses define `sample`, `chance` (the accuracy of a uniform guess among the possible answers) and
-    `shortcut_accuracy` (the accuracy of the best answer that ignores the key).
+    Subclasses define `sample`, `chance` and `shortcut_accuracy`.
 
     Attributes:
+        chance: the accuracy of a uniform guess among the possible answers.
+        shortcut_accuracy: the accuracy of the best answer that ignores the key.
         vocab_size: number of token ids.
         length: T, tokens of an example.
         name: name of the task in `TASKS`.
@@ -64,6 +65,8 @@ class Task:
     vocab_size: int
     length: int
 
+    chance: ClassVar[float]
+    shortcut_accuracy: ClassVar[float]
     name: ClassVar[str]
     whole_answers: ClassVar[bool] = False
     dense: ClassVar[bool] = False
@@ -71,27 +74,13 @@ class Task:
     tiers: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def generate(self, num_examples: int, seed: int) -> TaskBatch:
-        """Return `num_examples` examples, which depend only on the settings and the seed.
-
-        Raises:
-            ValueError: the number of examples is negative.
-        """
+        """Return `num_examples` ≥ 0 examples, which depend only on the settings and the seed."""
         if num_examples < 0:
             raise ValueError(f"num_examples must be 0 or more; got {num_examples}")
         return self.sample(num_examples, torch.Generator().manual_seed(seed))
 
     def sample(self, num_examples: int, draw: torch.Generator) -> TaskBatch:
         """Draw the examples of `generate` with a seeded generator."""
-        raise NotImplementedError
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of a uniform guess among the possible answers."""
-        raise NotImplementedError
-
-    @property
-    def shortcut_accuracy(self) -> float:
-        """Accuracy of the best answer that ignores the key."""
         raise NotImplementedError
 
 
@@ -123,15 +112,9 @@ def with_tier(written: str) -> dict[str, Any]:
 
 
 def stream_seed(split: str, seed: int, index: int = 0) -> int:
-    """Return the seed of one batch of a run. The seeds of different splits come from disjoint ranges.
+    """Return the seed of batch `index` of a run with `seed`: 62 bits, of which the two highest code the split.
 
-    Args:
-        split: "train", "validation" or "test".
-        seed: seed of the run.
-        index: index of the batch.
-
-    Returns:
-        An integer of 62 bits, whose two highest bits code the split.
+    The splits are "train", "validation" and "test". So the seeds of different splits come from disjoint ranges.
     """
     if split not in SPLITS:
         raise unknown("split", split, list(SPLITS))

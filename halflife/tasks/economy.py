@@ -58,6 +58,7 @@ class Economy(TextTask):
     max_gap: int = 0
 
     name = "economy"
+    chance = 1 / HOLDINGS
     tiers: ClassVar = {
         "easy": {"length": 400, "num_agents": 3, "min_steps": 5, "max_steps": 15, "min_gap": 0, "max_gap": 0},
         "hard": {"length": 3000, "num_agents": 6, "min_steps": 40, "max_steps": 100, "min_gap": 200, "max_gap": 400},
@@ -73,10 +74,6 @@ class Economy(TextTask):
     @property
     def shortest(self) -> int:
         return len("A:trade 2 gold B;") * self.max_steps + self.max_gap + len("?A.gold=")
-
-    @property
-    def chance(self) -> float:
-        return 1 / HOLDINGS
 
     @property
     def shortcut_accuracy(self) -> float:

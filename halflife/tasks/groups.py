@@ -88,14 +88,9 @@ class GroupWords(Task):
 
 
 def running_product(words: Tensor, table: Tensor) -> Tensor:
-    """Return the products of the first, the first two, … elements of each row, by a scan of log₂ T gathers.
+    """Return the products of the first, the first two, … elements of each row, `[N, T]`, by a scan of log₂ T gathers.
 
-    Args:
-        words: elements, `[N, T]`.
-        table: multiplication table with ab at row a and column b, `[|G|, |G|]`.
-
-    Returns:
-        The products, `[N, T]`.
+    The elements are `words [N, T]`, and the multiplication `table [|G|, |G|]` has ab at row a and column b.
     """
     # After a step with shift s, position t has the product of the last 2s elements up to t.
     products, shift = words.clone(), 1

@@ -30,24 +30,18 @@ class RecallTask(Task):
     length: int = 64
     num_pairs: int = 4
 
+    chance = 1 / (VALUES[1] - VALUES[0])
+    most_pairs = VALUES[1] - VALUES[0]  # the largest KV for which there are enough keys and values
+
     def __post_init__(self) -> None:
         if not 1 <= self.num_pairs <= self.most_pairs:
             raise ValueError(f"num_pairs must lie between 1 and {self.most_pairs}; got {self.num_pairs}")
         check_sizes(self, self.shortest)
 
     @property
-    def most_pairs(self) -> int:
-        """Largest KV for which there are enough keys and values."""
-        return VALUES[1] - VALUES[0]
-
-    @property
     def shortest(self) -> int:
         """Least length that holds the context and the query."""
         raise NotImplementedError
-
-    @property
-    def chance(self) -> float:
-        return 1 / (VALUES[1] - VALUES[0])
 
     @property
     def shortcut_accuracy(self) -> float:
@@ -78,11 +72,7 @@ class RecallTask(Task):
 
 
 def check_sizes(task: Task, shortest: int) -> None:
-    """Check the vocabulary and the length of a task over 128 token ids.
-
-    Raises:
-        ValueError: the vocabulary does not have 128 ids, or the length is below `shortest`.
-    """
+    """Raise ValueError if the vocabulary of a task does not have 128 ids, or its length is below `shortest`."""
     if task.vocab_size != VOCABULARY:
         raise ValueError(f"task {task.name} has {VOCABULARY} token ids; got vocab_size {task.vocab_size}")
     if task.length < shortest:
@@ -102,14 +92,7 @@ def fillers(rows: int, length: int, draw: torch.Generator) -> Tensor:
 def scatter(inputs: Tensor, blocks: Tensor, span: int, draw: torch.Generator) -> Tensor:
     """Write blocks into the first `span` positions; all orders and all placements without overlap are equally likely.
 
-    Args:
-        inputs: `[N, T]`, changed in place.
-        blocks: M blocks of W tokens, `[N, M, W]`.
-        span: number of positions.
-        draw: random number generator.
-
-    Returns:
-        The position at which each block starts, `[N, M]`.
+    The M blocks of W tokens, `[N, M, W]`, go into `inputs [N, T]` in place. Returns where each block starts, `[N, M]`.
     """
     rows, count, width = blocks.shape
     # A placement is a sequence of blocks and single tokens. It is determined by which of these items are the blocks.

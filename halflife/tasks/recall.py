@@ -168,10 +168,7 @@ class MultiHop(RecallTask):
     """
 
     name = "multihop"
-
-    @property
-    def most_pairs(self) -> int:
-        return (KEYS[1] - KEYS[0]) // 2
+    most_pairs = (KEYS[1] - KEYS[0]) // 2
 
     @property
     def shortest(self) -> int:
@@ -208,15 +205,12 @@ class CommonWord(RecallTask):
     repeats: int = 2
 
     name = "commonword"
+    most_pairs = VALUES[1] - VALUES[0] - 1
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ValueError(f"repeats must be 1 or more; got {self.repeats}")
         super().__post_init__()
-
-    @property
-    def most_pairs(self) -> int:
-        return VALUES[1] - VALUES[0] - 1
 
     @property
     def shortest(self) -> int:

@@ -65,20 +65,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Request:
-    """The inputs from which an example is made.
-
-    Attributes:
-        draw: random number generator.
-        length, count: as in `example`.
-        level: tenth of the haystack that has a needle that is the only answer, 0 to 9.
-        essay: words of the essay.
-    """
+    """The inputs from which an example is made; `length` and `count` as in `example`."""
 
     draw: Random
     length: int
     count: Callable[[str], int]
-    level: int
-    essay: list[str]
+    level: int  # tenth of the haystack that has a needle that is the only answer, 0 to 9
+    essay: list[str]  # words
 
 
 @dataclass(frozen=True)

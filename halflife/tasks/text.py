@@ -50,11 +50,7 @@ class TextTask(Task):
 
 
 def check_range(what: str, low: int, high: int, least: int, most: int | None = None) -> None:
-    """Check the range of a random size.
-
-    Raises:
-        ValueError: least ≤ low ≤ high (≤ most) does not hold.
-    """
+    """Raise ValueError if the range of a random size does not have least ≤ low ≤ high (≤ most)."""
     if not least <= low <= high or (most is not None and high > most):
         end = "" if most is None else f" ≤ {most}"
         raise ValueError(f"{what} need {least} ≤ min ≤ max{end}; got min {low}, max {high}")

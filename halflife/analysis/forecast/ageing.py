@@ -20,21 +20,16 @@ TIMESCALE_NODES = 33  # positions at which PoST's time-scales are computed; betw
 
 @dataclass(frozen=True)
 class SplitState:
-    """A model's state after a beginning and other tokens, split into parts. Each part has one dict a layer.
+    """A model's state after a beginning (K pairs, or the first tokens of a text) and other tokens, split into parts.
 
-    Attributes:
-        seen: the number of other tokens after the beginning.
-        state: the whole state.
-        beginning: what is left of the beginning (K pairs, or the first tokens of a text), tensors `[B, H, K, V]`.
-        others: what the other tokens wrote.
-        older: the part of `others` that was written before the latest reading.
+    Each part has one dict per layer, with tensors `[B, H, K, V]`.
     """
 
-    seen: int
-    state: ModelState
-    beginning: list[State]
-    others: list[State]
-    older: list[State]
+    seen: int  # the number of other tokens after the beginning
+    state: ModelState  # the whole state
+    beginning: list[State]  # what is left of the beginning
+    others: list[State]  # what the other tokens wrote
+    older: list[State]  # the part of `others` that was written before the latest reading
 
 
 def memories(state: State) -> State:

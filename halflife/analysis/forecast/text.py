@@ -25,7 +25,6 @@ from halflife.analysis.forecast.reading import (
     split,
     start,
 )
-from halflife.analysis.foreign.recurrent import RecurrentModel
 from halflife.models import ModelState
 
 FORGOTTEN_SHARE = 0.01  # of the influence at lag 0; below it the beginning counts as forgotten
@@ -99,11 +98,7 @@ def texts_length(beginning: int, longest: int) -> int:
 
 
 class _Text:
-    """Texts `[B, T]` that are read from left to right.
-
-    Attributes:
-        beginning: the first tokens of each text.
-    """
+    """Texts `[B, T]` that are read from left to right, after their `beginning`."""
 
     def __init__(self, ids: Tensor, beginning: int, longest: int) -> None:
         needed = texts_length(beginning, longest)
@@ -131,11 +126,6 @@ def _influence(model: Rememberer, text: _Text, now: SplitState) -> float:
 
 def _divergence(model: Rememberer, ids: Tensor, whole: ModelState, without: ModelState) -> float:
     """KL(p ‖ p′) between the predictions from two states over the same tokens, the mean in nats per token."""
-    p, other = (_logits(model, ids, state).double().log_softmax(-1) for state in (whole, without))
+    ids = ids.to(model.embedding.weight.device)
+    p, other = (model(ids, state)[0].double().log_softmax(-1) for state in (whole, without))
     return (p.exp() * (p - other)).sum(-1).mean().item()
-
-
-def _logits(model: Rememberer, ids: Tensor, state: ModelState) -> Tensor:
-    if isinstance(model, RecurrentModel):
-        return model.model.get_output_embeddings()(model.advance(ids, state)[0])
-    return model(ids.to(model.embedding.weight.device), state)[0]

@@ -16,8 +16,7 @@ import torch
 
 from halflife.analysis.foreign.families import MIXERS
 from halflife.analysis.foreign.model import ForeignModel
-from halflife.data.hub import model_name, no_model
-from halflife.data.tokenizers import TIMEOUT
+from halflife.data.hub import model_name, no_model, unreachable
 from halflife.models.tensor_file import Checkpoint
 
 SHOWN_TENSORS = 3  # missing tensors that one message lists
@@ -90,7 +89,7 @@ def _location(source: str | Path) -> tuple[str, dict[str, Any]]:
     if (found := model_name(source)) is None:
         return str(source), options
     name, options["revision"] = found[0], found[1] or "main"
-    if (reason := _unreachable(name, options["revision"])) is not None:
+    if (reason := unreachable(name, options["revision"])) is not None:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "config.json", revision=options["revision"])
@@ -98,17 +97,6 @@ def _location(source: str | Path) -> tuple[str, dict[str, Any]]:
             raise no_model(source, reason)
         options["local_files_only"] = True
     return name, options
-
-
-def _unreachable(name: str, revision: str) -> str | None:
-    """Return the reason why the hub does not answer about a model, or None if it does."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
-    except Exception as error:  # the HTTP library of the client may raise anything
-        return " ".join(str(error).split())[:200]
-    return None
 
 
 @contextmanager

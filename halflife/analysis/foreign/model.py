@@ -36,14 +36,9 @@ class ForeignConfig:
 
 @dataclass(frozen=True)
 class ForeignMixer:
-    """The modules of one layer that mix tokens.
+    """The modules of one layer that mix tokens."""
 
-    Attributes:
-        kinds: what each of them is, such as "Mamba-2" or "softmax attention". It is empty for a layer without any.
-        decay: the decay of the layer, or None.
-    """
-
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # what each of them is, such as "Mamba-2" or "softmax attention"; empty without any
     decay: MixerDecay | None
 
     @property

@@ -51,9 +51,9 @@ class RecurrentModel(ForeignModel):
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """Return the logits `[B, 1, vocabulary]` after the last token, and the next state."""
+        """Return the logits `[B, T, vocabulary]`, and the next state."""
         hidden, after = self.advance(ids, state)
-        return self.model.get_output_embeddings()(hidden[:, -1:]), after
+        return self.model.get_output_embeddings()(hidden), after
 
     def read_from(
         self, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
