@@ -49,12 +49,19 @@ FORGOTTEN_VALUE = 1e-290  # below it, rounding to denormal numbers would create 
 
 @dataclass(frozen=True)
 class Gates:
-    """The log-decays of one layer on some sequences, in float64 on the CPU."""
+    """The log-decays of one layer on some sequences, in float64 on the CPU.
 
-    layer: int  # its index, from 0
-    g_fast: Tensor  # log-decays of the fast state, or of the only state, `[B, T, H]`
-    g_slow: Tensor | None = None  # those of the slow state, `[B, T, H]`, 0 without a reset; None without GateRank
-    factors: tuple[Tensor, Tensor] | None = None  # Γ and Λ `[B, H, T, T]` of log-linear attention
+    Attributes:
+        layer: the index of the layer, from 0.
+        g_fast: log-decays of the fast state, or of the only state, `[B, T, H]`.
+        g_slow: log-decays of the slow state, `[B, T, H]`, 0 where there is no reset. None without GateRank.
+        factors: Γ and Λ `[B, H, T, T]` of log-linear attention. None for other layers.
+    """
+
+    layer: int
+    g_fast: Tensor
+    g_slow: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
 
     def of(self, sequences: slice) -> Gates:
         """The gates of some of the B sequences."""

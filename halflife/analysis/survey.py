@@ -25,45 +25,26 @@ from halflife.models.timescales import granularity, layer_decays
 
 @dataclass(frozen=True)
 class ModelMeasurement(Record):
-    """The measurements inside one model.
+    """The measurements inside one model."""
 
-    Attributes:
-        model: the model's label.
-        checkpoint: its folder.
-        channels: what a channel of its decay is, see `granularity`.
-        train_length: T in tokens, or None if it is unknown.
-        positions: the positions of the base spectra.
-        layers: the spectra of its layers. It is empty for a model without a decay.
-        operators: the operators of its SKA layers. It is empty without a text.
-        mixers: what mixes the tokens of each of its layers, such as "Gated DeltaNet" or "softmax attention".
-    """
-
-    model: str
-    checkpoint: str
-    channels: str
-    train_length: int | None
-    positions: list[int]
-    layers: list[LayerSpectrum]
-    operators: list[LayerOperators]
-    mixers: list[str]
+    model: str  # its label
+    checkpoint: str  # its folder
+    channels: str  # what a channel of its decay is, see `granularity`
+    train_length: int | None  # T in tokens, or None if it is unknown
+    positions: list[int]  # of the base spectra
+    layers: list[LayerSpectrum]  # empty for a model without a decay
+    operators: list[LayerOperators]  # of its SKA layers; empty without a text
+    mixers: list[str]  # what mixes the tokens of each layer, such as "Gated DeltaNet" or "softmax attention"
 
 
 @dataclass(frozen=True)
 class ModelMeasurements(Record):
-    """The measurements inside several models.
+    """The measurements inside several models."""
 
-    Attributes:
-        text: the files that were read.
-        tokenizer: the name or folder of the tokenizer. None means bytes.
-        length: the length of a sequence that was read, in tokens. None without a text.
-        sequences: the number of sequences that were read.
-        models: one entry for each model.
-    """
-
-    text: list[str]
-    tokenizer: str | None
-    length: int | None
-    sequences: int
+    text: list[str]  # the files that were read
+    tokenizer: str | None  # its name or folder; None means bytes
+    length: int | None  # of a sequence that was read, in tokens; None without a text
+    sequences: int  # the number of sequences that were read
     models: list[ModelMeasurement]
 
 

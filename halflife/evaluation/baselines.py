@@ -99,7 +99,7 @@ class KneserNey:
         return self.probabilities(_ngrams([context + b"\0"], self.order)[-1] + np.arange(256))
 
     def probabilities(self, grams: np.ndarray) -> np.ndarray:
-        """Return p `[N]`, float64, of the last byte of n-grams `[N]`, int64, which are numbers to the base `SYMBOLS`."""
+        """Return p `[N]`, float64, of the last byte of n-grams `[N]`, int64, as numbers to the base `SYMBOLS`."""
         probability = np.full(len(grams), 1 / 256)
         for length, level in enumerate(self._levels, start=1):
             suffix = grams % SYMBOLS**length

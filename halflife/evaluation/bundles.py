@@ -15,11 +15,17 @@ ACC, NORM = "acc", "acc_norm"
 
 @dataclass(frozen=True)
 class Bundle:
-    """A set of tasks."""
+    """A set of tasks.
 
-    source: str  # the paper's table
-    metrics: Mapping[str, str | None]  # task → the metric that enters the average of accuracies, or None
-    lengths: tuple[int, ...] = ()  # in tokens, for tasks that are made at a length
+    Attributes:
+        source: the paper's table.
+        metrics: task → the metric that enters the average of accuracies; None for none.
+        lengths: lengths in tokens, for tasks that are made at a length.
+    """
+
+    source: str
+    metrics: Mapping[str, str | None]
+    lengths: tuple[int, ...] = ()
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -78,11 +78,17 @@ class StateSize:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """The size of one tensor of a layer's state."""
+    """The size of one tensor of a layer's state.
 
-    shape: tuple[int, ...]  # after the first token
-    numbers: StateSize  # number of its elements
-    itemsize: int  # bytes of an element
+    Attributes:
+        shape: shape after the first token.
+        numbers: number of its elements.
+        itemsize: bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    numbers: StateSize
+    itemsize: int
 
     @property
     def bytes(self) -> StateSize:
@@ -91,11 +97,17 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class LayerState:
-    """The size of the state of one kind of layer."""
+    """The size of the state of one kind of layer.
 
-    mixer: str  # its name
-    layers: tuple[int | str, ...]  # indices from 0; "embedding" for the Toeplitz layer after the embedding
-    tensors: dict[str, StateTensor]  # the state's tensors by name, without counters
+    Attributes:
+        mixer: name of the mixer.
+        layers: indices, from 0, of the layers of this kind; "embedding" for the Toeplitz layer after the embedding.
+        tensors: the state's tensors by name, without counters.
+    """
+
+    mixer: str
+    layers: tuple[int | str, ...]
+    tensors: dict[str, StateTensor]
 
     @property
     def bytes(self) -> StateSize:

@@ -208,11 +208,17 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Measurements of consecutive tokens of a stream."""
+    """Measurements of consecutive tokens of a stream.
 
-    tokens: int  # of the stream up to the end of this stretch
-    seconds: float  # median time of a token in this stretch
-    resident: int  # bytes of memory that the process holds at the end of this stretch
+    Attributes:
+        tokens: tokens of the stream up to the end of this stretch.
+        seconds: median time of a token in this stretch.
+        resident: bytes of memory that the process holds at the end of this stretch.
+    """
+
+    tokens: int
+    seconds: float
+    resident: int
 
 
 class Pace:

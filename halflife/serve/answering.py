@@ -16,16 +16,9 @@ class JobFailed(Exception):
 
 
 class Answering:
-    """The jobs of one request.
+    """The jobs of one request, one per prompt. `done` has the ends of the jobs so far.
 
-    Args:
-        engine: runs them.
-        prompts: token ids, one list a job.
-        settings: of all jobs.
-        session: the session that the only job continues; it is released when the job ends.
-
-    Attributes:
-        done: the ends of the jobs so far.
+    A `session` is the one that the only job continues. It is released when the job ends.
 
     Raises:
         Full, Stopping, ValueError: the engine refuses a job.

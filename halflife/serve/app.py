@@ -31,31 +31,17 @@ RETRY = {"Retry-After": "1"}
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes.
+    """What the server takes at most."""
 
-    Attributes:
-        max_input: most tokens of a request's prompts, or that a session reads at once.
-        max_tokens: most tokens of a continuation.
-        max_body: most bytes of a request's body.
-        max_sessions: most sessions.
-        session_bytes: most bytes of all sessions' states.
-    """
-
-    max_input: int = 131_072
-    max_tokens: int = 4096
-    max_body: int = 8 << 20
+    max_input: int = 131_072  # tokens of a request's prompts, or that a session reads at once
+    max_tokens: int = 4096  # of a continuation
+    max_body: int = 8 << 20  # bytes of a request's body
     max_sessions: int = 1024
-    session_bytes: int = 4 << 30
+    session_bytes: int = 4 << 30  # of all sessions' states
 
 
 class Server:
-    """The paths of the server as methods.
-
-    Args:
-        engine: runs the model; its thread must have been started.
-        name: name of the model.
-        limits: what the server takes.
-    """
+    """The paths of the server as methods. The engine's thread must have been started. `name` is the model's."""
 
     def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
         self.engine, self.name, self.limits = engine, name, limits

@@ -17,25 +17,15 @@ from halflife.serve.prefixes import Prefix
 
 @dataclass(frozen=True)
 class Settings:
-    """How a text is continued.
+    """How a text is continued."""
 
-    Attributes:
-        max_tokens: largest number of tokens to write; 0 to read only.
-        temperature: divisor of the logits; 0 takes the likeliest token.
-        top_p: draw only from the likeliest tokens that together have at least this probability.
-        seed: seed of the first continuation's random numbers; the others count on. None means a new one each time.
-        stop: strings that end the text.
-        logprobs: number of likeliest tokens to report with each token; None reports nothing.
-        n: number of continuations.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    n: int = 1
+    max_tokens: int  # largest number of tokens to write; 0 to read only
+    temperature: float = 1.0  # divisor of the logits; 0 takes the likeliest token
+    top_p: float = 1.0  # draw only from the likeliest tokens that together have at least this probability
+    seed: int | None = None  # of the first continuation; the others count on. None means a new one each time
+    stop: tuple[str, ...] = ()  # strings that end the text
+    logprobs: int | None = None  # number of likeliest tokens to report with each token; None reports nothing
+    n: int = 1  # number of continuations
 
 
 @dataclass(frozen=True)

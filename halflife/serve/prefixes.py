@@ -36,8 +36,7 @@ class Prefix:
 class PrefixCache:
     """The states of prefixes by the hash of their tokens. The state used longest ago leaves first.
 
-    Args:
-        capacity: largest number of bytes of all states; 0 turns the cache off.
+    All states have at most `capacity` bytes; 0 turns the cache off.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -57,12 +57,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions.
-
-    Args:
-        most: largest number of sessions.
-        most_bytes: no session is opened or continued while the states have more bytes than this.
-    """
+    """At most `most` sessions. None is opened or continued while the states have more than `most_bytes` bytes."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self.most, self.most_bytes = most, most_bytes

@@ -30,29 +30,17 @@ RECALL_TASKS = ("mqar", "niah")
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared(Record):
-    """A forecast of one model, and the measurement of the same.
+    """A forecast of one model, and the measurement of the same."""
 
-    Attributes:
-        model: the name of the model's configuration.
-        seed: the seed of its training, or None if it is unknown.
-        checkpoint: the folder of the model.
-        train_length: T in tokens.
-        lags: the measured lags L, in tokens.
-        measured: the measured values, one for each lag.
-        forecast_lags: the lags of the forecast, from the window on.
-        forecast: the forecast values, one for each of these lags.
-        fade_lag, fill_lag, energy_lag, energy, heads: see `forecast.reading.Forecast`.
-    """
-
-    model: str
-    seed: int | None
-    checkpoint: str
-    train_length: int
-    lags: list[int]
-    measured: list[float]
-    forecast_lags: list[int]
-    forecast: list[float]
-    fade_lag: float
+    model: str  # the name of its configuration
+    seed: int | None  # of its training, or None if it is unknown
+    checkpoint: str  # its folder
+    train_length: int  # T in tokens
+    lags: list[int]  # the measured lags L, in tokens
+    measured: list[float]  # the measured values, one for each lag
+    forecast_lags: list[int]  # the lags of the forecast, from the window on
+    forecast: list[float]  # the forecast values, one for each of these lags
+    fade_lag: float  # this and the next fields are those of `forecast.reading.Forecast`
     fill_lag: float
     energy_lag: float
     energy: list[float]
@@ -99,22 +87,14 @@ class TextForecast(_Compared):
 
 @dataclass(frozen=True)
 class ModelForecasts(Record):
-    """The forecasts of several models.
+    """The forecasts of several models."""
 
-    Attributes:
-        examples, seed: the number of sequences that were read, and their seed.
-        window: the training lengths that were read for the forecast.
-        models: one entry for each model and recall task.
-        texts: one entry for each model of text.
-        refused: label → the reason why there is no forecast for a model.
-    """
-
-    examples: int
-    seed: int
-    window: int
-    models: list[ModelForecast]
-    texts: list[TextForecast]
-    refused: dict[str, str]
+    examples: int  # the number of sequences that were read
+    seed: int  # of these sequences
+    window: int  # the training lengths that were read for the forecast
+    models: list[ModelForecast]  # one for each model and recall task
+    texts: list[TextForecast]  # one for each model of text
+    refused: dict[str, str]  # label → the reason why there is no forecast for a model
 
 
 def measure_forecasts(
