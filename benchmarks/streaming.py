@@ -13,7 +13,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,13 +25,52 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import timing  # noqa: E402
 
 from halflife import LanguageModel, Session, preset  # noqa: E402
-from halflife.evaluation.throughput import Pace, Stretch  # noqa: E402
+from halflife.evaluation.throughput import now, resident_memory  # noqa: E402
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_layers": 2, "vocab_size": 256}
 MODELS = ("gated_deltanet+gate_rank", "echo", "mamba2+post", "rwkv7")
 GENERATE = "generate() "  # before a model's name: through transformers
 STRETCHES = 10
 MARK = "<!-- streaming -->"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Measurements of consecutive tokens of a stream.
+
+    Attributes:
+        tokens: tokens of the stream up to the end of this stretch.
+        seconds: median time of a token in this stretch.
+        resident: bytes of memory that the process holds at the end of this stretch.
+    """
+
+    tokens: int
+    seconds: float
+    resident: int
+
+
+class Pace:
+    """Measures the time and the memory of a stream. Call `tick` after each token.
+
+    After every `every` tokens, a stretch is complete and in `stretches`.
+    """
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"a stretch has at least 1 token; got every={every}")
+        self.every = every
+        self.stretches: list[Stretch] = []
+        self._times: list[float] = []
+        self._last = now()
+
+    def tick(self) -> None:
+        """Record that a token is done."""
+        self._times.append(now() - self._last)
+        if len(self._times) == self.every:
+            tokens = self.every * (len(self.stretches) + 1)
+            self.stretches.append(Stretch(tokens, median(self._times), resident_memory()))
+            self._times.clear()
+        self._last = now()  # excludes the time that this method takes
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from helpers import assert_raises
 from halflife import LanguageModel, Session, param_groups, preset
 from halflife.cli import main
 from halflife.evaluation import throughput
-from halflife.evaluation.throughput import Decoder, Pace, interleaved, peak_memory, resident_memory, state_bytes
+from halflife.evaluation.throughput import Decoder, interleaved, peak_memory, resident_memory, state_bytes
 from halflife.hf import HalflifeForCausalLM
 from halflife.report.tables.throughput import faster_from
 
@@ -64,8 +64,9 @@ def test_candidates_take_turns_and_medians_count(clock):
         assert calls == ["a", "b"] * rounds
 
 
-def test_pace(clock):
+def test_pace(clock, script):
     """Seven tokens make two stretches of three; time before the first tick counts for the first token."""
+    Pace = script("streaming").Pace
     pace = Pace(3)
     for took in (1.0, 2.0, 6.0, 4.0, 4.0, 1.0, 100.0):
         clock.now += took

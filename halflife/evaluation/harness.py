@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,11 +108,9 @@ class Adapter:
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
         order = sorted(range(len(requests)), key=lambda i: (settings[i], -len(prompts[i])))
-        batches: list[list[int]] = []
-        for i in order:  # rows of a batch share their settings
-            if not batches or len(batches[-1]) == self.batch_size or settings[batches[-1][0]] != settings[i]:
-                batches.append([])
-            batches[-1].append(i)
+        # Rows of a batch share their settings.
+        groups = [list(rows) for _, rows in groupby(order, key=settings.__getitem__)]
+        batches = [rows[at : at + self.batch_size] for rows in groups for at in range(0, len(rows), self.batch_size)]
         texts = [""] * len(requests)
         for batch in track(batches, "texts", disable=not self.show):
             written = self._generate_texts([prompts[i] for i in batch], requests[batch[0]].args[1])

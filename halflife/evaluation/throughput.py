@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -206,45 +205,6 @@ class Decoder:
         self.read(self.token)
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Measurements of consecutive tokens of a stream.
-
-    Attributes:
-        tokens: tokens of the stream up to the end of this stretch.
-        seconds: median time of a token in this stretch.
-        resident: bytes of memory that the process holds at the end of this stretch.
-    """
-
-    tokens: int
-    seconds: float
-    resident: int
-
-
-class Pace:
-    """Measures the time and the memory of a stream. Call `tick` after each token.
-
-    After every `every` tokens, a stretch is complete and in `stretches`.
-    """
-
-    def __init__(self, every: int) -> None:
-        if every < 1:
-            raise ValueError(f"a stretch has at least 1 token; got every={every}")
-        self.every = every
-        self.stretches: list[Stretch] = []
-        self._times: list[float] = []
-        self._last = now()
-
-    def tick(self) -> None:
-        """Record that a token is done."""
-        self._times.append(now() - self._last)
-        if len(self._times) == self.every:
-            tokens = self.every * (len(self.stretches) + 1)
-            self.stretches.append(Stretch(tokens, median(self._times), resident_memory()))
-            self._times.clear()
-        self._last = now()  # excludes the time that this method takes
-
-
 def state_bytes(state: Iterable[Mapping[str, Any]]) -> int:
     """Return the bytes of a state, one mapping for each layer, without counters (integer tensors)."""
     tensors = (x for layer in state for x in layer.values() if isinstance(x, Tensor))
@@ -252,10 +212,7 @@ def state_bytes(state: Iterable[Mapping[str, Any]]) -> int:
 
 
 def resident_memory(field: str = "VmRSS") -> int:
-    """Return the bytes of memory that this process holds (Linux).
-
-    Args:
-        field: "VmRSS" for the memory held now, "VmHWM" for the peak so far.
+    """Return the bytes of memory that this process holds now (field "VmRSS") or held at its peak ("VmHWM"), on Linux.
 
     Raises:
         FileNotFoundError: there is no /proc.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +145,7 @@ class Engine:
     def _run(self) -> None:
         with fast_linears(self.model):
             self._loop()
-        self._fail([*self._waiting, *self._reading, *self._writing()], "the server is stopping")
+        self._fail(self._jobs(), "the server is stopping")
 
     def _loop(self) -> None:
         while True:
@@ -157,7 +157,7 @@ class Engine:
             try:
                 self.turn()
             except Exception as error:  # a fault of this file: nobody waits for ever
-                self._fail([*self._waiting, *self._reading, *self._writing()], _reason(error))
+                self._fail(self._jobs(), _reason(error))
 
     @torch.no_grad()
     def turn(self) -> None:
@@ -167,18 +167,21 @@ class Engine:
         self._read_prompts()
         self._write_tokens()
 
-    def _writing(self) -> set[Job]:
-        return {row.job for group in self._groups for row in group.rows}
+    def _jobs(self) -> set[Job]:
+        """Return all jobs that have not ended."""
+        with self._wake:
+            return {*self._waiting, *self._reading, *(row.job for group in self._groups for row in group.rows)}
 
     def _forget_cancelled(self) -> None:
-        with self._wake:
-            gone = {job for job in [*self._waiting, *self._reading, *self._writing()] if job.cancelled}
+        gone = {job for job in self._jobs() if job.cancelled}
         self.counts.cancelled += len(gone)
-        self._drop(gone)
-        for job in gone:
-            job.emit(Failed("the request was cancelled"))
+        self._end(gone, "the request was cancelled")
 
-    def _drop(self, jobs: set[Job]) -> None:
+    def _fail(self, jobs: set[Job], reason: str) -> None:
+        self.counts.failed += len(jobs)
+        self._end(jobs, reason)
+
+    def _end(self, jobs: set[Job], reason: str) -> None:
         if not jobs:
             return
         with self._wake:
@@ -187,11 +190,6 @@ class Engine:
         for group in self._groups:
             keep(group, [i for i, row in enumerate(group.rows) if row.job not in jobs])
         self._groups = [group for group in self._groups if group.rows]
-
-    def _fail(self, jobs: Iterable[Job], reason: str) -> None:
-        jobs = set(jobs)
-        self.counts.failed += len(jobs)
-        self._drop(jobs)
         for job in jobs:
             job.emit(Failed(reason))
 
@@ -223,7 +221,7 @@ class Engine:
             try:
                 self._read(jobs, count)
             except Exception as error:
-                self._fail(jobs, _reason(error))
+                self._fail(set(jobs), _reason(error))
                 break  # because the next calls may have these jobs too; the others go on at the next turn
         for job in [job for job in self._reading if job.position == len(job.tokens)]:
             self._reading.remove(job)
