@@ -19,10 +19,12 @@ class Packing:
     Attributes:
         batch, length: B and T.
         cu_seqlens: boundaries `[N + 1]` of packed sequences, from 0 to T, or None for rows.
+        num_sequences: N, which is B for rows.
     """
 
     def __init__(self, batch: int, length: int, cu_seqlens: Tensor | None = None) -> None:
         self.batch, self.length, self.cu_seqlens = batch, length, cu_seqlens
+        self.num_sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self._bounds: list[int] | None = None
         self._sequence: Tensor | None = None
 
@@ -67,11 +69,6 @@ class Packing:
         if self.cu_seqlens is None:
             return f"Packing of {self.batch} rows of {self.length} tokens"
         return f"Packing of {self.num_sequences} sequences in {self.length} tokens"
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences N: B, or the number of packed sequences."""
-        return self.batch if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def bounds(self) -> list[int]:

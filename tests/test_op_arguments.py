@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import halflife
 from halflife import ops
 from halflife.models import LanguageModel
-from halflife.ops.arguments import check_number, check_tensor
+from halflife.ops.arguments import check_number
 from halflife.ops.spec import OPS as SPECS
-from halflife.ops.spec import _letter
+from halflife.ops.spec import Shape, _letter
 from halflife.packing import check_integers
 
 EVERY = {**OPS, "gate_rank": ops.gate_rank, "koopman_attention": ops.koopman_attention}
@@ -62,7 +62,7 @@ def test_only_floating_point_numbers(op, dtype):
 def test_only_tensors(convert):
     """The functions that every op calls first. Under pytest the annotations of the ops would refuse a list before."""
     with pytest.raises(TypeError, match=r"v must be a torch\.Tensor; got (list|ndarray)"):
-        check_tensor("v", convert(torch.ones(2)), None)
+        Shape("B").check("v", convert(torch.ones(2)), {}, None)
     with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor of integers; got (list|ndarray)"):
         check_integers("cu_seqlens", convert(torch.tensor([0, 4])))
     assert_raises(ValueError, "cu_seqlens must be integers", check_integers, "cu_seqlens", torch.tensor([False, True]))

@@ -1,4 +1,4 @@
-"""Checks of an op's tensors: their type, dtype and device, and the sign of log-decays."""
+"""Checks of an op's numbers, and of the sign of log-decays."""
 
 from __future__ import annotations
 
@@ -12,30 +12,7 @@ from torch._C._functorch import (  # pyright: ignore[reportMissingModuleSource, 
 )
 from torch.autograd import forward_ad
 
-_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _SEEN: set[tuple[Any, ...]] = set()  # the calls on accelerators whose log-decays have been checked once
-
-
-def check_tensor(name: str, x: Any, device: torch.device | None, dtype: str = "float") -> torch.device:
-    """Check that `x` is a tensor of floating-point numbers on `device` (None: any), and return its device.
-
-    Args:
-        name: name of the argument.
-        x: the argument.
-        device: the device of the tensors before it.
-        dtype: "float", or "any" for every dtype.
-
-    Raises:
-        TypeError: it is no tensor (a list or a numpy array, for example).
-        ValueError: its dtype is no floating-point dtype of at least 16 bits, or the devices differ.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {'None' if x is None else type(x).__name__}")
-    if dtype == "float" and x.dtype not in _DTYPES:
-        raise ValueError(f"{name} must hold floating-point numbers of 16 bits or more; got {x.dtype}")
-    if device is not None and x.device != device:
-        raise ValueError(f"all tensors must be on one device; got {device}, and {name} on {x.device}")
-    return x.device
 
 
 def check_number(name: str, x: Any) -> None:

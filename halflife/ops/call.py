@@ -19,6 +19,7 @@ class Call:
 
     Attributes:
         spec: the op.
+        op: its name.
         tensors: name → tensor, or None where it is absent.
         sizes: letter of `halflife.shapes` → number.
         device: the device of the tensors.
@@ -27,9 +28,14 @@ class Call:
         scale: factor of the output, or None (see `output_scale`).
         chunk_size: tokens a chunk, which implementations may round.
         options: other settings of the op.
+        is_token: whether this is one token of each sequence, as while decoding.
+        output_dtype: dtype of the output, that of v, or of the first tensor in an op without v.
     """
 
-    __slots__ = ("chunk_size", "device", "options", "packing", "scale", "sizes", "spec", "state", "tensors")
+    __slots__ = (
+        "chunk_size", "device", "is_token", "op", "options", "output_dtype", "packing", "scale", "sizes", "spec",
+        "state", "tensors",
+    )  # fmt: skip
 
     def __init__(
         self, spec: Spec, tensors: Mapping[str, Any], sizes: dict[str, int], device: torch.device,
@@ -38,6 +44,9 @@ class Call:
     ) -> None:  # fmt: skip
         self.spec, self.tensors, self.sizes, self.device, self.state = spec, tensors, sizes, device, state
         self.packing, self.scale, self.chunk_size, self.options = packing, scale, chunk_size, options
+        self.op = spec.name
+        self.is_token = sizes["T"] == 1 and packing.cu_seqlens is None
+        self.output_dtype: torch.dtype = (tensors["v"] if "v" in tensors else next(iter(tensors.values()))).dtype
 
     @classmethod
     def of(
@@ -52,8 +61,10 @@ class Call:
         """
         spec = OPS[op]
         sizes, device = spec.check(tensors)
-        check_number("scale", scale)
-        check_chunk_size(chunk_size)
+        if scale is not None:
+            check_number("scale", scale)
+        if type(chunk_size) is not int or chunk_size < 1:
+            check_chunk_size(chunk_size)
         packing = Packing.of(cu_seqlens, sizes["B"], sizes["T"])
         if packing.cu_seqlens is not None:
             packing = packing.on(device)
@@ -79,19 +90,9 @@ class Call:
         )  # fmt: skip
 
     @property
-    def op(self) -> str:
-        """The name of the op."""
-        return self.spec.name
-
-    @property
     def decay(self) -> Tensor | None:
         """The log-decay of the state that tokens are written into: g, or GateRank's g_fast."""
         return self.tensors.get("g_fast", self.tensors.get("g"))
-
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """The dtype of the output: that of v, or of the first tensor in an op without v."""
-        return self.tensors.get("v", next(iter(self.tensors.values()))).dtype
 
     @property
     def output_scale(self) -> float:
@@ -104,27 +105,22 @@ class Call:
         return len(self.spec.state)
 
     @property
-    def is_token(self) -> bool:
-        """Whether this is one token of each sequence, as while decoding."""
-        return self.sizes["T"] == 1 and self.packing.cu_seqlens is None
-
-    @property
     def differentiated(self) -> bool:
         """Whether autograd will ask for a gradient."""
         if not torch.is_grad_enabled():
             return False
-        return any(isinstance(x, Tensor) and x.requires_grad for x in (*self.tensors.values(), *(self.state or ())))
+        return True in [x.requires_grad for x in (*self.tensors.values(), *(self.state or ())) if isinstance(x, Tensor)]
 
     def first_states(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """The states before the first token, in `dtype` (None: the compute dtype)."""
         first = next(iter(self.tensors.values()))
         dtype = compute_dtype(first) if dtype is None else dtype
         if self.state is not None:
-            return tuple(x.to(dtype) if x.is_floating_point() else x.long() for x in self.state)
-        return tuple(
+            return tuple([x.to(dtype) if x.is_floating_point() else x.long() for x in self.state])
+        return tuple([
             first.new_zeros(shape.sizes(self.sizes), dtype=torch.long if shape.dtype == "int" else dtype)
             for shape in self.spec.state.values()
-        )
+        ])  # fmt: skip
 
     def first_state(self, dtype: torch.dtype | None = None) -> Tensor:
         """The state before the first token, `[N, H, K, V]`; those of GateRank above each other, `[N, H, 2K, V]`."""
@@ -133,7 +129,7 @@ class Call:
 
     def widened(self) -> Call:
         """The call in float64 if a state before the first token is float64, so that the state stays so."""
-        if self.state is None or not self.spec.wide or all(x.dtype != torch.float64 for x in self.state):
+        if self.state is None or not self.spec.wide or torch.float64 not in [x.dtype for x in self.state]:
             return self
         if next(iter(self.tensors.values())).dtype == torch.float64:
             return self

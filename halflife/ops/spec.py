@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_tensor
 from halflife.packing import check_integers
 from halflife.registry import Registry
 
 CHANNELS = "KVRP"  # letters of axes that a head cannot be without
+FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,29 @@ class Shape:
 
     def sizes(self, known: Mapping[str, int]) -> tuple[int, ...]:
         """The first shape with the numbers of a call."""
-        return tuple(known[letter] + offset for letter, offset in self.choices[0])
+        return tuple([known[letter] + offset for letter, offset in self.choices[0]])
 
-    def bind(self, name: str, x: Any, known: dict[str, int]) -> None:
-        """Check the axes of `x`, and add the numbers of its letters to `known`; a ValueError says what would fit."""
+    def check(self, name: str, x: Any, known: dict[str, int], device: torch.device | None) -> torch.device:
+        """Check a tensor, add the numbers of its letters to `known`, and return its device.
+
+        Args:
+            name: name of the argument.
+            x: the argument, present.
+            known: letter → number, from the tensors before it.
+            device: the device of the tensors before it, or None.
+
+        Raises:
+            TypeError: it is no tensor (a list or a numpy array, for example).
+            ValueError: its dtype, device or shape does not fit; the message says what would.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {'None' if x is None else type(x).__name__}")
+        if self.dtype == "float" and x.dtype not in FLOATS:
+            raise ValueError(f"{name} must hold floating-point numbers of 16 bits or more; got {x.dtype}")
+        if device is not None and x.device != device:
+            raise ValueError(f"all tensors must be on one device; got {device}, and {name} on {x.device}")
+        if self.number and not x.ndim:
+            return x.device
         shape = x.shape
         for axes in self.choices:
             if self.leading:
@@ -71,7 +90,7 @@ class Shape:
                 if known.setdefault(letter, size - offset) != size - offset:
                     break
             else:
-                return
+                return x.device
         raise ValueError(f"{name} must be {self.describe(known)}; got {list(shape)}")
 
     def describe(self, known: Mapping[str, int]) -> str:
@@ -132,9 +151,7 @@ class Spec:
             x: Any = tensors[name]
             if not isinstance(x, Tensor) and (shape.number or (x is None and shape.optional)):
                 continue
-            device = check_tensor(name, x, device, shape.dtype)
-            if not shape.number or (isinstance(x, Tensor) and x.ndim):
-                shape.bind(name, x, known)
+            device = shape.check(name, x, known, device)
         if 0 in known.values() and any(known.get(letter) == 0 for letter in CHANNELS):
             found = " and ".join(f"{letter} = {known[letter]}" for letter in CHANNELS if letter in known)
             raise ValueError(f"a head needs at least one channel; got {found}")
@@ -155,9 +172,8 @@ class Spec:
         for name, x, shape in zip(names, given, self.state.values(), strict=True):
             if shape.dtype == "int":
                 check_integers(name, x)
-            check_tensor(name, x, device, "any" if shape.dtype == "int" else shape.dtype)
             owner = name if len(names) == 1 else f"initial_state must be ({', '.join(names)}), and {name}"
-            shape.bind(owner, x, known)
+            shape.check(owner, x, known, device)
         return tuple(given)
 
 

@@ -117,10 +117,10 @@ def choose(op: str, backend: str, device: torch.device, call: Any = None) -> Cal
         # The mask takes T² memory and the interpreter minutes, so both run only when asked for by name.
         for name in ORDER:
             known = backends.get(name)
-            if known is None or name == "mask" or _interpreted(name, device):
+            if known is None or name == "mask" or (name == "triton" and device.type != "cuda"):
                 continue
             if known.why_not is None or known.why_not(op, device, call) is None:
-                return _function(known)
+                return known.function if callable(known.function) else _function(known)
     reason = why_not(op, backend, device, call) if backend in backends else "unknown"
     if reason is None:
         return _function(backends[backend])
@@ -155,7 +155,7 @@ def implementation_of(call: Call, backend: str) -> Callable[[Call], Any]:
             if known is None or not known.steps or (name == "native" and call.differentiated):
                 continue
             if known.why_not is None or known.why_not(op, device, call) is None:
-                return _function(known)
+                return known.function if callable(known.function) else _function(known)
         backend = "reference"
     return choose(op, backend, device, call)
 

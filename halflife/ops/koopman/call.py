@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from halflife.ops.arguments import check_chunk_size, check_decay, check_number, check_tensor, is_transformed
+from halflife.ops.arguments import check_chunk_size, check_decay, check_number, is_transformed
 from halflife.ops.koopman.decays import strength_root
 from halflife.ops.koopman.state import KoopmanState
-from halflife.ops.spec import define
+from halflife.ops.spec import Shape, define
 from halflife.packing import Packing
 from halflife.registry import unknown
 
@@ -90,7 +90,7 @@ class KoopmanCall:
         if self.initial_state is not None and not isinstance(self.initial_state, dict):
             raise TypeError(f"initial_state must be the dict that an earlier call returned; got {self.initial_state!r}")
         for name, x in (self.initial_state or {}).items():
-            check_tensor(name, x, k.device, "any" if name == "pending" else "float")
+            Shape("any ..." if name == "pending" else "...").check(name, x, {}, k.device)
         if is_transformed():
             raise ValueError("koopman_attention has no rules for torch.func and forward-mode derivatives")
         if k.device.type == "meta":

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,29 +23,26 @@ _LARGEST = 128  # tokens a chunk
 
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
     """Return the reason why the kernels cannot run `op` on `device` (and this call, if given), or None if they can."""
-    if device.type != "cpu":
-        return f"native kernels run on CPUs, not on {device.type}"
-    if call is not None:
-        dtypes = {x.dtype for name in MATRICES if (x := call.get(name)) is not None}
-        if len(dtypes) > 1 or not dtypes <= DTYPES:
-            return f"native kernels take all matrices in float32 or all in bfloat16; got {names(dtypes)}"
-    return build.why_not()
+    matrices = None if call is None else [call.tensors.get(name) for name in MATRICES]
+    return _why_not(len(MATRICES), op, device, matrices)
 
 
 def why_not_matrices(count: int) -> Callable[..., str | None]:
     """The `why_not` of kernels whose first `count` tensors are matrices in one dtype."""
+    return partial(_why_not, count)
 
-    def why_not(op: str, device: torch.device, tensors: Any = None) -> str | None:
-        if device.type != "cpu":
-            return f"native kernels run on CPUs, not on {device.type}"
-        if tensors is not None:
-            given = [*tensors.tensors.values()] if isinstance(tensors, Call) else tensors
-            dtypes = {x.dtype for x in given[:count] if x is not None}
-            if len(dtypes) > 1 or not dtypes <= DTYPES:
-                return f"native kernels take all matrices in float32 or all in bfloat16; got {names(dtypes)}"
-        return build.why_not()
 
-    return why_not
+def _why_not(count: int, op: str, device: torch.device, tensors: Any = None) -> str | None:
+    if device.type != "cpu":
+        return f"native kernels run on CPUs, not on {device.type}"
+    if tensors is not None:
+        matrices = [*tensors.tensors.values()][:count] if isinstance(tensors, Call) else tensors[:count]
+        first = matrices[0].dtype
+        for x in matrices:
+            if x is not None and (x.dtype != first or first not in DTYPES):
+                found = names({x.dtype for x in matrices if x is not None})
+                return f"native kernels take all matrices in float32 or all in bfloat16; got {found}"
+    return build.why_not()
 
 
 def op(name: str) -> Callable[..., Any]:
@@ -63,9 +61,10 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     build.load()
     initial = call.first_state().contiguous()
     save = call.differentiated
-    q, k, v, a, b = (_dense(call.get(name)) for name in MATRICES)
-    gates = (call.decay, call.get("beta"), call.get("g_slow"))
-    g, beta, g_slow = (None if x is None else _dense(x.float()) for x in gates)
+    given = call.tensors.get
+    q, k, v, a, b = [None if (x := given(name)) is None else _dense(x) for name in MATRICES]
+    gates = (call.decay, given("beta"), given("g_slow"))
+    g, beta, g_slow = [None if x is None else _dense(x.float()) for x in gates]
     inputs = call.op, q, k, v, g, beta, a, b, g_slow, initial
     if call.is_token and not save:
         return torch.ops.halflife.state_step(*inputs, call.output_scale)
@@ -75,9 +74,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     return o, state
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
+def _dense(x: Tensor) -> Tensor:
     """A tensor whose last axis has stride 1; the kernels read all others as they are."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
 def formulas() -> dict[Any, Any]:

@@ -74,7 +74,7 @@ def _norm_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _norm_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     inputs = ctx.saved_tensors  # read once: gradient checkpointing unpacks each tensor a single time
     grads = _ops.norm_backward(dy, *inputs, *ctx.settings)
-    return *(None if x is None else grad for x, grad in zip(inputs, grads, strict=True)), *[None] * 4
+    return *[None if x is None else grad for x, grad in zip(inputs, grads, strict=True)], *[None] * 4
 
 
 _register("norm", _norm, _norm_save, _norm_grad)
