@@ -10,6 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from halflife import decay
+from halflife.analysis.koopman import crossover, state_size
+from halflife.analysis.model_spectrum import coherence
+from halflife.decay import minimax
+from halflife.lab.theory.approximation import random_rates
 from halflife.ops import gate_rank, koopman_attention, linear_attention
 from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
 
@@ -58,18 +62,18 @@ def spectra() -> Figure:
     """Draw the coherence of random and of geometric time-scales, and their errors as approximations of a power law."""
     figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.45))
-    random = approximation.random_rates(16, LENGTH, torch.Generator().manual_seed(3))
-    geometric = approximation.geometric_rates(16, LENGTH)
+    random = random_rates(16, LENGTH, torch.Generator().manual_seed(3))
+    geometric = minimax.geometric_rates(16, LENGTH)
     for axes, name, rates in zip(panels, ("random", "geometric"), (random, geometric), strict=False):
         image = axes.imshow(coherence(rates.log()), cmap="cividis", vmin=0, vmax=1)
         axes.set(title=f"{name} rates", xlabel="channel", xticks=(0, 15), yticks=(0, 15))
         axes.grid(False)
     figure.colorbar(image, ax=panels[:2], location="bottom", shrink=0.5, label="coherence", aspect=30)
     t = torch.linspace(0, math.log(LENGTH), 400, dtype=torch.float64).exp()
-    best = approximation.geometric_rates(16, LENGTH, *approximation.best_endpoints(16, LENGTH))
+    best = minimax.geometric_rates(16, LENGTH, *minimax.best_endpoints(16, LENGTH))
     fits = {"random": random, "geometric, [1/T, 1]": geometric, "geometric, best ends": best}
     for (name, look), rates in zip(model_styles(tuple(fits)).items(), fits.values(), strict=True):
-        result = approximation.fit(rates, LENGTH, continuous=True)
+        result = minimax.fit(rates, LENGTH, continuous=True)
         left = (t**-0.5 - torch.exp(-t.unsqueeze(-1) * rates) @ result.weights).abs()
         panels[2].plot(t, left.clamp(min=1e-12), color=look.color, linestyle=look.linestyle, linewidth=1.2, label=name)
     panels[2].set(xscale="log", yscale="log", xlabel="lag t", ylim=(1e-8, 1e5), title=r"error against $t^{-1/2}$")

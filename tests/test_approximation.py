@@ -9,7 +9,7 @@ from helpers import assert_raises, cases, generator
 from scipy.optimize import linprog
 
 from halflife import decay
-from halflife.decay import minimax as power_law
+from halflife.decay import minimax
 from halflife.lab.theory import approximation as approx
 from halflife.lab.theory import figures as theory_figures
 from halflife.lab.theory.approximation_survey import SPECTRA, error_by_channels, error_by_position, slopes
@@ -42,8 +42,8 @@ SPECTRA_OF_5 = {
     "random": approx.random_rates(5, 300, generator("rates")),
     "random, log-uniform": approx.random_rates(5, 300, generator("rates"), "log-uniform"),
     "linear": approx.linear_rates(5, 0.02),
-    "geometric": approx.geometric_rates(5, 300),
-    "wide": approx.geometric_rates(5, 300, 1e-3, 6),
+    "geometric": minimax.geometric_rates(5, 300),
+    "wide": minimax.geometric_rates(5, 300, 1e-3, 6),
     "one": torch.tensor([0.1], dtype=torch.float64),
 }
 
@@ -53,17 +53,20 @@ SPECTRA_OF_5 = {
 def test_equals_a_linear_program(name, beta):
     rates = SPECTRA_OF_5[name]
     every = torch.arange(1, 301, dtype=torch.float64)
-    assert approx.minimax_error(rates, 300, beta) == pytest.approx(program_of(rates, every, beta), rel=AGREES)
+    assert minimax.minimax_error(rates, 300, beta) == pytest.approx(program_of(rates, every, beta), rel=AGREES)
     dense = torch.logspace(0, math.log10(300), 2000, dtype=torch.float64)
-    found = approx.minimax_error(rates, 300, beta, continuous=True)
+    found = minimax.minimax_error(rates, 300, beta, continuous=True)
     assert found == pytest.approx(program_of(rates, dense, beta), rel=AGREES)
 
 
 @cases(
-    "rates", approx.geometric_rates(16, 1e4), approx.geometric_rates(16, 1e4, 5e-5, 4), approx.linear_rates(16, 0.0056)
+    "rates",
+    minimax.geometric_rates(16, 1e4),
+    minimax.geometric_rates(16, 1e4, 5e-5, 4),
+    approx.linear_rates(16, 0.0056),
 )
 def test_weights_reach_the_error_at_every_integer(rates):
-    found = approx.fit(rates, 1e4)
+    found = minimax.fit(rates, 1e4)
     every = torch.arange(1, 10001, dtype=torch.float64)
     residual = every**-0.5 - torch.exp(-rates * every.unsqueeze(-1)) @ found.weights
     rounding = 4 * 2.2e-16 * float(found.weights.abs().max())
@@ -76,35 +79,35 @@ def test_weights_reach_the_error_at_every_integer(rates):
 
 def test_closed_forms():
     constant = torch.zeros(1, dtype=torch.float64)
-    assert approx.minimax_error(constant, 100, 0.5) == pytest.approx((1 - 100**-0.5) / 2, rel=ROUNDED)
+    assert minimax.minimax_error(constant, 100, 0.5) == pytest.approx((1 - 100**-0.5) / 2, rel=ROUNDED)
     twins = torch.full((3,), 0.1, dtype=torch.float64)
-    found = approx.fit(twins, 50)
+    found = minimax.fit(twins, 50)
     assert found.rank == 1
-    assert found.error == pytest.approx(approx.minimax_error(twins[:1], 50), rel=AGREES)
-    assert approx.minimax_error(approx.geometric_rates(4, 4, 0.3, 3), 4) < 1e-13  # 4 weights and 4 positions
+    assert found.error == pytest.approx(minimax.minimax_error(twins[:1], 50), rel=AGREES)
+    assert minimax.minimax_error(minimax.geometric_rates(4, 4, 0.3, 3), 4) < 1e-13  # 4 weights and 4 positions
     # The best single exponential on {1, 2} has the errors w e^{−r} and w e^{−2r}, equal with opposite signs.
     rate = torch.tensor([0.7], dtype=torch.float64)
     a, b = math.exp(-0.7), math.exp(-1.4)
     expected = 1 - a * (1 + 2**-0.5) / (a + b)
-    assert approx.minimax_error(rate, 2) == pytest.approx(abs(expected), rel=AGREES)
+    assert minimax.minimax_error(rate, 2) == pytest.approx(abs(expected), rel=AGREES)
 
 
 def test_spans_that_float64_cannot_tell_apart():
     """Rounding makes 64 rates dependent. More channels are never worse, and the solver never fails."""
-    few, many = (approx.fit(approx.geometric_rates(n, 1e4, 3e-5, 5), 1e4) for n in (12, 64))
+    few, many = (minimax.fit(minimax.geometric_rates(n, 1e4, 3e-5, 5), 1e4) for n in (12, 64))
     assert many.rank < 64
     assert many.error < 1e-6 * few.error
-    assert approx.minimax_error(approx.linear_rates(64, 1e-4), 1e4) < 0.3
+    assert minimax.minimax_error(approx.linear_rates(64, 1e-4), 1e4) < 0.3
 
 
 @pytest.mark.parametrize(("rates", "length", "beta"), [([-0.1], 10, 0.5), ([0.1], 1, 0.5), ([0.1], 9, 0), ([], 9, 1)])
 def test_what_cannot_be_fitted(rates, length, beta):
-    assert_raises(ValueError, "need rates in", approx.fit, torch.tensor(rates, dtype=torch.float64), length, beta)
+    assert_raises(ValueError, "need rates in", minimax.fit, torch.tensor(rates, dtype=torch.float64), length, beta)
     assert_raises(ValueError, "choose from uniform, log-uniform", approx.random_rates, 3, 10, generator(), "normal")
 
 
 def test_spectra_are_what_they_are_called():
-    rates = approx.geometric_rates(5, 1e4)
+    rates = minimax.geometric_rates(5, 1e4)
     assert rates.log().diff().tolist() == pytest.approx([math.log(10)] * 4)
     assert (rates[0].item(), rates[-1].item()) == pytest.approx((1e-4, 1))
     assert approx.linear_rates(3, 0.5).tolist() == [0.5, 1, 1.5]
@@ -115,7 +118,7 @@ def test_spectra_are_what_they_are_called():
         assert drawn[-1] <= 1
         middle = {"uniform": 0.5, "log-uniform": 1e-3**0.5}[law]
         assert drawn.median().item() == pytest.approx(middle, rel=0.15)
-    assert approx.taper(1).tolist() == [0]
+    assert minimax.taper(1).tolist() == [0]
 
 
 @pytest.mark.parametrize("reference", [1, 64])
@@ -124,38 +127,38 @@ def test_adapted_rates_are_those_of_the_layer(reference, position):
     """PoST in a model starts with the same geometric rates, in float32."""
     own = decay.build("retnet", num_heads=6, head_dim=4, granularity="scalar", layer_idx=0, num_layers=1)
     post = decay.PoST(own, train_length=64, reference_length=reference, endpoints=(0.5, 4.0))
-    rates = approx.adapted_rates(approx.geometric_rates(6, 64, 0.5 / 64, 4), position, reference)
+    rates = approx.adapted_rates(minimax.geometric_rates(6, 64, 0.5 / 64, 4), position, reference)
     # The layer's taper corrects for T. With these ends T is not their ratio, but the taper stays linear in k.
     assert (1 / post.timescales(position)).tolist() == pytest.approx(rates.tolist(), rel=4 * 4.2e-7)
     if reference == 64:
-        assert rates.tolist() == pytest.approx(approx.geometric_rates(6, position, 0.5 / position, 4).tolist())
+        assert rates.tolist() == pytest.approx(minimax.geometric_rates(6, position, 0.5 / position, 4).tolist())
 
 
 def test_known_figures():
     """The statements are checked for T = 1e4, N = 16, β = 0.5 over the interval."""
 
     def error(rates):
-        return approx.minimax_error(rates, 1e4, continuous=True)
+        return minimax.minimax_error(rates, 1e4, continuous=True)
 
-    assert error(approx.geometric_rates(16, 1e4)) == pytest.approx(3e-3, rel=0.3)
+    assert error(minimax.geometric_rates(16, 1e4)) == pytest.approx(3e-3, rel=0.3)
     assert error(approx.linear_rates(16, approx.best_step(16, 1e4, continuous=True))) == pytest.approx(2e-2, rel=0.3)
     draw = generator("known")
     drawn = torch.tensor([[error(approx.random_rates(16, 1e4, draw, law)) for _ in range(15)] for law in approx.LAWS])
     uniform, log_uniform = drawn.median(-1).values.tolist()
     assert uniform == pytest.approx(6e-2, rel=0.3)
     assert log_uniform < 2e-2  # random logarithms are better than the best linear spectrum
-    assert error(approx.geometric_rates(16, 1e4, 5e-5, 4)) == pytest.approx(8e-6, rel=0.3)
+    assert error(minimax.geometric_rates(16, 1e4, 5e-5, 4)) == pytest.approx(8e-6, rel=0.3)
 
 
 def test_best_endpoints_lie_a_little_outside():
-    low, high = approx.best_endpoints(16, 1e4, continuous=True)
-    best = approx.minimax_error(approx.geometric_rates(16, 1e4, low, high), 1e4, continuous=True)
+    low, high = minimax.best_endpoints(16, 1e4, continuous=True)
+    best = minimax.minimax_error(minimax.geometric_rates(16, 1e4, low, high), 1e4, continuous=True)
     assert best == pytest.approx(3.2e-6, rel=0.1)
     assert 0.3 < low * 1e4 < 1
     assert 3 < high < 7
     for a, b in ((2, 1), (0.5, 1), (1, 2), (1, 0.5)):
-        assert approx.minimax_error(approx.geometric_rates(16, 1e4, low * a, high * b), 1e4, continuous=True) > best
-    far = approx.geometric_rates(16, 1e4, 1e-5, 6)
+        assert minimax.minimax_error(minimax.geometric_rates(16, 1e4, low * a, high * b), 1e4, continuous=True) > best
+    far = minimax.geometric_rates(16, 1e4, 1e-5, 6)
     dense = torch.logspace(0, 4, 800, dtype=torch.float64)
     assert program_of(far, dense, 0.5) > 2e-5  # fewer positions give a lower bound
 
@@ -172,7 +175,7 @@ def test_rates_of_convergence():
         assert paper["per_channel"] < 0.4 * best["per_channel"]
         assert best["claimed_per_channel"] == pytest.approx(math.pi**2 / math.log(length))
     assert rows["linear", 1e4]["power"] < 1.2
-    assert approx.minimax_error(approx.linear_rates(32, approx.best_step(32, 100)), 100) < 1e-4 * 32**-0.5
+    assert minimax.minimax_error(approx.linear_rates(32, approx.best_step(32, 100)), 100) < 1e-4 * 32**-0.5
     assert data["errors"]["random"]["10000"][-1] > data["errors"]["linear"]["10000"][-1]
     draw(theory_figures.errors_by_channels(data)).canvas.draw()
 
@@ -210,7 +213,7 @@ def test_static_and_adapted():
 
 
 def test_the_error_as_run_is_that_of_a_linear_program():
-    rates = approx.geometric_rates(6, 500)
+    rates = minimax.geometric_rates(6, 500)
     lags = torch.arange(1, 200)
     errors = error_by_position(6, 500, [200])["errors"]
     for name, reference in (("as run", 500), ("as run, t_ref = 1", 1)):
@@ -219,13 +222,13 @@ def test_the_error_as_run_is_that_of_a_linear_program():
 
 
 def test_best_endpoints_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(power_law, "_FOUND", {})
+    monkeypatch.setattr(minimax, "_FOUND", {})
     cache = tmp_path / "ends.json"
-    ends = approx.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)
-    monkeypatch.setattr(power_law, "descend", None)
+    ends = minimax.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)
+    monkeypatch.setattr(minimax, "descend", None)
     monkeypatch.setattr(approx, "descend", None)
-    assert (approx.best_endpoints(3, 50), approx.best_step(3, 50)) == ends
-    monkeypatch.setattr(power_law, "_FOUND", {})
-    assert (approx.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)) == ends
+    assert (minimax.best_endpoints(3, 50), approx.best_step(3, 50)) == ends
+    monkeypatch.setattr(minimax, "_FOUND", {})
+    assert (minimax.best_endpoints(3, 50, cache=cache), approx.best_step(3, 50, cache=cache)) == ends
     with pytest.raises(TypeError):
-        approx.best_endpoints(3, 50, continuous=True, cache=cache)  # the cache holds the answer to another question
+        minimax.best_endpoints(3, 50, continuous=True, cache=cache)  # the cache holds the answer to another question

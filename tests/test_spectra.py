@@ -7,10 +7,11 @@ import torch
 from helpers import assert_raises, generator
 
 from halflife import decay
+from halflife.decay.minimax import geometric_rates, taper
 from halflife.evaluation.language import octave_means
 from halflife.lab.theory import correlations, spectra
 from halflife.lab.theory import figures as theory_figures
-from halflife.lab.theory.approximation import geometric_rates, linear_rates, taper
+from halflife.lab.theory.approximation import linear_rates
 from halflife.report.figures.matplotlib_renderer import draw
 
 EXACT = 4 * 4.5e-16  # relative, four times the worst measured error, as all multiples of 4 below

@@ -10,8 +10,8 @@ import torch
 from helpers import assert_raises, cases, generator
 
 from halflife.cli import main
+from halflife.decay import minimax
 from halflife.files import read_json, write_json
-from halflife.lab.theory import approximation as approx
 from halflife.lab.theory import correlations, costs, covariances, gradients, normalization, spectra, stationarity
 from halflife.lab.theory.compute import TOPICS, compute, write
 from halflife.lab.theory.figures import FIGURES, draw_all
@@ -111,16 +111,16 @@ def test_a_second_command_keeps_the_other_topics(made, inputs, capsys):
 
 def test_numbers_are_those_of_the_functions(made):
     data = read_json(made / "theory.json")
-    low, high = approx.best_endpoints(3, 60)
+    low, high = minimax.best_endpoints(3, 60)
     errors = data["errors"]
     assert (errors["channels"], errors["lengths"]) == ([2, 3], [20, 60])
     paper, best = (errors["errors"][name]["60"][1] for name in ("geometric on [1/T, 1]", "geometric, best ends"))
-    assert paper == approx.minimax_error(approx.geometric_rates(3, 60), 60)
-    assert best == approx.minimax_error(approx.geometric_rates(3, 60, low, high), 60)
+    assert paper == minimax.minimax_error(minimax.geometric_rates(3, 60), 60)
+    assert best == minimax.minimax_error(minimax.geometric_rates(3, 60, low, high), 60)
     rows = data["ends"]["rows"]
     assert [(row["low"], row["high"]) for row in rows[:3]] == [(1, 1), (0.1, 6), (0.5, 4)]
     assert rows[0]["integers"] == paper
-    assert rows[0]["interval"] == approx.minimax_error(approx.geometric_rates(3, 60), 60, continuous=True)
+    assert rows[0]["interval"] == minimax.minimax_error(minimax.geometric_rates(3, 60), 60, continuous=True)
     assert (rows[3]["low"] / 60, rows[3]["high"]) == pytest.approx((low, high))
     i, j = data["ends"]["low"].index(1), data["ends"]["high"].index(1)
     assert data["ends"]["errors"][i][j] == paper
@@ -182,7 +182,7 @@ def test_bits():
 
 
 def test_energies_at_some_positions_are_those_of_all():
-    rates, tapers = torch.ones(2).double(), approx.taper(2)
+    rates, tapers = torch.ones(2).double(), minimax.taper(2)
     every, some = (spectra.energies(rates, tapers, 50, trials=20, points=points) for points in (None, 9))
     assert some["positions"] == [1, 2, 3, 4, 7, 12, 19, 31, 50]
     at = torch.tensor(some["positions"]) - 1

@@ -9,8 +9,8 @@ from helpers import generator
 from test_spectra import noise
 
 from halflife.analysis.koopman import Operator
+from halflife.decay.minimax import geometric_rates, taper
 from halflife.lab.theory import correlations, spectra
-from halflife.lab.theory.approximation import geometric_rates, taper
 from halflife.lab.theory.normalization import FORMS, energy_at, relative_energies
 from halflife.lab.theory.statements import BOUND, IDENTITY, NUMBER, gate_rank, post, ska, ska_filter, statements
 from halflife.lab.theory.statements.decay import median_decay

@@ -24,23 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halflife.decay.minimax import (
-    Fit,
-    best_endpoints,
-    best_weights,
-    descend,
-    fit,
-    geometric_rates,
-    minimax_error,
-    remembered,
-    taper,
-)
+from halflife.decay.minimax import descend, minimax_error, remembered, taper
 from halflife.shapes import Float
-
-__all__ = [
-    "Fit", "adapted_rates", "best_endpoints", "best_step", "best_weights", "fit", "geometric_rates", "linear_rates",
-    "minimax_error", "random_rates", "taper",
-]  # fmt: skip
 
 LAWS = ("uniform", "log-uniform")
 

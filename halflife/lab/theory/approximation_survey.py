@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.decay.minimax import GRID_POINTS, LEAST_ERROR
-from halflife.lab.theory.approximation import (
-    adapted_rates,
+from halflife.decay.minimax import (
+    GRID_POINTS,
+    LEAST_ERROR,
     best_endpoints,
-    best_step,
     best_weights,
     geometric_rates,
-    linear_rates,
     minimax_error,
-    random_rates,
 )
+from halflife.lab.theory.approximation import adapted_rates, best_step, linear_rates, random_rates
 from halflife.lab.theory.spectra import response_as_run, spread
 
 SPECTRA = ("random", "random, log-uniform", "linear", "geometric on [1/T, 1]", "geometric, best ends")

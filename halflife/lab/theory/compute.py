@@ -15,17 +15,10 @@ from typing import Any
 import torch
 
 from halflife.data.tokenizers import BYTES, check_ids, read_ids
+from halflife.decay.minimax import best_endpoints, geometric_rates, taper
 from halflife.files import RESULT_JSON, THEORY_JSON, read_json, write_json
 from halflife.lab.theory import spectra
-from halflife.lab.theory.approximation import (
-    adapted_rates,
-    best_endpoints,
-    best_step,
-    geometric_rates,
-    linear_rates,
-    random_rates,
-    taper,
-)
+from halflife.lab.theory.approximation import adapted_rates, best_step, linear_rates, random_rates
 from halflife.lab.theory.approximation_survey import error_by_channels, error_by_ends, error_by_position
 from halflife.lab.theory.correlations import bits, octave_information, power_law
 from halflife.lab.theory.costs import cost_table

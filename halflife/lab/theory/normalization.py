@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halflife.lab.theory.approximation import geometric_rates, taper
+from halflife.decay.minimax import geometric_rates, taper
 from halflife.lab.theory.spectra import energy_frozen
 from halflife.shapes import Float
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from halflife.analysis.model_spectrum import coherence
-from halflife.lab.theory.approximation import adapted_rates, taper
+from halflife.decay.minimax import taper
+from halflife.lab.theory.approximation import adapted_rates
 from halflife.lab.theory.koopman_bounds import Bound
 from halflife.shapes import Float, Int
 

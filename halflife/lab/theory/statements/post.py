@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halflife.analysis.model_spectrum import coherence
+from halflife.decay.minimax import geometric_rates, taper
 from halflife.evaluation.memory import layer_states
-from halflife.lab.theory.approximation import adapted_rates, geometric_rates, taper
+from halflife.lab.theory.approximation import adapted_rates
 from halflife.lab.theory.statements.row import BOUND, IDENTITY, NUMBER, error, quotient, row
 from halflife.models import preset
 from halflife.ops import linear_attention
