@@ -90,16 +90,10 @@ def ska_layers(model: Readable) -> list[tuple[int, SKALayer]]:
 def read_from(
     model: LanguageModel | RecurrentModel, ids: Tensor, state: ModelState, starts: Sequence[Sequence[State]]
 ) -> tuple[ModelState, list[list[State]]]:
-    """Read `ids` after `state`, and run each block again from other states over the same inputs.
+    """Read `ids [B, T]` after `state`, and run each block again from other states over the same inputs.
 
-    Args:
-        model: any language model.
-        ids: token ids, `[B, T]`.
-        state: the model's state before them.
-        starts: the other states, a sequence of one state per layer for each repetition.
-
-    Returns:
-        The model's state after `ids`, and for each repetition the state that each block ends in.
+    `starts` has one state per layer for each repetition. Return the model's state after `ids`, and for each repetition
+    the state that each block ends in.
     """
     if isinstance(model, RecurrentModel):
         return model.read_from(ids, state, starts)

@@ -38,12 +38,7 @@ def write_tokens(length: int, lags: Tensor) -> Tensor:
 class RetainedEnergy:
     """Sum up the squared fraction of a token's write that is left at each lag, from a sequence that comes in pieces.
 
-    Args:
-        length: tokens of the sequence.
-        lags: `[L]`, ascending.
-
-    Attributes:
-        total: the mean over tokens and channels, `[L, H]`, once the sequence is complete.
+    The lags `[L]` are ascending. `total` is the mean over tokens and channels, `[L, H]`, once all `length` tokens came.
     """
 
     def __init__(self, length: int, lags: Tensor) -> None:

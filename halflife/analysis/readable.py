@@ -50,9 +50,6 @@ class TextIds:
         length: tokens of a sequence.
         sequences: the number of sequences, evenly spread over the text.
 
-    Attributes:
-        used: name of a tokenizer (None for bytes) → the sequences `[B, T]` that models read.
-
     Raises:
         FileNotFoundError: a file or the tokenizer is missing.
         ValueError: the text is damaged or too short.
@@ -60,7 +57,7 @@ class TextIds:
 
     def __init__(self, files: Sequence[Path], tokenizer: str | None, length: int, sequences: int) -> None:
         self.files, self.tokenizer, self.length, self.sequences = files, tokenizer, length, sequences
-        self.used: dict[str | None, Tensor] = {}
+        self.used: dict[str | None, Tensor] = {}  # tokenizer (None for bytes) → the sequences `[B, T]` for models
         self.first = self._read(tokenizer) if files else None  # errors of the text come before a model is loaded
 
     def ids_for(self, model: Readable, folder: Path) -> tuple[Tensor | None, str | None]:

@@ -49,8 +49,6 @@ class Server:
         self.sessions = Sessions(limits.max_sessions, limits.session_bytes)
         self.answers = metrics.Answers()
 
-    # ------------------------------------------------------------------------------------------------ the server
-
     async def health(self) -> Response:
         """Whether the engine runs."""
         well = self.engine.alive
@@ -76,8 +74,6 @@ class Server:
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
             raise HTTPException(404, f"there is no model {name!r}; this server has {self.name!r}")
-
-    # ------------------------------------------------------------------------------------------------ text
 
     async def completions(self, body: Completion, request: Request) -> Response:
         """Continue texts."""
@@ -173,8 +169,6 @@ class Server:
             answering.cancel()
             self.answers.left += not complete
 
-    # ------------------------------------------------------------------------------------------------ sessions
-
     async def open_session(self, body: Text, request: Request) -> Response:
         """Open a session, which may read a text at once."""
         ids = await self._ids(body.input)
@@ -244,13 +238,9 @@ def _event(data: dict) -> str:
 
 
 def build(engine: Engine, name: str, limits: Limits | None = None, api_key: str | None = None) -> Application:
-    """Return the ASGI application of a server.
+    """Return the ASGI application of a server of the model `name`. The engine is started and closed with it.
 
-    Args:
-        engine: runs the model. It is started with the application and closed with it.
-        name: name of the model.
-        limits: what the server takes.
-        api_key: what clients must send as a bearer token; None for no key.
+    Clients must send `api_key` as a bearer token, if it is not None.
     """
     limits = limits or Limits()
     server = Server(engine, name, limits)

@@ -88,8 +88,6 @@ class Engine:
         self._wake, self._stopping = threading.Condition(), False
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------------------------------ from other threads
-
     def start(self) -> Engine:
         """Start the thread, and return the engine."""
         self._thread = threading.Thread(target=self._run, name="halflife-engine", daemon=True)
@@ -140,9 +138,8 @@ class Engine:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    # ------------------------------------------------------------------------------------------ the engine's thread
-
     def _run(self) -> None:
+        """The engine's thread, which alone calls the methods below."""
         with fast_linears(self.model):
             self._loop()
         self._fail(self._jobs(), "the server is stopping")
@@ -213,8 +210,6 @@ class Engine:
             job.cuts = tuple(sorted({shared, len(job.tokens)}))
             self._reading.append(job)
 
-    # ------------------------------------------------------------------------------------------ prompts
-
     def _read_prompts(self) -> None:
         """Read a piece of the prompts, and begin the continuations of those that are read."""
         for count, jobs in batches(self._portions()):
@@ -261,8 +256,6 @@ class Engine:
             job.hidden, job.position = hidden[i, -1].clone(), job.position + count
             if job.begin is None and job.position in job.cuts:
                 self.prefixes.add(job.tokens[: job.position], job.state, job.hidden)
-
-    # ------------------------------------------------------------------------------------------ continuations
 
     def _write_tokens(self) -> None:
         """Write a token of each continuation, one batch for each form of states."""

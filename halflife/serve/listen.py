@@ -40,10 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
 def listen(application: Application, listening: socket.socket, max_connections: int) -> None:
     """Serve until SIGTERM or Ctrl-C. Then answers that have begun are completed, and the process ends with its signal.
 
-    Args:
-        application: the ASGI application.
-        listening: what `bind` returned.
-        max_connections: further connections get status 503.
+    `listening` is the socket of `bind`. Beyond `max_connections`, connections get status 503.
 
     Raises:
         SystemExit: after SIGTERM, with exit code 143.

@@ -47,20 +47,14 @@ USER_TEXT = "user text"
 class Example:
     """A prompt, and the strings that its continuation must contain.
 
-    Attributes:
-        prompt: the text to read.
-        references: strings; the score is the fraction of them that the continuation contains.
-        new_tokens: number of tokens of the continuation, RULER's number for the task.
-        haystack: kind of text around the answer; "user text" is the user's essay.
-        depth: position, from 0 (start) to 1 (end), of the only needle that is an answer, or None. Examples 0 to 9 have
-            one depth in each tenth, and so do the next ten.
+    Examples 0 to 9 have one depth in each tenth, and so do the next ten.
     """
 
-    prompt: str
-    references: tuple[str, ...]
-    new_tokens: int
-    haystack: str
-    depth: float | None = None
+    prompt: str  # the text to read
+    references: tuple[str, ...]  # the score is the fraction of these strings that the continuation contains
+    new_tokens: int  # number of tokens of the continuation, RULER's number for the task
+    haystack: str  # kind of text around the answer; "user text" is the user's essay
+    depth: float | None = None  # position, from 0 (start) to 1 (end), of the only needle that is an answer
 
 
 @dataclass(frozen=True)
@@ -92,23 +86,14 @@ RULER: Registry[Callable[[Request], Draft]] = Registry("RULER task")
 
 @dataclass(frozen=True)
 class Needles:
-    """A kind of needles in a kind of haystack.
+    """A kind of needles in a kind of haystack."""
 
-    Attributes:
-        haystack: "repeat" (five short sentences, repeated), "needles" (with other keys) or "user text".
-        keys: kind of keys, "words", "numbers" (of seven digits) or "uuids".
-        values: kind of values, as for keys.
-        num_keys: number of keys.
-        num_values: number of values, and of needles, for each key.
-        num_queries: number of keys that are queried.
-    """
-
-    haystack: str
-    keys: str = "words"
-    values: str = "numbers"
+    haystack: str  # "repeat" (five short sentences, repeated), "needles" (with other keys) or "user text"
+    keys: str = "words"  # kind of keys, "words", "numbers" (of seven digits) or "uuids"
+    values: str = "numbers"  # kind of values, as for keys
     num_keys: int = 1
-    num_values: int = 1
-    num_queries: int = 1
+    num_values: int = 1  # number of values, and of needles, for each key
+    num_queries: int = 1  # number of keys that are queried
 
 
 NEEDLES = {

@@ -48,13 +48,9 @@ def subtract(state: State, part: State) -> State:
 
 
 class LayerAgeing:
-    """The memory of one layer at any lag, extrapolated from the state at half the window and at its end.
+    """The memory of one layer at any lag, extrapolated from the states at half the window and at its end.
 
-    Args:
-        model: the model, ours in float64, one of transformers in float32.
-        half: the state at half the window.
-        full: the state at the end of the window.
-        layer: the index of the layer.
+    A model of ours is in float64, one of transformers in float32.
 
     Attributes:
         rates: state → the rate at which rows of the beginning's part fade at the end of the window, `[H, K]`, in

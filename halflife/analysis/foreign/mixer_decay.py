@@ -29,9 +29,6 @@ class MixerDecay(nn.Module):
     The mixer stays as it is. While `observed` is open, a hook on one of its modules, the `source`, calls this module
     with what the source read and returned. `halflife.analysis.capture` takes g from this call, as it takes g from the
     decays of our models. The attributes have the meaning that they have in `halflife.decay.Decay`.
-
-    Args:
-        mixer: a mixer of a registered class.
     """
 
     family: ClassVar[str]

@@ -58,12 +58,9 @@ class ForeignModel:
     """A language model of transformers whose decays are observed while it reads. The model itself stays as it is.
 
     Args:
-        model: any model of transformers with a decoder.
+        model: any model of transformers with a decoder; `blocks` has one entry for each of its layers.
         name: the model's label.
         window: the number of tokens that it reads in one call, at least 4. Its state is carried between calls.
-
-    Attributes:
-        blocks: one entry for each layer of the decoder.
 
     Raises:
         ValueError: the model has no list of layers, or a layer has two decays.
@@ -88,11 +85,9 @@ class ForeignModel:
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, *, progress: Callable[[int], object] | None = None) -> None:
-        """Read a text from its start, window after window, and forget it.
+        """Read ids `[B, T]` from the start of a text, window after window, and forget it.
 
-        Args:
-            ids: token ids, `[B, T]`.
-            progress: is called with the number of tokens of each window after it is read.
+        `progress` is called with the number of tokens of each window after it is read.
         """
         with ExitStack() as hooks:
             for block in self.blocks:

@@ -18,10 +18,8 @@ from halflife.models import ModelState
 class RecurrentModel(ForeignModel):
     """A model of transformers with states as our models have them, in float32.
 
-    The state of a layer is `{"memory": [B, H, K, V], "conv": …, "position": [B]}`.
-
-    Args:
-        foreign: the model. Its weights become float32.
+    The state of a layer is `{"memory": [B, H, K, V], "conv": …, "position": [B]}`. The weights of `foreign` become
+    float32.
 
     Raises:
         ValueError: a layer has another memory than one matrix a head, such as the cache of softmax attention.
