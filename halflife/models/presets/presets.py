@@ -219,16 +219,9 @@ def _second_mixer(written: str, base: str, kinds: list[Options], row: Options, s
 
 
 def preset(
-    name: str,
-    *,
-    hidden_size: int = 256,
-    num_layers: int = 4,
-    vocab_size: int = 256,
-    num_heads: int | None = None,
-    train_length: int = 2048,
-    mixer_options: Options | None = None,
-    **config: Any,
-) -> ModelConfig:
+    name: str, *, hidden_size: int = 256, num_layers: int = 4, vocab_size: int = 256, num_heads: int | None = None,
+    train_length: int = 2048, mixer_options: Options | None = None, **config: Any,
+) -> ModelConfig:  # fmt: skip
     """Return the configuration called `name`.
 
     Args:
