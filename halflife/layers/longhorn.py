@@ -48,7 +48,7 @@ class Longhorn(Mixer):
     Args:
         place, run: groups of options.
         expand: inner width divided by hidden_size.
-        head_dim: V, channels a head; None means expand · hidden_size / H.
+        head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
         step: "head", or "channel", where each channel is one head of the op.
         conv_size: taps of the short convolution.

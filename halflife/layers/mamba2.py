@@ -43,7 +43,7 @@ class Mamba2(HasMemory, Mixer):
     Args:
         place, decay, memory, run: groups of options.
         expand: inner width divided by hidden_size.
-        head_dim: V, channels a head; None means expand · hidden_size / H.
+        head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
         num_groups: number of groups of heads that share B and C; it must divide H.
         conv_size: taps of the short convolution.

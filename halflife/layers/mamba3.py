@@ -65,7 +65,7 @@ class Mamba3(HasMemory, Mixer):
     Args:
         place, decay, memory, run: groups of options.
         expand: inner width divided by hidden_size.
-        head_dim: V, channels a head; None means expand · hidden_size / H.
+        head_dim: V, channels per head; None means expand · hidden_size / H.
         state_size: K, rows of the state ("d_state").
         num_groups: number of groups of heads that share B and C; it must divide H.
         rope_fraction: share of the K channels that is rotated, 0.5 or 1.
@@ -115,7 +115,7 @@ class Mamba3(HasMemory, Mixer):
                 f"{state_size} · {rope_fraction}"
             )
         if rank > 1 and gate_rank is not None:
-            raise ValueError(f"rank must be 1 with GateRank, whose resets are one a token; got {rank}")
+            raise ValueError(f"rank must be 1 with GateRank, which has one reset per token; got {rank}")
         if (gate_rank or {}).get("reset_law", "mask") != "mask":
             raise ValueError("the printed reset law would erase the previous token, which Mamba-3 writes with the next")
         if rate_floor is not None and (rate_floor <= 0 or decay != StepDecay()):

@@ -112,11 +112,11 @@ class SKA(DecayGate):
         lift: "none"; "cg", `clebsch_gordan` ψ of 2 r / 3 numbers; or "cg_projected", Φ ψ of r numbers (r + 1 for odd r)
             with a learned map Φ to r features, which all heads share and which starts orthogonal (Echo, Appendix B.4).
         value_dim: P; None means D / H.
-        beta: whether each token has a strength `β = σ(x W_β)` in the sums, one a head; else it is 1.
+        beta: whether each token has a strength `β = σ(x W_β)` in the sums, one per head; else it is 1.
         power: K of the power filter; 0 is ridge regression, 2 the paper's.
         mix: "learned", one μ a head, "koopman" (μ = 1, the paper's), "ridge" (μ = 0), or "powers", a learned sum over
             the powers from 0 to K, which starts at the first power (see `Readout`).
-        gamma: γ; None means learned in [1, 1.5], one a head.
+        gamma: γ; None means learned in [1, 1.5], one per head.
         conv_size: taps of a short convolution with SiLU on q, k and v; 0 for none. Each has taps of its own, so queries
             that start as keys (`query_init`) equal them before the convolution.
         query_init: "key" or "own". With "key", queries are the keys plus `x W_q`, and W_q starts at zero. One power of

@@ -18,7 +18,7 @@ from halflife.precision import Float32Module
 
 
 class ToeplitzKernel(Float32Module):
-    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel a head, a sum of N exponentials.
+    """`r_n = Σ_i a_i b_i λ_i^n`, one kernel per head, a sum of N exponentials.
 
     The time-scales start between 1 and `longest` tokens, a at 0 and b at 1, so at first earlier tokens have weight 0.
     If a starts with standard deviation 1/N, the sum over earlier tokens is as large as the token itself, and the loss

@@ -44,7 +44,7 @@ def linear_attention(
     Args:
         q, k: queries and keys `[B, T, H, K]`.
         v: values `[B, T, H, V]`.
-        g: log-decay ≤ 0, `[B, T, H]` (one a head) or `[B, T, H, K]` (one a channel). −inf erases the state; None is no
+        g: log-decay ≤ 0, `[B, T, H]` (scalar) or `[B, T, H, K]` (vector). −inf erases the state; None is no
             decay.
         scale: factor of the output; None means `K ** -0.5`.
         initial_state: `[B, H, K, V]`, or `[N, H, K, V]` when packed; None means zeros.

@@ -4,7 +4,7 @@
 
 The token's own pair is in both sums, and the ridge Λ = diag(λ) does not decay. Both sums are states of
 `linear_attention`: a product with all G_t is `linear_attention(x, k, β k, g)`. Conjugate gradients need such products
-alone, so the systems of all tokens are solved together, without one matrix a token. The derivative of a solution is
+alone, so the systems of all tokens are solved together, without one matrix per token. The derivative of a solution is
 another solution with the same matrix.
 
 Koopman attention of power 0 differs in that its ridge is relative to the keys, and its queries do not read their own
@@ -61,7 +61,7 @@ def ridge_attention(
         v: values `[B, T, H, V]`.
         g: log-decay ≤ 0, `[B, T, H]`.
         beta: strength β ≥ 0 of each pair, `[B, T, H]`.
-        ridge: λ > 0, one a head and key channel, `[H, K]`.
+        ridge: λ > 0, one per head and key channel, `[H, K]`.
         iterations: steps of conjugate gradients at most. In exact arithmetic K of them solve a system. The error falls
             by `(√κ − 1)/(√κ + 1)` a step, where κ is at most `1 + tr G / min λ`.
         tolerance: a token's iteration ends when its residual is this small relative to its query, so a token has the

@@ -38,7 +38,7 @@ def angles(position: Tensor, base: float, exponent: Tensor, dtype: torch.dtype) 
     Args:
         position: positions t `[…]`.
         base: base of the geometric frequencies.
-        exponent: exponents `[…]`, one a channel (see `spread`).
+        exponent: exponents `[…]`, one per channel (see `spread`).
         dtype: dtype of the result.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which files of a model's folder are for others, and their upload to the Hugging Face Hub."""
+"""Selects the publishable files of a model's folder, and uploads them to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_name(name: str) -> None:
 
 
 def divide_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the files of a finished model that are for others, and the names in the folder that are not.
+    """Return the publishable files of a finished model, and the names of the other files in its folder.
 
     Raises:
         FileNotFoundError: the folder is missing or holds no model.

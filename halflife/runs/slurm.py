@@ -196,7 +196,7 @@ class _Queue:
             return "stopped", f"Slurm ended the job without a result ({str(error).partition(chr(10))[0]}); see {where}"
 
     def _may_retry(self, job: Job) -> bool:
-        """Whether the run has moved on since its submissions, or has been tried fewer than `RETRIES` times since."""
+        """Whether the job may be resubmitted: its run made progress, or has `RETRIES` attempts left."""
         step, tried = last_step(job.folder), 0
         if (before := self.attempts.get(job.name)) is not None and before[0] == step:
             tried = before[1]

@@ -64,8 +64,8 @@ class Job:
 
 
 Results = dict[Cell, dict[str, Any]]  # the results of the finished cells
-# Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars. The result
-# has the reasons of the jobs that failed, by their labels.
+# Runs the jobs of a sweep. Each job writes into its own folder. The second argument allows progress bars.
+# Returns {job name: error} of the jobs that failed.
 Runner = Callable[[Sequence[Job], bool], dict[str, str]]
 
 

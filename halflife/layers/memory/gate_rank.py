@@ -20,7 +20,7 @@ from halflife.registry import unknown
 
 
 class SlowGate(Float32Module):
-    """`log α_t = −A_slow · relu(conv(f)_t + b)`, one a head, in float32. It is 0 (no reset) where the sum is negative.
+    """`log α_t = −A_slow · relu(conv(f)_t + b)`, one per head, in float32. 0 (no reset) where the sum is negative.
 
     For f of unit variance, conv(f) is initially a standard normal number, and `b = Φ⁻¹(reset_rate)`. `A_slow` starts
     log-uniform in [0.01, 1].
@@ -30,7 +30,7 @@ class SlowGate(Float32Module):
         num_heads: H.
         reset_rate: initial share of tokens that are resets, in (0, 1); 0.5 is a bias of zero.
         conv_size: taps of the causal convolution.
-        gates: "head" for a gate a head, or "layer" for one gate of all heads, `f [B, T, 1]`.
+        gates: "head" for a gate per head, or "layer" for one gate of all heads, `f [B, T, 1]`.
         bias: "after" the convolution, or "before" it, which is conv(f + b), as the paper prints it.
         rate_start: initial A_slow, "log_uniform", or "uniform_1_16" as Mamba-2 has it.
     """

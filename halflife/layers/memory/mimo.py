@@ -55,7 +55,7 @@ class MIMO(Float32Module):
             x: input of the layer `[B, T, D]`.
             q, k: queries and keys `[B, T, R·H, K]`, all heads of the first of the R first.
             v, z: values and gates `[B, T, H, V]`.
-            skip: D, one a head.
+            skip: D, one per head.
             g, step, end: log-decay g, step size Δ and share λ, each `[B, T, H]`.
             state, packing: as in `Mixer.forward`.
             norm: `RMSNorm(y) ⊙ silu(z)` over each head, in the place of `y ⊙ silu(z)`, or None.

@@ -5,7 +5,7 @@ one block serves an op without decay, with scalar or vector decay, and with the 
 
 | member | meaning |
 |---|---|
-| `num_states` | states a head; their rows stand one below the other, `K' = num_states · K` |
+| `num_states` | states per head; their rows stand one below the other, `K' = num_states · K` |
 | `scores(x, y)` | `Σ_K x_i y_j`, decayed from token j to token i, for j ≤ i |
 | `weight_queries(x)` | `[C, K']`, rows x weighted by what is left of the entering state when they read it |
 | `weight_keys(k)` | `[C, K']`, keys weighted by what is left of them when the chunk ends |
@@ -88,7 +88,7 @@ class _OneState:
 
 
 class ScalarDecay(_OneState):
-    """Decays inside the chunks of a block, one rate a head; `g=None` is no decay.
+    """Decays inside the chunks of a block, one rate per head; `g=None` is no decay.
 
     With the inclusive cumulative log-decay `b_t` of a chunk, queries read the entering state with weight `e^{b_t}`,
     `e^{b_C − b_t}` is left of a key when the chunk ends, the state decays by `e^{b_C}`, and key j reaches query i with

@@ -61,7 +61,7 @@ class KoopmanCall:
 
     @property
     def decays(self) -> int:
-        """The number of log-decays a head: 0 without g, 1, or R."""
+        """The number of log-decays per head: 0 without g, 1, or R."""
         return 0 if self.g is None else 1 if self.g.ndim == 3 else self.g.shape[-1]
 
     def with_weights(self, dtype: torch.dtype) -> KoopmanCall:

@@ -7,7 +7,7 @@ The op is the one without decay on these data:
     G = Σ x_s x_sᵀ,   M = Σ x_s x_{s−1}ᵀ,   C = Σ u_s x_sᵀ,   m² = max e^{a_t − a_s} β_s ‖z_s‖²
 
 So `C (G + ε m² I)⁻¹` is a ridge regression whatever the decays are, and σ_max of the whitened M is at most 1. With one
-decay a head, token s has the weight `w_s = β_s e^{A_t − A_s}` in G and C, and a pair has `√(w_s w_{s−1})` in M.
+decay per head, token s has the weight `w_s = β_s e^{A_t − A_s}` in G and C, and a pair has `√(w_s w_{s−1})` in M.
 """
 
 from __future__ import annotations

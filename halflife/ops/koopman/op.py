@@ -5,8 +5,8 @@ Each head has keys z_t and queries q_t in R^r and values v_t in R^P. An operator
     G = Σ z zᵀ,   M = Σ z_t z_{t−1}ᵀ,   C = Σ v zᵀ,   G̃ = G + ε m² I,   m = max ‖z‖
     x = G̃⁻¹ q,   x_K = (γ G̃⁻¹ M)^K x,   y = C ((1 − μ) x + μ x_K)
 
-Token s can fade: G, M and C decay by e^g a token and are written with strength β. Then the sums run over the weighted
-data of `koopman.decays`, with one decay a head
+Token s can fade: G, M and C decay by e^g per token and are written with strength β. Then the sums run over the weighted
+data of `koopman.decays`, with one decay per head
 
     G_t = e^{g_t} G_{t−1} + β_t z_t z_tᵀ,   C_t = e^{g_t} C_{t−1} + β_t v_t z_tᵀ,
     M_t = e^{g_t} M_{t−1} + √(e^{g_t} β_t β_{t−1}) z_t z_{t−1}ᵀ,   m_t² = max(e^{g_t} m_{t−1}², β_t ‖z_t‖²)
@@ -77,9 +77,9 @@ def koopman_attention(
         q: queries `[B, S, H, R]`. S is T in mode "chunk", and may be another number in the other modes.
         k: keys `[B, T, H, R]`.
         v: values `[B, T, H, P]`.
-        gamma, mix: γ and μ, numbers or one a head `[H]`. `mix [K + 1, H]` is a weight of every power,
+        gamma, mix: γ and μ, numbers or one per head `[H]`. `mix [K + 1, H]` is a weight of every power,
             `y = C Σ μ_i x_i` with x_0 = x.
-        g: log-decay ≤ 0, one a head `[B, T, H]` or one a key channel `[B, T, H, R]`; −∞ begins anew, and None is no
+        g: log-decay ≤ 0, one per head `[B, T, H]` or one per key channel `[B, T, H, R]`; −∞ begins anew, and None is no
             decay. A query sees the weights after the last token of the sums that it reads. In modes "prefix" and
             "masked" this is the last token of all. Tokens that a mask leaves out still decay the sums.
         beta: strength β ≥ 0 of each token, `[B, T, H]`; None is 1. Its gradient is 0 where β is 0.
@@ -201,7 +201,7 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
 
 
 def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:
-    """Whether the call is one token that leaves its chunk open, or that is a chunk by itself."""
+    """Whether this is a single decoding step."""
     room = memory.pending_keys.shape[1]
     single = call.k.shape[1] == 1 and call.packing.cu_seqlens is None
     return single and (room == 0 or bool((memory.pending < room).all()))

@@ -21,7 +21,7 @@ class KoopmanReadout:
 
     Attributes:
         ridge: ε.
-        mix: μ as it is given, one a head, `[H, 1, 1]`; one a power and head, `[K + 1, H, 1, 1]`.
+        mix: μ as it is given, one per head, `[H, 1, 1]`; one per power and head, `[K + 1, H, 1, 1]`.
         weights: μ_0, …, μ_K, `[K + 1, H, 1, 1]`. One μ a head stands for `(1 − μ, 0, …, 0, μ)`.
     """
 

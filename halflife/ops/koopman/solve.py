@@ -115,7 +115,7 @@ def add_token(
 ) -> tuple[KoopmanMemory, int]:  # fmt: skip
     """Add one token to the sums, and update the inverse factor with them.
 
-    A rank-one update gives the new inverse factor. With one decay a head, G and m² decay alike, so that `G / m² + ε I`
+    A rank-one update gives the new inverse factor. With one decay per head, G and m² decay alike, so `G / m² + ε I`
     is unchanged before the token enters. Where m² does something else, the factor is computed from the sums instead:
     where the key sets a new m², under "trace", where every key does, with a decay under "paper", where m² does not
     decay, with one decay per channel, and where g has a gradient, since the unit m² is a constant (see

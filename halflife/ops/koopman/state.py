@@ -12,7 +12,7 @@ Users, sessions and checkpoints see a state as a dict of tensors with one row a 
 | `pending_decays` | `[N, S − 1, H, 1 or R]` | log-decays of the pending tokens, in calls with g only |
 | `inverse` | `[N, H, R, R]` | L⁻ᵀ of the operator, after single tokens under `refresh="token"` only |
 
-The first five hold 2r² + Pr + r + 1 numbers a head. `inverse` follows from them; it saves the next token that work.
+The first five hold 2r² + Pr + r + 1 numbers per head. `inverse` follows from them; it saves the next token that work.
 Keys and values are stored times √β.
 """
 
@@ -114,7 +114,7 @@ COMMITTED = (*Sums._fields, "last")  # the entries of a state that describe its 
 
 
 def blank(k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int = 0) -> KoopmanMemory:
-    """The memory before the first token; `decays` is the number of log-decays a head, 0 without decay."""
+    """The memory before the first token; `decays` is the number of log-decays per head, 0 without decay."""
     shapes, dtype = _shapes(k, v, sequences, chunk_size, decays), compute_dtype(k)
     return KoopmanMemory.from_state(
         {name: k.new_zeros(shape, dtype=torch.long if name == "pending" else dtype) for name, shape in shapes.items()}

@@ -190,7 +190,7 @@ class Solved(NamedTuple):
     Attributes:
         x: `(I + L)⁻¹ β V`, `[B, T, H, V]`.
         y: `(I + L)⁻¹ β w K` for the fast state and, in GateRank, for the slow one: `[1 or 2, B, T, H, K]`.
-        inverse: `(I + L)⁻¹`, one row a token `[B, T, H, C]`, or None.
+        inverse: `(I + L)⁻¹`, one row per token `[B, T, H, C]`, or None.
     """
 
     x: Tensor
