@@ -266,7 +266,7 @@ def decoding_table(contexts: list[int], rounds: int) -> Iterator[str]:
             decoder.read(torch.randint(VOCABULARY, (1, context - decoder.position)))()
         seconds = throughput.interleaved(decoders, rounds=rounds)
         speeds[context] = {name: 1 / each for name, each in seconds.items()}
-        sizes[context] = {name: throughput.state_bytes(_layers(decoder.state)) for name, decoder in decoders.items()}
+        sizes[context] = {name: _state_bytes(decoder.state) for name, decoder in decoders.items()}
     yield "Tokens/s of decoding one sequence, a token at a time, after a context (kB of the state or KV cache)."
     yield ""
     yield f"| model | {' | '.join(f'after {context:,}' for context in contexts)} | slowest ÷ fastest |"
@@ -275,6 +275,12 @@ def decoding_table(contexts: list[int], rounds: int) -> Iterator[str]:
         own = [speeds[context][name] for context in contexts]
         cells = [f"{speeds[context][name]:,.0f} ({sizes[context][name] / 1e3:,.0f})" for context in contexts]
         yield f"| {name} | {' | '.join(cells)} | {min(own) / max(own):.2f} |"
+
+
+def _state_bytes(state) -> int:
+    """Return the bytes of a state without counters (integer tensors)."""
+    tensors = (x for layer in _layers(state) for x in layer.values() if isinstance(x, Tensor))
+    return sum(x.nbytes for x in tensors if x.is_floating_point())
 
 
 def _layers(state) -> list[dict]:

@@ -7,7 +7,7 @@ can be compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -203,12 +203,6 @@ class Decoder:
         if self.token is None:
             raise ValueError("the decoder has read nothing yet: let it read a context first")
         self.read(self.token)
-
-
-def state_bytes(state: Iterable[Mapping[str, Any]]) -> int:
-    """Return the bytes of a state, one mapping for each layer, without counters (integer tensors)."""
-    tensors = (x for layer in state for x in layer.values() if isinstance(x, Tensor))
-    return sum(x.nbytes for x in tensors if x.is_floating_point())
 
 
 def resident_memory(field: str = "VmRSS") -> int:

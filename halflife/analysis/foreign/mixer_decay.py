@@ -63,14 +63,9 @@ class MixerDecay(nn.Module):
     @torch.no_grad()
     def at_rest(self) -> Tensor:
         """Return g where the input of the layer is zero, in `shape`."""
-        weight = next(self.source.parameters())
-        x = weight.new_zeros(1, 1, self.width)
+        width = int(getattr(self.source, "in_features", 0)) or int(self.mixer.hidden_size)
+        x = next(self.source.parameters()).new_zeros(1, 1, width)
         return self.forward(x, self.source(x)).view(self.shape)
-
-    @property
-    def width(self) -> int:
-        """The number of channels that the source reads."""
-        return int(getattr(self.source, "in_features", 0)) or int(self.mixer.hidden_size)
 
     def timescales(self, position: float = 1) -> Tensor:
         """Return the tokens in which each channel decays by 1/e at zero input, in `shape`. No position changes them."""
