@@ -15,7 +15,7 @@ from halflife.analysis.model_spectrum import coherence
 from halflife.decay import minimax
 from halflife.lab.theory.approximation import random_rates
 from halflife.ops import gate_rank, koopman_attention, linear_attention
-from halflife.report.style import COLOURS, INK, REFERENCE_LINE, WIDTH, model_styles, styled
+from halflife.report.style import COLOURS, INK, PAGE_WIDTH, REFERENCE_LINE, model_styles, styled
 
 DOCS = Path(__file__).parent
 IMAGES = DOCS / "images"
@@ -26,7 +26,7 @@ LENGTH = 512  # T of training, in the pictures
 @torch.no_grad()
 def decays() -> Figure:
     """Draw what is left after s tokens for four λ, and the initial half-lives of several decay strategies."""
-    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = torch.logspace(0, 4, 200)
     for value, look in model_styles(("0.9", "0.97", "0.99", "0.997")).items():
@@ -60,7 +60,7 @@ def strategy(name: str) -> decay.Decay:
 @styled
 def spectra() -> Figure:
     """Draw the coherence of random and of geometric time-scales, and their errors as approximations of a power law."""
-    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.45))
     random = random_rates(16, LENGTH, torch.Generator().manual_seed(3))
     geometric = minimax.geometric_rates(16, LENGTH)
@@ -84,7 +84,7 @@ def spectra() -> Figure:
 @styled
 def stretching() -> Figure:
     """Draw time-scales of sixteen channels by position, for both reference lengths, and the responses of three."""
-    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.9), layout="constrained")
     panels = figure.subplots(1, 3)
     positions = [2**k for k in range(14)]
     for axes, reference in zip(panels, (1, LENGTH), strict=False):
@@ -121,7 +121,7 @@ def tapered(axes: Axes) -> None:
 @torch.no_grad()
 def gate_rank_reset() -> Figure:
     """Draw what is left of three tokens in one decaying state, and in a fast and a slow state with three resets."""
-    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     length, written, resets = 80, (5, 25, 45), [20, 40, 60]
     k = torch.zeros(3, length, 1, 1)
@@ -145,7 +145,7 @@ def gate_rank_reset() -> Figure:
 @torch.no_grad()
 def koopman() -> Figure:
     """Draw the recall of random pairs by their number for each power, and the size of the state against a KV cache."""
-    figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     pairs = (4, 8, 16, 24, 32, 48, 64)
     names = {"K = 0": 0, "K = 1": 1, "K = 2": 2}

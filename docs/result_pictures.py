@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from halflife.files import read_json
 from halflife.lab.experiments.evidence.post_parts import PARTS
 from halflife.report.intervals import bootstrap
-from halflife.report.style import REFERENCE_LINE, WIDTH, ModelStyle, model_styles, styled
+from halflife.report.style import PAGE_WIDTH, REFERENCE_LINE, ModelStyle, model_styles, styled
 
 LENGTH = 512  # T of the models of text
 
@@ -38,7 +38,7 @@ RECALL_FILES = {base: f"post_parts_{base}.csv" for base in OTHER_BASES} | {"mamb
 def post_parts_text() -> Figure:
     """Draw the perplexity of each part of PoST over that of Mamba-2, by seed, for the last T bytes of T and of 16 T."""
     order = sorted(parts_on_text("mamba2"), key=lambda part: over_base(part, 16 * LENGTH).mean())
-    figure = Figure(figsize=(WIDTH, 5), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     looks = model_styles(("no stretching", "decay and gain stretched", "decay alone stretched"))
     for axes, length, title in zip(panels, (LENGTH, 16 * LENGTH), ("T", "16 T"), strict=True):
@@ -93,7 +93,7 @@ def post_parts() -> Figure:
 def panels_of_parts(parts: Mapping[str, Sequence[str]]) -> tuple[Figure, Sequence[Axes], list[str]]:
     """Return a figure with a panel for each architecture of `parts`, and the parts in the order of their rows."""
     order = [part for part in PARTS if any(part in own for own in parts.values())][::-1]
-    figure = Figure(figsize=(0.3 * len(parts) * WIDTH, 5), layout="constrained")
+    figure = Figure(figsize=(0.3 * len(parts) * PAGE_WIDTH, 5), layout="constrained")
     panels = figure.subplots(1, len(parts), sharex=True, sharey=True)
     for axes, base in zip(panels, parts, strict=True):
         axes.set(title=BASES[base])
@@ -108,7 +108,7 @@ def gate_rank_states() -> Figure:
         "8 needles at 8 T": ("gate_rank_niah.csv", "niah:hard", 256, 8),
         "32 pairs at 4 T": ("gate_rank_mqar.csv", "capacity", 128, 32),
     }
-    figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 2.4), layout="constrained")
     panels = figure.subplots(1, len(tests), sharey=True)
     looks = dict(zip(("mamba2", "gated_deltanet"), model_styles("ab").values(), strict=True))
     rows = [(base, form) for base in looks for form in ("{}", "{}+gate_rank", "{0}@state({0}+gate_rank)")][::-1]
@@ -125,7 +125,7 @@ def gate_rank_states() -> Figure:
 @styled
 def endpoints() -> Figure:
     """Draw recall by length with a quarter of the length in pairs, and with 16 pairs, of three models, by seed."""
-    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 3), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     looks = model_styles(("mamba2", "mamba2+post", "mamba2+post_optimal"))
     for axes, test, lengths in zip(panels, ("capacity", "persist"), ((128, 256, 512), (256, 512)), strict=True):
@@ -149,7 +149,7 @@ def endpoints() -> Figure:
 def speed() -> Figure:
     """Draw the milliseconds of a training step of 65,536 tokens on one H100 by the length of its sequences."""
     data = read_json(RESULTS / "speed_attention.json")
-    figure = Figure(figsize=(WIDTH, 3), layout="constrained")
+    figure = Figure(figsize=(PAGE_WIDTH, 3), layout="constrained")
     axes = figure.subplots()
     looks = model_styles(tuple(row["model"] for row in data["models"]))
     for row, look in zip(data["models"], looks.values(), strict=True):

@@ -252,7 +252,7 @@ def read_with_peak(tmp_path, name, size):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_long_line_takes_little_memory(tmp_path, monkeypatch, name):
     """Measured: 0.80 MiB of memory for 4 MiB of text in pieces of 32 KiB."""
-    for module, constant in ((documents, "PIECE"), (store, "BATCH"), (store, "READ")):
+    for module, constant in ((documents, "PIECE"), (store, "TOKENISE_BYTES"), (store, "HASH_BYTES")):
         monkeypatch.setattr(module, constant, 1 << 15)
     assert read_with_peak(tmp_path, name, 1 << 22) < 4 * 0.80 * (1 << 20)
 
@@ -296,7 +296,7 @@ def test_a_tokenizer_of_hugging_face(words, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ("one two", "three", " ", "two")))
     settings = {"tokenizer": str(words), "fractions": (0.0, 0.0)}
     for batch in (1, 1 << 20):
-        monkeypatch.setattr(store, "BATCH", batch)
+        monkeypatch.setattr(store, "TOKENISE_BYTES", batch)
         corpus = open_corpus(tmp_path / "a.jsonl", tmp_path / str(batch), **settings)
         train = corpus.split("train")
         assert train.files.tokens.dtype == np.uint16

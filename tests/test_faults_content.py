@@ -127,20 +127,6 @@ def test_a_flipped_bit_in_tokens_makes_the_cache_again(tmp_path):
     assert again.split("train").files.tokens.tobytes() == expected
 
 
-def test_a_cache_of_version_0_1_is_read(tmp_path):
-    from halflife.data.store import _checksum
-
-    (tmp_path / "a.txt").write_text("document " * 200)
-    config = CorpusConfig(sources=(tmp_path / "a.txt",), fractions=(0.0, 0.0), cache_dir=tmp_path / "cache")
-    corpus = Corpus.open(config, show=False)
-    index = json.loads((corpus.folder / "index.json").read_text())
-    del index["checksum"]
-    for counts in index["splits"].values():
-        del counts["sha256"]
-    write_json(corpus.folder / "index.json", {**index, "checksum": _checksum(index)})
-    assert Corpus.open(config, show=False).digest == corpus.digest
-
-
 @pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 3])
 def test_shards_lie_in_their_folder(tmp_path, shard):
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": shard}})

@@ -104,7 +104,7 @@ def letters():
 def test_loglikelihoods_are_those_of_the_logits(name, monkeypatch):
     """Contexts are shared or not, of one token or many; pieces cross all boundaries; one continuation is empty."""
     monkeypatch.setattr(batched, "PIECE_TOKENS", 20)
-    monkeypatch.setattr(batched, "LOGITS", 3 * SIZES["vocab_size"])
+    monkeypatch.setattr(batched, "MAX_LOGITS", 3 * SIZES["vocab_size"])
     model, pairs = build(name).double(), []
     with torch.no_grad():
         for length, endings in ((1, (3, 9, 1)), (2, (2,)), (13, (1, 5, 1)), (40, (2, 30))):

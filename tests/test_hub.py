@@ -144,7 +144,7 @@ def test_a_hub_that_does_not_answer(tmp_path, monkeypatch, listens, revision):
     """A connection that is refused or gets no answer gives one line soon; `datasets` itself tries for half a minute."""
     constants = pytest.importorskip("huggingface_hub.constants")
     pytest.importorskip("datasets")
-    monkeypatch.setattr(hub, "TIMEOUT", 0.5)
+    monkeypatch.setattr(hub, "HUB_SECONDS", 0.5)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if listens:

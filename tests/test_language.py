@@ -441,7 +441,7 @@ def test_the_command_trains_and_its_folder_is_a_model_of_transformers(text, tmp_
 
 
 def test_a_sample_begins_with_one_document(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(samples, "PROMPT", 1000)  # longer than any document
+    monkeypatch.setattr(samples, "PROMPT_TOKENS", 1000)  # longer than any document
     corpus = Corpus.open(CorpusConfig(sources=(text,), cache_dir=tmp_path, context=8, fractions=(0.2, 0.0)), show=False)
     documents = {path.read_bytes() for path in text.rglob("*.txt")}
     starts = samples.document_starts(corpus)

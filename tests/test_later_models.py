@@ -289,7 +289,7 @@ def test_longhorns_decay_of_long_keys():
 def test_fox_reads_queries_in_blocks(monkeypatch):
     layer, x = build("fox")
     whole, _ = layer(x)
-    monkeypatch.setattr(fox, "WEIGHTS", 5 * len(x) * layer.num_heads * LENGTH)  # five queries
+    monkeypatch.setattr(fox, "MAX_WEIGHTS", 5 * len(x) * layer.num_heads * LENGTH)  # five queries
     assert_close(layer(x)[0], whole, EXACT)
     bounds = torch.tensor([0, 2, LENGTH])
     assert_close(layer(x[:1], cu_seqlens=bounds)[0][:, 2:], layer(x[:1, 2:])[0], EXACT)

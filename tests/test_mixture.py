@@ -13,7 +13,7 @@ from helpers import assert_raises, cases
 
 from halflife.data.batches import TokenFiles
 from halflife.data.corpus import Corpus, CorpusConfig
-from halflife.data.mixture import PERIOD, Concatenated, MixedBatches, MixedFiles, read_weights, shares
+from halflife.data.mixture import PERIOD_ROWS, Concatenated, MixedBatches, MixedFiles, read_weights, shares
 from halflife.lab.experiments import train
 from halflife.models import LanguageModel
 from halflife.runs.language_run import documents, evaluate
@@ -42,15 +42,15 @@ def rows_of(batches, steps=None):
 @pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (5, 3, 2), (1, 1, 1), (0.001, 0.499, 0.5)])
 @pytest.mark.parametrize("mode", ["packed", "concatenated"])
 def test_each_source_gives_its_share_of_the_rows(files, weights, mode):
-    batches = MixedBatches(MixedFiles(files, weights), 4, CONTEXT, mode=mode, steps=PERIOD // 4)
+    batches = MixedBatches(MixedFiles(files, weights), 4, CONTEXT, mode=mode, steps=PERIOD_ROWS // 4)
     rows = rows_of(batches)
-    assert len(rows) == PERIOD
+    assert len(rows) == PERIOD_ROWS
     expected = shares(weights)
-    assert abs(expected / PERIOD - np.array(weights) / sum(weights)).max() < 1 / PERIOD
+    assert abs(expected / PERIOD_ROWS - np.array(weights) / sum(weights)).max() < 1 / PERIOD_ROWS
     assert [Counter(row[0] // 1000 for row in rows)[i] for i in range(3)] == expected.tolist()
     for n in (10, 50, 333):  # the shares hold early, too
         first = Counter(row[0] // 1000 for row in rows[:n])
-        assert all(abs(first[i] - n * expected[i] / PERIOD) <= 2 for i in range(3))
+        assert all(abs(first[i] - n * expected[i] / PERIOD_ROWS) <= 2 for i in range(3))
     assert all(row == list(range(row[0], row[0] + CONTEXT)) for row in rows)  # a row has tokens of one source
 
 
@@ -153,7 +153,7 @@ def test_a_mixture_is_a_corpus(mixture):
 
 @pytest.mark.parametrize("weights", [(1, 1e-5, 1e-5), (998.5, 0.6, 0.5, 0.4), (1, 1, 1)])
 def test_no_source_is_left_out(weights):
-    assert shares(weights).sum() == PERIOD
+    assert shares(weights).sum() == PERIOD_ROWS
     assert shares(weights).min() >= 1
 
 

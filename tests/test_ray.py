@@ -334,8 +334,8 @@ def test_processes_with_the_mark_of_a_cluster_end_with_its_driver():
 
 
 def test_a_worker_gives_signs_of_life_while_it_computes(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "PULSE", 0.05)
-    monkeypatch.setattr(worker, "BUSY", 0.2)
+    monkeypatch.setattr(worker, "PULSE_S", 0.05)
+    monkeypatch.setattr(worker, "BUSY_SHARE", 0.2)
     one = job(tmp_path)
     silence, began = worker.Silence(0.15), time.monotonic()
     with worker.signs_of_life(tmp_path / worker.WORKER):

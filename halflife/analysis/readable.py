@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from halflife.analysis.foreign.model import ForeignModel
-from halflife.data.tokenizers import BYTES, pieces, read_ids
+from halflife.data.tokenizers import BYTE_VOCABULARY, pieces, read_ids
 from halflife.models import LanguageModel
 from halflife.models.convert import TOKENIZER
 
@@ -88,7 +88,7 @@ class TextIds:
 
 def _tokenizer_of(model: Readable, folder: Path) -> str | None:
     """The tokenizer that belongs to a model of transformers, or None for bytes."""
-    if not isinstance(model, ForeignModel) or model.config.vocab_size == BYTES:
+    if not isinstance(model, ForeignModel) or model.config.vocab_size == BYTE_VOCABULARY:
         return None
     on_hub = not folder.exists()
     return str(folder) if on_hub or any((folder / name).is_file() for name in TOKENIZER) else None

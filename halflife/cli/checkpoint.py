@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # One of these beside the weights is a tokenizer of transformers.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-BYTES = 256
+BYTE_VOCABULARY = 256
 
 
 def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
@@ -60,7 +60,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     else:
         if name is None and (folder / RUN_JSON).is_file() and folder_kind(folder) is FolderKind.TASK_RUN:
             raise ValueError(f"the model in {folder} was trained on a task, whose tokens are numbers and not text")
-        name = name or ("bytes" if vocab_size == BYTES else None)
+        name = name or ("bytes" if vocab_size == BYTE_VOCABULARY else None)
         if name not in tokenizers.OF_BYTES:
             raise ValueError(f"{folder} holds no tokenizer, and the model's {vocab_size} tokens are not bytes")
         tokenizer = tokenizers.load_tokenizer(name)

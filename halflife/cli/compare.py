@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Positional
 
 from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import FAILED, check_resume, resumable, say, take_overrides
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, resumable, say, take_overrides
 from halflife.files import CONFIG_JSON
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Compare:
         for line in lines:
             print(f"halflife: {line}", file=sys.stderr)
         if lines:
-            raise SystemExit(FAILED)
+            raise SystemExit(EXIT_PARTLY_FAILED)
 
     def _create(self) -> Path:
         from halflife.lab.experiments import compare

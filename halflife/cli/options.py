@@ -19,7 +19,7 @@ from halflife.registry import unknown
 
 Command = TypeVar("Command")
 NOT_IN_FILES = ("config", "resume", "trust_data")
-FAILED = 3  # the exit code of a command that has ended its work, of which a part failed or diverged
+EXIT_PARTLY_FAILED = 3  # the exit code of a command that has ended its work, of which a part failed or diverged
 
 
 def read_options(command: Command) -> Command:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halflife.lab.theory.settings import TheorySettings
 
-CELLS = 16_000_000  # channels × length: some topics hold a number for each, at up to 16 times the length
+MAX_CELLS = 16_000_000  # channels × length: some topics hold a number for each, at up to 16 times the length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Theory(TheorySettings):
         ):  # fmt: skip
             if not max(values, default=0) <= largest:
                 raise ValueError(f"--{name} may be at most {largest:,.0f}; got {max(values):,.0f}")
-        if (size := self.channels * self.length) > CELLS:
+        if (size := self.channels * self.length) > MAX_CELLS:
             raise ValueError(
-                f"--channels × --length may be at most {CELLS:,}, or memory would not hold it; got {size:,}"
+                f"--channels × --length may be at most {MAX_CELLS:,}, or memory would not hold it; got {size:,}"
             )

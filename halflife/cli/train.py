@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import FAILED, check_resume, resumable, say, take_overrides
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, resumable, say, take_overrides
 from halflife.extras import require
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
@@ -212,7 +212,7 @@ class Train:
         if rank() == 0:
             print_language_run(result, folder)
             if "diverged" in result:
-                raise SystemExit(FAILED)
+                raise SystemExit(EXIT_PARTLY_FAILED)
 
     def _folder(self) -> Path:
         from halflife.training.config import rank, world_size

@@ -22,7 +22,7 @@ from halflife.data.batches import MODES, Batches, TokenFiles
 from halflife.data.cache import cache_folder
 from halflife.data.documents import PYTHON, find, is_name
 from halflife.data.hub import HubSource, commit_of
-from halflife.data.mixture import PERIOD, MixedBatches, MixedFiles, shares
+from halflife.data.mixture import PERIOD_ROWS, MixedBatches, MixedFiles, shares
 from halflife.data.paths import absolute_tokenizer
 from halflife.data.progress import byte_progress, token_progress
 from halflife.data.splits import SplitSettings
@@ -272,7 +272,7 @@ class Corpus:
         """Open each source as a corpus, with its share of the wanted tokens."""
         parts: list[Corpus] = []
         known = config.files or ((),) * len(config.sources)
-        for source, own, share in zip(config.sources, known, shares(config.weights) / PERIOD, strict=True):
+        for source, own, share in zip(config.sources, known, shares(config.weights) / PERIOD_ROWS, strict=True):
             tokens = None if config.tokens is None else math.ceil(config.tokens * share) + config.context
             one = replace(config, sources=(source,), files=(own,) if own else (), weights=(), tokens=tokens)
             part = Corpus.open(one, show)

@@ -15,7 +15,7 @@ from halflife.extras import missing
 from halflife.files import atomic_path
 
 GRAMMAR = "hf:owner/name[:configuration[:split]][@revision], the split as in train or train[:10000]"
-TIMEOUT = 5  # seconds in which the hub must answer about a data set
+HUB_SECONDS = 5  # seconds in which the hub must answer about a data set
 MODEL_TIMEOUT = 10  # seconds in which it must answer about a model
 _MODEL = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+?)(@(?P<revision>[\w.-]+))?")
 _SOURCE = re.compile(
@@ -132,7 +132,7 @@ def _commit(wanted: HubSource) -> str:
     from huggingface_hub import HfApi
 
     try:
-        return str(HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=TIMEOUT).sha)
+        return str(HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=HUB_SECONDS).sha)
     except Exception as error:  # the HTTP library of the client may raise anything
         raise ConnectionError(
             f"cannot ask the hub about {wanted.name} ({_line(error)}); a cached data set needs no "

@@ -11,7 +11,7 @@ import numpy as np
 from halflife.data.batches import Batches, TokenFiles, permuted
 from halflife.tasks import stream_seed
 
-PERIOD = 1000  # rows after which each source has given its share, rounded to a thousandth
+PERIOD_ROWS = 1000  # rows after which each source has given its share, rounded to a thousandth
 
 
 def read_weights(sources: Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
@@ -44,16 +44,16 @@ def _is_number(text: str) -> bool:
 
 
 def shares(weights: Sequence[float]) -> np.ndarray:
-    """The rows of each source among `PERIOD` rows, at least 1: `[sources]`, int64.
+    """The rows of each source among `PERIOD_ROWS` rows, at least 1: `[sources]`, int64.
 
     Raises:
         ValueError: there are more sources than rows.
     """
-    if len(weights) > PERIOD:
-        raise ValueError(f"at most {PERIOD} sources can be mixed; got {len(weights)}")
-    exact = np.asarray(weights) / np.sum(weights) * PERIOD
+    if len(weights) > PERIOD_ROWS:
+        raise ValueError(f"at most {PERIOD_ROWS} sources can be mixed; got {len(weights)}")
+    exact = np.asarray(weights) / np.sum(weights) * PERIOD_ROWS
     rows = np.maximum(1, np.floor(exact).astype(np.int64))
-    while (missing := PERIOD - rows.sum()) != 0:  # the largest remainders take what rounding has left
+    while (missing := PERIOD_ROWS - rows.sum()) != 0:  # the largest remainders take what rounding has left
         sign = np.sign(missing)
         rows[np.argmax(np.where((sign > 0) | (rows > 1), (exact - rows) * sign, -np.inf))] += sign
     return rows
@@ -105,7 +105,7 @@ class MixedFiles(TokenFiles):
 
 
 class MixedBatches(Batches):
-    """Batches whose rows come from several sources. Of any `PERIOD` rows in order, each source has its share.
+    """Batches whose rows come from several sources. Of any `PERIOD_ROWS` rows in order, each source has its share.
 
     A source that has given all of its rows begins again, in another order. A source without a whole row of `context`
     tokens gives none, and the others share its weight.
@@ -115,7 +115,7 @@ class MixedBatches(Batches):
 
     @cached_property
     def _sources(self) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each row of a period, and how many rows of this source precede it: `[PERIOD]` each."""
+        """The source of each row of a period, and how many rows of this source precede it: `[PERIOD_ROWS]` each."""
         weights = [
             weight if len(part.tokens) >= self.context else 0.0
             for part, weight in zip(self.files.parts, self.files.weights, strict=True)
@@ -131,7 +131,7 @@ class MixedBatches(Batches):
     def starts(self, step: int) -> np.ndarray:
         sources, before = self._sources
         share = self.batch_size // self.world_size
-        cycles, places = np.divmod(step * self.batch_size + self.rank * share + np.arange(share), PERIOD)
+        cycles, places = np.divmod(step * self.batch_size + self.rank * share + np.arange(share), PERIOD_ROWS)
         rows = cycles * self._counts[sources[places]] + before[places]
         pairs = zip(sources[places].tolist(), rows.tolist(), strict=True)
         return np.array([self._start(source, row) for source, row in pairs], dtype=np.int64)

@@ -31,8 +31,8 @@ from halflife.files import naming, read_json, sha256_of, write_json
 from halflife.tasks.base import SPLITS
 
 FORMAT = 1
-READ = 1 << 20  # bytes hashed at a time
-BATCH = 1 << 20  # bytes tokenised at a time, in parallel where the tokenizer can
+HASH_BYTES = 1 << 20  # bytes hashed at a time
+TOKENISE_BYTES = 1 << 20  # bytes tokenised at a time, in parallel where the tokenizer can
 
 
 def digest(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> str:
@@ -45,7 +45,7 @@ def digest(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> 
     for path in files:
         content = hashlib.sha256()
         with path.open("rb") as file:
-            while chunk := file.read(READ):
+            while chunk := file.read(HASH_BYTES):
                 content.update(chunk)
                 advance(len(chunk))
         packed = path.suffix.lower() == ".gz"
@@ -124,12 +124,12 @@ def write(files: Sequence[Path], settings: SplitSettings, plan: Plan, folder: Pa
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in batches of at least `BATCH` bytes."""
+    """Pieces in batches of at least `TOKENISE_BYTES` bytes."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.data)
-        if size >= BATCH:
+        if size >= TOKENISE_BYTES:
             yield batch
             batch, size = [], 0
     if batch:

@@ -20,7 +20,7 @@ from halflife.data.byte_tokenizer import ByteTokenizer, Ids
 from halflife.data.hub import model_name, unreachable
 from halflife.files import read_bytes
 
-BYTES = 256  # vocabulary size of a model of bytes
+BYTE_VOCABULARY = 256  # vocabulary size of a model of bytes
 OF_BYTES = ("bytes", "bytes+eos")  # names of tokenizers whose ids are bytes
 
 
@@ -273,9 +273,9 @@ def check_ids(config: HasVocabulary, ids: Tensor, tokenizer: str | None) -> None
     Raises:
         ValueError: the ids are bytes and the model is not of bytes, or an id lies beyond its vocabulary.
     """
-    if tokenizer in (None, "bytes") and config.vocab_size != BYTES:
+    if tokenizer in (None, "bytes") and config.vocab_size != BYTE_VOCABULARY:
         raise ValueError(
-            f"{config.name} has a vocabulary of {config.vocab_size:,}, and bytes are {BYTES}: "
+            f"{config.name} has a vocabulary of {config.vocab_size:,}, and bytes are {BYTE_VOCABULARY}: "
             "give its tokenizer with --tokenizer NAME_OR_PATH"
         )
     if (largest := int(ids.max())) >= config.vocab_size:

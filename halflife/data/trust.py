@@ -24,7 +24,7 @@ from halflife.files import finite, read_json_object, sync, write_json
 
 SIGNATURE = "signature"  # a key of the JSON object
 VARIABLE = "HALFLIFE_KEY"  # the environment variable with the path of the key
-SIZE = 32  # bytes of the key
+KEY_BYTES = 32  # bytes of the key
 
 
 def sign(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,12 +117,12 @@ def _key() -> bytes:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(SIZE))
+                file.write(secrets.token_bytes(KEY_BYTES))
             sync(Path(temporary))
             with suppress(FileExistsError):  # another process was faster
                 os.link(temporary, path)
         finally:
             os.unlink(temporary)
-    if len(key := path.read_bytes()) != SIZE:
-        raise OSError(f"{path} holds no key of {SIZE} bytes; remove it")
+    if len(key := path.read_bytes()) != KEY_BYTES:
+        raise OSError(f"{path} holds no key of {KEY_BYTES} bytes; remove it")
     return key

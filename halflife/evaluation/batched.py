@@ -19,7 +19,7 @@ from halflife.models.states import select
 Ids = Sequence[int]
 
 PIECE_TOKENS = 1 << 14  # tokens read at once, over all rows of a batch
-LOGITS = 1 << 26  # logits computed at once: 256 MiB of float32
+MAX_LOGITS = 1 << 26  # logits computed at once: 256 MiB of float32
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def _score(model: LanguageModel, pairs: Sequence[tuple[Ids, Ids]]) -> list[tuple
     inputs = [[*context[-1:], *continuation][:-1] for context, continuation in pairs]
     for columns, hidden, _ in _read_in_pieces(model, inputs, state):
         row, column = scored[:, columns].nonzero(as_tuple=True)
-        for part in torch.arange(len(row)).split(max(1, LOGITS // model.config.vocab_size)):
+        for part in torch.arange(len(row)).split(max(1, MAX_LOGITS // model.config.vocab_size)):
             logits = model.logits(hidden[row[part], column[part]]).float()
             target = targets[:, columns][row[part], column[part]].to(logits.device)
             losses = F.cross_entropy(logits, target, reduction="none").double()

@@ -15,7 +15,7 @@ from halflife.layers.options import Place
 from halflife.layers.parts import DecayProjection
 from halflife.precision import compute_dtype
 
-WEIGHTS = 1 << 25  # weights of the softmax in memory at once, over all rows and heads
+MAX_WEIGHTS = 1 << 25  # weights of the softmax in memory at once, over all rows and heads
 
 
 @LAYERS.add("fox")
@@ -48,7 +48,7 @@ class ForgettingAttention(Attention):
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         if at is None:
             at = torch.arange(length, device=q.device).expand(len(q), -1)
-        at_once = max(1, WEIGHTS // max(1, total.numel()))
+        at_once = max(1, MAX_WEIGHTS // max(1, total.numel()))
         read = []
         for start in range(0, max(length, 1), at_once):
             rows = slice(start, start + at_once)

@@ -19,7 +19,7 @@ from halflife.ops.linear import fast_linears
 
 FORMAT = 1  # increased when older files can no longer be read
 RECURRENT = ("memory", "slow")  # names of the states that ops carry from token to token
-BYTES = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
+BYTE_VOCABULARY = 256  # without a tokenizer, a vocabulary of this size means that tokens are bytes
 NOT_FINITE = "the logits of the model are not finite, as after a divergence in training"
 
 
@@ -96,7 +96,7 @@ class Session:
     def _ids(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
         size, device = self.model.config.vocab_size, self.model.embedding.weight.device
         if isinstance(tokens, str):
-            if self.encode is None and size != BYTES:
+            if self.encode is None and size != BYTE_VOCABULARY:
                 raise ValueError(
                     f"text needs a tokenizer's encode: the vocabulary has {size} tokens, so they are not bytes"
                 )
@@ -185,7 +185,7 @@ class Session:
             ValueError: as in `sample`, an empty text in `stop`, or the tokens are not bytes and there is no `decode`.
             TypeError: `stop` has something other than tokens and texts.
         """
-        if self.decode is None and self.model.config.vocab_size != BYTES:
+        if self.decode is None and self.model.config.vocab_size != BYTE_VOCABULARY:
             raise ValueError(
                 f"text needs a tokenizer's decode: the vocabulary has {self.model.config.vocab_size} tokens"
             )

@@ -23,7 +23,7 @@ LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0
 # A single hue whose lightness alone carries the value, for grey print and colour-blind readers.
 HEAT_COLOURS: Colormap = LinearSegmentedColormap.from_list("recall", ["#eef4f9", "#56a0cf", "#08306b"])
 REFERENCE_LINE: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (5, 3)), "alpha": 0.7}
-WIDTH = 7.2  # inches, the width of a printed page
+PAGE_WIDTH = 7.2  # inches, the width of a printed page
 
 STYLE = {
     "font.size": 9, "axes.titlesize": 9,

@@ -14,8 +14,8 @@ from halflife.models import checkpoint
 from halflife.models.session import Session
 from halflife.runs.folder import SAMPLES_TXT
 
-LENGTH, TEMPERATURE = 400, 0.8  # tokens of a continuation, and the temperature of sampling
-PROMPT = 200  # tokens of a prompt from a document
+SAMPLE_TOKENS, TEMPERATURE = 400, 0.8  # tokens of a continuation, and the temperature of sampling
+PROMPT_TOKENS = 200  # tokens of a prompt from a document
 
 
 def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> Path:
@@ -34,7 +34,7 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> 
         stop = () if tokenizer.eos is None else (tokenizer.eos,)
         generator = torch.Generator().manual_seed(i)
         pieces = session.feed(torch.from_numpy(ids)).write(
-            LENGTH, stop=stop, temperature=TEMPERATURE, generator=generator
+            SAMPLE_TOKENS, stop=stop, temperature=TEMPERATURE, generator=generator
         )
         text.append(f"{tokenizer.decode(ids)}⟨here the model begins⟩{''.join(pieces)}\n")
     rule = "-" * 80
@@ -44,7 +44,7 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> 
 
 
 def document_starts(corpus: Corpus) -> list:
-    """The first `PROMPT` tokens of up to three validation documents."""
+    """The first `PROMPT_TOKENS` tokens of up to three validation documents."""
     files = corpus.split("validation").files
     ends = pairwise(files.offsets[:4].tolist())
-    return [files.tokens[start : min(end, start + PROMPT)].astype("int64") for start, end in ends]
+    return [files.tokens[start : min(end, start + PROMPT_TOKENS)].astype("int64") for start, end in ends]

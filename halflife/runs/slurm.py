@@ -30,8 +30,8 @@ from halflife.runs.worker import run_job_in_worker
 from halflife.training.fit import StoppedBySignal
 
 JOB_ID = ".slurm"  # in the folder of a run that was submitted: the number of its job
-CHECK = 60.0  # seconds between questions to Slurm about jobs that have no result yet
-ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING", "COMPLETING")
+CHECK_SECONDS = 60.0  # seconds between questions to Slurm about jobs that have no result yet
+ACTIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING", "COMPLETING")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Queue:
                 for job in jobs:
                     self.handles[job.name] = self._attach(job) or self._submit(job)
                 while waiting:
-                    ask = time.monotonic() - asked > CHECK
+                    ask = time.monotonic() - asked > CHECK_SECONDS
                     asked = time.monotonic() if ask else asked
                     for job in [job for name, job in waiting.items() if self.handles[name].done(force_check=ask)]:
                         kind, value = self._collect(job)
@@ -176,7 +176,7 @@ class _Queue:
             number = (job.folder / JOB_ID).read_text(encoding="utf-8").strip()
             handle = _submitit().SlurmJob(folder=self.executor.folder, job_id=number, tasks=[0])
             state = handle.watcher.get_state(number, mode="force")
-            if state.split()[:1] and state.split()[0] in ACTIVE:
+            if state.split()[:1] and state.split()[0] in ACTIVE_STATES:
                 return handle
         return None
 

@@ -19,7 +19,7 @@ from halflife.tasks import build
 from halflife.tasks.base import Task
 from halflife.training.config import ExecutionConfig
 
-LONGEST = 1 << 24  # tokens of a sequence; more do not fit into memory with what a model computes from them
+MAX_SEQUENCE_TOKENS = 1 << 24  # tokens of a sequence; more do not fit into memory with what a model computes from them
 MOST_EXAMPLES = 10_000_000  # examples of a validation or test
 
 
@@ -88,9 +88,9 @@ class RunConfig(CellConfig):
         if not self.stages or not self.validation or not all(self.stages):
             raise ValueError("a run needs at least one task in every stage, and at least one task to validate on")
         for task in (*chain(*self.mixtures), *(test.built for test in self.tests)):  # impossible sizes raise here
-            if task.length > LONGEST:
+            if task.length > MAX_SEQUENCE_TOKENS:
                 raise ValueError(
-                    f"a sequence has at most {LONGEST:,} tokens; {task.name} was asked for {task.length:,}"
+                    f"a sequence has at most {MAX_SEQUENCE_TOKENS:,} tokens; {task.name} was asked for {task.length:,}"
                 )
 
     def sequences(self) -> dict[int, float]:

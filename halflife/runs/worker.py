@@ -19,9 +19,9 @@ import torch
 from halflife.runs.sweep import Job, run_job
 
 WORKER = ".worker"  # the file with the sign of life: machine, process, node of Ray, and a count
-PULSE = 2.0  # seconds between two signs of life
-BUSY = 0.002  # the least share of a processor that the main thread of a run takes while it goes on
-GRACE = 30.0  # seconds in which workers that are asked to end must have saved
+PULSE_S = 2.0  # seconds between two signs of life
+BUSY_SHARE = 0.002  # the least share of a processor that the main thread of a run takes while it goes on
+GRACE_S = 30.0  # seconds in which workers that are asked to end must have saved
 PATIENCE = 60.0  # seconds; a file server can hold the lock of a dead machine for about this long
 
 
@@ -58,7 +58,7 @@ def run_job_in_worker(job: Job, threads: int) -> dict[str, Any]:
 
 @contextmanager
 def signs_of_life(path: Path) -> Iterator[None]:
-    """Write a sign of life into `path` every `PULSE` seconds in which this thread has computed. Delete it at the end.
+    """Write a sign of life into `path` every `PULSE_S` seconds in which this thread has computed. Delete it at the end.
 
     A process that is stopped, that gets no processor, or that waits for ever writes none.
     """
@@ -73,8 +73,8 @@ def signs_of_life(path: Path) -> Iterator[None]:
 
     def watch() -> None:
         count, used = 0, clock()
-        while not ended.wait(PULSE):
-            if (now := clock()) - used >= BUSY * PULSE:
+        while not ended.wait(PULSE_S):
+            if (now := clock()) - used >= BUSY_SHARE * PULSE_S:
                 count, used = count + 1, now
                 with suppress(OSError):  # a full disk stops the run itself, with a message
                     write(count)
@@ -112,12 +112,12 @@ class Silence:
         self._last = time.monotonic()
 
     def too_long(self, jobs: Iterable[Job]) -> list[tuple[Job, SignOfLife]]:
-        """The jobs whose workers were silent for too long. Call this at least once in `PULSE` seconds.
+        """The jobs whose workers were silent for too long. Call this at least once in `PULSE_S` seconds.
 
         The time in which this process itself stood still does not count.
         """
         now = time.monotonic()
-        elapsed, self._last = min(now - self._last, 2 * PULSE), now
+        elapsed, self._last = min(now - self._last, 2 * PULSE_S), now
         late = []
         for job in jobs:
             if (sign := read_sign(job)) is None:
@@ -132,9 +132,9 @@ class Silence:
 
 
 def stop_workers(jobs: Iterable[Job]) -> None:
-    """Ask the workers of this machine to save and end, and wait until they have done so, at most `GRACE` seconds."""
+    """Ask the workers of this machine to save and end, and wait until they have done so, at most `GRACE_S` seconds."""
     asked = [job.folder / WORKER for job in jobs if (sign := read_sign(job)) and send(sign, signal.SIGTERM)]
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE_S
     while any(path.exists() for path in asked) and time.monotonic() < deadline:
         time.sleep(0.1)
 

@@ -24,7 +24,7 @@ from halflife.models.states import compact, form, select, stack
 from halflife.ops.linear import fast_linears
 from halflife.serve.batch import Group, batches, draw_tokens, keep, merge
 from halflife.serve.jobs import Done, Failed, Job, Row
-from halflife.serve.prefixes import BLOCK, Prefix, PrefixCache
+from halflife.serve.prefixes import BLOCK_TOKENS, Prefix, PrefixCache
 
 
 class Full(Exception):
@@ -73,7 +73,7 @@ class Engine:
         cache_bytes: int = 1 << 28,
     ) -> None:
         for name, value, least in (
-            ("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1), ("piece", piece, BLOCK),
+            ("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1), ("piece", piece, BLOCK_TOKENS),
             ("cache_bytes", cache_bytes, 0),
         ):  # fmt: skip
             if value < least:

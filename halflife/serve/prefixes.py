@@ -19,8 +19,8 @@ from torch import Tensor
 from halflife.models.lm import ModelState
 from halflife.models.states import compact, size
 
-BLOCK = 16  # tokens; prompts are compared at multiples of it
-SHORTEST_PREFIX = 2 * BLOCK  # tokens; shorter prefixes are not stored
+BLOCK_TOKENS = 16  # tokens; prompts are compared at multiples of it
+SHORTEST_PREFIX = 2 * BLOCK_TOKENS  # tokens; shorter prefixes are not stored
 REMEMBERED = 1 << 14  # blocks of earlier prompts whose hashes are stored: 3 MB
 
 
@@ -54,10 +54,10 @@ class PrefixCache:
             return None, 0
         lengths = sorted(length for length in self._lengths if length <= len(tokens))
         found, shared = None, 0
-        marks = sorted({*lengths, *range(BLOCK, len(tokens) + 1, BLOCK)})
+        marks = sorted({*lengths, *range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)})
         for length, key in zip(marks, _keys(tokens, marks), strict=True):
-            if length % BLOCK == 0:
-                shared = length if key in self._blocks and shared == length - BLOCK else shared
+            if length % BLOCK_TOKENS == 0:
+                shared = length if key in self._blocks and shared == length - BLOCK_TOKENS else shared
                 self._blocks[key] = None
                 self._blocks.move_to_end(key)
             if key in self._entries:

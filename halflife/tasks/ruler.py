@@ -39,7 +39,7 @@ NEEDLE = "One of the special magic {} for {} is: {}."
 DEPTHS = [round(100 * i / 39) / 100 for i in range(40)]  # RULER's depths
 HAYSTACK_PARTS = 10  # parts of the haystack, for a needle that is the only answer
 WORKED_TOKENS = 500  # tokens of the worked example of variable tracking without its answer, as in RULER
-CHAIN = 5  # variables of a chain
+NUM_LINKS = 5  # variables of a chain
 USER_TEXT = "user text"
 
 
@@ -158,28 +158,28 @@ def variable_tracking(request: Request) -> Draft:
     A worked example comes first. It has names of three letters and as many sentences as fit into 500 tokens.
     """
     worked, known = _chain(request.draw, 3)
-    size = _largest(lambda size: request.count(worked(size)), WORKED_TOKENS, CHAIN, WORKED_TOKENS)
+    size = _largest(lambda size: request.count(worked(size)), WORKED_TOKENS, NUM_LINKS, WORKED_TOKENS)
     example = f"{worked(size)} {' '.join(known)}\n\n"
     render, asked = _chain(request.draw, 5)
-    return Draft(lambda size: example + render(size), asked, 30, "repeat", CHAIN, request.length)
+    return Draft(lambda size: example + render(size), asked, 30, "repeat", NUM_LINKS, request.length)
 
 
 def _chain(draw: Random, letters: int) -> tuple[Callable[[int], str], list[str]]:
     """Return the prompt as a function of its number of noise sentences, and the names in it."""
-    names = draw_codes(ascii_uppercase, letters, CHAIN, draw)
+    names = draw_codes(ascii_uppercase, letters, NUM_LINKS, draw)
     value, order = draw.randrange(10_000, 99_999), draw.getrandbits(64)
     chain = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
 
     def render(size: int) -> str:
         lines = [NOISE] * size
-        for before, place in enumerate(sorted(Random(order).sample(range(size), CHAIN))):
+        for before, place in enumerate(sorted(Random(order).sample(range(size), NUM_LINKS))):
             lines.insert(place + before, chain[before])
         context = "\n".join(lines)
         return (
             f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
             f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to "
-            f"the chain(s) of variable assignment in the text above, {CHAIN} variables are assigned the value {value}, "
-            "they are: "
+            f"the chain(s) of variable assignment in the text above, {NUM_LINKS} variables are assigned "
+            f"the value {value}, they are: "
         )
 
     return render, names

@@ -24,7 +24,7 @@ from halflife.ops.backends import native
 from halflife.training.config import TrainConfig
 
 SHORT, LONG = 128, 256  # tokens of the two counts that are extrapolated linearly
-STATES = 16  # bytes a parameter: float32 weight, gradient, and AdamW's two moments
+BYTES_PER_PARAMETER = 16  # bytes a parameter: float32 weight, gradient, and AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | No
         parameters=parameters,
         steps=config.steps,
         tokens=round(sum(length * count for length, count in sequences.items())),
-        state_bytes=STATES * parameters,
+        state_bytes=BYTES_PER_PARAMETER * parameters,
         rows=rows,
         activation_bytes=round(costs.saved.at(rows * max(sequences))),
         operations=sum(costs.training_operations(length) * length * n for length, n in sequences.items()),

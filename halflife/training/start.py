@@ -15,9 +15,9 @@ from halflife.files import sha256_of
 from halflife.models import LanguageModel, ModelConfig
 from halflife.models.load import load_any
 
-ROWS = ("embedding.weight", "head.weight")  # parameters with one row for each token
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
-SHOWN = 4  # names in a message
+TOKEN_PARAMETERS = ("embedding.weight", "head.weight")  # parameters with one row for each token
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")  # of a model on the hub
+MAX_NAMES_SHOWN = 4  # names in a message
 
 
 def local_folder(source: str) -> Path:
@@ -37,7 +37,7 @@ def local_folder(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(found[0], revision=found[1], allow_patterns=list(FILES)))
+        return Path(snapshot_download(found[0], revision=found[1], allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the HTTP library of the client may raise anything
         raise no_model(source, " ".join(str(error).split())[:200]) from error
 
@@ -90,7 +90,7 @@ def load_start(model: LanguageModel, folder: Path, expected: str) -> None:
     """
     check_unchanged(folder, expected)
     tensors, new = load_any(folder).state_dict(), model.state_dict()
-    for name in ROWS:
+    for name in TOKEN_PARAMETERS:
         if name in tensors and name in new and (old := tensors[name]).shape[1:] == new[name].shape[1:]:
             tensors[name] = torch.cat([old.to(new[name]), new[name][len(old) :]])
     try:
@@ -109,7 +109,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            known = f"{', '.join(names[:SHOWN])}, … ({len(names)} in all)"
+            known = f"{', '.join(names[:MAX_NAMES_SHOWN])}, … ({len(names)} in all)"
             raise ValueError(f"--freeze {pattern} matches no parameter; there are {known}")
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):

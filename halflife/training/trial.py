@@ -14,7 +14,7 @@ from halflife.evaluation.throughput import now, train_step
 from halflife.models import LanguageModel
 from halflife.training.checkpoints import KEPT
 from halflife.training.config import TrainConfig
-from halflife.training.estimate import STATES, recording_saved
+from halflife.training.estimate import BYTES_PER_PARAMETER, recording_saved
 from halflife.training.fit import Objective
 from halflife.training.speed import bf16_slowdown
 
@@ -71,9 +71,9 @@ def try_runs(
         mean = tuple(fmean(values) for values in zip(*tried.values(), strict=True))
         found = [(config.steps, sizes[kind], tried.get(kind, mean)) for config, _ in runs if (kind := _kind(config))]
         seconds = sum(steps * step for steps, _, (step, _) in found)
-        memory = max(STATES * size + activations for _, size, (_, activations) in found)
+        memory = max(BYTES_PER_PARAMETER * size + activations for _, size, (_, activations) in found)
     disk = sum(4 * sizes[_kind(config)] for config, _ in runs) + (KEPT + 1) * 12 * max(sizes.values()) + REPORT_BYTES
-    steps, memory = sum(config.steps for config, _ in runs), memory or STATES * max(sizes.values())
+    steps, memory = sum(config.steps for config, _ in runs), memory or BYTES_PER_PARAMETER * max(sizes.values())
     slowdown = bf16_slowdown(device) if any(config.bf16 for config, _ in runs) else 1.0
     return Trial(len(runs), steps, seconds, round(memory), disk, slowdown)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from halflife.data.tokenizers import BYTES, check_ids, read_ids
+from halflife.data.tokenizers import BYTE_VOCABULARY, check_ids, read_ids
 from halflife.decay.minimax import best_endpoints, geometric_rates, taper
 from halflife.files import RESULT_JSON, THEORY_JSON, read_json, write_json
 from halflife.lab.theory import spectra
@@ -142,7 +142,7 @@ def _bits(s: TheorySettings, topic: str) -> tuple[torch.Tensor, torch.Tensor]:
     if not s.text:
         raise ValueError(f"{topic} needs a text: --text FILE")
     ids = read_ids(s.text, s.tokenizer)[: s.tokens]
-    return ids, bits(BYTES if s.tokenizer is None else int(ids.max()) + 1)
+    return ids, bits(BYTE_VOCABULARY if s.tokenizer is None else int(ids.max()) + 1)
 
 
 def _information(s: TheorySettings, _: Path | None) -> dict[str, Any]:

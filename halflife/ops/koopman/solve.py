@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halflife.ops.koopman.state import KoopmanMemory, Sums, add_to_sums
 
-JITTER = 1e-4  # the first addition to a diagonal whose factorisation failed, in units of m²
+FIRST_JITTER = 1e-4  # the first addition to a diagonal whose factorisation failed, in units of m²
 
 
 class Factor(NamedTuple):
@@ -29,13 +29,13 @@ def cholesky(gram: Tensor) -> Factor:
     """Factorise `gram [..., R, R]`, which is in units of m², into L Lᵀ.
 
     Rounding errors of a long sum can exceed the ridge. A matrix whose factorisation fails is factorised again with
-    `JITTER` added to its diagonal, and each time it fails with ten times as much.
+    `FIRST_JITTER` added to its diagonal, and each time it fails with ten times as much.
 
     Raises:
         ValueError: the matrix is not finite.
     """
     factor, info = torch.linalg.cholesky_ex(gram)
-    jitter, retries, eye = JITTER, 0, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    jitter, retries, eye = FIRST_JITTER, 0, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     while info.any():
         failed = info > 0
         retries += int(failed.sum())

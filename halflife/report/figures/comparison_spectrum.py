@@ -14,7 +14,7 @@ from halflife.report.tables.timescales import nearest_to
 from halflife.runs.records import Comparison
 
 WHERE = {"o": ", position 1", "^": ", position T"}  # the marker of a position
-SHIFT = 0.14  # channels, between the dots of two positions
+POSITION_SHIFT = 0.14  # channels, between the dots of two positions
 
 
 def spectrum(run: Comparison) -> FigureData:
@@ -36,7 +36,7 @@ def spectrum(run: Comparison) -> FigureData:
         moved.append(moves)
         numbers, series = range(1, len(initial[0]) + 1), []
         for end, marker in enumerate("o^"[: 1 + moves]):
-            shift = SHIFT * (2 * end - 1) if moves else 0.0
+            shift = POSITION_SHIFT * (2 * end - 1) if moves else 0.0
             style = ModelStyle(styles[model].color, marker, "none")
             bars = None if len(numbers) > MAX_LARGE_DOTS else (initial[end], trained[end])
             series += [

@@ -20,7 +20,7 @@ from halflife.runs.folder import DECAY_REGRESSION_JSON, read_grid
 from halflife.runs.records import Comparison, mean
 
 MAX_WITH_BARS = 4  # models; the bars of more models would cover each other
-SHIFT = 0.13  # layers, between the bars of two models
+MODEL_SHIFT = 0.13  # layers, between the bars of two models
 
 
 def decays(result: dict[str, Any]) -> FigureData:
@@ -37,7 +37,7 @@ def decays(result: dict[str, Any]) -> FigureData:
     ):  # fmt: skip
         series = []
         for i, (name, style) in enumerate(model_styles(list(models)).items()):
-            shift = SHIFT * (i - (len(models) - 1) / 2) if bars else 0.0
+            shift = MODEL_SHIFT * (i - (len(models) - 1) / 2) if bars else 0.0
             low, middle, high = (
                 [math.nan if layer[key] is None else transform(layer[key]) for layer in models[name]]
                 for key in ("q25", "median", "q75")

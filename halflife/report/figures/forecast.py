@@ -10,7 +10,7 @@ import numpy as np
 
 from halflife.analysis.forecast.text import FORGOTTEN_SHARE
 from halflife.report.figures.data import Axis, Band, FigureData, Key, Panel, Reference, Series
-from halflife.report.style import DOTS, FORMULA, INK, WIDTH, ModelStyle, model_styles
+from halflife.report.style import DOTS, FORMULA, INK, PAGE_WIDTH, ModelStyle, model_styles
 from halflife.report.tables.forecast import FORECASTS, is_text, measured_lag
 
 MAX_CURVES = 6  # kinds of models whose recall is drawn by lag
@@ -62,7 +62,7 @@ def _figure(
     }  # fmt: skip
     return FigureData(
         name, "Forecast", [_lags(rows, styles, label), Panel("", x, y, curves, [Reference("", y=level)])], keys=keys,
-        size=(0.72 * WIDTH, 4.2),
+        size=(0.72 * PAGE_WIDTH, 4.2),
     )  # fmt: skip
 
 

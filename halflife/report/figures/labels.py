@@ -15,7 +15,7 @@ from halflife.report.figures.data import Series
 from halflife.report.style import escape_formula
 
 NAME_GAP = 0.055  # between names of lines, as a fraction of the panel's height, which has room for about 17 names
-MARKER = 4.0  # half the size of a marker, points
+MARKER_HALF_SIZE = 4.0  # half the size of a marker, points
 # Where a label may stand: its offset from the point in points, and its alignment.
 PLACES = (
     (5, 3, "left", "bottom"), (5, -3, "left", "top"), (-5, 3, "right", "bottom"), (-5, -3, "right", "top"),
@@ -36,7 +36,7 @@ def separate_labels(figure: Figure) -> None:
     for axes in figure.axes:
         own = [text for text in axes.texts if text.get_gid() == label_point.__name__]
         labels = [text for text in own if isinstance(text, Annotation)]
-        size = MARKER * figure.dpi / 72
+        size = MARKER_HALF_SIZE * figure.dpi / 72
         points = [axes.transData.transform(label.xy) for label in labels]
         taken = [Bbox.from_bounds(x - size, y - size, 2 * size, 2 * size) for x, y in points]
         for label in labels:

@@ -11,7 +11,7 @@ from halflife.report.figures.data import Axis, FigureData, Panel, Reference, Ser
 from halflife.report.style import model_styles
 from halflife.runs.records import LanguageRun, Training
 
-BITS = 1 / math.log(2)  # bits of a nat
+NAT_BITS = 1 / math.log(2)  # bits of a nat
 BITS_A_TOKEN = "loss (bits a token)"
 
 
@@ -39,7 +39,7 @@ def length(results: Mapping[str, Mapping[str, Any]]) -> FigureData:
             Series(f"{name}, last context", name, style, lengths, recent, "thin"),
             Series(name, name, style, lengths, [row["perplexity"] for row in rows]),
         ]
-        by_position.append(Series(name, name, style, ends, [BITS * bucket["loss"] for bucket in buckets]))
+        by_position.append(Series(name, name, style, ends, [NAT_BITS * bucket["loss"] for bucket in buckets]))
     x = Axis("length of the text (tokens)", log=True, ticks=length_ticks(sizes), phrase="{} tokens")
     last = first["positions"][-1]["last"]
     position = Axis("position (tokens)", log=True, ticks=octave_ticks(last), phrase="positions up to {}")
@@ -67,7 +67,7 @@ def loss(runs: Mapping[str, Training], baselines: Mapping[str, float] | None = N
     losses, rates = [], []
     for name, style in model_styles(list(runs)).items():
         curves = {key: runs[name].curve(key) for key in ("loss", "validation_loss", "learning_rate")}
-        bits = {key: [BITS * value for value in values] for key, (_, values) in curves.items()}
+        bits = {key: [NAT_BITS * value for value in values] for key, (_, values) in curves.items()}
         losses += [
             Series(f"{name}, training", name, style, curves["loss"][0], bits["loss"], "thin"),
             Series(f"{name}, validation", name, style, curves["validation_loss"][0], bits["validation_loss"]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halflife.analysis.masks import Gates, cut_values
 from halflife.report.figures.data import Axis, Colours, FigureData, Image, Key, Panel, Series, Weight
-from halflife.report.style import COLOURS, FORMULA, INK, WIDTH, ModelStyle, model_styles
+from halflife.report.style import COLOURS, FORMULA, INK, PAGE_WIDTH, ModelStyle, model_styles
 
 NAMES = ("Γ", "Λ", "Γ ⊙ Λ")
 FAINTEST_SHARE = 1e-3  # smaller entries have its colour; the colours begin at the smallest entry if that is larger
@@ -150,7 +150,7 @@ def example() -> FigureData:
     texts = [[[_formula(entry) for entry in row] for row in symbols] for symbols in example_symbols()]
     above = f"resets at 1, 3 and 5 (ticks), colours for α = {EXAMPLE_SLOW}, β = {EXAMPLE_FAST}\n"
     return FigureData(
-        "example", "Decay masks", _images(head.masks(), head.resets(), above, texts), size=(0.53 * WIDTH, 4.1),
+        "example", "Decay masks", _images(head.masks(), head.resets(), above, texts), size=(0.53 * PAGE_WIDTH, 4.1),
         colours=Colours("share that is left", EXAMPLE_FAINTEST, 1, log=True),
     )  # fmt: skip
 

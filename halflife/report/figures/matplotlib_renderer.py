@@ -20,7 +20,7 @@ from halflife.report.figures.cells import draw_heat_map, draw_image
 from halflife.report.figures.data import Axis, Colours, FigureData, HeatMap, Image, Panel, Series, log_tick_digits
 from halflife.report.figures.labels import label_point, name_lines, separate_labels
 from halflife.report.numbers import axis_number
-from halflife.report.style import REFERENCE_LINE, WIDTH, ModelStyle, escape_formula, legend, note, styled
+from halflife.report.style import PAGE_WIDTH, REFERENCE_LINE, ModelStyle, escape_formula, legend, note, styled
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "thick": {}, "thin": {"linewidth": 0.7, "alpha": 0.5, "marker": ""}, "level": {"linewidth": 1.2},
@@ -102,7 +102,7 @@ def _rows(panels: Sequence[Any], columns: int) -> list[list[Any]]:
 def _width(data: FigureData, columns: int) -> float:
     """The width of a figure, inches."""
     counts = [len(panel.columns) for panel in data.panels[:columns] if isinstance(panel, HeatMap)]
-    return max(WIDTH, data.size[0] * columns, 0.38 * sum(counts) + 0.5 * len(counts) + 1 if counts else 0)
+    return max(PAGE_WIDTH, data.size[0] * columns, 0.38 * sum(counts) + 0.5 * len(counts) + 1 if counts else 0)
 
 
 def _shared_axis(data: FigureData) -> Axis | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from halflife.evaluation.memory import StateSize, format_bytes
 from halflife.report.figures.data import Axis, FigureData, Panel, Series
-from halflife.report.style import INK, WIDTH, ModelStyle, model_styles
+from halflife.report.style import INK, PAGE_WIDTH, ModelStyle, model_styles
 
 MAX_TICKS = 10
 
@@ -44,7 +44,7 @@ def memory(result: dict[str, Any]) -> FigureData:
     size = Axis("state of one sequence", log=True, ticks=size_ticks(low, high), limits=(low, high))
     panel = Panel("ring: from here on the state is smaller than the KV cache", read, size, series, named=True)
     height = max(3.6, 0.24 * (len(models) + 3))
-    return FigureData("memory", "State of one sequence", [panel], size=(WIDTH, height))
+    return FigureData("memory", "State of one sequence", [panel], size=(PAGE_WIDTH, height))
 
 
 def _length_ticks(lengths: Sequence[int], span: tuple[float, float]) -> dict[float, str]:
@@ -75,4 +75,4 @@ def step_times(result: dict[str, Any]) -> FigureData:
     title = f"{result['device']}, {result['dtype']}, {result['tokens']:,} tokens or one sequence"
     x = Axis("tokens of a sequence", log=True, ticks={length: f"{length:,}" for length in result["lengths"]})
     panel = Panel(title, x, Axis("a training step (ms)", log=True), series)
-    return FigureData("throughput", "Training steps", [panel], size=(WIDTH, 3.6))
+    return FigureData("throughput", "Training steps", [panel], size=(PAGE_WIDTH, 3.6))

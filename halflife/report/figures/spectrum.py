@@ -39,7 +39,7 @@ PLACES = {
 PLACE_STYLES = {
     place: ModelStyle(color, marker, "none") for place, color, marker in zip(PLACES, COLOURS, "o^sDv", strict=False)
 }
-POINTS = 200  # of a density
+NUM_POINTS = 200  # of a density
 
 
 def spectrum_figures(data: Data) -> list[FigureData]:
@@ -185,9 +185,9 @@ def distributions(data: Data) -> FigureData:
 
 
 def density(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points and values `[POINTS]` of a Gaussian density of numbers `[N]`. Its Gaussians are at least 0.1 wide."""
+    """Points and values `[NUM_POINTS]` of a Gaussian density of numbers `[N]`. Its Gaussians are at least 0.1 wide."""
     width = max(1.06 * float(logs.std()) * len(logs) ** -0.2, 0.1)
-    x = np.linspace(logs.min() - 3 * width, logs.max() + 3 * width, POINTS)
+    x = np.linspace(logs.min() - 3 * width, logs.max() + 3 * width, NUM_POINTS)
     heights = np.exp(-0.5 * ((x[:, None] - logs) / width) ** 2) / (width * math.sqrt(2 * math.pi))
     return x, heights.mean(1)
 

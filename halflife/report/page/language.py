@@ -9,7 +9,7 @@ from typing import Any
 from halflife.data.tokenizers import unit_of
 from halflife.files import flatten
 from halflife.report.figures.data import UNFINISHED
-from halflife.report.figures.language import BITS
+from halflife.report.figures.language import NAT_BITS
 from halflife.report.numbers import MISSING, count, percent
 from halflife.report.page.spectrum import explorer, opened, without
 from halflife.report.table import GAP, Cell, Row, Table, pairs
@@ -44,8 +44,8 @@ def findings(run: LanguageRun) -> list[str]:
         return [UNFINISHED]
     loss, unit = run.result["validation"], _unit(run)
     text = (
-        f"After {run.result['tokens']:,} tokens, the validation loss is {loss:.3f} nats a {unit} ({loss * BITS:.3f} "
-        f"bits), a perplexity of {math.exp(min(loss, 700)):.2f} a {unit}."
+        f"After {run.result['tokens']:,} tokens, the validation loss is {loss:.3f} nats a {unit} ("
+        f"{loss * NAT_BITS:.3f} bits), a perplexity of {math.exp(min(loss, 700)):.2f} a {unit}."
     )
     perplexity = {row["length"]: row["perplexity"] for row in run.result["lengths"]}
     trained, last = min(perplexity), max(perplexity)

@@ -12,10 +12,10 @@ import numpy as np
 
 from halflife.lab.theory.figures.spectra import formula
 from halflife.report.figures.data import Axis, FigureData, Key, Panel, Reference, Series, curves
-from halflife.report.style import COLOURS, DOTS, FORMULA, WIDTH, model_styles
+from halflife.report.style import COLOURS, DOTS, FORMULA, PAGE_WIDTH, model_styles
 
 ROUNDING = 1e-9  # an identity whose error is above this is none
-LEAST = 1e-17  # where an error of 0 is drawn
+LEAST_ERROR = 1e-17  # where an error of 0 is drawn
 Data = Mapping[str, Any]
 
 
@@ -95,7 +95,7 @@ def statement_values(data: Data) -> FigureData:
         ("identity", "relative error of an identity", ROUNDING), ("bound", "value / bound", 1)
     ):  # fmt: skip
         rows = [one for one in data.values() if one["kind"] == kind][::-1]
-        dots = Series(kind, "", DOTS, [max(one["value"], LEAST) for one in rows], range(len(rows)))
+        dots = Series(kind, "", DOTS, [max(one["value"], LEAST_ERROR) for one in rows], range(len(rows)))
         y = Axis("", ticks={i: f"{one['source']}: {one['what']}" for i, one in enumerate(rows)}, names=True)
         panels.append(Panel("", Axis(label, log=True), y, [dots], [Reference("", x=limit)]))
-    return FigureData("theory_statements", "Statements", panels, columns=1, size=(WIDTH, 3.0))
+    return FigureData("theory_statements", "Statements", panels, columns=1, size=(PAGE_WIDTH, 3.0))

@@ -27,7 +27,7 @@ from halflife.ops.backends.native import products
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY, PASSED = "halflife_native.so", "passed.json"  # in the folder of a build; the second after a selfcheck
-LIMIT = 600  # seconds that a compiler may take
+COMPILE_LIMIT = 600  # seconds that a compiler may take
 SANITIZE = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer")
 
 
@@ -129,7 +129,7 @@ def build(force: bool = False, report: Callable[[str], None] = print) -> Path:
     if reason is not None:
         raise CannotBuild(reason)
     final = folder()
-    with folder_lock(final.parent, patience=LIMIT):
+    with folder_lock(final.parent, patience=COMPILE_LIMIT):
         if not force and (final / PASSED).is_file():
             report(f"native kernels are built: {final}")
             return final / LIBRARY
@@ -205,7 +205,7 @@ def compile_library(target: Path, extra: Sequence[str] = (), report: Callable[[s
 def _run(command: list[str]) -> None:
     """Run one compiler command."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"the C++ compiler {command[0]} does not run: {error}") from error
     if result.returncode:
@@ -230,7 +230,7 @@ sys.exit(not report.ok)
 def _check(library: Path) -> None:
     """Run the selfcheck of the kernels in `library` in a process of their own, because a wrong one may crash it."""
     result = subprocess.run(
-        [sys.executable, "-c", _CHECK, str(library)], capture_output=True, text=True, check=False, timeout=LIMIT
+        [sys.executable, "-c", _CHECK, str(library)], capture_output=True, text=True, check=False, timeout=COMPILE_LIMIT
     )
     if result.returncode:
         output = (result.stdout + result.stderr).strip().splitlines()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 TOKENS, INPUTS, OUTPUTS = 1024, 256, 768  # sizes of the products that are timed
-ROUNDS = 7
-GAIN = 1.1  # oneDNN must be faster by this factor
+TIMING_ROUNDS = 7
+LEAST_SPEEDUP = 1.1  # oneDNN must be faster by this factor
 
 
 def available() -> bool:
@@ -37,9 +37,9 @@ def measure() -> dict[str, bool]:
         "weight": (lambda: dy.t() @ x, lambda: by_onednn(dy.t(), x.t())),
     }
     best = {(name, i): float("inf") for name in pairs for i in (0, 1)}
-    for _ in range(ROUNDS):
+    for _ in range(TIMING_ROUNDS):
         for name, i in best:
             start = time.perf_counter()
             pairs[name][i]()
             best[name, i] = min(best[name, i], time.perf_counter() - start)
-    return {name: best[name, 0] > GAIN * best[name, 1] for name in pairs}
+    return {name: best[name, 0] > LEAST_SPEEDUP * best[name, 1] for name in pairs}
