@@ -47,11 +47,7 @@ class Written:
 
 
 def write_onnx(
-    model: LanguageModel,
-    folder: Path,
-    tokens: int = 16,
-    batch: int = 1,
-    max_length: int | None = None,
+    model: LanguageModel, folder: Path, tokens: int = 16, batch: int = 1, max_length: int | None = None
 ) -> list[Written]:
     """Write both graphs, the state before the first token, and a description of them.
 

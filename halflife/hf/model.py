@@ -112,8 +112,6 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
         self._gradient_checkpointing_func = gradient_checkpointing_func or activations.checkpoint
         self._every_n_layers = every_n_layers
 
-    # -------------------------------------------------------------------------------------------- forward
-
     @can_return_tuple
     def forward(
         self,
@@ -254,8 +252,6 @@ class HalflifeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden.to(self.get_output_embeddings().weight.device))
-
-    # -------------------------------------------------------------------------------------------- generate
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

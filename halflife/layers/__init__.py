@@ -13,9 +13,8 @@ from halflife.layers import (  # noqa: F401 (each registers itself)
 from halflife.layers.design import rows  # noqa: F401
 from halflife.layers.design.block import LinearMixer
 from halflife.layers.memory.gate_rank import GateRank, gate_statistics
-from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build
+from halflife.layers.mixer import LAYERS, Mixer, Shared, State, build, repad, unpad
 from halflife.layers.mlp import KoopmanMLP, SwiGLU
-from halflife.layers.padding import repad, unpad
 from halflife.layers.parts import ShortConv
 from halflife.layers.rwkv7 import RWKV7ChannelMix
 

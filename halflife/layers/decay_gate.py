@@ -21,15 +21,7 @@ class DecayGate(Mixer):
         self, choice: DecayChoice, place: Place, *, head_dim: int, granularity: str, rank: int | None,
         bias: bool = False,
     ) -> None:  # fmt: skip
-        """Make the decay.
-
-        Args:
-            choice: the decay, and PoST around it.
-            place: sizes of the layer.
-            head_dim, granularity: those of the decay.
-            rank: rank of the projection for a vector decay; None for full rank.
-            bias: whether the projection has a bias.
-        """
+        """Make the decay. `rank` (None for full rank) and `bias` are those of its projection."""
         self.decay = choice.build(place, head_dim=head_dim, granularity=granularity)
         self.decay_proj = None
         if self.decay is not None and self.decay.data_dependent:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from halflife.decay import Decay
 from halflife.layers.init import Law, drawn, reset, zero_bias
 from halflife.layers.mamba2 import Skip
+from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run
 from halflife.layers.parts import ShortConv
-from halflife.ops import linear_attention
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
 from halflife.registry import unknown
@@ -37,7 +37,8 @@ class LonghornDecay(Decay):
 class Longhorn(Mixer):
     """Longhorn (Liu et al. 2024): the smallest change of the state that stores the new pair, in Mamba's block.
 
-    `[x, z] = u W`, and x goes through a short convolution. Then `[r, k, q] = x W_x` and `β = σ(r W_β + b)`:
+    `[x, z] = u W`, and x goes through a short convolution. Then `[r, k, q] = x W_x` with r of rank D / 16,
+    rounded up, and `β = σ(r W_β + b)`:
 
         S_t = (1 − ε_t k_t²) ⊙ S_{t−1} + k_t (ε_t x_t)ᵀ,   ε_t = β_t / (1 + β_t k_tᵀ k_t),   y_t = S_tᵀ q_t + D x_t
 
@@ -52,7 +53,6 @@ class Longhorn(Mixer):
         state_size: K, rows of the state ("d_state").
         step: "head", or "channel", where each channel is one head of the op.
         conv_size: taps of the short convolution.
-        step_rank: rank of the projection to β; None means D / 16, rounded up.
 
     Raises:
         ValueError: the number of heads does not divide the inner width, or `step` is unknown.
@@ -71,7 +71,6 @@ class Longhorn(Mixer):
         state_size: int = 16,
         step: str = "head",
         conv_size: int = 4,
-        step_rank: int | None = None,
     ) -> None:
         super().__init__()
         if step not in self.STEPS:
@@ -79,7 +78,7 @@ class Longhorn(Mixer):
         hidden_size, inner = place.hidden_size, place.num_heads * (head_dim or place.head_size(expand))
         self.num_heads = inner if step == "channel" else place.num_heads
         self.head_dim, self.chunk_size, self.backend = inner // self.num_heads, run.chunk_size, run.backend
-        rank = step_rank or math.ceil(hidden_size / 16)
+        rank = math.ceil(hidden_size / 16)
         self.splits = [rank, state_size, state_size]
         self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
         self.conv = ShortConv(inner, conv_size, bias=True)
@@ -100,14 +99,10 @@ class Longhorn(Mixer):
         values = values.unflatten(-1, (self.num_heads, self.head_dim))
         step, g = self.step_sizes(self.step_proj(r).sigmoid(), k)
         written = (step.unsqueeze(-1) * k.unsqueeze(2)).to(values.dtype)
-        q = q.to(values.dtype)
-        y, memory = linear_attention(
-            q.unsqueeze(2).expand_as(written), written, values, g, scale=1, initial_state=state.get("memory"),
-            output_final_state=True, cu_seqlens=packing, chunk_size=self.chunk_size, backend=self.backend,
-        )  # fmt: skip
-        assert memory is not None
+        q = q.to(values.dtype).unsqueeze(2).expand_as(written)
+        y, memory = one_state(x, q, written, values, g, None, state, packing, scale=1, **self.op_options)
         y = self.skip(y.to(x.dtype), values).flatten(-2) * torch.nn.functional.silu(z)
-        return self.out_proj(y), {"conv": conv, "memory": memory}
+        return self.out_proj(y), {"conv": conv, **memory}
 
     def step_sizes(self, beta: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """`β [B, T, H]`, `k [B, T, K]` → `ε [B, T, H]` and `g = log(1 − ε k²) [B, T, H, K]` in float32."""

@@ -17,7 +17,7 @@ from halflife.registry import unknown
 
 
 class Skip(Float32Module):
-    """`y + D ⊙ x` with one D a head, which starts at 1."""
+    """`y + D ⊙ x` with one D per head, which starts at 1."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -113,9 +113,7 @@ class Mamba2(HasMemory, Mixer):
             assert isinstance(self.decay, PoST)
             step = step * self.decay.log_stretch(position).exp()
         v = scale_heads(values, step, self.pass_backend)
-        y, memory = self.memory(
-            x, q, k, v, g, None, state, packing, scale=1, chunk_size=self.chunk_size, backend=self.backend
-        )
+        y, memory = self.memory(x, q, k, v, g, None, state, packing, scale=1, **self.op_options)
         y = self.norm(y.flatten(-2), z, skip=(self.skip.D, values.flatten(-2)))
         return self.out_proj(y), {"conv": conv, **memory}
 

@@ -23,7 +23,7 @@ from halflife.precision import Float32Module, compute_dtype, inverse_softplus
 
 
 class NormBias(Float32Module):
-    """`RMSNorm(x) ⊙ weight + bias`, with the norm over the channels of each group and one bias a head.
+    """`RMSNorm(x) ⊙ weight + bias`, with the norm over the channels of each group and one bias per head.
 
     Weight and bias start at 1.
     """
@@ -126,11 +126,8 @@ class Mamba3(HasMemory, Mixer):
         self.num_heads, self.rate_floor = num_heads, rate_floor
         self.head_dim = head_dim or place.head_size(expand)
         self.chunk_size, self.backend = run.chunk_size, run.backend
-        inner, shared, pairs = (
-            num_heads * self.head_dim,
-            rank * num_groups * state_size,
-            int(state_size * rope_fraction) // 2,
-        )
+        inner, shared = num_heads * self.head_dim, rank * num_groups * state_size
+        pairs = int(state_size * rope_fraction) // 2
         per_head = [num_heads] * (2 if rate_floor is None else 3)
         self.splits = [inner, inner, shared, shared, *per_head, pairs]
         self.in_proj = nn.Linear(place.hidden_size, sum(self.splits), bias=False)
@@ -159,13 +156,13 @@ class Mamba3(HasMemory, Mixer):
         q, k = (part.unflatten(2, (-1, self.num_heads)) for part in (self.query(c), self.key(b)))
         q, k = (part.flatten(2, 3) for part in turn_both(q, k, angle.unsqueeze(2)))
         end = trapezoid.to(compute_dtype(trapezoid)).sigmoid()
-        options: dict[str, Any] = {"chunk_size": self.chunk_size, "backend": self.backend}
         if self.mimo is not None:
             z = z.unflatten(-1, (self.num_heads, -1))
-            options["norm"] = self.norm
-            y, memory = self.mimo(x, q, k, v, z, self.skip.D, g, step, end, state, packing, **options)
+            y, memory = self.mimo(
+                x, q, k, v, z, self.skip.D, g, step, end, state, packing, norm=self.norm, **self.op_options
+            )
             return self.out_proj(y.flatten(-2)), {"angle": last, **memory}
-        y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **options)
+        y, memory = integrate(self.memory, x, q, k, v, g, step, end, state, packing, **self.op_options)
         y = self.skip(y, v).flatten(-2)
         y = y * F.silu(z) if self.norm is None else self.norm(y, z)
         return self.out_proj(y), {"angle": last, **memory}
@@ -241,15 +238,7 @@ class EchoMamba3(Mixer):
         ValueError: the number of heads does not divide, or the state size is odd.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        run: Run,
-        *,
-        expand: int = 2,
-        state_size: int = 16,
-        conv_size: int = 4,
-    ) -> None:
+    def __init__(self, place: Place, run: Run, *, expand: int = 2, state_size: int = 16, conv_size: int = 4) -> None:
         super().__init__()
         check_pairs(state_size)
         num_heads = self.num_heads = place.num_heads
@@ -271,8 +260,6 @@ class EchoMamba3(Mixer):
         g = self.decay(f, step=step, rate=F.softplus(a))
         angle, last = running_angle(step.unsqueeze(-1) * rate / (2 * math.pi), state.get("angle"), packing)
         q, k = turn_both(c, b, angle)
-        y, memory = integrate(
-            one_state, x, q, k, v.unflatten(-1, (self.num_heads, -1)), g, step, trapezoid.sigmoid(), state, packing,
-            chunk_size=self.chunk_size, backend=self.backend,
-        )  # fmt: skip
+        v, end = v.unflatten(-1, (self.num_heads, -1)), trapezoid.sigmoid()
+        y, memory = integrate(one_state, x, q, k, v, g, step, end, state, packing, **self.op_options)
         return self.out_proj(y.flatten(-2) * F.silu(z)), {"conv": conv, "angle": last, **memory}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halflife.layers.padding import repad, unpad
 from halflife.layers.parts import set_backend
 from halflife.packing import Packing
 from halflife.registry import Registry, check_options, construct
@@ -30,6 +30,8 @@ class Mixer(nn.Module):
 
     pass_backend = "auto"  # see `parts.set_backend`
     reads_action_mask = False  # whether it uses `shared["action_mask"]`
+    chunk_size: int
+    backend: str
 
     def forward(
         self,
@@ -76,6 +78,11 @@ class Mixer(nn.Module):
         """Return the options by name, with those that the layer defines."""
         return options
 
+    @property
+    def op_options(self) -> dict[str, Any]:
+        """Options of the op."""
+        return {"chunk_size": self.chunk_size, "backend": self.backend}
+
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
         """Mix inputs without padding.
 
@@ -100,3 +107,26 @@ def build(name: str, *, hidden_size: int, **options: Any) -> Mixer:
     check_options(f"layer {name}", layer, options)
     built = construct(layer, layer.complete({"hidden_size": hidden_size, **options}))
     return set_backend(built, options.get("backend", "auto"))
+
+
+def unpad(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack a padded batch, row after row.
+
+    Args:
+        x: `[B, T, …]`.
+        attention_mask: `[B, T]`, 1 for tokens and 0 for padding, which may stand anywhere.
+
+    Returns:
+        `(packed [1, tokens, …], cu_seqlens [B + 1], index [tokens])`. `repad` reverses this.
+    """
+    if attention_mask.shape != x.shape[:2]:
+        raise ValueError(f"attention_mask must be [B, T] = {tuple(x.shape[:2])}; got {tuple(attention_mask.shape)}")
+    mask = attention_mask.bool()
+    index = mask.flatten().nonzero().squeeze(1)
+    return x.flatten(0, 1).index_select(0, index).unsqueeze(0), F.pad(mask.sum(1).cumsum(0), (1, 0)), index
+
+
+def repad(packed: Tensor, index: Tensor, batch: int, length: int) -> Tensor:
+    """Undo `unpad`: `[1, tokens, …]` → `[B, T, …]`, with zeros at the padding."""
+    rows = packed.new_zeros(batch * length, *packed.shape[2:])
+    return rows.index_copy(0, index, packed[0]).unflatten(0, (batch, length))

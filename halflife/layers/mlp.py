@@ -13,7 +13,7 @@ from halflife.precision import Float32Module
 
 
 class Eigenvalues(Float32Module):
-    """The eigenvalues `γ + iω = σ(·) e^{iθ}`, one a pair of channels.
+    """The eigenvalues `γ + iω = σ(·) e^{iθ}`, one per pair of channels.
 
     Their modulus starts at 0.95, and their angles are spread evenly over [0, π].
     """
@@ -37,7 +37,7 @@ class Eigenvalues(Float32Module):
 
 
 class ClampedEigenvalues(Float32Module):
-    """The eigenvalues `λ = γ + iω`, one a pair of channels, divided by max(|λ|, 1), as Echo prints it.
+    """The eigenvalues `λ = γ + iω`, one per pair of channels, divided by max(|λ|, 1), as Echo prints it.
 
     γ and ω are the parameters. They start on the unit circle, where R is orthogonal, with angles spread evenly over
     [0, π]. The paper does not give the start.

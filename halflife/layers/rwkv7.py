@@ -97,11 +97,8 @@ class RWKV7(Mixer):
     """
 
     initial: ClassVar[dict[str, Law]] = {
-        "r_proj": uniform(0.5),
-        "k_proj": uniform(0.05),
-        "v_proj": uniform(0.5),
-        "out_proj": uniform(0),
-    }
+        "r_proj": uniform(0.5), "k_proj": uniform(0.05), "v_proj": uniform(0.5), "out_proj": uniform(0),
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -176,9 +173,8 @@ class RWKV7(Mixer):
         k, v, a, b = (x.to(r.dtype) for x in (k, v, a, b))  # autocast leaves some in float32
         g = self.decay(self._per_head(self.decay_lora(xs["w"])), position=position)
         o, memory = dplr(
-            r, k, v, a, b, g,
-            scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
-            chunk_size=self.chunk_size, backend=self.backend,
+            r, k, v, a, b, g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
+            **self.op_options,
         )  # fmt: skip
         assert memory is not None
         bonus = (r * k * self._per_head(self.r_k)).sum(-1, keepdim=True) * v

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from halflife.layers.decay_gate import DecayGate
 from halflife.layers.init import drawn, orthogonal, reset, uniform
-from halflife.layers.mixer import LAYERS, Shared, State
+from halflife.layers.mixer import LAYERS, Shared, State, unpad
 from halflife.layers.options import DecayChoice, Place, Run
-from halflife.layers.padding import unpad
 from halflife.layers.parts import ShortConv
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.packing import Packing
@@ -37,9 +36,7 @@ class Readout(Float32Module):
         gamma: γ, or None for a learned one.
     """
 
-    def __init__(
-        self, num_heads: int, mix: str, eta_init: float = 1.5, power: int = 1, gamma: float | None = None
-    ) -> None:
+    def __init__(self, num_heads: int, mix: str, eta_init: float, power: int, gamma: float | None) -> None:
         super().__init__()
         self.mix, self.gamma, self.eta_init = mix, gamma, eta_init
         self.gamma_logit = nn.Parameter(torch.empty(num_heads)) if gamma is None else None

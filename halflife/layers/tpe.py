@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halflife.layers.memory.choice import one_state
 from halflife.layers.mixer import LAYERS, Mixer, Shared, State
 from halflife.layers.options import Place, Run
 from halflife.layers.parts import GatedRMSNorm
-from halflife.ops import linear_attention
 from halflife.packing import Packing
 from halflife.precision import Float32Module
 
@@ -39,8 +38,26 @@ class ToeplitzKernel(Float32Module):
         self.log_rate.copy_(torch.linspace(0, -math.log(self.longest), size, dtype=torch.float32))
 
 
+class Toeplitz(Mixer):
+    """Linear attention whose query, key and decay are the same at every token, head by head."""
+
+    def __init__(self, place: Place, run: Run) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = place.num_heads, place.head_size()
+        self.chunk_size, self.backend = run.chunk_size, run.backend
+
+    def weigh(
+        self, x: Tensor, read: Tensor, write: Tensor, g: Tensor, state: State, packing: Packing
+    ) -> tuple[Tensor, State]:
+        """`Σ_{s ≤ t} (Σ_i a_i b_i e^{(t−s) g_i}) x_s` for `read` a and `write` b `[H, N]`, and g `[H, N]` or `[H]`."""
+        q, k, g = (part.expand(*x.shape[:2], *part.shape) for part in (read.to(x.dtype), write.to(x.dtype), g))
+        values = x.unflatten(-1, (self.num_heads, self.head_dim))
+        y, memory = one_state(x, q, k, values, g, None, state, packing, scale=1, **self.op_options)
+        return y.flatten(-2), memory
+
+
 @LAYERS.add("tpe")
-class TPE(Mixer):
+class TPE(Toeplitz):
     """Toeplitz position encoding: `y_t = Σ_{s ≤ t} r_{t−s} x_s`, head by head, `r_n = Σ_i a_i b_i λ_i^n`.
 
     It is linear attention whose query a, key b and decay λ are the same at every token, so it runs in linear time and
@@ -53,32 +70,14 @@ class TPE(Mixer):
         longest: largest initial time-scale, in tokens.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        run: Run,
-        *,
-        state_size: int = 16,
-        longest: float = 512.0,
-    ) -> None:
-        super().__init__()
+    def __init__(self, place: Place, run: Run, *, state_size: int = 16, longest: float = 512.0) -> None:
+        super().__init__(place, run)
         if longest < 1:
             raise ValueError(f"longest must be at least 1; got {longest}")
-        self.num_heads, self.head_dim = place.num_heads, place.head_size()
-        self.chunk_size, self.backend = run.chunk_size, run.backend
         self.kernel = ToeplitzKernel(self.num_heads, state_size, longest)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        read, write, rate = (
-            p.expand(*x.shape[:2], -1, -1) for p in (self.kernel.read, self.kernel.write, self.kernel.log_rate.exp())
-        )
-        y, memory = linear_attention(
-            read.to(x.dtype), write.to(x.dtype), x.unflatten(-1, (self.num_heads, self.head_dim)), -rate, scale=1,
-            initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
-            chunk_size=self.chunk_size, backend=self.backend,
-        )  # fmt: skip
-        assert memory is not None
-        return y.flatten(-2), {"memory": memory}
+        return self.weigh(x, self.kernel.read, self.kernel.write, -self.kernel.log_rate.exp(), state, packing)
 
 
 class HeadDecay(Float32Module):
@@ -97,7 +96,7 @@ class HeadDecay(Float32Module):
 
 
 @LAYERS.add("tpe_paper")
-class PaperTPE(Mixer):
+class PaperTPE(Toeplitz):
     """Toeplitz position encoding with one λ a head: `y_t = Σ_{s ≤ t} (a·b) λ^{t−s} x_s`, head by head.
 
     A model reads its output in the place of the embeddings. The paper gives no initial values. They are those of
@@ -107,26 +106,13 @@ class PaperTPE(Mixer):
         place, run: groups of options. There are H kernels, each for D / H channels. a and b have D / H entries.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        run: Run,
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = place.num_heads, place.head_size()
-        self.chunk_size, self.backend = run.chunk_size, run.backend
+    def __init__(self, place: Place, run: Run) -> None:
+        super().__init__(place, run)
         self.kernel = HeadDecay(self.num_heads, self.head_dim)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:
-        weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True).expand(*x.shape[:2], -1, -1)
-        g = F.logsigmoid(self.kernel.logit).expand(*x.shape[:2], -1)
-        y, memory = linear_attention(
-            torch.ones_like(weight).to(x.dtype), weight.to(x.dtype), x.unflatten(-1, (self.num_heads, self.head_dim)),
-            g, scale=1, initial_state=state.get("memory"), output_final_state=True, cu_seqlens=packing,
-            chunk_size=self.chunk_size, backend=self.backend,
-        )  # fmt: skip
-        assert memory is not None
-        return y.flatten(-2), {"memory": memory}
+        weight = (self.kernel.read * self.kernel.write).sum(-1, keepdim=True)
+        return self.weigh(x, torch.ones_like(weight), weight, F.logsigmoid(self.kernel.logit), state, packing)
 
 
 @LAYERS.add("tpe_released")
@@ -136,14 +122,12 @@ class ReleasedTPE(PaperTPE):
     The authors of the Decay paper ran it so. Source: released code of the Decay paper (xmixers).
 
     Args:
-        place, run: groups of options. There are H kernels, each for D / H channels. a and b have D / H entries.
-        norm_eps: eps of the norm.
-        **options: as in `PaperTPE`.
+        place, run: as in `PaperTPE`.
     """
 
-    def __init__(self, place: Place, *, norm_eps: float = 1e-5, **options: Any) -> None:
-        super().__init__(place, **options)
-        self.norm = GatedRMSNorm(place.hidden_size, place.num_heads, norm_eps)
+    def __init__(self, place: Place, run: Run) -> None:
+        super().__init__(place, run)
+        self.norm = GatedRMSNorm(place.hidden_size, place.num_heads)
         self.out_proj = nn.Linear(place.hidden_size, place.hidden_size, bias=False)
 
     def mix(self, x: Tensor, state: State, packing: Packing, shared: Shared | None) -> tuple[Tensor, State]:

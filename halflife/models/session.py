@@ -66,8 +66,6 @@ class Session:
         self._logits: Tensor | None = None
         self._last: Tensor | None = None  # [1], the last token
 
-    # ------------------------------------------------------------------------------------------------ reading
-
     @torch.no_grad()
     def feed(self, tokens: str | Sequence[int] | Tensor) -> Session:
         """Read token ids `[T]` or text, and return the session.
@@ -131,8 +129,6 @@ class Session:
         other._logits, other._last = self._logits, self._last
         return other
 
-    # ------------------------------------------------------------------------------------------------ writing
-
     def sample(
         self,
         n: int,
@@ -193,8 +189,6 @@ class Session:
         tokens = self.sample(n, **settings)
         before = [] if self._last is None else self._last.tolist()
         return pieces_of_text(tokens, ends, TextStream(self.decode, before, texts))
-
-    # ------------------------------------------------------------------------------------------------ files
 
     def save(self, path: str | Path) -> Path:
         """Write the state and the last logits into a safetensors file, from which `load` continues.

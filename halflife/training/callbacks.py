@@ -15,14 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback

@@ -148,10 +148,7 @@ class LinearMixer(DecayGate, HasMemory):
         self.beta_proj = None
         if self.update.has_strength:
             self.beta_proj = nn.Linear(place.hidden_size, times * self.num_heads, bias=self.update.strength_bias)
-        self.add_memory(
-            memory, place, decay=decay.decay, granularity=decay.granularity,
-            update=self.update.name,
-        )  # fmt: skip
+        self.add_memory(memory, place, decay=decay.decay, granularity=decay.granularity, update=self.update.name)
         self.gate = GATES[output.gate](place.hidden_size, self.num_heads, self.value_dim, output.norm_eps)
         self.out_proj = nn.Linear(value, place.hidden_size, bias=False)
         self.update.add_maps(self, place.hidden_size)
@@ -194,7 +191,7 @@ class LinearMixer(DecayGate, HasMemory):
     @property
     def op_options(self) -> dict[str, Any]:
         """Options of the op."""
-        return {"scale": self.head_dim**-0.5, "chunk_size": self.chunk_size, "backend": self.backend}
+        return {"scale": self.head_dim**-0.5, **super().op_options}
 
     def gain(self, position: Tensor) -> Tensor:
         """The factor `[T, H]` or `[B, T, H]` by which PoST stretches a decay, for what is written."""

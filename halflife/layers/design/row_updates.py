@@ -21,12 +21,10 @@ from halflife.precision import Float32Module, inverse_softplus_of
 class EraseWrite(Update):
     """Gated DeltaNet-2's: an erase gate on the key's channels, and a write gate on the value's.
 
-    Attributes:
-        allow_neg_eigval: whether the erase gate b lies in (0, 2) instead of (0, 1).
+    `allow_neg_eigval` is an option of the erase gate b.
     """
 
     name, has_strength = "erase_write", False
-    allow_neg_eigval: bool = False
 
     def add_maps(self, block: Block, hidden_size: int) -> None:
         block.erase_proj = nn.Linear(hidden_size, block.num_heads * block.head_dim, bias=False)
@@ -46,12 +44,10 @@ class Feedback(Update):
     """Comba's: a fraction of the key reads the state.
 
     Attributes:
-        allow_neg_eigval: whether β lies in (0, 2) instead of (0, 1).
         correction: initial d. The authors suggest 0.02 for small models.
     """
 
     name = "feedback"
-    allow_neg_eigval: bool = False
     correction: float = 1.0
 
     def add_maps(self, block: Block, hidden_size: int) -> None:
@@ -130,14 +126,10 @@ class Ridge(Update):
     """MesaNet's: ridge regression on all tokens so far. Its short convolution leaves the values out.
 
     Attributes:
-        allow_neg_eigval: whether β lies in (0, 2) instead of (0, 1).
-        smallest_ridge: λ_min.
         iterations, tolerance: of conjugate gradients, see `ops.ridge_attention`.
     """
 
     name, strength_bias = "ridge", True
-    allow_neg_eigval: bool = False
-    smallest_ridge: float = 0.25
     iterations: int = 30
     tolerance: float = 1e-6
 
@@ -145,7 +137,7 @@ class Ridge(Update):
         return KeyConv(sum(splits[:2]), size)
 
     def add_maps(self, block: Block, hidden_size: int) -> None:
-        block.ridge = LearnedRidge(block.num_heads, block.encoded_dim, self.smallest_ridge)
+        block.ridge = LearnedRidge(block.num_heads, block.encoded_dim)
 
     def __call__(self, block: Block, tokens: Tokens) -> tuple[Tensor, State]:
         x, q, k, v, g, _, state, packing = tokens
@@ -172,17 +164,16 @@ class KeyConv(ShortConv):
 class LearnedRidge(Float32Module):
     """`λ = softplus(l) + λ_min` of each head and key channel, 1 at the start."""
 
-    def __init__(self, num_heads: int, head_dim: int, smallest: float) -> None:
+    SMALLEST = 0.25  # λ_min
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        if not 0 < smallest < 1:
-            raise ValueError(f"smallest_ridge must lie between 0 and 1, where the ridge starts; got {smallest}")
-        self.smallest = smallest
         self.logit = nn.Parameter(torch.empty(num_heads, head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.logit, inverse_softplus_of(1 - self.smallest))
+        nn.init.constant_(self.logit, inverse_softplus_of(1 - self.SMALLEST))
 
     def forward(self) -> Tensor:
         """`[H, K]`."""
-        return F.softplus(self.logit) + self.smallest
+        return F.softplus(self.logit) + self.SMALLEST

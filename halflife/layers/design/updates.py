@@ -42,8 +42,11 @@ class Update:
         has_strength, strength_bias: whether the update has β, and their projection a bias.
         unit_keys: whether queries and keys must have norm 1.
         steps: the number of steps of a token, each with its key, value and strength.
-        allow_neg_eigval: whether β lies in (0, 2) instead of (0, 1).
         stretch_gain: whether PoST stretches what is written.
+
+    Attributes:
+        allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
+            can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
     """
 
     name: ClassVar[str]
@@ -51,8 +54,8 @@ class Update:
     strength_bias = False
     unit_keys = True
     steps = 1
-    allow_neg_eigval = False
     stretch_gain = False
+    allow_neg_eigval: bool = False
 
     def chosen(self, vector: bool) -> Update:
         """The update under a vector decay, or under a scalar one or none."""
@@ -88,13 +91,10 @@ class UpdateChoice(Update):
             state before the decay, and the delta rule after it; without a decay they are the same. "dplr_released", as
             the Decay paper's authors ran it, has β in (0, 2). It is the delta rule for a scalar decay, and
             `S_t = (I − β_t k_t k_tᵀ) diag λ_t S_{t−1} + k_t v_tᵀ` for a vector decay.
-        allow_neg_eigval: writing strengths β in (0, 2) instead of (0, 1). The transition `I − β k kᵀ` of the delta rule
-            can then have negative eigenvalues, which state tracking needs (Grazzi et al. 2025).
         stretch_gain: whether PoST stretches what is written as the decay: β of the delta rule, and else k.
     """
 
     update: str = "linear"
-    allow_neg_eigval: bool = False
     stretch_gain: bool = False
 
     def __post_init__(self) -> None:

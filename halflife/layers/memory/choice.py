@@ -69,16 +69,7 @@ class HasMemory(nn.Module):
         self, choice: OneOrGateRank, place: Place, *, decay: str | None, granularity: str = "scalar",
         update: str = "linear",
     ) -> None:  # fmt: skip
-        """Make the memory.
-
-        Args:
-            choice: the kind of states.
-            place: sizes of the layer.
-            decay, granularity, update: those of the layer.
-
-        Raises:
-            ValueError: the decay or the update does not fit the kind of states.
-        """
+        """Make the memory; a ValueError if the decay or the update of the layer does not fit the kind of states."""
         for kind, options in choice.given.items():
             if decay is None or granularity != "scalar" or update not in UPDATES[kind]:
                 raise ValueError(

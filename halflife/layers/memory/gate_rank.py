@@ -111,9 +111,8 @@ class GateRank(nn.Module):
             it into x, which tells the effect of a second state from that of a learned gate.
     """
 
-    initial: ClassVar[dict[str, Law]] = {
-        "proj": uniform(math.sqrt(3))
-    }  # x of unit mean square gives f of unit variance
+    # x of unit mean square gives f of unit variance
+    initial: ClassVar[dict[str, Law]] = {"proj": uniform(math.sqrt(3))}
 
     def __init__(
         self,

@@ -83,16 +83,9 @@ class LogLinear(nn.Module):
                 memory = F.pad(memory, (0, 0, 0, 0, 0, count - memory.shape[2]))
             initial = memory, state["position"]
         o, final = log_linear_attention(
-            q,
-            k,
-            v,
-            g,
-            self.weights(x)[..., : count + 1],
-            initial_state=initial,
-            output_final_state=True,
-            cu_seqlens=packing,
-            **options,
-        )
+            q, k, v, g, self.weights(x)[..., : count + 1], initial_state=initial, output_final_state=True,
+            cu_seqlens=packing, **options,
+        )  # fmt: skip
         assert final is not None
         return o, {"memory": final[0]}
 
