@@ -32,11 +32,9 @@ def record() -> dict[str, list[str]]:
 
 
 def recall(saved: Mapping[str, Any], folder: Path | None = None) -> None:
-    """Import the modules that `record` gave for a run, so that it can be resumed; raises as `add`.
+    """Import the modules that the `run.json` or `config.json` of a run names, so that it can be resumed.
 
-    Args:
-        saved: what `run.json` or `config.json` holds.
-        folder: the folder of the run. A module in it is refused, because the run may come from somebody else.
+    A module in the `folder` of the run is refused, because the run may come from somebody else. Raises as `add`.
     """
     _look_in_current_folder()
     for name in map(str, saved.get(IMPORTS, ())):

@@ -84,16 +84,14 @@ def sync(path: Path) -> None:
 
 
 def remove_orphans(folder: Path, older_than: float = 0.0) -> None:
-    """Delete the temporary files that killed processes left in `folder`.
+    """Delete the temporary files that killed processes left in `folder`, which need not exist.
 
-    Args:
-        folder: the folder, of which the caller is the owner; it need not exist.
-        older_than: seconds; younger files stay, because another process may be writing them.
+    Files younger than `older_than` seconds stay, because another process may be writing them.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if _ORPHAN.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime >= older_than or not older_than:
+                if not older_than or time.time() - path.stat().st_mtime >= older_than:
                     path.unlink()
 
 
@@ -154,22 +152,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Return the JSON object in `path`.
-
-    Args:
-        path: the file.
-        optional: return an empty object where the file is missing or holds another kind of JSON.
+    """Return the JSON object in `path`. With `optional`, a missing file or other JSON is an empty object.
 
     Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: the file is truncated or is no JSON, or holds no object. The message names the file.
+        FileNotFoundError, ValueError: as `read_json`, or the file holds no object.
     """
     data = None if optional and not path.is_file() else read_json(path)
-    if isinstance(data, dict):
-        return data
-    if optional:
-        return {}
-    raise ValueError(f"{path} holds no JSON object")
+    if not isinstance(data, dict) and not optional:
+        raise ValueError(f"{path} holds no JSON object")
+    return data if isinstance(data, dict) else {}
 
 
 NUMBER = (int, float, type(None))  # a number of a JSON file, where null stands for one that is not finite
@@ -188,11 +179,8 @@ def flatten(data: Mapping[str, Any], divider: str = ".", prefix: str = "") -> di
 def fits(value: Any, schema: Any) -> bool:
     """Whether JSON data has the types of a schema.
 
-    Args:
-        value: the data.
-        schema: a type or several, a `range` of whole numbers, `[item]` for a list, `{str: item}` for a mapping with
-            any names, or `{"name": item}` for a mapping that may have further names. A name that ends in "?" may be
-            missing.
+    A schema is a type or several, a `range` of whole numbers, `[item]` for a list, `{str: item}` for a mapping with any
+    names, or `{"name": item}` for a mapping that may have further names. A name that ends in "?" may be missing.
     """
     if isinstance(schema, list):
         return isinstance(value, list) and all(fits(item, schema[0]) for item in value)
@@ -222,19 +210,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
-        if _is_line(values):
+        if (
+            isinstance(values, dict)
+            and "step" in values
+            and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items())
+        ):
             lines.append(values)
         else:
             damaged += line.endswith("\n")
     if damaged:
         warnings.warn(f"{path} has {damaged} damaged line{'s' * (damaged > 1)}, which are left out", stacklevel=2)
     return lines
-
-
-def _is_line(values: Any) -> bool:
-    """Whether JSON data is a line of metrics."""
-    known = isinstance(values, dict) and "step" in values
-    return known and all(fits(x, METRICS.get(name, NUMBER)) for name, x in values.items())
 
 
 def read_bytes(path: Path) -> bytes:
@@ -248,19 +234,13 @@ def read_bytes(path: Path) -> bytes:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        data = _unpack(path) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(UNPACKED + 1 if path.suffix == ".gz" else -1)  # few megabytes may stand for any number
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is truncated or no gzip: {error}") from error
     if not data:
         raise ValueError(f"{path} is empty")
-    return data
-
-
-def _unpack(path: Path) -> bytes:
-    """The decompressed bytes of a file; a file of some megabytes may stand for any number of gigabytes."""
-    with gzip.open(path) as file:
-        data = file.read(UNPACKED + 1)
-    if len(data) > UNPACKED:
+    if path.suffix == ".gz" and len(data) > UNPACKED:
         raise ValueError(f"{path} unpacks to more than {UNPACKED >> 20} MB; unpack it with gunzip, and name that file")
     return data
 
@@ -311,12 +291,9 @@ def folder_lock(folder: Path, patience: float = 0) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=patience)
+        lock = FileLock(folder / ".lock").acquire(timeout=patience)
     except Timeout:
         raise ValueError(f"another process is at work in {folder}; wait until it ends, or stop it") from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()

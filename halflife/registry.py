@@ -120,11 +120,8 @@ def check_options(owner: str, cls: type, options: Any, without: Collection[str] 
     known = [name for name in constructor_parameters(cls) if name not in without]
     for name in options:
         if name not in known:
-            raise (
-                unknown(f"option of {owner}", name, known)
-                if known
-                else ValueError(f"{owner} takes no options; got {name!r}")
-            )
+            none = ValueError(f"{owner} takes no options; got {name!r}")
+            raise unknown(f"option of {owner}", name, known) if known else none
         _check_value(owner, name, options[name], constructor_parameters(cls)[name])
 
 

@@ -21,11 +21,7 @@ FEISTEL_ROUNDS = 8  # of the Feistel network in `permuted`
 class TokenFiles:
     """The tokens of a split and the offsets of its documents, memory-mapped at the first access.
 
-    Args:
-        folder: the folder of the cache, see `halflife.data.store`.
-        split: name of the split.
-        dtype: the dtype of the tokens.
-        documents: the number of documents, if only the first ones of the files are meant; None for all.
+    `folder` is that of the cache, see `halflife.data.store`. With `documents`, only as many first ones are meant.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, documents: int | None = None) -> None:
@@ -44,9 +40,8 @@ class TokenFiles:
 
     def _map(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / f"{self.split}.{name}"
-        if not path.stat().st_size:  # an empty file cannot be mapped
-            return np.empty(0, dtype=dtype)
-        return np.memmap(path, dtype=dtype, mode="r")
+        empty = not path.stat().st_size  # which cannot be mapped
+        return np.empty(0, dtype=dtype) if empty else np.memmap(path, dtype=dtype, mode="r")
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the memory maps; a worker process opens its own."""
@@ -162,19 +157,11 @@ class Batches(Dataset[dict[str, Tensor]]):
 
 
 def permuted(index: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Apply a pseudo-random permutation of range(count) to indices, without storing the permutation.
+    """Apply the pseudo-random permutation `key` of range(count) to indices `[n]`, without storing the permutation.
 
     A Feistel network permutes the numbers of 2n bits, with the smallest n that covers `count`. If its value lies
     outside the range, the network is applied again until the value is inside, on average fewer than four times (Black &
     Rogaway 2002).
-
-    Args:
-        index: `[n]`, in [0, count).
-        count: size of the range.
-        key: selects the permutation.
-
-    Returns:
-        `[n]`, int64.
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)

@@ -55,11 +55,8 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         """Write the files that `AutoTokenizer` of transformers loads: byte-level BPE of 256 tokens without merges."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        model: dict[str, Any] = {
-            "type": "BPE",
-            "vocab": {mark: i for i, mark in enumerate(_byte_marks())},
-            "merges": [],
-        }
+        vocabulary = {mark: i for i, mark in enumerate(_byte_marks())}
+        model: dict[str, Any] = {"type": "BPE", "vocab": vocabulary, "merges": []}
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         added = []
         if self.eos is not None:

@@ -206,11 +206,7 @@ class Corpus:
         """Open the corpus of a configuration, and tokenise it if the cache does not hold it.
 
         The text is read twice. The first pass checks it and assigns the documents to splits, so that every error
-        about the text is raised before anything is written.
-
-        Args:
-            config: the configuration of the corpus.
-            show: whether to draw a progress bar.
+        about the text is raised before anything is written. `show` allows progress bars.
 
         Raises:
             FileNotFoundError, ValueError, ImportError, ConnectionError: a source or the tokenizer cannot be read; the
@@ -243,9 +239,7 @@ class Corpus:
     def unread(cls, config: CorpusConfig, any_tokenizer: bool = False) -> Corpus:
         """A corpus without splits, to configure a run. No text is read, and nothing is downloaded or written.
 
-        Args:
-            config: the configuration of the corpus.
-            any_tokenizer: whether another tokenizer may take the place of one that is not on this machine.
+        With `any_tokenizer`, another tokenizer takes the place of one that is not on this machine.
 
         Raises:
             FileNotFoundError: a file does not exist, or the tokenizer is not on this machine.
@@ -315,12 +309,7 @@ class Corpus:
 
 
 def bits_per_byte(loss_nats: float, tokens: int, bytes: int) -> float:
-    """The loss in bits per byte of the text, which can be compared across tokenizers.
-
-    Args:
-        loss_nats: mean cross-entropy per token, nats.
-        tokens: number of tokens of the text.
-        bytes: size of the text.
+    """A mean cross-entropy per token, in nats, as bits per byte of the text, which compare across tokenizers.
 
     Raises:
         ValueError: `bytes` is less than 1.

@@ -62,11 +62,7 @@ def documents(sources: Sequence[str | Path], field: str = "text") -> Iterator[by
 def find(sources: Sequence[str | Path], field: str = "text", cache: Path | None = None) -> list[Path]:
     """The files of `sources` in order, without duplicates. The files of a glob or folder are sorted.
 
-    Args:
-        sources: files, folders, globs (`**` matches nested folders), `python:`, or data sets of the hub (`hf:…`), which
-            are downloaded.
-        field: the column of a data set of the hub that is kept.
-        cache: the folder of downloads.
+    Data sets of the hub are downloaded into `cache`; their column `field` is kept.
 
     Raises:
         FileNotFoundError: a source does not exist or matches no file.
@@ -121,11 +117,7 @@ def _files(source: str | Path, field: str, cache: Path | None) -> list[Path]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """The files in and below a folder. Hidden ones are left out, and so are the folders of runs.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """The files in and below a folder. Hidden ones are left out, and so are the folders of runs."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -155,8 +147,9 @@ def pieces(path: Path, field: str = "text", limit: int | None = None) -> Iterato
         FileNotFoundError, ValueError, ImportError: as `documents`.
     """
     limit = PIECE if limit is None else limit
-    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".json": _json}
-    if (reader := readers.get(kind(path))) is None:
+    if kind(path) == ".json":
+        raise ValueError(f"{path} is JSON; a corpus reads JSON lines, one object per line, in a file named .jsonl")
+    if (reader := {".jsonl": _jsonl, ".parquet": _parquet}.get(kind(path))) is None:
         yield from _text(path, limit)
         return
     empty = True
@@ -259,10 +252,6 @@ def encoded(text: object, place: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")  # restores bytes that were not UTF-8
     except UnicodeEncodeError:
         return text.encode("utf-8", "surrogatepass")  # JSON can contain half a surrogate pair, which is not UTF-8
-
-
-def _json(path: Path, field: str) -> Iterator[bytes]:
-    raise ValueError(f"{path} is JSON; a corpus reads JSON lines, one object per line, in a file named .jsonl")
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:

@@ -26,21 +26,13 @@ _SOURCE = re.compile(
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set of the hub.
+    """A data set of the hub."""
 
-    Attributes:
-        name: "owner/name".
-        revision: a commit, branch or tag. A full commit (40 hexadecimal digits) that is cached needs no network.
-        configuration: the configuration of the data set; None for its default.
-        split: the split of the data set.
-        rows: the number of rows to take from the start of the split; None for all.
-    """
-
-    name: str
-    revision: str | None = None
-    configuration: str | None = None
+    name: str  # "owner/name"
+    revision: str | None = None  # a commit, branch or tag; a full commit that is cached needs no network
+    configuration: str | None = None  # None for the default of the data set
     split: str = "train"
-    rows: int | None = None
+    rows: int | None = None  # rows from the start of the split; None for all
 
     @classmethod
     def parse(cls, source: str) -> HubSource:
@@ -57,13 +49,8 @@ class HubSource:
             raise ValueError(f"{source!r} asks for zero rows")
         if found["revision"] and found["last"]:
             raise ValueError(f"{source!r} has two revisions")
-        return cls(
-            found["name"],
-            found["revision"] or found["last"],
-            found["configuration"] or None,
-            found["split"] or "train",
-            rows,
-        )
+        revision, split = found["revision"] or found["last"], found["split"] or "train"
+        return cls(found["name"], revision, found["configuration"] or None, split, rows)
 
     def at(self, commit: str) -> str:
         """The source as `parse` reads it, at a commit."""
@@ -72,11 +59,7 @@ class HubSource:
 
 
 def model_name(source: str | Path) -> tuple[str, str | None] | None:
-    """Return the name and the revision of a model on the hub, or None for an existing path or another form.
-
-    Args:
-        source: `owner/name` or `owner/name@revision`.
-    """
+    """The name and revision in `owner/name[@revision]`, a model of the hub; None for a path that exists, or no name."""
     match = None if Path(source).exists() else _MODEL.fullmatch(str(source))
     return None if match is None else (match["name"], match["revision"])
 
@@ -117,7 +100,8 @@ def fetch(source: str, field: str = "text", cache: Path | None = None) -> Path:
     if not path.exists():
         with locked(path):
             if not path.exists():
-                _download(wanted, commit, field, path)
+                with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+                    file.writelines(json.dumps({field: text}) + "\n" for text, _ in texts(wanted, commit, field))
     return path
 
 
@@ -140,22 +124,12 @@ def _commit(wanted: HubSource) -> str:
         ) from error
 
 
-def _download(wanted: HubSource, commit: str, field: str, path: Path) -> None:
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for text, _ in texts(wanted, commit, field):
-            file.write(json.dumps({field: text}) + "\n")
-
-
 def texts(
     wanted: HubSource, commit: str, field: str, state: dict[str, Any] | None = None, read: int = 0
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield the text of each row, and a function that returns where the stream stands after this row.
 
-    Args:
-        wanted, commit: the data set and its revision.
-        field: the column of the text.
-        state: where to go on, from an earlier stream; None for the first row.
-        read: number of rows that the earlier stream has read.
+    A stream can go on at the `state` of an earlier one, which has read `read` rows.
 
     Raises:
         ValueError, ImportError, ConnectionError: as `fetch`.
@@ -166,9 +140,8 @@ def texts(
         raise missing(f"hf:{wanted.name}", "datasets") from error
     _commit(wanted)  # raises at once if the hub cannot be reached; `datasets` would retry for half a minute
     try:
-        rows = datasets.load_dataset(
-            wanted.name, wanted.configuration, split=wanted.split, revision=commit, streaming=True
-        )  # fmt: skip
+        options: dict[str, Any] = {"split": wanted.split, "revision": commit, "streaming": True}
+        rows = datasets.load_dataset(wanted.name, wanted.configuration, **options)
         if state is not None:
             rows.load_state_dict(state)
         for i, row in enumerate(rows, start=read + 1):

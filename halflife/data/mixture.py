@@ -79,12 +79,7 @@ class Concatenated:
 
 
 class MixedFiles(TokenFiles):
-    """The token files of one split of several corpora, one after the other.
-
-    Args:
-        parts: the files of each source.
-        weights: of the sources.
-    """
+    """The token files of one split of several corpora, one after the other."""
 
     def __init__(self, parts: Sequence[TokenFiles], weights: Sequence[float]) -> None:
         super().__init__(parts[0].folder, parts[0].split, parts[0].dtype)

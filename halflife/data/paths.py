@@ -47,8 +47,8 @@ def _with_paths(data: dict[str, Any], change: Callable[[str], str]) -> dict[str,
     def changed(sources: Iterable[Any]) -> list[Any]:
         return [s if not isinstance(s, str) or is_name(s) else change(s) for s in sources]
 
-    paths = {name: changed(data[name]) for name in ("sources",) if name in data}
-    return {**data, **paths, **({"files": [changed(own) for own in data["files"]]} if "files" in data else {})}
+    paths = {"sources": changed(data["sources"])} if "sources" in data else {}
+    return data | paths | ({"files": [changed(own) for own in data["files"]]} if "files" in data else {})
 
 
 def _with_tokenizer(data: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

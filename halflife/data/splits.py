@@ -21,14 +21,7 @@ Advance = Callable[[int], None]  # advances a progress bar by a number of bytes
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """The settings that the tokens of a corpus depend on.
-
-    Attributes:
-        tokenizer: the tokenizer of the text.
-        field: the field of the text in records.
-        fractions: shares of the documents for validation and test.
-        strict: whether bytes that are not UTF-8 are an error, for a tokenizer of characters.
-    """
+    """The settings that the tokens of a corpus depend on; see `CorpusConfig`."""
 
     tokenizer: Tokenizer
     field: str
@@ -38,19 +31,12 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of the first pass.
+    """The result of the first pass."""
 
-    Attributes:
-        splits: the split of each document as an index of `SPLITS`: `[documents]`, uint8.
-        size: bytes of all documents.
-        cuts: bytes at which new splits start, if the corpus is a single document.
-        replaced: number of byte sequences that are not UTF-8, which a tokenizer of characters loses.
-    """
-
-    splits: np.ndarray
-    size: int
-    cuts: tuple[int, ...]
-    replaced: int
+    splits: np.ndarray  # the split of each document as an index of `SPLITS`: `[documents]`, uint8
+    size: int  # bytes of all documents
+    cuts: tuple[int, ...]  # bytes at which new splits start, if the corpus is a single document
+    replaced: int  # byte sequences that are not UTF-8, which a tokenizer of characters loses
 
 
 def scan(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> Plan:
@@ -91,16 +77,10 @@ def _invalid(data: bytes) -> int:
 
 
 def assign(keys: np.ndarray, fractions: tuple[float, float]) -> np.ndarray:
-    """Assign each document to a split by a hash of its content.
+    """Assign each document to a split by a hash of its content: indices of `SPLITS`, `[documents]`, uint8.
 
-    Args:
-        keys: hashes, uniform over 64 bits: `[documents]`, uint64. Documents with equal content have equal hashes, and
-            so the same split.
-        fractions: shares for validation and test. The smallest hashes are for validation, the next ones for the test.
-            A split with a positive share has at least one hash.
-
-    Returns:
-        Indices of `SPLITS`: `[documents]`, uint8.
+    The hashes `keys [documents]` are uniform over 64 bits. The smallest are for validation, the next ones for the test,
+    by the shares in `fractions`. A split with a positive share has at least one hash.
 
     Raises:
         ValueError: fewer distinct documents than splits.

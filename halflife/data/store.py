@@ -15,7 +15,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,8 @@ TOKENISE_BYTES = 1 << 20  # bytes tokenised at a time, in parallel where the tok
 def digest(files: Sequence[Path], settings: SplitSettings, advance: Advance) -> str:
     """SHA-256 of the content of the files in order, their formats, and the settings, but not of their names."""
     digest = hashlib.sha256()
-    parts = [
-        FORMAT, documents.PIECE, settings.tokenizer.fingerprint(), settings.field, settings.fractions, settings.strict
-    ]  # fmt: skip
-    digest.update(json.dumps(parts).encode())
+    own = (settings.tokenizer.fingerprint(), settings.field, settings.fractions, settings.strict)
+    digest.update(json.dumps([FORMAT, documents.PIECE, *own]).encode())
     for path in files:
         content = hashlib.sha256()
         with path.open("rb") as file:
@@ -137,25 +135,19 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def build(folder: Path, key: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The index of the cache `folder`. The cache is made if it is missing or damaged.
+    """The index of the cache `folder` of the corpus with digest `key`. It is made if it is missing or damaged.
 
-    Args:
-        folder: the folder of the cache.
-        key: digest of the corpus.
-        make: writes the files into a new folder and returns the index without its checksum.
+    `make` writes the files into a new folder and returns the index without its checksum.
     """
-    if not folder.exists():
-        reason = None
-    else:
+    reason = None
+    if folder.exists():
         try:
             return read_index(folder, key)
         except (OSError, ValueError) as error:
             reason = error
     with locked(folder):
-        try:
+        with suppress(OSError, ValueError):
             return read_index(folder, key)  # another process may have made it
-        except (OSError, ValueError):
-            pass
         if reason is not None:
             warnings.warn(f"the cache {folder} is damaged ({reason}) and is made again", stacklevel=2)
         for left in folder.parent.glob(f".{folder.name}.*"):  # of processes that were killed
@@ -186,11 +178,10 @@ def read_index(folder: Path, key: str) -> dict[str, Any]:
         raise ValueError("its index has another checksum")
     if (index.get("format"), index.get("digest")) != (FORMAT, key):
         raise ValueError("it belongs to another corpus")
-    itemsize = np.dtype(index["dtype"]).itemsize
     for split, found in index["splits"].items():
-        size = (folder / f"{split}.tokens").stat().st_size
-        if size != found["tokens"] * itemsize:
-            raise ValueError(f"{split}.tokens has {size} bytes, not {found['tokens'] * itemsize}")
+        size, stated = (folder / f"{split}.tokens").stat().st_size, found["tokens"] * np.dtype(index["dtype"]).itemsize
+        if size != stated:
+            raise ValueError(f"{split}.tokens has {size} bytes, not {stated}")
         for name, written in (("offsets", found["offsets"]), ("tokens", found["sha256"])):
             if _file_checksum(folder / f"{split}.{name}") != written:
                 raise ValueError(f"{split}.{name} has another checksum")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,29 +38,16 @@ Report = Callable[[dict[str, Any], int], None]  # is told each record, and the t
 
 
 class Chunk(NamedTuple):
-    """Some rows of the stream.
+    """Some rows of the stream."""
 
-    Attributes:
-        pieces: of the documents, and the split of each document as an index of `SPLITS`.
-        rows: number of rows up to the end of the chunk, since the start of the stream.
-        state: where the stream goes on after the chunk; None after the last row.
-    """
-
-    pieces: list[tuple[Piece, int]]
-    rows: int
-    state: dict[str, Any] | None
+    pieces: list[tuple[Piece, int]]  # of the documents, each with its split as an index of `SPLITS`
+    rows: int  # up to the end of the chunk, since the start of the stream
+    state: dict[str, Any] | None  # where the stream goes on after the chunk; None after the last row
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The rows of a data set, and how they become tokens.
-
-    Attributes:
-        source: the data set.
-        commit: its revision.
-        settings: tokenizer, field and split fractions.
-        cache: the cache folder; None for the default.
-    """
+    """The rows of a data set at a commit, and how they become tokens. `cache` is None for the default folder."""
 
     source: HubSource
     commit: str
@@ -83,12 +71,8 @@ class Stream:
     def index(self, tokens: int, held_out: int, report: Report) -> dict[str, Any]:
         """Read the stream until it has enough, and return the index of the first record that has.
 
-        The index depends on what is wanted, and not on what earlier requests have read.
-
-        Args:
-            tokens: training tokens that are wanted.
-            held_out: tokens that are wanted of each split with a positive fraction.
-            report: is called with each new record.
+        The index depends on what is wanted, and not on what earlier requests have read. Wanted are `tokens` of
+        training, and `held_out` tokens of each other split with a positive fraction.
 
         Raises:
             ValueError, ImportError, ConnectionError: as `hub.texts`; the disk is too small, or the folder is damaged.
@@ -120,15 +104,12 @@ class Stream:
 
     def _extend(self, tokens: int, held_out: int, report: Report) -> dict[str, Any]:
         """Append chunks until a record has enough, and return this record."""
-        last = (
-            self.records() or [{"rows": 0, "state": None, "splits": {s: dict.fromkeys(COUNTS, 0) for s in SPLITS}}]
-        )[-1]
+        first = {"rows": 0, "state": None, "splits": {split: dict.fromkeys(COUNTS, 0) for split in SPLITS}}
+        last = [first, *self.records()][-1]
         self._truncate(last)
         with ExitStack() as stack:
-            files = {
-                name: stack.enter_context((self.folder / name).open("ab"))
-                for name in (*self._sizes(last), RECORDS)
-            }  # fmt: skip
+            names = (*self._sizes(last), RECORDS)
+            files = {name: stack.enter_context((self.folder / name).open("ab")) for name in names}
             encoded = encode_ahead(
                 self.settings.tokenizer, self._chunks(last), lambda chunk: [piece.data for piece, _ in chunk.pieces]
             )
@@ -205,13 +186,9 @@ class Stream:
             path = self.folder / name
             if not path.exists():
                 path.write_bytes(np.int64(0).tobytes() if name.endswith("offsets") else b"")
-            with path.open("r+b") as file:
-                file.truncate(size)
-        path = self.folder / RECORDS
-        if path.exists():
-            whole = path.read_bytes().rfind(b"\n") + 1
-            with path.open("r+b") as file:
-                file.truncate(whole)
+            os.truncate(path, size)
+        if (path := self.folder / RECORDS).exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def _check_disk(self, record: dict[str, Any], tokens: int) -> None:
         """Raise a ValueError if the disk cannot hold the tokens that are still wanted."""

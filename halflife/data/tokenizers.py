@@ -67,12 +67,7 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers.
-
-    Args:
-        tokenizer: the result of `AutoTokenizer.from_pretrained`.
-        name: on the hub, or a folder.
-    """
+    """A tokenizer of transformers, the result of `AutoTokenizer.from_pretrained(name)`."""
 
     reads_text = True
 
@@ -136,12 +131,8 @@ def encode_ahead(
 ) -> Generator[tuple[Batch, list[np.ndarray]]]:
     """Yield each batch with the ids of its texts, in order. Threads encode the next batches, one for each core.
 
-    Rust tokenizers release Python's lock while they encode, so all cores work, also where each text is a long one.
-
-    Args:
-        tokenizer: of the texts.
-        batches: a few more of them than are used may be read.
-        texts: returns the texts of a batch.
+    Rust tokenizers release Python's lock while they encode, so all cores work, also where each text is a long one. A
+    few more batches than are used may be read.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
@@ -173,19 +164,17 @@ def load_tokenizer(name_or_path: str | Path, model_vocab_size: int | None = None
         ValueError: the tokenizer has more ids than the model.
     """
     name = str(name_or_path)
-    wrapped = name not in OF_BYTES
-    tokenizer = HuggingFaceTokenizer(pretrained(name, local), name) if wrapped else ByteTokenizer(name == "bytes+eos")
+    of_bytes = name in OF_BYTES
+    tokenizer = ByteTokenizer(name == "bytes+eos") if of_bytes else HuggingFaceTokenizer(pretrained(name, local), name)
     if model_vocab_size is not None:
         check_vocabulary(tokenizer, model_vocab_size)
     return tokenizer
 
 
 def pretrained(name: str, local: bool = False) -> Any:
-    """Load a tokenizer of transformers from a folder, the hub, or the hub's cache where the hub cannot be reached.
+    """Load a tokenizer of transformers from a folder, or as `owner/name[@revision]` from the hub or the hub's cache.
 
-    Args:
-        name: the folder, or `owner/name[@revision]` on the hub.
-        local: do not ask the hub.
+    The cache alone is read where the hub cannot be reached, or with `local`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -232,12 +221,7 @@ def read_ids(files: Sequence[Path], tokenizer: str | None = None) -> Tensor:
 
 
 def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
-    """Evenly spaced pieces of a text that do not overlap: `[B, T]` with B ≤ `sequences` and T = min(length, N).
-
-    Args:
-        ids: the token ids of the text, `[N]`.
-        length: tokens of a piece.
-        sequences: the largest number of pieces.
+    """Evenly spaced pieces of a text `ids [N]` that do not overlap: `[B, T]`, B ≤ `sequences`, T = min(length, N).
 
     Raises:
         ValueError: the text or the length has fewer than 2 tokens, or `sequences` is less than 1.
@@ -252,23 +236,8 @@ def pieces(ids: Tensor, length: int, sequences: int) -> Tensor:
     return ids[starts.unsqueeze(1) + torch.arange(length)].long()
 
 
-@runtime_checkable
-class HasVocabulary(Protocol):
-    """The part of a model's configuration that says which ids it reads."""
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids."""
-        ...
-
-
-def check_ids(config: HasVocabulary, ids: Tensor, tokenizer: str | None) -> None:
-    """Check that a model can read these ids.
+def check_ids(config: Any, ids: Tensor, tokenizer: str | None) -> None:
+    """Check that a model whose configuration has this `name` and `vocab_size` can read these ids.
 
     Raises:
         ValueError: the ids are bytes and the model is not of bytes, or an id lies beyond its vocabulary.

@@ -29,10 +29,15 @@ KEY_BYTES = 32  # bytes of the key
 
 def sign(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a JSON file with a signature; without one if the key cannot be made or read."""
-    content = {name: x for name, x in saved.items() if name != SIGNATURE}
+    content = unsigned(saved)
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
         return {**content, SIGNATURE: _signature(content)}
     return content
+
+
+def unsigned(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a JSON file without its signature."""
+    return {name: x for name, x in saved.items() if name != SIGNATURE}
 
 
 def confirm(path: Path) -> None:
@@ -42,8 +47,7 @@ def confirm(path: Path) -> None:
         OSError: the key or the file cannot be written.
     """
     if path.is_file():
-        saved = read_json_object(path)
-        saved.pop(SIGNATURE, None)
+        saved = unsigned(read_json_object(path))
         write_json(path, {**saved, SIGNATURE: _signature(saved)})
 
 
@@ -56,17 +60,14 @@ def check_origin(
 ) -> None:
     """Check that this user signed a file, or that what it names lies in its folder or below the current folder.
 
-    Args:
-        saved: the content of the file.
-        path: the file.
-        sources, files, tokenizer: the text that it names, as in `CorpusConfig`, with absolute paths.
+    `saved` is the content of the file. `sources`, `files` and `tokenizer` are the text that it names, as in
+    `CorpusConfig`, with absolute paths.
 
     Raises:
         ValueError: neither is so; the message names what the file names.
     """
-    content = {name: x for name, x in saved.items() if name != SIGNATURE}
     with suppress(OSError, RuntimeError):
-        if hmac.compare_digest(str(saved.get(SIGNATURE)).encode(), _signature(content).encode()):
+        if hmac.compare_digest(str(saved.get(SIGNATURE)).encode(), _signature(unsigned(saved)).encode()):
             return
     named = [f"the module {name}" for name in saved.get(extensions.IMPORTS, ()) if name not in extensions.names()]
     local = Path(tokenizer).is_dir() and _near(tokenizer, path.parent)  # otherwise it is one of the Hub, or elsewhere

@@ -18,10 +18,6 @@ class ProgressBoard:
     """One progress bar for all runs together, and one for each running run. A finished run leaves a line.
 
     The board reads the folders of the runs: a run writes `run.json` when it starts, and its steps to `metrics.jsonl`.
-
-    Args:
-        jobs: all of them.
-        show: whether to draw anything.
     """
 
     def __init__(self, jobs: Sequence[Job], show: bool) -> None:

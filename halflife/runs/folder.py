@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from halflife import files
-from halflife.data.trust import SIGNATURE
+from halflife.data.trust import unsigned
 from halflife.files import (
     CONFIG_JSON,
     METRICS_JSONL,
@@ -106,11 +106,8 @@ def folder_kind(path: Path) -> FolderKind:
 def cell_folder(model: str, learning_rate: float, seed: int) -> str:
     """The folder of one run of a sweep, relative to the folder of the sweep. Different rates have different folders."""
     short = f"{learning_rate:g}"
-    return f"{_model_folder(model)}/lr{short if float(short) == learning_rate else repr(learning_rate)}-seed{seed}"
-
-
-def _model_folder(model: str) -> str:
-    return model.replace("/", "-")  # variants of the Decay paper's grid have names such as vector/mamba2
+    rate = short if float(short) == learning_rate else repr(learning_rate)
+    return f"{model.replace('/', '-')}/lr{rate}-seed{seed}"  # the Decay paper's grid has names such as vector/mamba2
 
 
 def read_any(run_dir: str | Path) -> Comparison | LanguageRun:
@@ -120,19 +117,16 @@ def read_any(run_dir: str | Path) -> Comparison | LanguageRun:
         FileNotFoundError: the folder or a file in it is missing; the message names it.
         ValueError: a file is truncated or damaged, or the folder is of another kind; the message names it.
     """
-    path = Path(run_dir)
-    if (path / RUN_JSON).is_file():
-        return read_language(path)
-    return read(path)
+    return read_language(run_dir) if (Path(run_dir) / RUN_JSON).is_file() else read(run_dir)
 
 
 def read_language(run_dir: str | Path) -> LanguageRun:
     """Read the folder of a run of `halflife train`, finished or not; raises as `read_any`."""
     path = Path(run_dir)
-    config = _without_signature(_present(read_json, path / RUN_JSON))
+    config = _present(read_json, path / RUN_JSON)
     if folder_kind(path) is not FolderKind.LANGUAGE_RUN:
         raise ValueError(f"{path} is one run of a comparison; the folder of the comparison is {path.parent.parent}")
-    check_content(path / RUN_JSON, config, LANGUAGE_RUN)
+    config = unsigned(check_content(path / RUN_JSON, config, LANGUAGE_RUN))
     versions = check_content(path / VERSIONS_JSON, _present(read_json, path / VERSIONS_JSON), VERSIONS)
     finished = (path / RESULT_JSON).exists()
     metrics = _read_metrics(path / METRICS_JSONL, finished)
@@ -146,10 +140,10 @@ def read(run_dir: str | Path) -> Comparison:
     An unfinished comparison has no `results.csv`; the metrics that its trainings have logged so far are read.
     """
     path = Path(run_dir)
-    config = _without_signature(_present(read_json, path / CONFIG_JSON))
+    config = _present(read_json, path / CONFIG_JSON)
     if (kind := folder_kind(path)) not in (FolderKind.COMPARISON, FolderKind.GRID):
         raise ValueError(f"{path / CONFIG_JSON} names no models: {_EXPECTED}")
-    check_content(path / CONFIG_JSON, config, COMPARISON)
+    config = unsigned(check_content(path / CONFIG_JSON, config, COMPARISON))
     versions = check_content(path / VERSIONS_JSON, _present(read_json, path / VERSIONS_JSON), VERSIONS)
     table = path / RESULTS_CSV
     scores = list(read_scores(table, _text(table))) if table.exists() else []
@@ -161,8 +155,7 @@ def read(run_dir: str | Path) -> Comparison:
 def read_grid(folder: Path) -> dict[str, Any]:
     """The `results.json` of a grid, whose parts are empty before its first run has finished.
 
-    Returns:
-        "results", variant → seed → sizes and loss, "paper", variant → the paper's loss, and "findings", sentences.
+    "results": variant → seed → sizes and loss; "paper": variant → the paper's loss; "findings": sentences.
     """
     empty: dict[str, Any] = {"results": {}, "paper": {}, "findings": []}
     return empty | (read_json(folder / RESULTS_JSON) if (folder / RESULTS_JSON).exists() else {})
@@ -195,35 +188,25 @@ def _read_metrics(path: Path, finished: bool) -> list[dict[str, Any]]:
 def _read_trainings(sweep: Path, model: str, scores: Sequence[Score], tasks: bool) -> list[Training]:
     """The trainings of one model of a sweep, by learning rate and seed.
 
-    Args:
-        scores: the table. A training in it has ended, and all of its files must be there.
-        tasks: whether the trainings are task runs, which all have spectra and may have tests by position.
+    A training in the table has ended, and all of its files must be there. Task runs (`tasks`) all have spectra and may
+    have tests by position.
     """
     trainings = []
     ended = {(score.model, score.learning_rate, score.seed) for score in scores}
-    for path in (sweep / _model_folder(model)).glob("lr*-seed*"):
+    for path in (sweep / model.replace("/", "-")).glob("lr*-seed*"):
         name = re.fullmatch(r"lr(.+)-seed(\d+)", path.name)
         if name is None:
             continue
         rate, seed = float(name[1]), int(name[2])
         finished = (model, rate, seed) in ended
-        spectrum = path / SPECTRUM_JSON
+        spectrum: dict[str, Any] = {}
+        if (file := path / SPECTRUM_JSON).exists() or (tasks and finished):
+            # A channel that never decays has the time-scale infinity, which JSON cannot hold.
+            spectrum = without_null(check_content(file, _present(read_json, file), SPECTRUM), math.inf)
         result = read_result(path) if (path / RESULT_JSON).exists() else {}
-        trainings.append(
-            Training(
-                path=path,
-                model=model,
-                learning_rate=rate,
-                seed=seed,
-                metrics=_read_metrics(path / METRICS_JSONL, finished),
-                # A channel that never decays has the time-scale infinity, which JSON cannot hold.
-                spectrum=without_null(check_content(spectrum, _present(read_json, spectrum), SPECTRUM), math.inf)
-                if spectrum.exists() or (tasks and finished)
-                else {},
-                positions=result.get("positions", []) if tasks else [],
-                lengths=result.get("lengths", []),
-            )
-        )
+        metrics = _read_metrics(path / METRICS_JSONL, finished)
+        positions = result.get("positions", []) if tasks else []
+        trainings.append(Training(path, model, rate, seed, metrics, spectrum, positions, result.get("lengths", [])))
     return sorted(trainings, key=lambda training: (training.learning_rate, training.seed))
 
 
@@ -233,10 +216,6 @@ def check_content(path: Path, data: Any, schema: Any) -> Any:
         return data
     wrong = [key for key in schema if isinstance(key, str) and not files.fits(data, {key: schema[key]})]
     raise ValueError(f"{path} is damaged: {wrong[0].removesuffix('?') if wrong else 'its content'} cannot be")
-
-
-def _without_signature(config: Any) -> Any:
-    return {key: x for key, x in config.items() if key != SIGNATURE} if isinstance(config, dict) else config
 
 
 def _text(path: Path) -> str:

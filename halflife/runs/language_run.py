@@ -30,9 +30,7 @@ from halflife.training.start import check_unchanged, freeze, load_start
 
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)  # of the training length
 MEASURED_TOKENS = 1024  # tokens of rows that a measurement reads at once
-COUNTED_LENGTH = (
-    16  # rows with fewer tokens count as so many towards the tokens of a measurement, because each costs a step
-)
+COUNTED_LENGTH = 16  # tokens; shorter rows count as so many in the tokens of a measurement, because each costs a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +90,9 @@ class MicroBatches(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, split: Split, config: LanguageConfig, num_micro_batches: int) -> None:
-        self.slices = [
-            split.batches(
-                config.batch_size, config.context, config.seed, config.mode, i, num_micro_batches, config.steps
-            )
-            for i in range(num_micro_batches)
-        ]
+        settings = (config.batch_size, config.context, config.seed, config.mode)
+        parts = range(num_micro_batches)
+        self.slices = [split.batches(*settings, i, num_micro_batches, config.steps) for i in parts]
 
     def __len__(self) -> int:
         return len(self.slices) * len(self.slices[0])
@@ -118,7 +113,6 @@ class CorpusRun(ModelRun):
     - "lengths": `[{"length", "perplexity", "last_perplexity"}]` at multiples of the context, as far as the split
       reaches; `last_perplexity` is that of the last `context` tokens alone; "rows": the number of rows read.
     - "positions": `[{"first", "last", "loss"}]`, the mean loss in ranges of positions that double.
-
     - "tests": `[{"test": "text", "length", "loss"}]`, the loss behind "bits_per_byte" (for `results.csv`).
 
     After a divergence only "tokens", "mfu" and "tests" are there, the last with NaN. The tokenizer is saved beside the
@@ -229,14 +223,8 @@ def _test(config: LanguageConfig, loss: float) -> dict[str, Any]:
 def _by_length(losses: Tensor, context: int) -> list[dict[str, Any]]:
     """Perplexities at multiples of the context, from the losses by position `[T]`."""
     lengths = [m * context for m in LENGTH_MULTIPLES if m * context <= len(losses)]
-    return [
-        {
-            "length": length,
-            "perplexity": perplexity(losses, length),
-            "last_perplexity": perplexity(losses[length - context :], context),
-        }
-        for length in lengths
-    ]
+    last = {length: perplexity(losses[length - context :], context) for length in lengths}
+    return [{"length": n, "perplexity": perplexity(losses, n), "last_perplexity": last[n]} for n in lengths]
 
 
 def loss_in_rows(model: LanguageModel, split: Split, config: LanguageConfig) -> float:
@@ -297,9 +285,8 @@ def _validation(split: Split, config: LanguageConfig, shared: bool = True) -> Ca
 
 def _too_short(split: Split, config: LanguageConfig) -> str:
     return (
-        f"the {split.files.split} split has {split.longest} tokens in one piece, "
-        f"fewer than a context of {config.context}; "
-        "hold out a larger share of the text"
+        f"the {split.files.split} split has {split.longest} tokens in one piece, fewer than a context of "
+        f"{config.context}; hold out a larger share of the text"
     )
 
 

@@ -27,13 +27,9 @@ from halflife.training.speed import Speed
 
 @dataclass(frozen=True, kw_only=True)
 class CellConfig(TrainConfig):
-    """A `TrainConfig` together with the data: everything that determines the numbers of one run.
+    """A `TrainConfig` together with the data: everything that determines the numbers of one run."""
 
-    Attributes:
-        measure: the validated quantity, "accuracy" (higher is better) or "loss" (lower is better).
-    """
-
-    measure: ClassVar[str]
+    measure: ClassVar[str]  # the validated quantity, "accuracy" (higher is better) or "loss" (lower is better)
 
     def sequences(self) -> dict[int, float]:
         """Length in tokens → how many sequences of this length the training reads."""
@@ -45,11 +41,7 @@ class CellConfig(TrainConfig):
 
 
 class ModelRun(ABC):
-    """The parts in which kinds of runs differ: their data and their measurements. `run_one` calls the methods in order.
-
-    Args:
-        config: the configuration of the run.
-    """
+    """The parts in which kinds of runs differ: their data and measurements. `run_one` calls the methods in order."""
 
     def __init__(self, config: CellConfig) -> None:
         self.config: Any = config

@@ -18,14 +18,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from halflife.extras import require
 from halflife.runs.board import ProgressBoard, outcome
 from halflife.runs.cluster import marked, servers
 from halflife.runs.interrupts import signals_noted
-from halflife.runs.sweep import Job, Runner, one_by_one, reason
+from halflife.runs.sweep import Job, Runner, first_line, one_by_one, prepared, reason
 from halflife.runs.worker import WORKER, SignOfLife, Silence, read_sign, run_job_in_worker, send, stop_workers
 from halflife.training.fit import StoppedBySignal
 
@@ -109,11 +109,8 @@ class Pool:
         """
         if not jobs:
             return {}
-        jobs = [replace(job, folder=job.folder.absolute()) for job in jobs]
-        for job in jobs:
-            job.folder.mkdir(parents=True, exist_ok=True)
         own = self.address == "ray" and not _is_connected()
-        sweep = _Sweep(jobs, self.worker_timeout, show)
+        sweep = _Sweep(prepared(jobs), self.worker_timeout, show)
         for _ in range(1 + RETRIES * own):
             if sweep.waiting:
                 with suppress(_ClusterLost), _cluster(self.address) as alive, signals_noted() as check:
@@ -176,7 +173,7 @@ def _connected(**options: Any) -> Iterator[None]:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises a bare Exception if it does not start in time
         hint = "" if address == "local" else " (a cluster with a token needs RAY_AUTH_MODE=token here)"
-        raise ValueError(f"no Ray at {address}: {_first_line(error)}{hint}") from error
+        raise ValueError(f"no Ray at {address}: {first_line(error)}{hint}") from error
     try:
         yield
     finally:
@@ -188,32 +185,20 @@ class _ClusterLost(Exception):
 
 
 class _Sweep:
-    """The jobs of a sweep that have not ended, over as many clusters as it takes.
-
-    Args:
-        jobs: all of them.
-        timeout: seconds without a sign of life after which a worker counts as dead.
-        show: whether to draw progress bars.
-
-    Attributes:
-        failed: the reasons of the jobs that failed, by label.
-    """
+    """The jobs of a sweep that have not ended, over as many clusters as it takes."""
 
     def __init__(self, jobs: Sequence[Job], timeout: float, show: bool) -> None:
         self.waiting = list(jobs)
         self.attempts: Counter[str] = Counter()
-        self.failed: dict[str, str] = {}
+        self.failed: dict[str, str] = {}  # reasons by label
         self.board = ProgressBoard(jobs, show)
-        self.timeout = timeout
+        self.timeout = timeout  # seconds without a sign of life after which a worker counts as dead
         self.running: dict[Any, Job] = {}  # by the references of Ray's tasks, also those that wait for a worker
 
     def run(self, resources: Mapping[str, float], alive: Callable[[], bool], check: Callable[[], None]) -> None:
         """Run the jobs on the cluster that this process is connected to. An interrupt cancels the running jobs.
 
-        Args:
-            resources: what a run takes.
-            alive: tells whether the servers of the cluster live.
-            check: raises an error after a signal to end.
+        `alive` tells whether the servers of the cluster live, and `check` raises an error after a signal to end.
 
         Raises:
             _ClusterLost: the jobs in `waiting` have not ended.
@@ -225,7 +210,10 @@ class _Sweep:
         try:
             with self.board.progress:
                 while self.waiting or self.running:
-                    self._submit(task, int(resources["num_cpus"]))
+                    for job in self.waiting:
+                        (job.folder / WORKER).unlink(missing_ok=True)  # of a worker that was killed
+                        self.running[task.remote(job, int(resources["num_cpus"]))] = job
+                    self.waiting = []
                     for ref in ray.wait(list(self.running), timeout=1.0)[0]:
                         self._take(ref, alive)
                     check()
@@ -246,13 +234,6 @@ class _Sweep:
         finally:
             for ref in self.running:
                 ray.cancel(ref, force=True)
-
-    def _submit(self, task: Any, threads: int) -> None:
-        """Give the jobs that wait to Ray."""
-        for job in self.waiting:
-            (job.folder / WORKER).unlink(missing_ok=True)  # of a worker that was killed
-            self.running[task.remote(job, threads)] = job
-        self.waiting = []
 
     def _take(self, ref: Any, alive: Callable[[], bool]) -> None:
         """Note the outcome of a task that has ended, or let its job wait for another attempt."""
@@ -298,7 +279,3 @@ def _kill_worker(sign: SignOfLife) -> None:
 
         place = NodeAffinitySchedulingStrategy(sign.node, soft=False)
         ray.remote(send).options(num_cpus=0, scheduling_strategy=place).remote(sign, signal.SIGKILL)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -39,8 +39,6 @@ LANGUAGE_RUN = {
 VERSIONS = {str: (str, type(None))}
 
 CELL = ("model", "learning_rate", "seed", "selected")  # `selected`: at the model's selected rate, as in `results.csv`
-
-
 IN_DISTRIBUTION = "in_distribution"
 
 
@@ -76,12 +74,7 @@ ADDED = ("loss", "validation")  # columns that a table may lack
 
 
 def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
-    """The rows of one finished run.
-
-    Args:
-        result: its `result.json`, of a run on tasks or on text.
-        **cell: the columns `model`, `learning_rate`, `seed` and `selected`.
-    """
+    """The rows of one finished run, from its `result.json` and the columns `CELL`."""
     shared = {name: result[name] for name in ("parameters", "state_size")}
     # null after a resume from the last step, and the validation of a diverged run
     shared |= {name: number(result[name]) for name in ("tokens_per_second", "validation")}
@@ -93,8 +86,7 @@ def scores_of(result: Mapping[str, Any], **cell: Any) -> list[Score]:
 def repeated_tests(rows: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
     """The tests, as (test, length), whose scores are those in distribution again, run by run, and so say nothing new.
 
-    Args:
-        rows: the rows of `results.csv`.
+    `rows` are those of `results.csv`.
     """
     cells: dict[tuple[str, int], dict[Any, str]] = {}
     for row in rows:
@@ -111,11 +103,7 @@ def write_scores(path: Path, scores: Iterable[Score]) -> None:
 
 
 def read_scores(path: Path, text: str) -> Iterator[Score]:
-    """The rows of a table.
-
-    Args:
-        path: the path of the file, for messages.
-        text: its content.
+    """The rows of a table with the content `text`.
 
     Raises:
         ValueError: the table is truncated or damaged; the message names the file and the line.
@@ -158,23 +146,15 @@ _CELLS: dict[str, Callable[[Any], Any]] = {"str": _text_cell, "int": int, "bool"
 
 @dataclass(frozen=True)
 class Training:
-    """One trained model of a sweep, or the model of a language run.
-
-    Attributes:
-        path: its folder.
-        model, learning_rate, seed: its cell.
-        metrics: the lines of `metrics.jsonl`.
-        spectrum: the content of `spectrum.json`; `{}` before the end of training.
-        positions: accuracy and loss by position, for tests that score every position (see `runs.task_run.TaskRun`).
-        lengths: perplexity by the length of the text, for runs on text (see `runs.language_run`).
-    """
+    """One trained model of a sweep, or the model of a language run."""
 
     path: Path
     model: str
     learning_rate: float
     seed: int
-    metrics: list[dict[str, Any]]
-    spectrum: dict[str, Any]
+    metrics: list[dict[str, Any]]  # the lines of `metrics.jsonl`
+    spectrum: dict[str, Any]  # the content of `spectrum.json`; `{}` before the end of training
+    # Of tests that score every position (see `runs.task_run.TaskRun`), and of runs on text (see `runs.language_run`).
     positions: list[dict[str, Any]] = field(default_factory=list)
     lengths: list[dict[str, Any]] = field(default_factory=list)
 
@@ -228,11 +208,8 @@ class Comparison:
 
     def select(self, model: str, **where: Any) -> list[Score]:
         """Scores of a model at its selected learning rate, with the given values of other columns."""
-        return [
-            score
-            for score in self.scores
-            if score.model == model and score.selected and all(getattr(score, k) == v for k, v in where.items())
-        ]
+        where |= {"model": model, "selected": True}
+        return [score for score in self.scores if all(getattr(score, k) == v for k, v in where.items())]
 
     def mean(self, model: str, column: str, **where: Any) -> float:
         """Mean of a column over the scores of `select`; NaN if there are none yet."""

@@ -21,10 +21,7 @@ PROMPT_TOKENS = 200  # tokens of a prompt from a document
 def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> Path:
     """Continue prompts with the model in `folder`, and write the texts to its `samples.txt`; returns the file.
 
-    Args:
-        folder: the folder of a trained model.
-        corpus: gives the tokenizer.
-        prompts: texts to continue; none for the starts of the first three validation documents.
+    Without prompts, the starts of the first three validation documents are continued.
     """
     model, tokenizer = checkpoint.load(folder).eval(), corpus.tokenizer
     encoded = [tokenizer.encode(prompt) for prompt in prompts] or document_starts(corpus)
@@ -33,9 +30,8 @@ def write_samples(folder: Path, corpus: Corpus, prompts: Sequence[str] = ()) -> 
         session = Session(model, encode=lambda s: tokenizer.encode(s).tolist(), decode=tokenizer.decode)
         stop = () if tokenizer.eos is None else (tokenizer.eos,)
         generator = torch.Generator().manual_seed(i)
-        pieces = session.feed(torch.from_numpy(ids)).write(
-            SAMPLE_TOKENS, stop=stop, temperature=TEMPERATURE, generator=generator
-        )
+        session.feed(torch.from_numpy(ids))
+        pieces = session.write(SAMPLE_TOKENS, stop=stop, temperature=TEMPERATURE, generator=generator)
         text.append(f"{tokenizer.decode(ids)}⟨here the model begins⟩{''.join(pieces)}\n")
     rule = "-" * 80
     path = folder / SAMPLES_TXT

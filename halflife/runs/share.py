@@ -90,8 +90,7 @@ def _check_finished(folder: Path) -> None:
 def push(folder: Path, name: str, files: Sequence[str], *, private: bool) -> str:
     """Upload `files` of `folder` in one commit, and return the address of the repository.
 
-    Args:
-        private: whether a repository that is created is private. One that exists stays as it is.
+    `private` holds for a repository that is created. One that exists stays as it is.
 
     Raises:
         ConnectionError: the Hub cannot be reached, or refuses; the message has its reason.

@@ -14,9 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from halflife.extras import require
@@ -25,7 +24,7 @@ from halflife.registry import unknown
 from halflife.runs.board import ProgressBoard, last_step, outcome
 from halflife.runs.interrupts import signals_noted
 from halflife.runs.pool import RETRIES
-from halflife.runs.sweep import Job, reason
+from halflife.runs.sweep import Job, first_line, prepared, reason
 from halflife.runs.worker import run_job_in_worker
 from halflife.training.fit import StoppedBySignal
 
@@ -68,10 +67,10 @@ class SlurmRunner:
         """
         if not jobs:
             return {}
-        jobs = [replace(job, folder=job.folder.absolute()) for job in jobs]
-        for job in jobs:
-            job.folder.mkdir(parents=True, exist_ok=True)
-        executor = _submitit().SlurmExecutor(folder=_log_folder(jobs[0]))
+        jobs = prepared(jobs)
+        # submitit writes its files into the folder of the sweep, a folder for each job (%j).
+        logs = (jobs[0].execution.sweep or jobs[0].folder).absolute() / "slurm" / "%j"
+        executor = _submitit().SlurmExecutor(folder=logs)
         executor.update_parameters(**self._parameters())
         with signals_noted() as check:
             return _Queue(executor, self.cpus).run(jobs, show, check)
@@ -98,16 +97,10 @@ def _submitit() -> Any:
     return import_module("submitit")
 
 
-def _log_folder(job: Job) -> Path:
-    """Where submitit writes its files: in the folder of the sweep, a folder for each job (%j)."""
-    return (job.execution.sweep or job.folder).absolute() / "slurm" / "%j"
-
-
 def run_in_slurm(job: Job, threads: int) -> tuple[str, Any]:
-    """Run one job in a job of Slurm.
+    """Run one job in a job of Slurm. It returns ("done", its result) or ("failed", the reason).
 
-    Returns:
-        ("done", its result), ("stopped", …) if a signal ended it and it can continue, or ("failed", the reason).
+    If a signal has ended it, so that it can continue, it returns ("stopped", …).
     """
     try:
         return "done", run_job_in_worker(job, threads)
@@ -119,12 +112,7 @@ def run_in_slurm(job: Job, threads: int) -> tuple[str, Any]:
 
 
 class _Queue:
-    """The submitted runs of one sweep.
-
-    Args:
-        executor: of submitit.
-        threads: of a run.
-    """
+    """The submitted runs of one sweep."""
 
     def __init__(self, executor: Any, threads: int) -> None:
         self.executor, self.threads = executor, threads
@@ -134,10 +122,7 @@ class _Queue:
     def run(self, jobs: Sequence[Job], show: bool, check: Callable[[], None]) -> dict[str, str]:
         """Submit the jobs, or find them in Slurm, and wait until all have ended. Returns the reasons of failures.
 
-        Args:
-            jobs: all of them.
-            show: whether to draw progress bars.
-            check: raises an error after a signal to end.
+        `check` raises an error after a signal to end.
         """
         failed: dict[str, str] = {}
         board, asked = ProgressBoard(jobs, show), 0.0
@@ -193,7 +178,7 @@ class _Queue:
             return self.handles[job.name].result()
         except (errors.FailedJobError, errors.UncompletedJobError) as error:
             where = self.handles[job.name].paths.stderr
-            return "stopped", f"Slurm ended the job without a result ({str(error).partition(chr(10))[0]}); see {where}"
+            return "stopped", f"Slurm ended the job without a result ({first_line(error)}); see {where}"
 
     def _may_retry(self, job: Job) -> bool:
         """Whether the job may be resubmitted: its run made progress, or has `RETRIES` attempts left."""

@@ -122,16 +122,27 @@ def one_by_one(jobs: Sequence[Job], show: bool) -> dict[str, str]:
 
 def reason(error: BaseException) -> str:
     """One line about an error that a run raised. A ValueError needs no name, because its message is for users."""
-    first = str(error).strip().partition("\n")[0]
+    first = first_line(error)
     return first if isinstance(error, ValueError) and first else f"{type(error).__name__}: {first}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
+def prepared(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs for other processes: with absolute paths of their folders, which are made."""
+    jobs = [replace(job, folder=job.folder.absolute()) for job in jobs]
+    for job in jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    return jobs
 
 
 def run_job(job: Job, *, show: bool = False, patience: float = 0) -> dict[str, Any]:
     """Run one job while this process holds the lock of its folder; returns the result (see `run_one`).
 
-    Args:
-        show: whether to draw a progress bar.
-        patience: seconds to wait for another process that holds the lock.
+    It waits `patience` seconds for another process that holds the lock.
 
     Raises:
         ValueError: another process keeps the lock, or the folder belongs to a run with another configuration.
@@ -165,10 +176,9 @@ def run_sweep(
         execution: how the runs use memory; None for the defaults.
 
     Returns:
-        The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.records.Score`). `selected`
-        marks each model's learning rate with the best validation, averaged over the seeds that tried all rates. Tests
-        do not influence it.
-        Besides them, the reasons of the runs that failed, by their labels.
+        The rows of `results.csv`, one per model, learning rate, seed and test (see `runs.records.Score`), and the
+        reasons of the runs that failed, by their labels. `selected` marks each model's learning rate with the best
+        validation, averaged over the seeds that tried all rates. Tests do not influence it.
 
     Raises:
         RunsFailed: no run has ended.
@@ -187,7 +197,6 @@ def run_sweep(
     }
     check_seeds(seeds, config["seeds"])
     trials = first_cells(config["learning_rates"], config["seeds"], config.get("tune_seeds"))
-
     first = set(trials)
     others = [cell for cell in jobs if cell not in first]
 
@@ -197,9 +206,11 @@ def run_sweep(
         return (runner([jobs[cell] for cell in chosen], show), _results(jobs)) if chosen else ({}, results)
 
     failed, results = run(trials, _results(jobs))
-    if seeds is not None and {cell.seed for cell in others}.intersection(seeds):
-        _check_trials(cell for cell in trials if cell.title not in failed and cell not in results)
-    selected = _select_rates(jobs, {cell: results[cell] for cell in trials if cell in results})
+    left = ", ".join(cell.title for cell in trials if cell.title not in failed and cell not in results)
+    if left and seeds is not None and {cell.seed for cell in others}.intersection(seeds):
+        raise ValueError(f"the learning rates are chosen by runs that have not ended ({left}); run them first")
+    tried = {cell: results[cell] for cell in trials if cell in results}
+    selected = {model: _select_rate(model, jobs, tried) for model in dict.fromkeys(cell.model for cell in tried)}
     more, results = run([cell for cell in others if cell.learning_rate == selected.get(cell.model)], results)
     failed |= more
     if not results:
@@ -214,11 +225,7 @@ def run_sweep(
 
 
 def check_seeds(chosen: Sequence[int] | None, seeds: Sequence[int]) -> None:
-    """Check that the chosen seeds belong to a sweep.
-
-    Raises:
-        ValueError: one of them does not; the message names it.
-    """
+    """Raise a ValueError that names the chosen seeds that do not belong to a sweep."""
     if unknown := [seed for seed in chosen or () if seed not in seeds]:
         raise ValueError(
             f"there is no seed {', '.join(map(str, unknown))} to run; the comparison has the seeds {seeds[0]} to "
@@ -233,21 +240,6 @@ def _results(jobs: Mapping[Cell, Job]) -> Results:
         if (job.folder / RESULT_JSON).exists() and check_run_folder(job.config, job.folder):
             found[cell] = read_result(job.folder)
     return found
-
-
-def _check_trials(left: Iterable[Cell]) -> None:
-    """Check that no run is left of those that choose the learning rates, because the runs of other seeds need them.
-
-    Raises:
-        ValueError: some are left.
-    """
-    if names := ", ".join(cell.title for cell in left):
-        raise ValueError(f"the learning rates are chosen by runs that have not ended ({names}); run them first")
-
-
-def _select_rates(jobs: Mapping[Cell, Job], results: Results) -> dict[str, float | None]:
-    """The best learning rate of each model that has a result."""
-    return {model: _select_rate(model, jobs, results) for model in dict.fromkeys(cell.model for cell in results)}
 
 
 def _select_rate(model: str, jobs: Mapping[Cell, Job], results: Results) -> float | None:

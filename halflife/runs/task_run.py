@@ -25,19 +25,13 @@ MOST_EXAMPLES = 10_000_000  # examples of a validation or test
 
 @dataclass(frozen=True, kw_only=True)
 class TestSpec:
-    """One test of a trained model.
-
-    Attributes:
-        name: the name of the test in `results.csv`.
-        task: as in `RunConfig`.
-        examples: their number; None for the run's `test_examples`.
-    """
+    """One test of a trained model."""
 
     __test__ = False  # pytest must not collect this class
 
-    name: str
-    task: dict[str, Any]
-    examples: int | None = None
+    name: str  # in `results.csv`
+    task: dict[str, Any]  # as in `RunConfig`
+    examples: int | None = None  # None for the run's `test_examples`
 
     @cached_property
     def built(self) -> Task:
@@ -129,14 +123,10 @@ class TaskRun(ModelRun):
         return TaskStream(config.mixtures[:-1], config.steps, config.batch_size, config.seed, config.passes_action_mask)
 
     def validation(self) -> Callable[[nn.Module], float]:
-        config, tasks = self.config, self.config.mixtures[-1]
-        settings: dict[str, Any] = {
-            "seed": config.seed, "num_examples": config.validation_examples, "bf16": config.bf16,
-            "action_mask": config.passes_action_mask,
-        }  # fmt: skip
+        settings = self._measured("validation", self.config.validation_examples)
 
         def validate(objective: Any) -> float:
-            return fmean(accuracy(objective.model, task, split="validation", **settings) for task in tasks)
+            return fmean(accuracy(objective.model, task, **settings) for task in self.config.mixtures[-1])
 
         return validate
 
@@ -163,8 +153,12 @@ class TaskRun(ModelRun):
         return {"test": test.name, "length": task.length, **by_position(model, task, **self._test_settings(test))}
 
     def _test_settings(self, test: TestSpec) -> dict[str, Any]:
-        examples = test.examples or self.config.test_examples
+        return self._measured("test", test.examples or self.config.test_examples)
+
+    def _measured(self, split: str, examples: int) -> dict[str, Any]:
+        """The options of `evaluation.recall`."""
+        config = self.config
         return {
-            "split": "test", "seed": self.config.seed, "num_examples": examples, "bf16": self.config.bf16,
-            "action_mask": self.config.passes_action_mask,
+            "split": split, "seed": config.seed, "num_examples": examples, "bf16": config.bf16,
+            "action_mask": config.passes_action_mask,
         }  # fmt: skip

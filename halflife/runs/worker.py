@@ -26,27 +26,16 @@ PATIENCE = 60.0  # seconds; a file server can hold the lock of a dead machine fo
 
 
 class SignOfLife(NamedTuple):
-    """What the file `WORKER` holds.
+    """What the file `WORKER` holds."""
 
-    Attributes:
-        host: name of the machine.
-        pid: number of the process.
-        node: id of the node in Ray.
-        count: rises while the process computes.
-    """
-
-    host: str
+    host: str  # name of the machine
     pid: int
-    node: str
-    count: int
+    node: str  # id of the node in Ray
+    count: int  # rises while the process computes
 
 
 def run_job_in_worker(job: Job, threads: int) -> dict[str, Any]:
-    """Run one job in a worker process; returns its result.
-
-    Raises:
-        ValueError: the machine does not see the folder, or as `run_job`.
-    """
+    """Run one job in a worker process; returns its result, and raises as `run_job`."""
     if not job.folder.is_dir():
         raise ValueError(
             f"{socket.gethostname()} has no {job.folder}; all machines must share the file system of the sweep"
@@ -100,11 +89,7 @@ def read_sign(job: Job) -> SignOfLife | None:
 
 
 class Silence:
-    """How long the workers of some runs have given no sign of life.
-
-    Args:
-        allowed: seconds.
-    """
+    """How long the workers of some runs have given no sign of life; `allowed` is in seconds."""
 
     def __init__(self, allowed: float) -> None:
         self.allowed = allowed
