@@ -27,11 +27,11 @@ from halflife.ops.backends import triton as kernels
 if sys.platform != "linux":
     pytest.skip("triton has Linux wheels only", allow_module_level=True)
 
-from halflife.ops.backends.triton import delta, linear, systems
+from halflife.ops.backends.triton import systems
 from halflife.ops.backends.triton.gates import make_chunks
+from halflife.ops.backends.triton.op import run as run_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RUN = {"linear": linear.run, "delta": delta.run}
 OP = {"linear": "linear_attention", "delta": "delta_rule"}
 MODES = ("none", "scalar", "gate_rank")
 SCALE = 0.3
@@ -115,7 +115,7 @@ def run(update, arguments, cu_seqlens=None, chunk_size=64):
         given["g_fast"] = given.pop("g")
         if "initial_state" in given:
             given["initial_state"] = given["initial_state"].chunk(2, -2)
-    outputs = RUN[update](call_of(op, given, scale=SCALE, cu_seqlens=bounds, chunk_size=chunk_size))
+    outputs = run_kernels(call_of(op, given, scale=SCALE, cu_seqlens=bounds, chunk_size=chunk_size))
     return {name: x.cpu() for name, x in with_grads(outputs, arguments).items()}
 
 
@@ -139,16 +139,16 @@ def close(update, got, want):
     assert_close(got, want, 4 * WORST[update][torch.float32])
 
 
-each_update = pytest.mark.parametrize("update", RUN)
+each_update = pytest.mark.parametrize("update", OP)
 
 
-@crossed(strength=1, update=RUN, mode=MODES, length=[0, 1, 7, 32, 65])
+@crossed(strength=1, update=OP, mode=MODES, length=[0, 1, 7, 32, 65])
 def test_lengths(update, mode, length):
     check(update, inputs(update, mode, length))
 
 
 @crossed(
-    update=RUN, mode=MODES, form=[(torch.bfloat16, 70), (torch.float16, 64), (torch.bfloat16, 130), (torch.float16, 1)]
+    update=OP, mode=MODES, form=[(torch.bfloat16, 70), (torch.float16, 64), (torch.bfloat16, 130), (torch.float16, 1)]
 )
 def test_narrow_inputs(update, mode, form):
     """Chunks have 64 tokens here, and 32 in float32."""
@@ -165,7 +165,7 @@ def test_narrow_log_decays(update):
     assert_close(got, expected(arguments), 4 * WORST[update][torch.bfloat16])
 
 
-@crossed(strength=1, update=RUN, form=[("none", 64, 17), ("scalar", 24, 80), ("scalar", 80, 24), ("gate_rank", 80, 24)])
+@crossed(strength=1, update=OP, form=[("none", 64, 17), ("scalar", 24, 80), ("scalar", 80, 24), ("gate_rank", 80, 24)])
 def test_head_sizes(update, form):
     """Head sizes are padded within a block, or fill more than one block."""
     mode, key, value = form
@@ -177,7 +177,7 @@ def test_large_heads(update):
     check(update, inputs(update, "gate_rank", 20, key=256, value=80))
 
 
-@crossed(strength=1, update=RUN, chunk_size=[1, 31])
+@crossed(strength=1, update=OP, chunk_size=[1, 31])
 def test_chunk_sizes(update, chunk_size):
     """A chunk size is rounded up to a size of the kernels."""
     check(update, inputs(update, "gate_rank", 40), chunk_size=chunk_size)
@@ -188,7 +188,7 @@ def test_many_heads_and_sequences(update):
     check(update, inputs(update, "gate_rank", 20, batch=2, heads=3), chunk_size=16)
 
 
-@crossed(strength=1, update=RUN, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
+@crossed(strength=1, update=OP, mode=MODES, bounds=[(0, 5, 5, 38, 38), (0, 0, 0)])
 def test_packed(update, mode, bounds):
     """One boundary is inside a chunk. Empty sequences at the start, between and at the end keep their states."""
     arguments = inputs(update, mode, bounds[-1], sequences=len(bounds) - 1)
@@ -198,7 +198,7 @@ def test_packed(update, mode, bounds):
             assert_same(got["state"][row], arguments["initial_state"][row].float())
 
 
-@crossed(strength=1, update=RUN, mode=MODES)
+@crossed(strength=1, update=OP, mode=MODES)
 def test_no_initial_state_is_zeros(update, mode):
     arguments = single(update, mode, 20)
     arguments["initial_state"].zero_()
@@ -207,7 +207,7 @@ def test_no_initial_state_is_zeros(update, mode):
     assert_same(run(update, arguments, chunk_size=16), zeros)
 
 
-@crossed(strength=1, update=RUN, mode=["none", "gate_rank"])
+@crossed(strength=1, update=OP, mode=["none", "gate_rank"])
 def test_cut_equals_uncut(update, mode):
     """The second piece of a sequence continues from the state of the first."""
     arguments = single(update, mode, 40)
@@ -221,7 +221,7 @@ def test_cut_equals_uncut(update, mode):
     close(update, {"o": torch.cat(outputs, 1), "state": state}, {name: whole[name] for name in ("o", "state")})
 
 
-@crossed(strength=1, update=RUN, mode=["none", "gate_rank"])
+@crossed(strength=1, update=OP, mode=["none", "gate_rank"])
 def test_nothing_flows_backwards(update, mode):
     """Other tokens and gates after t change no bit of the outputs up to t."""
     arguments = single(update, mode, 40)
@@ -291,7 +291,7 @@ DELTA_DECAYS = ("0.0", "-20.0", "some -1000.0", "some -inf")
 CASES = [("linear", decay) for decay in DECAYS] + [("delta", decay) for decay in DELTA_DECAYS]
 
 
-@crossed(strength=1, update=RUN, resets=RESETS)
+@crossed(strength=1, update=OP, resets=RESETS)
 def test_resets(update, resets):
     check(update, inputs(update, "gate_rank", 40, slow=RESETS[resets]))
 
@@ -307,7 +307,7 @@ def test_decays_of_both_states():
     check("linear", inputs("linear", "gate_rank", 40, slow=slow, fast=fast))
 
 
-@crossed(strength=1, update=RUN, name=["g_slow", "g"], floor=[-1000.0, -torch.inf])
+@crossed(strength=1, update=OP, name=["g_slow", "g"], floor=[-1000.0, -torch.inf])
 def test_a_full_reset_has_no_gradient(update, name, floor):
     """It is exactly 0, without the rounding error of terms that cancel."""
     state = "slow" if name == "g_slow" else "fast"
@@ -385,7 +385,7 @@ def test_inverse(size):
 def test_second_derivatives_say_what_has_them():
     arguments = leaves(single("linear", "scalar", 20))
     q, k, v, g = (arguments[x].to(DEVICE) for x in ("q", "k", "v", "g"))
-    o, _ = linear.run(call_of("linear_attention", {"q": q, "k": k, "v": v, "g": g}, scale=1.0))
+    o, _ = run_kernels(call_of("linear_attention", {"q": q, "k": k, "v": v, "g": g}, scale=1.0))
     assert_raises(RuntimeError, "reference", torch.autograd.grad, o.sum(), arguments["q"], create_graph=True)
 
 

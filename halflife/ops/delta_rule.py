@@ -68,7 +68,7 @@ def delta_rule(
     )  # fmt: skip
 
 
-implements("delta_rule", "triton", "halflife.ops.backends.triton.delta:run", why_not=triton.why_not)
+implements("delta_rule", "triton", "halflife.ops.backends.triton.op:run", why_not=triton.why_not)
 implements("delta_rule", "fla", fla.delta_rule, why_not=fla.why_not)
 implements("delta_rule", "native", native.run, why_not=native.why_not, steps=True)
 
@@ -131,7 +131,7 @@ class DeltaBlock(blocks.ChunkBlock):
             written[:, :, c] = u
             return self.decay.carry(c, s, keys[:, :, c] @ u)
 
-        entering, state = blocks.scan(step, state, *self.place, initial, final)
+        entering, state = blocks.scan(step, state, self.place, initial, final)
         return entering, written, state
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
@@ -146,7 +146,7 @@ class DeltaBlock(blocks.ChunkBlock):
             dwritten[:, :, c] += keys[:, :, c] @ ds
             return decay.carry_back(c, ds, update[:, :, c] - y[:, :, c] @ dwritten[:, :, c])
 
-        leaving, dstate = blocks.scan_back(step, dstate, *self.place, dinitial, dfinal)
+        leaving, dstate = blocks.scan_back(step, dstate, self.place, dinitial, dfinal)
 
         # o = scores(q, k) U + (e^b q) S
         dscores, diagonal = blocks.split_diagonal(do @ written.transpose(-1, -2))

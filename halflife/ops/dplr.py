@@ -149,7 +149,7 @@ class DPLRBlock(blocks.ChunkBlock):
             corrected[:, :, c] = u
             return self.decay.carry(c, s, update[:, :, c] + keys[:, :, c] @ u)
 
-        entering, state = blocks.scan(step, state, *self.place, initial, final)
+        entering, state = blocks.scan(step, state, self.place, initial, final)
         return entering, corrected, state
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
@@ -164,7 +164,7 @@ class DPLRBlock(blocks.ChunkBlock):
             dcorrected[:, :, c] += keys[:, :, c] @ ds
             return decay.carry_back(c, ds, update[:, :, c] + y[:, :, c] @ dcorrected[:, :, c])
 
-        leaving, dstate = blocks.scan_back(step, dstate, *self.place, dinitial, dfinal)
+        leaving, dstate = blocks.scan_back(step, dstate, self.place, dinitial, dfinal)
         r = self.inverse.transpose(-1, -2) @ dcorrected  # adjoint of the system's right-hand side
 
         # o = scores(q, k) V + scores(q, b) U + (e^c q) S

@@ -119,10 +119,7 @@ def split(state: Tensor) -> States:
     return fast.contiguous(), slow.contiguous()
 
 
-# ------------------------------------------------------------------------------------------- definition
-
-
-implements("gate_rank", "triton", triton.gate_rank, why_not=triton.why_not)
+implements("gate_rank", "triton", "halflife.ops.backends.triton.op:run", why_not=triton.why_not)
 implements("gate_rank", "native", native.run, why_not=native.why_not, steps=True)
 
 
@@ -147,9 +144,6 @@ def _token(
         v = beta.unsqueeze(-1) * (v - (held * k.unsqueeze(-1)).sum(-2))
     fast = decay_and_add(fast, torch.where(reset, -torch.inf, g_fast), k.unsqueeze(-1) * v.unsqueeze(-2))
     return ((slow + fast) * q.unsqueeze(-1)).sum(-2), torch.cat([fast, slow], -2)
-
-
-# ------------------------------------------------------------------------------------------------- mask
 
 
 def masks(g_slow: Tensor, g_fast: Tensor) -> tuple[Tensor, ...]:
@@ -225,9 +219,6 @@ def _quadratic(call: Call, tokens: slice, state: Tensor) -> tuple[Tensor, Tensor
     fast = carried * no_reset + (keys * in_fast).transpose(-1, -2) @ written
     slow = from_slow[..., -1:, :] * slow + carried * ~no_reset + (keys * ~in_fast).transpose(-1, -2) @ written
     return o.transpose(1, 2), torch.cat([fast, slow], -2)
-
-
-# ---------------------------------------------------------------------------------------------- chunked
 
 
 @implements("gate_rank", "chunked")

@@ -66,7 +66,7 @@ def linear_attention(
     )  # fmt: skip
 
 
-implements("linear_attention", "triton", "halflife.ops.backends.triton.linear:run", why_not=triton.why_not)
+implements("linear_attention", "triton", "halflife.ops.backends.triton.op:run", why_not=triton.why_not)
 implements("linear_attention", "fla", fla.linear_attention, why_not=fla.why_not)
 implements("linear_attention", "native", native.run, why_not=native.why_not, steps=True)
 
@@ -104,14 +104,14 @@ class LinearBlock(blocks.ChunkBlock):
     def states(self, state, initial, final=None):
         """The states entering each chunk `[b, H, c, K', V]`, and the one leaving the block."""
         update = self.decay.weight_keys(self.k).transpose(-1, -2) @ self.v
-        return blocks.scan(lambda c, s: self.decay.carry(c, s, update[:, :, c]), state, *self.place, initial, final)
+        return blocks.scan(lambda c, s: self.decay.carry(c, s, update[:, :, c]), state, self.place, initial, final)
 
     def backward(self, do, state, initial, dstate, dinitial, dfinal):
         q, k, v, decay = self.q, self.k, self.v, self.decay
         entering, _ = self.states(state, initial)
         update = decay.weight_queries(q).transpose(-1, -2) @ do
         leaving, dstate = blocks.scan_back(
-            lambda c, ds: decay.carry_back(c, ds, update[:, :, c]), dstate, *self.place, dinitial, dfinal
+            lambda c, ds: decay.carry_back(c, ds, update[:, :, c]), dstate, self.place, dinitial, dfinal
         )
         # The diagonal has weight 1 under any decay, so it is left out of the gradient of the log-decays.
         dscores, diagonal = blocks.split_diagonal(do @ v.transpose(-1, -2))

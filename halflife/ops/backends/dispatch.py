@@ -188,9 +188,6 @@ def dispatch(
     return o if o.dtype == dtype else o.to(dtype), state if output_final_state else None
 
 
-# ---------------------------------------------------------------------------------------------------- passes
-
-
 def run_pass(op: str, backend: str, tensors: Sequence[Tensor | None], *settings: Any, always: bool = False) -> Tensor:
     """Run an op that is a pass over memory: `implementation(*tensors, *settings)`.
 

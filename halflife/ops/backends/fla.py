@@ -30,8 +30,6 @@ MATRICES = ("q", "k", "v", "a", "b")
 # Earlier versions give wrong gradients of the delta rule on Hopper and past 2³¹ elements. Later ones are not tested.
 VERSIONS = ((0, 6), (0, 7))
 
-# -------------------------------------------------------------------------------------------------- limits
-
 
 def why_not(op: str, device: torch.device, call: Call | None = None) -> str | None:
     """Return the reason why fla cannot run `op` on `device`, or would give wrong results; None if it can.
@@ -108,9 +106,6 @@ def _versions() -> tuple[tuple[int, ...], tuple[int, ...]] | str:
 def _release(version: str) -> tuple[int, ...]:
     """`"3.7.1+git"` → `(3, 7, 1)`."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
-
-
-# ------------------------------------------------------------------------------------------------- kernels
 
 
 def linear_attention(call: Call) -> tuple[Tensor, Tensor]:

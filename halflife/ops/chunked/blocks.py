@@ -14,68 +14,46 @@ from torch import Tensor
 
 from halflife.ops.call import Call
 from halflife.ops.chunked.decays import FLOOR, DecayGrads, make_decay
-from halflife.ops.chunked.layout import ChunkLayout, make_layout, put_block, take_block
+from halflife.ops.chunked.layout import Place, make_layout
 from halflife.precision import without_autocast
 
-# ------------------------------------------------------------------------------------- chunk to chunk
+Step = Callable[[int, Tensor], Tensor]  # a chunk of the block, and a state or its gradient → the next one
 
 
 def scan(
-    step: Callable[[int, Tensor], Tensor],
-    state: Tensor,
-    layout: ChunkLayout,
-    rows: slice,
-    chunks: range,
-    initial: Tensor,
-    final: Tensor | None = None,
+    step: Step, state: Tensor, place: Place, initial: Tensor, final: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `state ← step(c, state)` for each chunk of a block.
+    """Return the states entering each chunk `[b, H, c, K, V]`, and the one leaving the block, by `step(c, state)`.
 
     A sequence that starts at a chunk takes its state from `initial [N, H, K, V]`. The state of a sequence that ends is
     written into `final [N, H, K, V]`, if it is given.
-
-    Returns:
-        The states entering each chunk `[b, H, c, K, V]` and the state leaving the block.
     """
     entering = []
-    for c, chunk in enumerate(chunks):
-        start = layout.starting(chunk, rows)
+    for c in range(len(place.chunks)):
+        start = place.starting(c)
         state = state if start is None else initial[start]
         entering.append(state)
         state = step(c, state)
-        end = layout.ending(chunk, rows)
+        end = place.ending(c)
         if end is not None and final is not None:
             final[end] = state
     return torch.stack(entering, 2), state
 
 
 def scan_back(
-    step: Callable[[int, Tensor], Tensor],
-    grad: Tensor,
-    layout: ChunkLayout,
-    rows: slice,
-    chunks: range,
-    grad_initial: Tensor,
-    grad_final: Tensor,
+    step: Step, grad: Tensor, place: Place, grad_initial: Tensor, grad_final: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The reverse of `scan`: `step(c, gradient of the leaving state)` is the gradient of the entering state.
-
-    Returns:
-        The gradients of the states leaving each chunk `[b, H, c, K, V]` and that of the state entering the block.
-    """
+    """The reverse of `scan`: gradients of the states leaving each chunk `[b, H, c, K, V]` and entering the block."""
     leaving: list[Tensor] = []
-    for c in reversed(range(len(chunks))):
-        end = layout.ending(chunks[c], rows)
+    for c in reversed(range(len(place.chunks))):
+        end = place.ending(c)
         grad = grad if end is None else grad_final[end]
         leaving.append(grad)
         grad = step(c, grad)
-        start = layout.starting(chunks[c], rows)
+        start = place.starting(c)
         if start is not None:
             grad_initial[start] = grad
     return torch.stack(leaving[::-1], 2), grad
-
-
-# ------------------------------------------------------------------------------------ matrices of a block
 
 
 def add_product_(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -97,9 +75,6 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
 
 
-# ------------------------------------------------------------------------------------------- autograd
-
-
 class ChunkBlock:
     """A block of chunks of one op. Its tensors are `[b, H, c, C, D]`.
 
@@ -107,27 +82,18 @@ class ChunkBlock:
         inputs: the op's aligned inputs. The queries come first, and the log-decay (or None) last.
         scale: factor of the queries.
         dtype: dtype of the computation.
-        layout, rows, chunks: the layout, and the batch rows and chunks of the block.
+        place: where the block stands.
     """
 
     decay_type: Callable[..., Any] = staticmethod(make_decay)  # makes the decay of a block from its log-decays
 
-    def __init__(
-        self,
-        inputs: Sequence[Any],
-        scale: float,
-        dtype: torch.dtype,
-        layout: ChunkLayout,
-        rows: slice,
-        chunks: range,
-    ) -> None:
-        self.place, self.scale = (layout, rows, chunks), scale
+    def __init__(self, inputs: Sequence[Any], scale: float, dtype: torch.dtype, place: Place) -> None:
+        self.place, self.scale = place, scale
         q, *others, g = inputs
-        self.inputs = [take_block(x, rows, chunks, layout.chunk, dtype) for x in others]
-        q = take_block(q, rows, chunks, layout.chunk, dtype)
-        self.g = None if g is None else take_block(g, rows, chunks, layout.chunk, dtype)
-        self.q = q * scale  # out of place, because a block may be a view of the input
-        self.decay = self.decay_type(self.g, layout.chunk, len(chunks), dtype, q.device)
+        self.inputs = [place.take(x, dtype) for x in others]
+        self.g = None if g is None else place.take(g, dtype)
+        self.q = place.take(q, dtype) * scale  # out of place, because a block may be a view of the input
+        self.decay = self.decay_type(self.g, place.layout.chunk, len(place.chunks), dtype, q.device)
 
     def forward(self, state: Tensor, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs `[b, H, c, C, V]` and the state leaving the block; see `scan` for the arguments."""
@@ -150,15 +116,10 @@ class ChunkBlock:
 
 
 def run(block_type: type[ChunkBlock], inputs: Sequence[Tensor | None], call: Call) -> tuple[Tensor, Tensor]:
-    """Run a chunked op, which can be differentiated once in every input.
+    """Run a chunked op on the tensors of `call` that its blocks take, `q, k, v, …, g`, each `[B, T, H, …]`.
 
-    Args:
-        block_type: the blocks of the op.
-        inputs: the tensors of `call` that the blocks take, `q, k, v, …, g`, each `[B, T, H, …]`.
-        call: the arguments of the op.
-
-    Returns:
-        The outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`.
+    Returns the outputs `[B, T, H, V]` and the final states `[N, H, num_states · K, V]`. The op can be differentiated
+    once in every input.
     """
     layout = make_layout(call.packing, call.chunk_size, call.device)
     aligned = (None if x is None else layout.align(x) for x in inputs)
@@ -173,11 +134,10 @@ class _ChunkedOp(torch.autograd.Function):
     def forward(ctx, block_type, scale, layout, num_states, initial, *inputs):
         q, _, v = inputs[:3]
         o, final, borders, state = torch.empty_like(v), initial.clone(), [], initial[:0]
-        for rows, chunks in layout.blocks(q.shape[0], q.shape[2], q.device, num_states):
+        for place in layout.blocks(q.shape[0], q.shape[2], q.device, num_states):
             borders.append(state)
-            block = block_type(inputs, scale, initial.dtype, layout, rows, chunks)
-            part, state = block.forward(state, initial, final)
-            put_block(o, part, rows, chunks, layout.chunk)
+            part, state = block_type(inputs, scale, initial.dtype, place).forward(state, initial, final)
+            place.put(o, part)
         ctx.save_for_backward(initial, *inputs, *borders)
         ctx.settings, ctx.count = (block_type, scale, layout, num_states), len(inputs)
         return o, final
@@ -193,11 +153,10 @@ class _ChunkedOp(torch.autograd.Function):
         dinitial, dstate = dfinal.clone(), dfinal[:0]
         places = list(layout.blocks(do.shape[0], do.shape[2], do.device, num_states))
         with without_autocast(do.device):
-            for (rows, chunks), state in zip(reversed(places), reversed(borders), strict=True):
-                block = block_type(inputs, scale, initial.dtype, layout, rows, chunks)
-                dob = take_block(do, rows, chunks, layout.chunk, initial.dtype)
+            for place, state in zip(reversed(places), reversed(borders), strict=True):
+                block, dob = block_type(inputs, scale, initial.dtype, place), place.take(do, initial.dtype)
                 parts, dstate = block.backward(dob, state, initial, dstate, dinitial, dfinal)
                 for out, part in zip(grads, parts, strict=True):
                     if out is not None and part is not None:
-                        put_block(out, part, rows, chunks, layout.chunk)
+                        place.put(out, part)
         return None, None, None, None, dinitial, *grads

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,27 +55,50 @@ class ChunkLayout:
         """Undo `align`: `[B, n·C, …]` → `[B, T, …]`."""
         return x.index_select(1, self.index) if self.index is not None else x[:, : self.length]
 
-    def blocks(self, batch: int, heads: int, device: torch.device, num_states: int) -> Iterator[tuple[slice, range]]:
-        """Yield (batch rows, chunks) of each block; a group of rows goes from its first chunk to its last."""
+    def blocks(self, batch: int, heads: int, device: torch.device, num_states: int) -> Iterator[Place]:
+        """Yield the place of each block; a group of batch rows goes from its first chunk to its last."""
         target = _BLOCK_ROWS.get(device.type, _BLOCK_ROWS_ACCELERATOR) // num_states
         per_chunk = max(1, heads * self.chunk)
         rows = max(1, min(batch, target // per_chunk))
         chunks = max(1, target // (per_chunk * rows))
         for row in range(0, batch, rows):
             for start in range(0, self.num_chunks, chunks):
-                yield slice(row, min(row + rows, batch)), range(start, min(start + chunks, self.num_chunks))
+                chosen = range(start, min(start + chunks, self.num_chunks))
+                yield Place(self, slice(row, min(row + rows, batch)), chosen)
 
-    def starting(self, chunk: int, rows: slice) -> slice | None:
-        """The rows of the initial state that sequences starting at `chunk` read, or None if none starts there."""
-        return self._rows(self.first, chunk, rows)
 
-    def ending(self, chunk: int, rows: slice) -> slice | None:
-        """The rows of the final state that sequences ending with `chunk` write, or None if none ends there."""
-        return self._rows(self.last, chunk, rows)
+class Place(NamedTuple):
+    """Where a block of chunks stands: in the layout, its batch rows and its chunks."""
 
-    def _rows(self, table: dict[int, slice], chunk: int, rows: slice) -> slice | None:
-        state_rows = table.get(chunk)
-        return state_rows if self.index is not None or state_rows is None else rows
+    layout: ChunkLayout
+    rows: slice
+    chunks: range
+
+    def starting(self, c: int) -> slice | None:
+        """The rows of the initial state that sequences starting at chunk c of the block read, or None."""
+        return self._rows(self.layout.first, c)
+
+    def ending(self, c: int) -> slice | None:
+        """The rows of the final state that sequences ending with chunk c of the block write, or None."""
+        return self._rows(self.layout.last, c)
+
+    def _rows(self, table: dict[int, slice], c: int) -> slice | None:
+        state_rows = table.get(self.chunks[c])
+        return state_rows if self.layout.index is not None or state_rows is None else self.rows
+
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy a block of an aligned tensor: `[B, n·C, H, D]` → contiguous `[b, H, c, C, D]`; D may be absent."""
+        order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
+        return self._part(x).permute(order).to(dtype, memory_format=torch.contiguous_format)
+
+    def put(self, out: Tensor, part: Tensor) -> None:
+        """Undo `take`: write a block into the aligned tensor `out`."""
+        order = (0, 2, 3, 1, 4) if out.ndim == 4 else (0, 2, 3, 1)
+        self._part(out).copy_(part.permute(order))
+
+    def _part(self, x: Tensor) -> Tensor:
+        chunk, chunks = self.layout.chunk, self.chunks
+        return x[self.rows, chunks.start * chunk : chunks.stop * chunk].unflatten(1, (len(chunks), chunk))
 
 
 def make_layout(packing: Packing, chunk_size: int, device: torch.device) -> ChunkLayout:
@@ -101,17 +125,3 @@ def make_layout(packing: Packing, chunk_size: int, device: torch.device) -> Chun
 
 def _power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
-
-
-def take_block(x: Tensor, rows: slice, chunks: range, chunk: int, dtype: torch.dtype) -> Tensor:
-    """Copy a block of an aligned tensor: `[B, n·C, H, D]` → contiguous `[b, H, c, C, D]` (`[b, H, c, C]` without D)."""
-    part = x[rows, chunks.start * chunk : chunks.stop * chunk].unflatten(1, (len(chunks), chunk))
-    order = (0, 3, 1, 2, 4) if x.ndim == 4 else (0, 3, 1, 2)
-    return part.permute(order).to(dtype, memory_format=torch.contiguous_format)
-
-
-def put_block(out: Tensor, part: Tensor, rows: slice, chunks: range, chunk: int) -> None:
-    """Undo `take_block`: write a block into the aligned tensor `out`."""
-    order = (0, 2, 3, 1, 4) if out.ndim == 4 else (0, 2, 3, 1)
-    target = out[rows, chunks.start * chunk : chunks.stop * chunk].unflatten(1, (len(chunks), chunk))
-    target.copy_(part.permute(order))

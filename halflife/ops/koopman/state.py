@@ -191,9 +191,6 @@ def freeze_norm(memory: KoopmanMemory, k: Tensor, packing: Packing) -> KoopmanMe
     return memory._replace(sums=memory.sums._replace(norm=torch.where(known > 0, known, first)))
 
 
-# ---------------------------------------------------------------------------------------------- many tokens
-
-
 def sum_tokens(tokens: Weighted) -> Sums:
     """Sum along axis 1 of keys and the keys before them `[n, S, H, R]`, and of values `[n, S, H, P]`."""
     k, norms = tokens.keys, tokens.norms
@@ -235,9 +232,6 @@ def with_pending(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) 
     if memory.pending_decays is not None and g is not None:
         g = torch.cat([memory.pending_decays[:, :pending], g], 1)
     return torch.cat([keys, k], 1), torch.cat([values, v], 1), g
-
-
-# ------------------------------------------------------------------------------------------- a single token
 
 
 def add_pending(k: Tensor, v: Tensor, g: Tensor | None, memory: KoopmanMemory) -> KoopmanMemory:

@@ -76,9 +76,6 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("flags")), "")
 
 
-# ------------------------------------------------------------------------------------------------------ loading
-
-
 # torch.compile calls these two while it traces and takes their results as constants.
 @cached_constant
 def why_not() -> str | None:
@@ -110,9 +107,6 @@ def use(library: Path) -> None:
     except OSError as error:
         raise ImportError(f"cannot load {library}: {error} (run: halflife build --force)") from error
     from halflife.ops.backends.native import fakes, passes  # noqa: F401 (they register the shapes and gradients)
-
-
-# ----------------------------------------------------------------------------------------------------- building
 
 
 def build(force: bool = False, report: Callable[[str], None] = print) -> Path:

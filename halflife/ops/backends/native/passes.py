@@ -26,9 +26,6 @@ def _like(x: Tensor | None, reference: Tensor) -> Tensor:
     return reference.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
-# ------------------------------------------------------------------------------------------------- causal_conv
-
-
 def _conv(x, weight, bias, state, cu_seqlens, activated):
     return x.new_empty(x.shape), x.new_empty(state.shape)
 
@@ -54,9 +51,6 @@ def _conv_grad(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
 _register("causal_conv", _conv, _conv_save, _conv_grad)
 
 
-# -------------------------------------------------------------------------------------------------------- norm
-
-
 def _norm(x, gate, weight, skip, scale, kind, group, mean, eps):
     return x.new_empty(x.shape)
 
@@ -80,9 +74,6 @@ def _norm_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 _register("norm", _norm, _norm_save, _norm_grad)
 
 
-# ------------------------------------------------------------------------------------------ swiglu, scale_heads
-
-
 def _pair_fake(a, b):
     return a.new_empty(a.shape)
 
@@ -101,9 +92,6 @@ for _name in ("swiglu", "scale_heads"):
     _register(_name, _pair_fake, _pair_save, lambda ctx, dy, f=_function: f(dy, *ctx.saved_tensors))
 
 
-# ------------------------------------------------------------------------------------------------------ rotate
-
-
 def _rotate_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *angle, ctx.sign = inputs
     ctx.save_for_backward(*angle)
@@ -114,9 +102,6 @@ def _rotate_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 _register("rotate", lambda x, cos, sin, sign: x.new_empty(x.shape), _rotate_save, _rotate_grad)
-
-
-# ------------------------------------------------------------------------------------------------- mimo_output
 
 
 @torch.library.register_fake("halflife::mimo_output_backward")

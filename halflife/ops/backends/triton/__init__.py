@@ -5,12 +5,10 @@ The modules of this package import triton, and they are imported on first use. `
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 
 import torch
-from torch import Tensor
 
 from halflife.ops.call import Call
 
@@ -47,12 +45,6 @@ def _misfit(op: str, call: Call) -> str | None:
     if any(x.dtype not in DTYPES for x in gates):
         return f"the Triton kernels of {op} take gates in {_names(DTYPES)}; got {_names(x.dtype for x in gates)}"
     return None
-
-
-def gate_rank(call: Call) -> tuple[Tensor, Tensor]:
-    """The kernels of the delta rule if the call has a writing strength, else those of linear attention."""
-    module = "linear" if call["beta"] is None else "delta"
-    return importlib.import_module(f"halflife.ops.backends.triton.{module}").run(call)
 
 
 def _names(dtypes) -> str:

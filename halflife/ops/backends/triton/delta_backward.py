@@ -36,8 +36,6 @@ from halflife.ops.backends.triton.gates import (
 from halflife.ops.backends.triton.states import pair_products
 from halflife.ops.backends.triton.systems import Solved, empty_states, solve, walk, walk_columns
 
-# ---------------------------------------------------------------------------------------------- kernels
-
 
 @tuned("K", "V", "C", "MODE")
 @triton.jit
@@ -260,9 +258,6 @@ def _inputs_kernel(
         put_log_grad(dg_fast, grad_fast, g_fast, rows, inside)
         if MODE == 2:
             put_log_grad(dg_slow, grad_slow, g_slow, rows, inside)
-
-
-# ------------------------------------------------------------------------------------------ on the host
 
 
 def _walk_back(

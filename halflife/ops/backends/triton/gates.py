@@ -41,9 +41,6 @@ FLOOR = tl.constexpr(-110.0)
 _INTERPRETED = tl.constexpr(interpreted())
 
 
-# ------------------------------------------------------------------------------------------------ on the host
-
-
 @dataclass(frozen=True)
 class Chunks:
     """The table of chunks.
@@ -119,9 +116,6 @@ def tuned(*key: str):
         return lambda kernel: kernel
     configs = [triton.Config({}, num_warps=warps, num_stages=stages) for warps in (4, 8) for stages in (1, 2, 3)]
     return triton.autotune(configs, key=list(key))
-
-
-# ------------------------------------------------------------------------------------------------- in kernels
 
 
 @triton.jit

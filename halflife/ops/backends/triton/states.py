@@ -40,9 +40,6 @@ from halflife.ops.backends.triton.gates import (
 _SCAN_BLOCK = 512
 
 
-# ---------------------------------------------------------------------------------------------- kernels
-
-
 @triton.jit
 @no_type_check
 def pair_products(x, y, rows, inside, D: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BD: tl.constexpr):
@@ -187,9 +184,6 @@ def _outputs_kernel(
         result += weight_slow[:, None] * slow_part
     result = dot(scores.to(us.dtype), us, result, PRECISION)
     put(out, result, rows, vv, inside, V)
-
-
-# ------------------------------------------------------------------------------------------ on the host
 
 
 def products(x: Tensor, y: Tensor, gates: Gates, chunks: Chunks, scale: float, read: bool) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,6 @@ from halflife.ops.backends.triton.gates import (
     tuned,
 )
 
-# ---------------------------------------------------------------------------------------------- kernels
-
 
 @triton.jit
 @no_type_check
@@ -179,9 +177,6 @@ def _walk_kernel(
     put(last + place, state, kk, vv, there, V)
     if MODE == 2:
         put(last + place + K * V, slow_state, kk, vv, there, V)
-
-
-# ------------------------------------------------------------------------------------------ on the host
 
 
 class Solved(NamedTuple):
