@@ -30,6 +30,12 @@ def unknown(kind: str, name: str, choices: list[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}.{hint} Choose from: {', '.join(choices)}")
 
 
+def check_choice(kind: str, name: str, choices: Collection[str]) -> None:
+    """Raise the error of `unknown` if `name` is none of the choices."""
+    if name not in choices:
+        raise unknown(kind, name, list(choices))
+
+
 @cache
 def _own_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     """Return what `cls(…)` takes, by name; see `constructor_parameters`."""

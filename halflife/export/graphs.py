@@ -17,16 +17,12 @@ from torch.export import ExportedProgram
 from halflife.layers.attention import Attention
 from halflife.layers.memory.log_linear import LogLinear
 from halflife.models.lm import LanguageModel, ModelState
+from halflife.models.states import changed
 from halflife.ops.backends.native import build
 
 
 class Piece(nn.Module):
-    """`logits, state = piece(ids, *state)` with the tensors of the state one after the other.
-
-    Args:
-        model: the model.
-        names: names of the tensors of each layer's state.
-    """
+    """`logits, state = piece(ids, *state)` with the tensors of the state, of these names in each layer, in a row."""
 
     def __init__(self, model: LanguageModel, names: list[list[str]]) -> None:
         super().__init__()
@@ -86,7 +82,7 @@ def initial_state(model: LanguageModel, batch: int = 1, max_length: int | None =
     ids = ids[:, :max_length]
     with fixed_caches(model, max_length):
         expected, after = model(ids)
-        zeros = tuple({name: torch.zeros_like(x) for name, x in layer.items()} for layer in after)
+        zeros = changed(after, torch.zeros_like)
         sums = tuple(
             {name: x - torch.inf if name.endswith("decay") else x for name, x in layer.items()} for layer in zeros
         )  # fmt: skip

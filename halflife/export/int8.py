@@ -25,12 +25,7 @@ MULTIPLE = 16  # the kernel takes matrices whose sides are multiples of it; outp
 
 
 class Int8Linear(nn.Module):
-    """`x Wᵀ + b` with W in int8.
-
-    Args:
-        weight: W, `[E, D]`.
-        bias: b, `[E]`, or None.
-    """
+    """`x Wᵀ + b` with W, `weight [E, D]`, in int8, and b, `bias [E]` or None."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

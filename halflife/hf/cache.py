@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from halflife.models.lm import ModelState
+from halflife.models.states import changed
 
 
 class HalflifeCache:
@@ -45,15 +44,12 @@ class HalflifeCache:
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`, in this order."""
-        self._map(lambda x: x.index_select(0, indices.to(x.device)))
+        self.state = changed(self.state, lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times (for beams and `num_return_sequences`)."""
-        self._map(lambda x: x.repeat_interleave(repeats, 0))
+        self.state = changed(self.state, lambda x: x.repeat_interleave(repeats, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Do `batch_select_indices`; beam search calls it by this name."""
         self.batch_select_indices(beam_idx)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.state = tuple({name: change(part) for name, part in layer.items()} for layer in self.state)

@@ -10,12 +10,9 @@ from halflife.models import ModelConfig, checkpoint, preset
 
 # transformers' name → the field of `ModelConfig`, for the fields that transformers reads.
 FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "tie_word_embeddings": "tie_embeddings",
-    "initializer_range": "initializer_range",
-}
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+    "tie_word_embeddings": "tie_embeddings", "initializer_range": "initializer_range",
+}  # fmt: skip
 
 
 def _field(name: str) -> property:

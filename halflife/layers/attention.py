@@ -13,7 +13,7 @@ from halflife.layers.options import Place
 from halflife.layers.parts import PlusOneRMSNorm, RMSNorm, rotary
 from halflife.packing import Packing
 from halflife.position import check_pairs
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 @LAYERS.add("attention")
@@ -69,10 +69,8 @@ class Attention(Mixer):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {num_heads}")
-        if position not in self.POSITIONS:
-            raise unknown("position", position, list(self.POSITIONS))
-        if qk_norm not in self.QK_NORMS:
-            raise unknown("qk_norm", qk_norm, list(self.QK_NORMS))
+        check_choice("position", position, self.POSITIONS)
+        check_choice("qk_norm", qk_norm, self.QK_NORMS)
         if not 0 < rope_fraction <= 1:
             raise ValueError(f"rope_fraction must lie in (0, 1]; got {rope_fraction}")
         if not 0 < rope_base < math.inf:

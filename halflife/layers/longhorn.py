@@ -17,7 +17,7 @@ from halflife.layers.options import Place, Run
 from halflife.layers.parts import ShortConv
 from halflife.packing import Packing
 from halflife.precision import compute_dtype
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 class LonghornDecay(Decay):
@@ -73,8 +73,7 @@ class Longhorn(Mixer):
         conv_size: int = 4,
     ) -> None:
         super().__init__()
-        if step not in self.STEPS:
-            raise unknown("step", step, list(self.STEPS))
+        check_choice("step", step, self.STEPS)
         hidden_size, inner = place.hidden_size, place.num_heads * (head_dim or place.head_size(expand))
         self.num_heads = inner if step == "channel" else place.num_heads
         self.head_dim, self.chunk_size, self.backend = inner // self.num_heads, run.chunk_size, run.backend

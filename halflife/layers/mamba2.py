@@ -13,7 +13,7 @@ from halflife.layers.parts import OUTPUT_NORMS, ShortConv
 from halflife.ops.fused import scale_heads
 from halflife.packing import Packing
 from halflife.precision import Float32Module
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 class Skip(Float32Module):
@@ -94,8 +94,7 @@ class Mamba2(HasMemory, Mixer):
         self.decay = decay.build(place, head_dim=state_size)
         self.add_memory(memory, place, decay=decay.decay)
         self.skip = Skip(num_heads)
-        if output_norm not in OUTPUT_NORMS:
-            raise unknown("output_norm", output_norm, list(OUTPUT_NORMS))
+        check_choice("output_norm", output_norm, OUTPUT_NORMS)
         self.norm = OUTPUT_NORMS[output_norm](inner, num_heads if norm_per_head else num_groups, norm_eps)
         self.out_proj = nn.Linear(inner, place.hidden_size, bias=False)
 

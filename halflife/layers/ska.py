@@ -17,7 +17,7 @@ from halflife.layers.parts import ShortConv
 from halflife.ops.koopman import KoopmanCall, KoopmanResult, attend, check_settings, convert_state
 from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype
-from halflife.registry import AtLeast, unknown
+from halflife.registry import AtLeast, check_choice
 
 FIXED_MIX = {"koopman": 1.0, "ridge": 0.0}  # μ that is not learned
 
@@ -164,11 +164,9 @@ class SKA(DecayGate):
         eta_init: float = 1.5,
     ) -> None:
         super().__init__()
-        for kind, name, choices in (
-            ("mix", mix, self.MIXES), ("query_init", query_init, self.QUERY_INITS), ("lift", lift, self.LIFTS),
-        ):  # fmt: skip
-            if name not in choices:
-                raise unknown(kind, name, list(choices))
+        check_choice("mix", mix, self.MIXES)
+        check_choice("query_init", query_init, self.QUERY_INITS)
+        check_choice("lift", lift, self.LIFTS)
         if lift == "cg" and rank % 3:
             raise ValueError(f"rank must be a multiple of 3 for lift 'cg'; got {rank}")
         if mix == "powers" and power < 1:

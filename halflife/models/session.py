@@ -159,15 +159,13 @@ class Session:
                 f"need temperature ≥ 0, top_k ≥ 1 and 0 < top_p ≤ 1; got {temperature}, {top_k} and {top_p}"
             )
         self.next_logits  # noqa: B018 (raises now instead of at the first token)
-        return self._sample(n, temperature, top_k, top_p, generator)
 
-    def _sample(
-        self, n: int, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-    ) -> Iterator[int]:
-        for _ in range(n):
+        def draw_next() -> int:
             token = draw(self.next_logits, temperature, top_k, top_p, generator)
             self.feed([token])
-            yield token
+            return token
+
+        return (draw_next() for _ in range(n))
 
     def write(self, n: int, *, stop: str | Sequence[int | str] = (), **settings) -> Iterator[str]:
         """Draw tokens as `sample` does, and yield them as pieces of text that hold whole characters.

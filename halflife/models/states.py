@@ -26,12 +26,12 @@ def stack(states: Sequence[ModelState]) -> ModelState:
 def select(state: ModelState, rows: Sequence[int]) -> ModelState:
     """Return the rows `rows` of a state, in this order."""
     index = torch.tensor(rows, device=state[0]["position"].device)
-    return _map(state, lambda x: x.index_select(0, index))
+    return changed(state, lambda x: x.index_select(0, index))
 
 
 def compact(state: ModelState) -> ModelState:
     """Return the state with tensors that keep no larger memory alive, as a view of a batch does."""
-    return _map(state, lambda x: x if x.untyped_storage().nbytes() == x.nbytes else x.clone())
+    return changed(state, lambda x: x if x.untyped_storage().nbytes() == x.nbytes else x.clone())
 
 
 def size(state: ModelState) -> int:
@@ -39,5 +39,6 @@ def size(state: ModelState) -> int:
     return sum(x.nbytes for layer in state for x in layer.values())
 
 
-def _map(state: ModelState, change: Callable[[Tensor], Tensor]) -> ModelState:
+def changed(state: ModelState, change: Callable[[Tensor], Tensor]) -> ModelState:
+    """Return the state with `change` applied to each tensor."""
     return tuple({name: change(x) for name, x in layer.items()} for layer in state)

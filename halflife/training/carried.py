@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halflife.models import LanguageModel, ModelState
+from halflife.models.states import changed, stack
 
 PATTERN = "states-{}.pt"  # in a checkpoint, one file for each process
 
@@ -35,14 +36,12 @@ class CarriedStates:
         if index not in self.parts and self.rows is None:
             raise ValueError("the checkpoint holds no carried states, so a run with --carry-state cannot go on from it")
         if index not in self.parts and self.rows is not None:
-            self.parts[index] = tuple(
-                {name: x.chunk(count)[index].to(part.device) for name, x in layer.items()} for layer in self.rows
-            )
+            self.parts[index] = changed(self.rows, lambda x: x.chunk(count)[index].to(part.device))
         return self.parts[index]
 
     def after(self, part: Tensor, state: ModelState) -> None:
         """Store the state after the rows of a micro-batch, without its gradient."""
-        self.parts[int(part[0])] = tuple({name: x.detach() for name, x in layer.items()} for layer in state)
+        self.parts[int(part[0])] = changed(state, Tensor.detach)
 
     def save(self, folder: Path, rank: int) -> None:
         """Write the states of this process into a checkpoint."""
@@ -54,10 +53,7 @@ class CarriedStates:
         files = [torch.load(path, map_location="cpu", weights_only=True) for path in folder.glob(PATTERN.format("*"))]
         states = {index: state for file in files for index, state in file.items()}
         if states:
-            layers = zip(*(states[index] for index in sorted(states)), strict=True)
-            self.rows = tuple(
-                {name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in layers
-            )
+            self.rows = stack([tuple(states[index]) for index in sorted(states)])
 
 
 def require_constant_state(model: LanguageModel, name: str) -> None:

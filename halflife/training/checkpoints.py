@@ -25,10 +25,7 @@ class CheckpointStore:
 
     A checkpoint is written into another folder, gets its checksums, and is then renamed. A process that is killed at
     any moment therefore leaves either a whole checkpoint or none. The two newest ones by their steps are kept. Times of
-    files are never compared, because a clock can be wrong.
-
-    Args:
-        folder: the folder; it need not exist.
+    files are never compared, because a clock can be wrong. The folder need not exist.
     """
 
     def __init__(self, folder: Path) -> None:

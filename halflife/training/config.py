@@ -15,7 +15,7 @@ from typing import Any
 from halflife import extensions
 from halflife.extras import require
 from halflife.models import ModelConfig
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 # A job manager sends one of these before it kills a process, or a terminal that closes does.
@@ -137,8 +137,7 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         for name in self.track:
-            if name not in TRACKERS:
-                raise unknown("tracker", name, list(TRACKERS))
+            check_choice("tracker", name, TRACKERS)
             require(f"--track {name}", name)
         if "WORLD_SIZE" not in os.environ:
             if self.fsdp:

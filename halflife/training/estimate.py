@@ -112,12 +112,7 @@ def estimate(config: TrainConfig, sequences: Mapping[int, float], rows: int | No
 
 
 def model_costs(config: ModelConfig, bf16: bool = False) -> Costs:
-    """The costs of a forward pass of a model.
-
-    Args:
-        config: configuration of the model.
-        bf16: whether the pass runs under bfloat16 autocast.
-    """
+    """The costs of a forward pass of a model, or of one under bfloat16 autocast."""
     return _model_costs(config.to_json(), bf16)
 
 

@@ -171,14 +171,9 @@ def fit(
     bar, stop = ProgressBar(name, metrics), StopOnSignal()
     if execution.fsdp:
         sharding.shard(objective, model, arguments.device)
-    trainer = (FSDPTrainer if execution.fsdp else HalflifeTrainer)(
-        config,
-        store,
-        model=objective,
-        args=arguments,
-        train_dataset=data,
-        callbacks=[metrics, stop, *([bar] if execution.show and rank() == 0 else [])],
-    )
+    callbacks = [metrics, stop, *([bar] if execution.show and rank() == 0 else [])]
+    kind = FSDPTrainer if execution.fsdp else HalflifeTrainer
+    trainer = kind(config, store, model=objective, args=arguments, train_dataset=data, callbacks=callbacks)
     for default in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(default)
     metrics.tracking = track(trainer, config, folder, execution)
@@ -202,12 +197,7 @@ def fit(
 
 
 class StoppedBySignal(Exception):
-    """A run that received a signal has saved a checkpoint and stopped. It can be resumed.
-
-    Args:
-        message: what happened.
-        number: of the signal.
-    """
+    """A run that received the signal `number` has saved a checkpoint and stopped. It can be resumed."""
 
     def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
         super().__init__(message, number)

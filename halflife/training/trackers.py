@@ -79,11 +79,7 @@ def track(trainer: Any, config: TrainConfig, folder: Path, execution: ExecutionC
 class Tracking(TrainerCallback):
     """Reports settings, metrics, gates, spectra and figures of a run, beside what the Trainer reports.
 
-    Args:
-        trainer: with the callbacks of `report_to`.
-        config: of the run.
-        folder: of the run.
-        execution: the trackers, and the function that measures spectra and draws figures.
+    `execution` has the trackers, and the function that measures spectra and draws figures.
     """
 
     def __init__(self, trainer: Any, config: TrainConfig, folder: Path, execution: ExecutionConfig) -> None:

@@ -31,12 +31,7 @@ WINDOW = "window.json"  # in a checkpoint: the sums of the steps that are not lo
 class HalflifeTrainer(Trainer):
     """A Trainer with AdamW on `param_groups` and checkpoints in a `CheckpointStore`.
 
-    Each item of its data set is a whole micro-batch.
-
-    Args:
-        config: of the run.
-        store: of the checkpoints.
-        settings: arguments of the Trainer.
+    Each item of its data set is a whole micro-batch. `settings` are arguments of the Trainer.
     """
 
     def __init__(self, config: TrainConfig, store: CheckpointStore, **settings: Any) -> None:

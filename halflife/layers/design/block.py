@@ -20,7 +20,7 @@ from halflife.layers.parts import FEATURE_MAPS, GATES, rotary
 from halflife.ops.fused import l2_normalize
 from halflife.packing import Packing
 from halflife.position import check_pairs, half_lrpe, lrpe
-from halflife.registry import AtLeast, unknown
+from halflife.registry import AtLeast, check_choice
 
 POSITIONS = ("none", "rope", "lrpe", "half_lrpe")
 
@@ -52,11 +52,9 @@ class Keys:
     qk_norm: bool | None = None
 
     def __post_init__(self) -> None:
-        for kind, choices in (
-            ("position", POSITIONS), ("activation", ("silu", "none")), ("feature_map", ("none", *FEATURE_MAPS)),
-        ):  # fmt: skip
-            if getattr(self, kind) not in choices:
-                raise unknown(kind, getattr(self, kind), list(choices))
+        check_choice("position", self.position, POSITIONS)
+        check_choice("activation", self.activation, ("silu", "none"))
+        check_choice("feature_map", self.feature_map, ("none", *FEATURE_MAPS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +87,7 @@ class OutputGate:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.gate not in GATES:
-            raise unknown("gate", self.gate, list(GATES))
+        check_choice("gate", self.gate, GATES)
 
 
 @LAYERS.add("linear")

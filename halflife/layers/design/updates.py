@@ -12,7 +12,7 @@ from halflife.layers.mixer import State
 from halflife.layers.parts import ShortConv
 from halflife.ops import dplr
 from halflife.packing import Packing
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 Block = Any  # a `LinearMixer`, whose module imports this one
 
@@ -98,8 +98,7 @@ class UpdateChoice(Update):
     stretch_gain: bool = False
 
     def __post_init__(self) -> None:
-        if self.update not in UPDATES:
-            raise unknown("update", self.update, list(UPDATES))
+        check_choice("update", self.update, UPDATES)
         if self.allow_neg_eigval and self.update == "linear":
             raise ValueError(
                 "allow_neg_eigval changes the writing strength β of the delta rule, but the update is linear"

@@ -16,7 +16,7 @@ from halflife.ops import causal_conv1d, gate_rank
 from halflife.ops.gate_rank import check_reset_law
 from halflife.packing import Packing
 from halflife.precision import Float32Module, compute_dtype, without_autocast
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 
 class SlowGate(Float32Module):
@@ -50,11 +50,9 @@ class SlowGate(Float32Module):
         rate_start: str = "log_uniform",
     ) -> None:
         super().__init__()
-        for kind, value, choices in (
-            ("gates", gates, self.GATES), ("bias", bias, self.BIASES), ("rate_start", rate_start, self.RATE_STARTS),
-        ):  # fmt: skip
-            if value not in choices:
-                raise unknown(kind, value, list(choices))
+        check_choice("gates", gates, self.GATES)
+        check_choice("bias", bias, self.BIASES)
+        check_choice("rate_start", rate_start, self.RATE_STARTS)
         if not 0 < reset_rate < 1:
             raise ValueError(f"reset_rate is a share of the tokens and must lie between 0 and 1; got {reset_rate}")
         if conv_size < 1:

@@ -25,11 +25,6 @@ class MIMO(Float32Module):
     to its own, and products of R × R keys and queries add the others.
     Source: Lahoti et al. 2026, "Mamba-3", and its released code, whose initial values w^x = w^o = 1/R and w^z = 1 these
     are.
-
-    Args:
-        num_heads: H.
-        rank: R.
-        head_dim: V.
     """
 
     pass_backend = "auto"  # see `parts.set_backend`

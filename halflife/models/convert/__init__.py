@@ -34,7 +34,7 @@ from halflife.models.convert.rwkv7 import SUFFIX, from_rwkv7_pth, read_pth
 from halflife.models.convert.source import SOURCES, assemble
 from halflife.models.lm import LanguageModel
 from halflife.models.tensor_file import Checkpoint, has_checksum
-from halflife.registry import unknown
+from halflife.registry import check_choice
 
 __all__ = ["MIXERS", "SOURCES", "assemble", "back_to", "convert", "from_rwkv7_pth", "load_layer", "take_mixer"]
 
@@ -62,8 +62,7 @@ def convert(source: str | Path, target: str | Path, *, to: str = "halflife", lay
         ValueError: the model cannot be converted; the message says why. Then nothing is written.
     """
     source, target = Path(source), Path(target)
-    if to not in FORMATS:
-        raise unknown("format", to, list(FORMATS))
+    check_choice("format", to, FORMATS)
     for name, described_by in (
         (CONFIG_JSON, None), ("layer.json", None), (WEIGHTS, CONFIG_JSON), ("layer.safetensors", "layer.json")
     ):  # fmt: skip
