@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
 from halflife import __version__, extensions
 from halflife.cli.groups import replace_options
-from halflife.cli.options import check_device, one_line_errors, read_options
+from halflife.cli.options import check_device, one_line_errors, read_options, silence_stdout
 from halflife.extras import EXTRAS, install, missing, require
 
 DESCRIPTION = """How linear recurrent sequence models remember and forget.
@@ -81,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()  # here, because Python reports an error at its exit
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        silence_stdout()  # for what Python flushes at its exit
         raise SystemExit(BROKEN_PIPE) from None
     except (ValueError, FileNotFoundError, FileExistsError, ConnectionError, ImportError) as error:
         print(f"halflife: {_say(error)}", file=sys.stderr)
@@ -114,10 +112,9 @@ def _say(error: Exception) -> str:
 
 
 def read_command(arguments: list[str]) -> Any:
-    """Return the command of a command line, with the options of its --config file.
+    """Return the command of a command line, with the options of its --config file; raises as `read_options`.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing or wrong.
         SystemExit: tyro refuses the command line.
     """
     command = parse(arguments)
@@ -126,8 +123,7 @@ def read_command(arguments: list[str]) -> Any:
         return command
     # The options of the file are the defaults of a second reading, so that the command line wins.
     default = read_options(command)
-    overrides = (*default.job.set, *job.set)
-    return replace_options(parse(arguments, default=default), {"set": overrides})
+    return replace_options(parse(arguments, default=default), {"set": (*default.job.set, *job.set)})
 
 
 def parse(arguments: list[str], **options: Any) -> Any:
@@ -138,7 +134,7 @@ def parse(arguments: list[str], **options: Any) -> Any:
     if arguments and arguments[0] in COMMANDS:
         name, *rest = arguments
         return tyro.cli(command_class(name), args=rest, prog=f"halflife {name}", **options)
-    return tyro.cli(_any_command(COMMANDS), args=arguments, prog="halflife", description=DESCRIPTION, **options)
+    return tyro.cli(_any_command(), args=arguments, prog="halflife", description=DESCRIPTION, **options)
 
 
 def command_class(name: str) -> type:
@@ -147,15 +143,10 @@ def command_class(name: str) -> type:
     return getattr(importlib.import_module(f"halflife.cli.{module}"), class_name)
 
 
-def _any_command(names: Iterable[str]) -> Any:
+def _any_command() -> Any:
     """The type that tyro parses into one of the commands. The list of commands shows the first line of their help."""
     from tyro.conf import subcommand
 
-    classes = {name: command_class(name) for name in names}
-    return reduce(
-        or_,
-        (
-            Annotated[cls, subcommand(name, description=(cls.__doc__ or "").splitlines()[0])]
-            for name, cls in classes.items()
-        ),
-    )
+    first_lines = {name: (command_class(name).__doc__ or "").splitlines()[0] for name in COMMANDS}
+    types = (Annotated[command_class(name), subcommand(name, description=line)] for name, line in first_lines.items())
+    return reduce(or_, types)

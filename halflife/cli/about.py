@@ -43,10 +43,9 @@ def _print_options(model: str) -> None:
     given = [f"training.{name}" for name in ("steps", "batch_size", "learning_rate")]  # options of the commands
     groups = describe_options(config)
     print_options({name: [row for row in rows if row[0] not in given] for name, rows in groups.items()})
-    print(
-        "Set them with --set, as in: halflife train MODEL --set mixer.conv_size=3. In Python, `halflife.preset` takes"
-    )
-    print("`mixer_options`, `hybrid` and the options of the group model.")
+    print("""\
+Set them with --set, as in: halflife train MODEL --set mixer.conv_size=3. In Python, `halflife.preset` takes
+`mixer_options`, `hybrid` and the options of the group model.""")
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,12 @@ if TYPE_CHECKING:
 
 # One of these beside the weights is a tokenizer of transformers.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-BYTE_VOCABULARY = 256
 
 
 def load_model(folder: Path, quantize: str = "none") -> LanguageModel:
     """Return the model in a folder of halflife, transformers or fla, on the CPU; see `models.load.load_any`.
 
-    Args:
-        folder: the folder.
-        quantize: "int8" for weights in int8, or "none".
+    With `quantize` "int8" its weights are int8.
 
     Raises:
         ValueError: a weight is not finite. The scores and texts of such a model would look like those of a bad one.
@@ -60,7 +57,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     else:
         if name is None and (folder / RUN_JSON).is_file() and folder_kind(folder) is FolderKind.TASK_RUN:
             raise ValueError(f"the model in {folder} was trained on a task, whose tokens are numbers and not text")
-        name = name or ("bytes" if vocab_size == BYTE_VOCABULARY else None)
+        name = name or ("bytes" if vocab_size == tokenizers.BYTE_VOCABULARY else None)
         if name not in tokenizers.OF_BYTES:
             raise ValueError(f"{folder} holds no tokenizer, and the model's {vocab_size} tokens are not bytes")
         tokenizer = tokenizers.load_tokenizer(name)

@@ -271,10 +271,9 @@ class Compare:
             if (key := f"training.{name}") in overrides:
                 settings[name] = convert(key, overrides.pop(key), types[name])
         return {
-            "models": self.models, "tasks": self.task, "experiment": self.experiment,
-            "scale": self.scale, "seeds": self.seeds, "tune_seeds": self.tune_seeds,
-            "learning_rates": command.lr or None, "settings": settings,
-            "overrides": overrides,
+            "models": self.models, "tasks": self.task, "experiment": self.experiment, "scale": self.scale,
+            "seeds": self.seeds, "tune_seeds": self.tune_seeds, "learning_rates": command.lr or None,
+            "settings": settings, "overrides": overrides,
         }  # fmt: skip
 
     def _place(self) -> Iterator[str]:

@@ -119,11 +119,7 @@ class Eval:
         print(f"written to {output}: {', '.join(sorted(file.name for file in output.iterdir()))}")
 
     def _split_tasks(self) -> tuple[list[str], list[str]]:
-        """Return the names of RULER's tasks that are made here, and those of the harness, with the bundles' tasks.
-
-        Raises:
-            ValueError: there is no task, no length for RULER's tasks, or an option that no task reads.
-        """
+        """Return the names of RULER's tasks that are made here, and those of the harness, with the bundles' tasks."""
         from halflife.evaluation import bundles
         from halflife.tasks import ruler
 
@@ -189,10 +185,8 @@ class Eval:
         )  # fmt: skip
         result["ruler"] = {"rows": measured.rows, "details": measured.details}
         for row in measured.rows:
-            metric = f"found in {row['length']:,} tokens ({row['haystack']})"
-            result["rows"].append(
-                {"task": f"{OFFLINE}{row['task']}", "metric": metric, "value": row["score"], "stderr": None}
-            )
+            task, metric = f"{OFFLINE}{row['task']}", f"found in {row['length']:,} tokens ({row['haystack']})"
+            result["rows"].append({"task": task, "metric": metric, "value": row["score"], "stderr": None})
         write_figure(measured.details, output)
 
     def _add_harness(self, result: dict[str, Any], model: Any, tokenizer: Any, tasks: Sequence[str]) -> None:
@@ -209,11 +203,7 @@ class Eval:
         result["rows"] += [*rows, *bundles.averages(self._names(), rows)]
 
     def _metadata(self, tokenizer: Any, tasks: Sequence[str]) -> dict[str, Any]:
-        """What the harness's RULER tasks need to make their texts: lengths, and the tokenizer that counts tokens.
-
-        Raises:
-            ValueError: the tokenizer is not one of Hugging Face.
-        """
+        """What the harness's RULER tasks need to make their texts: lengths, and the tokenizer that counts tokens."""
         from halflife.data.tokenizers import HuggingFaceTokenizer
         from halflife.evaluation.bundles import BUNDLES
 

@@ -62,9 +62,8 @@ class Forecast:
     """Do not draw a progress bar."""
 
     def run(self) -> None:
-        import torch
-
         from halflife.analysis.forecast.survey import measure_forecasts
+        from halflife.cli.options import default_device
         from halflife.cli.spectrum import default_output
         from halflife.report.figures.forecast import forecast_figures
         from halflife.report.figures.matplotlib_renderer import save
@@ -80,7 +79,7 @@ class Forecast:
         result = measure_forecasts(
             self.folders, self.text, longest=self.longest, window=self.window, examples=self.examples, seed=self.seed,
             pairs=self.pairs, length=self.length, beginning=self.beginning, text_window=self.text_window,
-            show=not self.quiet, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            show=not self.quiet, device=default_device(self.device),
         ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "forecast")
         files = write_forecasts(result, output)

@@ -65,16 +65,15 @@ class Mask:
         print(f"written: {output}")
 
     def _show_models(self, output: Path) -> None:
-        import torch
-
         from halflife.analysis.masks import measure_masks
+        from halflife.cli.options import default_device
         from halflife.report.figures import masks as figures
         from halflife.report.figures.matplotlib_renderer import draw, save_as
         from halflife.report.tables.masks import mask_table
 
         gates_of = measure_masks(
             self.folders, text=self.text, task=self.task, tokens=self.tokens, sequences=self.sequences,
-            tokenizer=self.tokenizer, device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            tokenizer=self.tokenizer, device=default_device(self.device),
         )  # fmt: skip
         heads = [figures.most_resets(label, gates, self.layer, self.head) for label, gates in gates_of.items()]
         print(mask_table(gates_of, self.block).terminal())

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -62,9 +63,8 @@ def _located(written: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What a file of a run in `folder` holds, with absolute paths of texts. A file of a user stays as it is."""
     from halflife.data.paths import absolute_paths
 
-    places = {"data": "sources", "settings": "text"}  # in run.json, and in the config.json of a comparison
     located = dict(written)
-    for name, key in places.items():
+    for name, key in (("data", "sources"), ("settings", "text")):  # in run.json, and in a comparison's config.json
         if isinstance(part := written.get(name), Mapping) and key in part:
             tokenizer = {"tokenizer": part["tokenizer"]} if "tokenizer" in part else {}
             paths = absolute_paths({"sources": part[key], **tokenizer}, folder)
@@ -86,9 +86,7 @@ def _entries(overrides: Any) -> Any:
 def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Command, dict[str, Any]]:
     """Return the command after its `--set` entries that are options of the command, and the other entries by name.
 
-    Args:
-        command: the command, with the entries in `command.job.set`.
-        options: names of overrides that are options of the command, and the names of those options.
+    `options` maps such entries to names of options.
     """
     from halflife.lab.experiments.overrides import parse_overrides
     from halflife.lab.experiments.values import convert
@@ -102,10 +100,7 @@ def take_overrides(command: Command, options: Mapping[str, str]) -> tuple[Comman
 def check_resume(command: Any, name: str, *allowed: str) -> None:
     """Check a command with or without --resume, and sign the file `name` of the folder where --trust-data asks for it.
 
-    Args:
-        command: the command.
-        name: the file in the folder of --resume that holds the settings.
-        allowed: options that may be given with --resume, beside those that confirm the origin or print less.
+    The options `allowed` may be given with --resume, beside those that confirm the origin or print less.
 
     Raises:
         ValueError: other options are given, because a resumed job has its settings; or --trust-data has no folder.
@@ -118,8 +113,7 @@ def check_resume(command: Any, name: str, *allowed: str) -> None:
             raise ValueError("--trust-data belongs to --resume, whose folder somebody else may have written")
         return
     allowed, defaults = ("resume", "trust_data", "quiet", *allowed), options_of(type(command)())
-    given = [key for key, value in options_of(command).items() if key not in allowed and value != defaults[key]]
-    if given:
+    if given := [k for k, value in options_of(command).items() if k not in allowed and value != defaults[k]]:
         raise ValueError(f"--resume takes all settings from the folder; leave out {', '.join(given)}")
     if job.trust_data:
         confirm(job.resume / name)
@@ -127,13 +121,9 @@ def check_resume(command: Any, name: str, *allowed: str) -> None:
 
 @contextmanager
 def resumable(command: str, begun: Path) -> Iterator[None]:
-    """End an interrupted job with a message that shows `command`, which resumes it.
+    """End an interrupted job (Ctrl-C, or a signal on which it saves) with a message that shows `command`, to resume it.
 
-    An interruption is Ctrl-C, or a signal on which a job saves.
-
-    Args:
-        command: the command line.
-        begun: the file without which there is nothing to resume.
+    Without the file `begun` there is nothing to resume.
     """
     from halflife.training.fit import StoppedBySignal
 
@@ -241,15 +231,11 @@ def memory_error(error: Exception) -> str | None:
 
 
 def check_device(name: str | None) -> None:
-    """Check that tensors can be made on a device; None is a device that exists.
-
-    Raises:
-        ValueError: torch does not know the device, or this machine does not have it.
-    """
-    import torch
-
+    """Raise a ValueError if no tensors can be made on a device; None is a device that exists."""
     if name is None:
         return
+    import torch
+
     try:
         torch.empty(1, device=name)
         works = torch.device(name).type != "meta"
@@ -257,6 +243,11 @@ def check_device(name: str | None) -> None:
         works = False
     if not works:
         raise ValueError(f"there is no device {name!r} here; name cpu, or an accelerator as in cuda or cuda:1")
+
+
+def new_folder(name: str) -> Path:
+    """The folder of a new job: runs/<time>-<name>."""
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace('/', '-')}"
 
 
 def default_device(device: str | None) -> str:

@@ -57,10 +57,9 @@ class Spectrum:
     """Do not draw a progress bar."""
 
     def run(self) -> None:
-        import torch
-
         from halflife.analysis.survey import measure_models
         from halflife.analysis.tables import write_tables
+        from halflife.cli.options import default_device
         from halflife.files import finite
         from halflife.report.figures.decays import decays
         from halflife.report.figures.matplotlib_renderer import save
@@ -74,8 +73,7 @@ class Spectrum:
 
         result = measure_models(
             self.folders, self.text, length=self.length, sequences=self.sequences, train_length=self.train_length,
-            tokenizer=self.tokenizer, show=not self.quiet,
-            device=self.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            tokenizer=self.tokenizer, show=not self.quiet, device=default_device(self.device),
         ).to_dict()  # fmt: skip
         output = self.output or default_output(self.folders[0], "spectrum")
         show(*spectrum_tables(result, heads=self.heads))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from halflife.cli.groups import Execution, Job, options_of
-from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, resumable, say, take_overrides
+from halflife.cli.options import EXIT_PARTLY_FAILED, check_resume, new_folder, resumable, say, take_overrides
 from halflife.extras import require
 from halflife.files import RESULT_JSON, RUN_JSON, check_new_folder
 
@@ -23,15 +22,10 @@ if TYPE_CHECKING:
     from halflife.training.trial import Trial
 
 # Names for --set that are options of the command.
+RECIPE = ("batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every")
 OPTIONS = {
-    "model.hidden_size": "hidden_size", "model.num_layers": "num_layers", "model.mlp": "mlp",
-    "training.learning_rate": "lr",
-    **{
-        f"training.{name}": name
-        for name in (
-            "batch_size", "warmup", "weight_decay", "clip", "bf16", "seed", "validate_every", "save_every"
-        )
-    },
+    **{f"model.{name}": name for name in ("hidden_size", "num_layers", "mlp")},
+    **{f"training.{name}": name for name in RECIPE}, "training.learning_rate": "lr",
 }  # fmt: skip
 
 
@@ -229,7 +223,7 @@ class Train:
             raise ValueError(f"--from takes the model from its folder; leave out {', '.join(given)}")
         if output is None and world_size() > 1:
             raise ValueError("with torchrun, give --output: all processes must write to one folder")
-        folder = output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name.replace('/', '-')}"
+        folder = output or new_folder(name)
         if (folder / RUN_JSON).exists() and world_size() == 1:
             raise FileExistsError(f"{folder} holds a run already; continue it with --resume {folder}")
         if rank() == 0 and not (folder / RUN_JSON).exists() and not self.job.dry_run:

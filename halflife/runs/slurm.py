@@ -182,8 +182,8 @@ class _Queue:
 
     def _may_retry(self, job: Job) -> bool:
         """Whether the job may be resubmitted: its run made progress, or has `RETRIES` attempts left."""
-        step, tried = last_step(job.folder), 0
-        if (before := self.attempts.get(job.name)) is not None and before[0] == step:
-            tried = before[1]
+        step = last_step(job.folder)
+        before, tried = self.attempts.get(job.name, (step, 0))
+        tried = tried if before == step else 0
         self.attempts[job.name] = (step, tried + 1)
         return tried < RETRIES

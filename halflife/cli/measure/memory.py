@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,6 +42,7 @@ class Memory:
     """The folder to write. Default: runs/<time>-memory."""
 
     def run(self) -> None:
+        from halflife.cli.options import new_folder
         from halflife.evaluation.memory import measure_memory
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import memory
@@ -54,6 +54,6 @@ class Memory:
             num_heads=self.num_heads, vocab_size=self.vocab_size, dtype=self.dtype, cache_dtype=self.cache_dtype,
         )  # fmt: skip
         show(*memory_tables(result))
-        output = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-memory"
+        output = self.output or new_folder("memory")
         files = [*write_memory(result, output), *save(memory(result), output)]
         print(f"written to {output}: {', '.join(file.name for file in files)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +47,7 @@ class Throughput:
     """The folder to write. Default: runs/<time>-throughput."""
 
     def run(self) -> None:
-        from halflife.cli.options import default_device
+        from halflife.cli.options import default_device, new_folder
         from halflife.evaluation.throughput import measure_steps
         from halflife.report.figures.matplotlib_renderer import save
         from halflife.report.figures.memory import step_times
@@ -65,6 +64,6 @@ class Throughput:
             rounds=self.rounds, seconds=self.seconds,
         )  # fmt: skip
         show(*throughput_tables(result))
-        output = self.output or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-throughput"
+        output = self.output or new_folder("throughput")
         files = [*write_throughput(result, output), *save(step_times(result), output)]
         print(f"written to {output}: {', '.join(file.name for file in files)}")
