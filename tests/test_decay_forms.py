@@ -178,12 +178,12 @@ def test_rows_of_the_grid_as_they_were_run():
     assert {name.split("/")[0] for name in released} == {"vector", "share", "scalar", "rope", "tpe", "dplr"}
     settings = decay_design.SMOKE
     for name in released:
-        one, other = (decay_design.variant_model(row, settings) for row in (name, name.split(":")[0]))
+        one, other = (decay_design.DecayDesign().model(row, settings) for row in (name, name.split(":")[0]))
         assert (one.mixer_options, one.position) != (other.mixer_options, other.position)
         LanguageModel(one)(torch.zeros(1, 3, dtype=torch.long))
-    options = decay_design.variant_model("rope/tnl:released", settings).mixer_options
+    options = decay_design.DecayDesign().model("rope/tnl:released", settings).mixer_options
     assert (options["decay"], options["position"]) == ("tnl_released", "half_lrpe")
-    assert decay_design.variant_model("tpe/gla:released", settings).position == "tpe_released"
+    assert decay_design.DecayDesign().model("tpe/gla:released", settings).position == "tpe_released"
     assert_raises(ValueError, "as the paper prints it", decay_design.find_variant, "simple/0.9:released")
     assert_raises(ValueError, "unknown variant", decay_design.find_variant, "simple/0.9:run")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from halflife.files import write_text
+from halflife.files import CONFIG_JSON, read_json, write_text
 from halflife.lab.experiments.overrides import apply_overrides
 from halflife.models.controls import control, split_control
 from halflife.registry import Registry, unknown
@@ -147,6 +147,10 @@ class Experiment:
             model = control(config.model, kind, other.model, settings.train_length, cell.model)
             config = dataclasses.replace(config, model=model)
         return apply_overrides(config, settings.overrides, skip_absent_parts=True)
+
+    def saved_settings(self, folder: Path) -> Any:
+        """The settings that a comparison was run with, from its `config.json`."""
+        return self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         """Tables and verdicts in Markdown, from the folder and the rows of `results.csv`; "" for none."""

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 from halflife.data.corpus import Corpus
 from halflife.data.paths import absolute_paths
-from halflife.files import CONFIG_JSON, read_json
 from halflife.lab.experiments.base import EXPERIMENTS
-from halflife.lab.experiments.decay_findings import finding_sentences, losses_and_findings
+from halflife.lab.experiments.decay_findings import finding_sentences, findings_table
 from halflife.lab.experiments.evidence import decay_regression
 from halflife.lab.experiments.language_models import base as language
 from halflife.lab.experiments.language_models.base import (
     LanguageExperiment,
     LanguageSettings,
     describe,
+    loss_table,
     results_by_seed,
 )
 from halflife.models import ModelConfig, preset
@@ -50,37 +50,30 @@ def _simple(paper: float, p: float, granularity: str = "vector", **options: Any)
     return _variant(paper, "simple", granularity, decay_options={"p": p}, **options)
 
 
-# Losses: the paper's Tables 6, 8 and 9.
+# Groups whose rows differ in their decay: options of the mixer, and decay → the paper's loss (Tables 6, 8, 9).
+SCALAR = {"granularity": "scalar"}
+DECAYS: dict[str, tuple[dict[str, Any], dict[str, float | None]]] = {
+    "vector": ({}, {"mamba2": 2.947, "gla": 2.975, "hgrn2": 2.966, "lightnet": 3.027}),
+    "ablation": ({}, {"mamba2-no-A": 2.946, "mamba2-no-Δ": 3.019, "mamba2-no-A-Δ": 2.973}),
+    "share": ({"share_keys": True}, {"mamba2": 2.947, "gla": 3.048, "hgrn2": 2.966, "lightnet": 3.104}),
+    "scalar": (
+        SCALAR, {"mamba2": 2.960, "gla": 3.008, "hgrn2": 2.987, "lightnet": 3.032, "tnl": 2.985, "tnl-l": 2.970}
+    ),
+    "rope": (
+        SCALAR | {"position": "rope"},
+        {"mamba2": 2.959, "gla": 3.010, "hgrn2": 2.990, "lightnet": 3.002, "tnl": 2.975, "tnl-l": 2.972},
+    ),
+    "tpe": (
+        SCALAR | {"modifier": "+tpe"},
+        {"mamba2": 2.931, "gla": 2.986, "hgrn2": 2.969, "lightnet": 2.988, "tnl": None, "tnl-l": 2.948},
+    ),
+}  # fmt: skip
 VARIANTS: dict[str, Variant] = {
-    "vector/mamba2": _variant(2.947, "mamba2"),
-    "vector/gla": _variant(2.975, "gla"),
-    "vector/hgrn2": _variant(2.966, "hgrn2"),
-    "vector/lightnet": _variant(3.027, "lightnet"),
-    "ablation/mamba2-no-A": _variant(2.946, "mamba2_no_a"),
-    "ablation/mamba2-no-Δ": _variant(3.019, "mamba2_no_dt"),
-    "ablation/mamba2-no-A-Δ": _variant(2.973, "mamba2_no_a_dt"),
-    "share/mamba2": _variant(2.947, "mamba2", share_keys=True),
-    "share/gla": _variant(3.048, "gla", share_keys=True),
-    "share/hgrn2": _variant(2.966, "hgrn2", share_keys=True),
-    "share/lightnet": _variant(3.104, "lightnet", share_keys=True),
-    "scalar/mamba2": _variant(2.960, "mamba2", "scalar"),
-    "scalar/gla": _variant(3.008, "gla", "scalar"),
-    "scalar/hgrn2": _variant(2.987, "hgrn2", "scalar"),
-    "scalar/lightnet": _variant(3.032, "lightnet", "scalar"),
-    "scalar/tnl": _variant(2.985, "tnl", "scalar"),
-    "scalar/tnl-l": _variant(2.970, "tnl_l", "scalar"),
-    "rope/mamba2": _variant(2.959, "mamba2", "scalar", position="rope"),
-    "rope/gla": _variant(3.010, "gla", "scalar", position="rope"),
-    "rope/hgrn2": _variant(2.990, "hgrn2", "scalar", position="rope"),
-    "rope/lightnet": _variant(3.002, "lightnet", "scalar", position="rope"),
-    "rope/tnl": _variant(2.975, "tnl", "scalar", position="rope"),
-    "rope/tnl-l": _variant(2.972, "tnl_l", "scalar", position="rope"),
-    "tpe/mamba2": _variant(2.931, "mamba2", "scalar", modifier="+tpe"),
-    "tpe/gla": _variant(2.986, "gla", "scalar", modifier="+tpe"),
-    "tpe/hgrn2": _variant(2.969, "hgrn2", "scalar", modifier="+tpe"),
-    "tpe/lightnet": _variant(2.988, "lightnet", "scalar", modifier="+tpe"),
-    "tpe/tnl": _variant(None, "tnl", "scalar", modifier="+tpe"),
-    "tpe/tnl-l": _variant(2.948, "tnl_l", "scalar", modifier="+tpe"),
+    **{
+        f"{group}/{decay}": _variant(paper, decay.lower().replace("-", "_").replace("δ", "dt"), **options)
+        for group, (options, losses) in DECAYS.items()
+        for decay, paper in losses.items()
+    },
     "simple/0.8": _simple(2.954, 0.8),
     "simple/0.9": _simple(2.949, 0.9),
     "simple/0.95": _simple(2.939, 0.95),
@@ -152,14 +145,29 @@ class DecayDesignSettings(LanguageSettings):
     decay: float = 1 / 3
 
 
-SMOKE = DecayDesignSettings(**language.SMOKE, learning_rate=3e-3)
-SMALL = DecayDesignSettings(**language.SMALL, learning_rate=2e-3)
+SMOKE = DecayDesignSettings(**language.SMOKE)
+SMALL = DecayDesignSettings(**language.SMALL)
 # The 160M row of Table 5 with its tokens per step and its steps, but on bytes of the user's text. The paper trains on
 # FineWeb-Edu with GPT-2's tokens, so this is not its experiment.
 LARGE = DecayDesignSettings(
     hidden_size=768, num_layers=12, num_heads=12, train_length=2048, batch_size=256, steps=20_000, bf16=True,
     learning_rate=3e-4, validate_every=5000, save_every=1000, validation_tokens=1 << 17, test_tokens=1 << 21,
 )  # fmt: skip
+
+
+def row_or_preset(name: str, **sizes: Any) -> ModelConfig:
+    """The configuration of a row of the grid, `vector/gla` or `rope/tnl:released`, or of a preset."""
+    if "/" not in name:
+        return preset(name, **sizes)
+    variant = find_variant(name)
+    options = {**variant.options, **sizes.pop("mixer_options", {})}
+    return dataclasses.replace(preset(variant.preset, mixer_options=options, **sizes), name=name)
+
+
+def row_model(name: str, **sizes: Any) -> ModelConfig:
+    """The configuration of a row of the grid. Raises: ValueError: an unknown row; the message lists them."""
+    find_variant(name)
+    return row_or_preset(name, **sizes)
 
 
 @EXPERIMENTS.add("decay-design")
@@ -170,10 +178,8 @@ class DecayDesign(LanguageExperiment):
     settings = DecayDesignSettings
     models: ClassVar = CORE
     groups: ClassVar = {"core": CORE, "all": tuple(VARIANTS)}
+    build_model: ClassVar = staticmethod(row_model)
     # `released` is added below: it needs `find_variant`, whose errors name the groups.
-
-    def model(self, name: str, settings: DecayDesignSettings) -> ModelConfig:
-        return variant_model(name, settings)
 
     def recipe(self, name: str, settings: DecayDesignSettings) -> dict[str, Any]:
         """Warm-up, stable, and half a cosine wave to 0. The paper has WSD (§5), and does not say which decay."""
@@ -186,15 +192,18 @@ class DecayDesign(LanguageExperiment):
         return finding_sentences(results)
 
     def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-        settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
-        results = results_by_seed(rows)
-        found = losses_and_findings(results, self.papers(settings, list(results)), describe(settings))
-        predicted = decay_regression.report(folder, rows, self.decays)
-        return f"{found}\n{predicted}" if predicted else found
+        settings, results = self.saved_settings(folder), results_by_seed(rows)
+        papers = self.papers(settings, list(results))
+        return "\n\n".join(filter(None, [
+            describe(settings), "## Loss",
+            "Test loss in nats per byte; the paper's is nats per token, 160M parameters (Tables 6, 8, 9).",
+            loss_table(results, papers), "## Findings", findings_table(results, papers),
+            decay_regression.report(folder, rows, self.decays),
+        ])) + "\n"  # fmt: skip
 
     def decays(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The decays of the selected runs in a folder, before and after training (`decay_regression.measure`)."""
-        settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
+        settings = self.saved_settings(folder)
         text = tuple(absolute_paths({"sources": settings.text}, folder)["sources"])
         read = dataclasses.replace(settings, text=text)
         ids = decay_regression.sequences(Corpus.open(read.corpus(), show=False), int(rows[0]["length"]))
@@ -202,25 +211,3 @@ class DecayDesign(LanguageExperiment):
 
 
 DecayDesign.groups["released"] = tuple(f"{name}:released" for name in VARIANTS if _differs(name))
-
-
-def variant_model(name: str, settings: DecayDesignSettings) -> ModelConfig:
-    """The Decay Linear Transformer of a variant, on bytes.
-
-    Raises:
-        ValueError: an unknown variant; the message lists them.
-    """
-    find_variant(name)  # raises for a preset, which has no row
-    return row_or_preset(
-        name, hidden_size=settings.hidden_size, num_layers=settings.num_layers, num_heads=settings.num_heads,
-        vocab_size=settings.vocab_size, train_length=settings.train_length,
-    )  # fmt: skip
-
-
-def row_or_preset(name: str, **sizes: Any) -> ModelConfig:
-    """The configuration of a row of the grid, `vector/gla` or `rope/tnl:released`, or of a preset."""
-    if "/" not in name:
-        return preset(name, **sizes)
-    variant = find_variant(name)
-    options = {**variant.options, **sizes.pop("mixer_options", {})}
-    return dataclasses.replace(preset(variant.preset, mixer_options=options, **sizes), name=name)

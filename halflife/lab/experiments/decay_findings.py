@@ -61,32 +61,17 @@ FINDINGS = (
 )  # fmt: skip
 
 
-def losses_and_findings(results: Results, papers: Papers, setting: str) -> str:
-    """A table of losses beside the paper's and a table of findings with verdicts, in Markdown after `setting`."""
-    losses = Table(["variant", "parameters", "tokens/s", "loss, by seed", "mean", "paper"], [
-        _losses(name, list(found.values()), papers[name]) for name, found in results.items() if found
-    ], left=["variant", "loss, by seed"])  # fmt: skip
-    compared = Table(["finding", "first, second", "difference here", "paper", "holds here", "in the paper"], [
+def findings_table(results: Results, papers: Papers) -> str:
+    """A table of the findings with verdicts, in Markdown after a line about them."""
+    table = Table(["finding", "first, second", "difference here", "paper", "holds here", "in the paper"], [
         _compared(finding, pair, differences, papers) for finding in FINDINGS for pair in finding.pairs
         if (differences := _differences(pair, results))
     ], left=["finding", "first, second", "difference here", "holds here", "in the paper"])  # fmt: skip
-    return "\n\n".join([
-        setting, "## Loss",
-        "Test loss in nats per byte; the paper's is nats per token, 160M parameters (Tables 6, 8, 9).",
-        losses.markdown(),
-        "## Findings",
+    return (
         "The difference is the loss of the second variant minus the loss of the first, by seed. An order holds if "
-        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL_NATS} nats.",
-        compared.markdown(),
-    ]) + "\n"  # fmt: skip
-
-
-def _losses(name: str, runs: Sequence[Mapping[str, Any]], paper: float | None) -> list[str]:
-    losses, speed = [run["test"] for run in runs], fmean(run["tokens_per_second"] for run in runs)
-    return [
-        name, f"{runs[0]['parameters']:,}", f"{speed:,.0f}", ", ".join(f"{x:.4f}" for x in losses),
-        f"{fmean(losses):.4f}", "–" if paper is None else f"{paper:.3f}",
-    ]  # fmt: skip
+        f"every seed has the right sign. An equality holds if the mean is within ±{EQUAL_NATS} nats.\n\n"
+        f"{table.markdown()}"
+    )
 
 
 def finding_sentences(results: Results) -> list[str]:

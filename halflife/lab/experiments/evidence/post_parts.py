@@ -161,7 +161,7 @@ class PostTakenApartText(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": LanguageSettings(**SMOKE, learning_rate=3e-3),
+        "smoke": LanguageSettings(**SMOKE),
         "small": SMALL,
         "large": LanguageSettings(
             **LARGE, hidden_size=768, num_layers=12, num_heads=24, train_length=2048, batch_size=32, steps=30_518,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from halflife.data.corpus import Corpus, CorpusConfig
 from halflife.data.documents import PYTHON
 from halflife.data.tokenizers import unit_of
-from halflife.files import CONFIG_JSON, read_json, write_json
+from halflife.files import write_json
 from halflife.lab.experiments.base import Experiment, ExperimentSettings
 from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
@@ -81,10 +81,12 @@ class LanguageSettings(ExperimentSettings):
 SMOKE: dict[str, Any] = {
     "hidden_size": 64, "num_layers": 2, "num_heads": 2, "train_length": 128, "batch_size": 8, "steps": 60,
     "validate_every": 15, "save_every": 100, "validation_tokens": 1 << 13, "test_tokens": 1 << 12,
+    "learning_rate": 3e-3,
 }  # fmt: skip
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "num_layers": 4, "num_heads": 4, "train_length": 256, "batch_size": 4, "steps": 800,
     "bf16": True, "validate_every": 200, "save_every": 100, "validation_tokens": 1 << 14, "test_tokens": 1 << 16,
+    "learning_rate": 2e-3,
 }  # fmt: skip
 # Validation and test at the scale of a paper. No paper gives them.
 LARGE: dict[str, Any] = {
@@ -158,20 +160,8 @@ class LanguageExperiment(Experiment):
         return []
 
     def summary(self, folder: Path, rows: Rows) -> str:
-        settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
-        results = results_by_seed(rows)
-        papers = self.papers(settings, list(results))
-        table = []
-        for name, seeds in results.items():
-            runs, paper = list(seeds.values()), papers[name]
-            losses = [run["test"] for run in runs]
-            table.append([
-                name, f"{runs[0]['parameters']:,}", f"{fmean(run['tokens_per_second'] for run in runs):,.0f}",
-                ", ".join(f"{loss:.4f}" for loss in losses), with_interval(losses, 4),
-                "–" if paper is None else f"{paper:.3f}",
-            ])  # fmt: skip
-        heading = ["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"]
-        text = f"{describe(settings)}\n\n{Table(heading, table).markdown()}\n"
+        settings, results = self.saved_settings(folder), results_by_seed(rows)
+        text = f"{describe(settings)}\n\n{loss_table(results, self.papers(settings, list(results)))}\n"
         if by_length := length_table(read_comparison(folder)):
             text += f"\n{by_length}\n"
         if self.zero_shot:
@@ -180,9 +170,8 @@ class LanguageExperiment(Experiment):
 
     def write_report(self, folder: Path, rows: Rows) -> None:
         """Write `results.json`, then the report of the base class, which reads this file."""
-        settings = self.settings.from_dict(read_json(folder / CONFIG_JSON)["settings"])
         results = results_by_seed(rows)
-        papers = self.papers(settings, list(results))
+        papers = self.papers(self.saved_settings(folder), list(results))
         write_json(folder / RESULTS_JSON, {"results": results, "paper": papers, "findings": self.findings(results)})
         super().write_report(folder, rows)
 
@@ -195,6 +184,20 @@ def results_by_seed(rows: Rows) -> dict[str, dict[str, dict[str, Any]]]:
             sizes = {name: row[name] for name in ("parameters", "state_size", "tokens_per_second")}
             results.setdefault(row["model"], {})[str(row["seed"])] = {**sizes, "test": row["loss"]}
     return results
+
+
+def loss_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]], papers: Mapping[str, float | None]) -> str:
+    """The table of losses in Markdown: a row for each model of `results_by_seed`, with the loss in the paper."""
+    table = []
+    for name, seeds in results.items():
+        runs, paper = list(seeds.values()), papers[name]
+        losses = [run["test"] for run in runs]
+        table.append([
+            name, f"{runs[0]['parameters']:,}", f"{fmean(run['tokens_per_second'] for run in runs):,.0f}",
+            ", ".join(f"{loss:.4f}" for loss in losses), with_interval(losses, 4),
+            "–" if paper is None else f"{paper:.3f}",
+        ])  # fmt: skip
+    return Table(["model", "parameters", "tokens/s", "test loss, by seed", "mean", "paper"], table).markdown()
 
 
 def describe(settings: LanguageSettings) -> str:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from halflife.lab.experiments.base import EXPERIMENTS
-from halflife.lab.experiments.decay_design import VARIANTS, DecayDesign, paper_loss, row_or_preset
+from halflife.lab.experiments.decay_design import (
+    VARIANTS,
+    DecayDesign,
+    DecayDesignSettings,
+    paper_loss,
+    row_or_preset,
+)
 from halflife.lab.experiments.decay_findings import finding_sentences
 from halflife.lab.experiments.language_models import base as language
-from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment, LanguageSettings
+from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageExperiment
 
-
-@dataclass(frozen=True, kw_only=True)
-class DecaySettings(LanguageSettings):
-    """The settings of the Decay paper's language models."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    schedule: str = "wsd"
-    floor: float = 0.0
-    decay: float = 0.1
-
-
-PAPER = DecaySettings(
+PAPER = DecayDesignSettings(
     **language.LARGE, size="decay-160m", text=(f"{FINEWEB_EDU}:sample-10BT",), tokenizer="gpt2", vocab_size=50_257,
     train_length=2048, batch_size=256, steps=20_000, learning_rate=3e-4, warmup=0.05,
+    decay=0.1,
 )  # fmt: skip
 
 
@@ -43,19 +39,19 @@ class DecayLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": DecaySettings(**language.SMOKE, size="decay-160m", learning_rate=3e-3),
-        "small": DecaySettings(**language.SMALL, size="decay-160m", learning_rate=2e-3),
+        "smoke": DecayDesignSettings(**language.SMOKE, size="decay-160m", decay=0.1),
+        "small": DecayDesignSettings(**language.SMALL, size="decay-160m", decay=0.1),
         "paper": PAPER,
         "paper-410m": replace(PAPER, size="decay-410m"),
         "paper-1.45b": replace(PAPER, size="decay-1.45b"),
     }
-    settings = DecaySettings
+    settings = DecayDesignSettings
     models: ClassVar = tuple(VARIANTS)
     groups: ClassVar = DecayDesign.groups
     zero_shot: ClassVar = "decay-lm"
     build_model: ClassVar = staticmethod(row_or_preset)
 
-    def papers(self, settings: DecaySettings, names: Sequence[str]) -> dict[str, float | None]:
+    def papers(self, settings: DecayDesignSettings, names: Sequence[str]) -> dict[str, float | None]:
         return {name: paper_loss(name) if settings.size == "decay-160m" else None for name in names}
 
     def findings(self, results: dict[str, Any]) -> list[str]:

@@ -45,8 +45,8 @@ class EchoLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": EchoSettings(**language.SMOKE, size="echo-180m", learning_rate=3e-3),
-        "small": EchoSettings(**language.SMALL, size="echo-180m", learning_rate=2e-3),
+        "smoke": EchoSettings(**language.SMOKE, size="echo-180m"),
+        "small": EchoSettings(**language.SMALL, size="echo-180m"),
         "paper": PAPER,
         "paper-50m": replace(PAPER, size="echo-50m", steps=15_259),
     }

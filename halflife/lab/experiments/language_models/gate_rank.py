@@ -27,8 +27,8 @@ class GateRankLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": LanguageSettings(**language.SMOKE, size="gate-rank-760m", learning_rate=3e-3),
-        "small": LanguageSettings(**language.SMALL, size="gate-rank-760m", learning_rate=2e-3),
+        "smoke": LanguageSettings(**language.SMOKE, size="gate-rank-760m"),
+        "small": LanguageSettings(**language.SMALL, size="gate-rank-760m"),
         "paper": PAPER,
     }
     models: ClassVar = ("mamba2", "mamba2+gate_rank_paper", "gated_deltanet", "gated_deltanet+gate_rank_paper")

@@ -46,8 +46,8 @@ class PostLM(LanguageExperiment):
     """
 
     scales: ClassVar = {
-        "smoke": PostSettings(**language.SMOKE, size="post-180m", learning_rate=3e-3),
-        "small": PostSettings(**language.SMALL, size="post-180m", learning_rate=2e-3),
+        "smoke": PostSettings(**language.SMOKE, size="post-180m"),
+        "small": PostSettings(**language.SMALL, size="post-180m"),
         "paper": PAPER,
         "paper-440m": replace(PAPER, size="post-440m", steps=188_828, learning_rate=3e-4, floor=1e-5 / 3e-4),
     }
