@@ -223,7 +223,7 @@ def test_a_comparison_is_extended(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["learning_rates"] == {"llama": [1e-3, 1e-2], "retnet": [1e-2, 1e-3]}
     assert (config["models"], config["seeds"], config["command"]) == (["llama", "retnet"], [0, 1], "first; second")
-    assert compare_options(config)["lr"] == [1e-3, 1e-2]
+    assert compare_options(config, ())["lr"] == [1e-3, 1e-2]
     for wrong, message in (
         ({"models": ["llama"], "learning_rates": [1e-2]}, "not tried"),
         ({"models": ["retnet"]}, "in the comparison already"),

@@ -153,7 +153,9 @@ class Compare:
         """The options of a comparison whose `config.json` holds `written`; None for a file that a user wrote."""
         from halflife.lab.experiments.saved import compare_options
 
-        return compare_options(written) if isinstance(written.get("learning_rates"), Mapping) else None
+        if not isinstance(written.get("learning_rates"), Mapping):
+            return None
+        return compare_options(written, options_of(Settings()))
 
     def run(self) -> None:
         from halflife.lab.experiments import compare

@@ -20,12 +20,6 @@ from halflife.training.config import Recipe
 
 # "paper" is a paper's setting, and "large" one of ours. "paper-440m" has another size of model of the paper.
 SCALES = ("smoke", "small", "large", "paper", "paper-50m", "paper-410m", "paper-440m", "paper-1.45b")
-# Options of `halflife compare` that replace a setting of the scale, and that a comparison saves among its settings.
-SETTINGS = (
-    "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "vocab_size", "train_length", "pairs",
-    "warm_length", "warm_pairs", "test_examples", "test_tokens", "save_every", "group", "words", "text", "tokenizer",
-    "test_tasks", "lengths", "test_pairs",
-)  # fmt: skip
 # Settings of a comparison that `--set training.…` sets.
 RECIPE = ("weight_decay", "warmup", "bf16", "validate_every")
 Config = TypeVar("Config", bound=CellConfig)
@@ -86,6 +80,9 @@ class TaskSettings(ExperimentSettings):
 
 class Experiment:
     """Training runs and tests at several scales. The docstring of a subclass names the paper or the question.
+
+    `halflife.lab.papers` has the settings of the scale "paper" as the papers print them. Under "Departures" a docstring
+    has what else differs.
 
     Attributes:
         scales: scale → settings.

@@ -69,8 +69,8 @@ def variant(name: str, also: Iterable[str] = ()) -> tuple[str, dict[str, Any]]:
     return base, VARIANTS[chosen]
 
 
-# The paper trains for 6,000 steps of 16 examples at 3e-4, which takes 15 minutes per model here. This scale has a third
-# of the steps, twice the examples, a higher rate, and short sequences in the first half of the steps (docs/log.md).
+# The paper's training takes 15 minutes per model here. This one has a third of its steps, twice the examples, a higher
+# rate, and short sequences in the first half of the steps (docs/log.md).
 SMALL = RecallSettings(
     hidden_size=128, num_layers=4, num_heads=4, train_length=64, pairs=tuple(range(1, 9)), warm_length=24,
     warm_pairs=(1, 2, 3, 4), steps=2000, batch_size=32, weight_decay=0.01, warmup=0.05, schedule="cosine", bf16=True,
@@ -79,15 +79,9 @@ SMALL = RecallSettings(
     validate_every=500, save_every=500,
 )  # fmt: skip
 PAPER = dataclasses.replace(
-    SMALL,
-    warm_length=0,
-    steps=6000,
-    batch_size=16,
-    test_pairs=(1, 3, 4, 8),
-    test_examples=512,
-    test_tokens=1 << 22,
+    SMALL, warm_length=0, steps=6000, batch_size=16, test_pairs=(1, 3, 4, 8), test_examples=512, test_tokens=1 << 22,
     hop_lengths=(16, 32, 64, 128, 256),
-)
+)  # fmt: skip
 
 
 @EXPERIMENTS.add("echo-transfer")
@@ -95,7 +89,7 @@ class EchoTransfer(RecallExperiment):
     """Echo's Tables 2 and 3: training on two tasks at T = 64, tests on six tasks up to 64 T.
 
     At the scale "paper", the models are `mamba3_echo` alone, with attention and with `ska_paper` in the last two of
-    four layers. `halflife.lab.papers` has its settings.
+    four layers.
 
     Departures: embeddings start with a standard deviation of 1. The paper does not give the chunk of SKA at T = 64
     (`ska_chunk`, 4 here), the numbers of pairs in training (1 to 8 here), the share of the warm-up (5 % here), or its
@@ -158,8 +152,7 @@ class EchoMQAR(MQARExperiment):
     """MQAR: one layer of Mamba-2 and one of SKA, against two layers of Mamba-2 with as large a state.
 
     At the scale "paper" it is Echo's grid (§4.2) with the 50M sizes of §3.4. A model `preset:KxG` is trained and tested
-    on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell. `halflife.lab.papers` has the
-    settings.
+    on K pairs and a gap of G fillers alone. `4x64` names all three models of that cell.
 
     Departures: the paper does not give the layout of a cell. Here the queries follow the gap in every second token.
     The models have SwiGLU, and 50 million parameters with the 8,192 tokens of the task.

@@ -60,7 +60,6 @@ class EchoTiers(Experiment):
 
     A model is `variant:task-tier`, such as `cg-ska-1.5:toolcalling-hard`. `toolcalling-hard` names all models of that
     tier. SKA stands beside the last two layers, on the residual stream, and gets action masks.
-    `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: bfloat16 in the place of float16. The sizes for `economy` are those of tool calls, because Table 5 does
     not give them. Mamba-3 and SKA have the parts of `mamba3_echo` and `ska_paper`.

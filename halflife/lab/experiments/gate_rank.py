@@ -78,10 +78,8 @@ class S5Settings(TaskSettings):
     validation_length: int = 0
 
 
-# The paper has one layer, T = 16, 4,000 steps of 128 examples, AdamW with 0.01 decaying linearly to 0, weight decay
-# 0.01 and 128 steps of warm-up. It gives no model sizes, so these are ours.
 PAPER = S5Settings(
-    hidden_size=256, num_layers=1, num_heads=4, train_length=16, pairs=(), steps=4000, batch_size=128,
+    hidden_size=256, num_layers=1, num_heads=4, train_length=16, steps=4000, batch_size=128,
     weight_decay=0.01, warmup=0.032, bf16=True, validation_examples=512, test_examples=2048, validate_every=200,
     save_every=1000, chunk_size=16, validation_length=64,
 )  # fmt: skip
@@ -127,8 +125,6 @@ class GateRankS5(Experiment):
     T tokens, each for a quarter of the steps. `preset:neg-d4-curriculum` has all three. `preset:swaps` trains on words
     of transpositions for an eighth of the steps, then on mixed words for half of them. `deltaproduct:n4` has four
     reflections per token. The group `learnable` has them.
-
-    `halflife.lab.papers` has the settings of the scale "paper".
 
     Departures: the paper gives no model sizes and no β of AdamW, so these are ours. Validation measures accuracy, and
     Figure 4 the loss; the tests have both by position.
@@ -214,7 +210,7 @@ class GateRankMQAR(MQARExperiment):
 # has one answer per key.
 NIAH = RecallSettings(
     hidden_size=64, num_layers=2, num_heads=4, train_length=32, pairs=(1, 2, 4), tasks=("mqar", "niah:hard"),
-    warm_length=16, warm_pairs=(1, 2), steps=800, batch_size=128, schedule="linear", chunk_size=16,
+    warm_length=16, warm_pairs=(1, 2), steps=800, batch_size=128, chunk_size=16,
     test_tasks=("niah:hard",), lengths=(32, 64, 128, 256), test_pairs=(1, 4, 8), test_examples=512, test_tokens=1 << 17,
 )  # fmt: skip
 

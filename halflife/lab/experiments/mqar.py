@@ -50,7 +50,6 @@ SMALL = MQARSettings(
     hidden_size=128, num_layers=2, num_heads=4, vocab_size=1024, train_length=128, pairs=(8, 16, 32, 32), steps=3000,
     batch_size=64, test_examples=512, chunk_size=32, save_every=500,
 )  # fmt: skip
-# A batch has 2^18 tokens. Each of the four stages reads its 2^18 examples twice, which makes 8 epochs in all.
 PAPER = MQARSettings(
     hidden_size=512, num_layers=2, num_heads=4, vocab_size=8192, train_length=512, pairs=(16, 32, 64, 128), steps=4096,
     batch_size=512, bf16=True, test_examples=3000, validation_examples=1024, save_every=512,
@@ -119,14 +118,9 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     # The inner width of Mamba-2 and Mamba-3 is 2d, so half the rows give a state of the same size.
     half: dict[str, Any] = {"state_size": max(1, head // 2)}
     equal_state: dict[str, Any] = {
-        "mamba2": half,
-        "mamba3": half,
-        "mamba3_echo": half,
-        "rwkv7": {"head_dim": head},
-        "longhorn": half,
-        "attention": {},
-        "fox": {},
-    }.get(mixer, {"head_dim": head, "value_dim": head})
+        **dict.fromkeys(("mamba2", "mamba3", "mamba3_echo", "longhorn"), half),
+        "rwkv7": {"head_dim": head}, "attention": {}, "fox": {},
+    }.get(mixer, {"head_dim": head, "value_dim": head})  # fmt: skip
     if base in ("gla", "retnet"):
         # Both lack a short convolution, without which two layers cannot bind a key to the value after it.
         equal_state["conv_size"] = 4
@@ -137,21 +131,12 @@ def mqar_model(name: str, settings: MQARSettings) -> ModelConfig:
     if mixer not in ("attention", "fox"):
         equal_state["chunk_size"] = settings.chunk_size
     return preset(
-        name,
-        hidden_size=settings.hidden_size,
-        num_layers=settings.num_layers,
-        vocab_size=settings.vocab_size,
-        num_heads=settings.num_heads,
-        train_length=settings.train_length,
-        mlp="none",
-        tie_embeddings=settings.tie_embeddings,
-        initializer_range=settings.initializer_range,
-        embedding_dropout=settings.embedding_dropout,
-        mixer_options=equal_state,
-    )
+        name, num_heads=settings.num_heads, train_length=settings.train_length, mlp="none", mixer_options=equal_state,
+        **settings.shared_with(ModelConfig),
+    )  # fmt: skip
 
 
-# 8 epochs of 4 stages of 512 batches, and a batch of 2^18 tokens. Every epoch begins again with 16 pairs.
+# Every epoch begins again with 16 pairs.
 POST = dataclasses.replace(
     PAPER, pairs=(16, 32, 64, 128) * 8, steps=8 * 4 * 512, schedule="linear_by_epoch", schedule_options={"epochs": 8},
     warmup=0.0, betas=(0.9, 0.999), filler="zoology", tie_embeddings=True, initializer_range=0.02,
@@ -168,7 +153,7 @@ class PostMQAR(MQARExperiment):
     """MQAR as PoST ran it (§6.1, Appendix C, released configuration), with its three sizes of the state.
 
     A model is a preset, or `preset:state` with a state of 64k, 32k or 16k numbers per layer; 64k is the default. Rates
-    are those of the released configuration. `halflife.lab.papers` has the settings of the scale "paper".
+    are those of the released configuration.
 
     Departures: examples are drawn anew in each epoch. Weights other than embeddings start as ours. The learning rate is
     selected, and not the checkpoint as in the paper. `summary.md` has the rates that validation and the tests select.

@@ -177,9 +177,6 @@ def _set_group(config: Config, name: str, options: Options) -> Config:
     return dataclasses.replace(config, **group.write(typed))
 
 
-# --------------------------------------------------------------------------------------------- groups
-
-
 def _model(config: TrainConfig) -> Group:
     def write(options: Options) -> Options:
         return {"model": dataclasses.replace(config.model, **options)}
@@ -280,9 +277,6 @@ GROUPS: dict[str, Callable[[TrainConfig], Group]] = {
     "ska": _ska,
     "training": _training,
 }
-
-
-# -------------------------------------------------------------------------------------------- helpers
 
 
 def constructor_options(cls: type) -> dict[str, Any]:

@@ -161,16 +161,10 @@ def recall_model(name: str, settings: RecallSettings, **options: Any) -> ModelCo
     base = name.split("+")[0]
     state = {"mamba2": {"state_size": 16, "num_groups": settings.num_heads}, "mamba3": {"state_size": 16}}.get(base, {})
     config = preset(
-        name,
-        hidden_size=settings.hidden_size,
-        num_layers=settings.num_layers,
-        vocab_size=128,
-        num_heads=settings.num_heads,
-        train_length=settings.train_length,
-        tie_embeddings=False,
-        initializer_range=1.0,
+        name, vocab_size=128, num_heads=settings.num_heads, train_length=settings.train_length, tie_embeddings=False,
+        initializer_range=1.0, **settings.shared_with(ModelConfig),
         mixer_options={} if base == "llama" else {**state, "chunk_size": settings.chunk_size},
-    )
+    )  # fmt: skip
     if not config.hybrid:
         return config
     half = {**config.hybrid["options"], "num_heads": settings.num_heads}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from halflife.lab.experiments.base import EXPERIMENTS, RECIPE, SETTINGS
+from halflife.lab.experiments.base import EXPERIMENTS, RECIPE
 from halflife.lab.experiments.overrides import model_overrides
 from halflife.models import ModelConfig
 from halflife.tasks import TASKS
@@ -76,8 +76,11 @@ def _schedule(run: Mapping[str, Any]) -> Options | None:
     return {"schedule": "constant"} if names == ("constant_with_warmup",) else None
 
 
-def compare_options(comparison: Mapping[str, Any]) -> Options:
-    """Return the options of `halflife compare` that give the comparison whose `config.json` holds `comparison`."""
+def compare_options(comparison: Mapping[str, Any], options: Collection[str]) -> Options:
+    """Return the options of `halflife compare` that give the comparison whose `config.json` holds `comparison`.
+
+    `options` are those with the name of a setting.
+    """
     settings, tried = comparison["settings"], comparison["learning_rates"]
     rates = list(tried.values())
     experiment = comparison["experiment"]
@@ -87,16 +90,16 @@ def compare_options(comparison: Mapping[str, Any]) -> Options:
     elif "tasks" in settings and comparison["task"] != experiment:
         chosen = {"task": settings["tasks"]}
     recipe = {f"training.{name}": settings[name] for name in RECIPE}
-    options = {
+    given = {
         "models": comparison["models"], **chosen, "scale": comparison["scale"], "seeds": len(comparison["seeds"]),
         "tune_seeds": comparison.get("tune_seeds"),
-        **{name: settings[name] for name in SETTINGS if name in settings},
+        **{name: settings[name] for name in options if name in settings},
         "set": recipe | settings.get("overrides", {}),
     }  # fmt: skip
     if all(rate == rates[0] for rate in rates):
-        return {**options, "lr": rates[0]}
+        return {**given, "lr": rates[0]}
     kind = EXPERIMENTS[experiment]()
     if all([*kind.default_rates(model, comparison["scale"])] == own for model, own in tried.items()):
-        return options
+        return given
     # The grid of some models was extended. One option holds the rates of all models, so each tries them all.
-    return {**options, "lr": sorted({rate for own in rates for rate in own})}
+    return {**given, "lr": sorted({rate for own in rates for rate in own})}

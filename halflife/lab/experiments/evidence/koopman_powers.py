@@ -300,10 +300,7 @@ def untrained(cell: MapCell) -> dict[str, float]:
     return {name: untrained_recall(task, masked=cell.fillers == "masked", **read) for name, read in READS.items()}
 
 
-def untrained_recall(
-    task: MQAR, *, power: int, mix: float = 1.0, gamma: float = 1.0, masked: bool = False, rank: int = 48,
-    examples: int = 8, seed: int = 0,
-) -> float:  # fmt: skip
+def untrained_recall(task: MQAR, *, power: int, mix: float = 1.0, gamma: float = 1.0, masked: bool = False) -> float:
     """Return the share of answers that SKA without weights recalls.
 
     Each token id is one random unit vector, which is its query, key and value. The answer is the value's id with the
@@ -313,12 +310,10 @@ def untrained_recall(
         task: the task.
         power, mix, gamma: K, μ and γ.
         masked: whether only facts enter the sums.
-        rank: size of a vector.
-        examples, seed: number of sequences, and their seed.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ids = F.normalize(torch.randn(task.vocab_size, rank, generator=generator, dtype=torch.float64), dim=-1)
-    batch = task.generate(examples, seed)
+    generator = torch.Generator().manual_seed(0)
+    ids = F.normalize(torch.randn(task.vocab_size, 48, generator=generator, dtype=torch.float64), dim=-1)
+    batch = task.generate(8, 0)
     x, mask = ids[batch.inputs].unsqueeze(2), batch.facts if masked else None
     y, _ = koopman_attention(x, x, x, power=power, mix=mix, gamma=gamma, mask=mask, chunk_size=task.hold)
     scored, (low, high) = batch.labels != IGNORED, task.value_range

@@ -98,6 +98,9 @@ LARGE: dict[str, Any] = {
 class LanguageExperiment(Experiment):
     """Language models of equal budget on one text, compared by their loss.
 
+    In all experiments of papers the text is concatenated, and 0.1 % of its documents are held out, which no paper
+    gives. The gradient is clipped at 1.
+
     Attributes:
         zero_shot: name of the paper's tasks after training, for `halflife eval --tasks`; "" for none.
         build_model: takes the name of a model and the arguments of `preset`.

@@ -30,12 +30,12 @@ class DecayLM(LanguageExperiment):
     """The Decay paper's grid as it was run: all 39 rows at 160M parameters on FineWeb-Edu.
 
     `--scale paper-410m` and `paper-1.45b` have the other sizes of Table 5. Groups: `core`, `all`, and `released`, the
-    rows that the authors ran in another form than they print. `halflife.lab.papers` has the settings of "paper".
+    rows that the authors ran in another form than they print.
 
-    Departures: the paper does not give the settings that `papers` marks, the clipping of the gradient (1 here), the
-    width of the GLU (8/3 of the model's, rounded up to 256), and what its loss is measured on (held-out documents
-    here). The text is concatenated, and 0.1 % of its documents are held out. 20,000 steps read 10.5B tokens, so the
-    end of the training reads some rows again. The row `tpe/tnl` has no loss in the paper's tables of 160M parameters.
+    Departures: the paper does not give the settings that `papers` marks, the clipping of the gradient, the width of the
+    GLU (8/3 of the model's, rounded up to 256), and what its loss is measured on (held-out documents here). 20,000
+    steps read 10.5B tokens, so the end of the training reads some rows again. The row `tpe/tnl` has no loss in the
+    paper's tables of 160M parameters.
     """
 
     scales: ClassVar = {

@@ -35,12 +35,10 @@ PERPLEXITIES = {"echo-180m": 16.48, "echo-50m": 27.48}  # of the paper's Echo on
 class EchoLM(LanguageExperiment):
     """Echo's language models: Echo, and its variants with SwiGLU, with and without SKA, at 180M parameters.
 
-    `--scale paper-50m` has the 50M sizes and 3B tokens. `echo` is our form of the architecture. `halflife.lab.papers`
-    has the settings of the scale "paper".
+    `--scale paper-50m` has the 50M sizes and 3B tokens. `echo` is our form of the architecture.
 
     Departures: Table 6 is of Appendix G; the paper gives no optimiser for its language models. LLaMA-2's tokenizer is
-    the common one that fits the printed parameters. The text is concatenated, 0.1 % of its documents are held out, and
-    no action mask is used; the paper gives none of these. The gradient is clipped at 1, as in Table 6. The paper's
+    the common one that fits the printed parameters. No action mask is used, which the paper does not give. The paper's
     loss is the logarithm of its perplexity on FineWeb-Edu, whose documents it does not name.
     """
 

@@ -10,7 +10,7 @@ from halflife.lab.experiments.language_models.base import FINEWEB_EDU, LanguageE
 
 PAPER = LanguageSettings(
     **language.LARGE, size="gate-rank-760m", text=(FINEWEB_EDU,), tokenizer="mistralai/Mistral-7B-v0.1",
-    vocab_size=32_000, train_length=4096, batch_size=120, steps=61_036, learning_rate=1.25e-3, floor=0.1, warmup=0.01,
+    vocab_size=32_000, train_length=4096, batch_size=120, steps=61_036, learning_rate=1.25e-3, warmup=0.01,
 )  # fmt: skip
 
 
@@ -18,12 +18,9 @@ PAPER = LanguageSettings(
 class GateRankLM(LanguageExperiment):
     """GateRank's language models: Mamba-2 and Gated DeltaNet of ~760M parameters, each with GateRank and without.
 
-    `halflife.lab.papers` has the settings of the scale "paper".
-
     Departures: the paper does not give the settings that `papers` marks, the heads, and the width of values
     (docs/design-space.md has our reading). Mistral's tokenizer has the 32,000 ids of flash-linear-attention's models,
-    whose trainer the paper used. The text is concatenated, and 0.1 % of its documents are held out. The gradient is
-    clipped at 1, as in the paper.
+    whose trainer the paper used.
     """
 
     scales: ClassVar = {

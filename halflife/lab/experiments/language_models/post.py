@@ -27,8 +27,7 @@ class PostSettings(LanguageSettings):
 
 PAPER = PostSettings(
     **language.LARGE, size="post-180m", text=(FINEWEB_EDU,), tokenizer="meta-llama/Llama-3.1-8B", vocab_size=128_256,
-    train_length=2048, batch_size=256, steps=83_924, learning_rate=6e-4, schedule="cosine", floor=1e-5 / 6e-4,
-    warmup=0.01,
+    train_length=2048, batch_size=256, steps=83_924, learning_rate=6e-4, floor=1e-5 / 6e-4, warmup=0.01,
 )  # fmt: skip
 PAIRS = ("mamba2", "rwkv7", "gated_deltanet")
 
@@ -38,11 +37,10 @@ class PostLM(LanguageExperiment):
     """PoST's language models: Mamba-2, RWKV-7 and Gated DeltaNet of ~180M parameters, each with PoST and without.
 
     `--scale paper-440m` has Mamba-2 of 440M parameters: 48 layers of width 1,024, 99B tokens, a rate of 3e-4. The group
-    `released` has PoST as its authors ran it. `halflife.lab.papers` has the settings of the scale "paper".
+    `released` has PoST as its authors ran it.
 
     Departures: the batch is ours. RWKV-7 and Gated DeltaNet have 12 layers with MLPs, because the paper gives ~180M
-    parameters alone. The text is concatenated, and 0.1 % of its documents are held out; the paper gives neither. Chunks
-    have 64 tokens and the paper's 256, which changes rounding alone. The gradient is clipped at 1, as in the paper.
+    parameters alone. Chunks have 64 tokens and the paper's 256, which changes rounding alone.
     """
 
     scales: ClassVar = {
