@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from halflife.lab.experiments.language_models.base import (
 )
 from halflife.models import ModelConfig, preset
 from halflife.registry import unknown
+from halflife.report.markdown import Rows
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+GROUPS = ("core", "all", "released")
 # What the authors' code has in place of the paper's (docs/fidelity.md).
 RELEASED = {
     "decay": {name: f"{name}_released" for name in ("gla", "lightnet", "tnl", "tnl_l")},
@@ -103,7 +105,7 @@ def find_variant(name: str) -> Variant:
     """
     row, _, form = name.partition(":")
     if row not in VARIANTS or form not in ("", "released"):
-        raise unknown("variant", name, [*DecayDesign.groups, *VARIANTS])
+        raise unknown("variant", name, [*GROUPS, *VARIANTS])
     printed = VARIANTS[row]
     if not form:
         return printed
@@ -177,9 +179,12 @@ class DecayDesign(LanguageExperiment):
     scales: ClassVar = {"smoke": SMOKE, "small": SMALL, "large": LARGE}
     settings = DecayDesignSettings
     models: ClassVar = CORE
-    groups: ClassVar = {"core": CORE, "all": tuple(VARIANTS)}
+    groups: ClassVar = {
+        "core": CORE,
+        "all": tuple(VARIANTS),
+        "released": tuple(f"{name}:released" for name in VARIANTS if _differs(name)),
+    }
     build_model: ClassVar = staticmethod(row_model)
-    # `released` is added below: it needs `find_variant`, whose errors name the groups.
 
     def recipe(self, name: str, settings: DecayDesignSettings) -> dict[str, Any]:
         """Warm-up, stable, and half a cosine wave to 0. The paper has WSD (§5), and does not say which decay."""
@@ -191,7 +196,7 @@ class DecayDesign(LanguageExperiment):
     def findings(self, results: dict[str, Any]) -> list[str]:
         return finding_sentences(results)
 
-    def summary(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    def summary(self, folder: Path, rows: Rows) -> str:
         settings, results = self.saved_settings(folder), results_by_seed(rows)
         papers = self.papers(settings, list(results))
         return "\n\n".join(filter(None, [
@@ -201,13 +206,10 @@ class DecayDesign(LanguageExperiment):
             decay_regression.report(folder, rows, self.decays),
         ])) + "\n"  # fmt: skip
 
-    def decays(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def decays(self, folder: Path, rows: Rows) -> list[dict[str, Any]]:
         """The decays of the selected runs in a folder, before and after training (`decay_regression.measure`)."""
         settings = self.saved_settings(folder)
         text = tuple(absolute_paths({"sources": settings.text}, folder)["sources"])
         read = dataclasses.replace(settings, text=text)
         ids = decay_regression.sequences(Corpus.open(read.corpus(), show=False), int(rows[0]["length"]))
         return decay_regression.measure(folder, rows, lambda cell: self.configure(read, cell), ids)
-
-
-DecayDesign.groups["released"] = tuple(f"{name}:released" for name in VARIANTS if _differs(name))

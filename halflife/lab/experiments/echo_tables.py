@@ -28,21 +28,15 @@ TABLE_2 = {
 
 def transfer(rows: Rows) -> str:
     """Tables 3 and 2 with the paper's numbers and ours: the mean over seeds and, in brackets, every seed."""
-    by_task = [
-        (name, TABLE_3[name], [r for r in rows if r["test"] == name])
-        for name in TABLE_3
-        if any(r["test"] == name for r in rows)
-    ]
     niah = [r for r in rows if r["test"] == "niah" and r["num_pairs"] == 1]
-    by_length = [(f"{n:,}", TABLE_2[n], [r for r in niah if r["length"] == n]) for n in TABLE_2]
-    return "\n\n".join(
-        [
-            "### Table 3: mean accuracy over all lengths and numbers of pairs, percent",
-            _beside("task", by_task, models(rows)),
-            "### Table 2: needle in a haystack, one pair, percent",
-            _beside("length", [row for row in by_length if row[2]], models(rows)),
-        ]
-    )
+    by_task = [(name, paper, [r for r in rows if r["test"] == name]) for name, paper in TABLE_3.items()]
+    by_length = [(f"{n:,}", paper, [r for r in niah if r["length"] == n]) for n, paper in TABLE_2.items()]
+    return "\n\n".join([
+        "### Table 3: mean accuracy over all lengths and numbers of pairs, percent",
+        _beside("task", by_task, models(rows)),
+        "### Table 2: needle in a haystack, one pair, percent",
+        _beside("length", by_length, models(rows)),
+    ])  # fmt: skip
 
 
 def learning(folder: Path, rows: Rows) -> str:
@@ -71,5 +65,6 @@ def _beside(first: str, table: list[tuple[str, tuple[float, ...], list[Any]]], n
     body = [
         [name, *(f"{x:.1f}" for x in paper), *(percent([r for r in own if r["model"] == m]) for m in names)]
         for name, paper, own in table
+        if own
     ]
     return Table(heading, body).markdown()

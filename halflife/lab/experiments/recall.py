@@ -70,11 +70,15 @@ class RecallExperiment(Experiment):
 
     def build_cell(self, settings: RecallSettings, cell: Cell) -> RunConfig:
         mixture = tuple(grid(settings.tasks, (settings.train_length,), settings.pairs))
+        stages = [mixture]
+        if settings.warm_length:
+            warm_pairs = settings.warm_pairs or settings.pairs
+            stages.insert(0, tuple(grid(settings.tasks, (settings.warm_length,), warm_pairs)))
         return settings.run(
             RunConfig,
             cell,
             model=self.model(cell.model, settings),
-            stages=(*self._warm(settings), mixture),
+            stages=tuple(stages),
             validation=mixture,
             tests=(
                 *(TestSpec(name="in_distribution", task=task) for task in mixture),
@@ -89,10 +93,6 @@ class RecallExperiment(Experiment):
     @staticmethod
     def _lengths(name: str, settings: RecallSettings) -> tuple[int, ...]:
         return settings.hop_lengths if name == "multihop" and settings.hop_lengths else settings.lengths
-
-    def _warm(self, settings: RecallSettings) -> Iterator[tuple[dict[str, Any], ...]]:
-        if settings.warm_length:
-            yield tuple(grid(settings.tasks, (settings.warm_length,), settings.warm_pairs or settings.pairs))
 
     def model(self, name: str, settings: RecallSettings) -> ModelConfig:
         """The configuration of a model by its name."""

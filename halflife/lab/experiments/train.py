@@ -129,6 +129,9 @@ def run_language(
         samples: prompts that the trained model continues, in `samples.txt`.
         command: the command line, recorded in `versions.json`.
     """
+    from halflife.report.redraw import write_report
+    from halflife.runs.samples import write_samples
+
     first = rank() == 0
     with folder_lock(folder) if first else nullcontext():
         run = config.open(execution.show and first)
@@ -141,15 +144,7 @@ def run_language(
 
         result = run_one(run, folder, name=config.model.name, execution=execution, claimed=claimed)
         if first:
-            _write_report(folder, result, run.corpus, samples)
+            if "diverged" not in result:
+                write_samples(folder, run.corpus, samples)
+            write_report(folder)
     return result
-
-
-def _write_report(folder: Path, result: dict[str, Any], corpus: Corpus, samples: Sequence[str]) -> None:
-    """Write the report page with its figures, and the samples of a run that did not diverge."""
-    from halflife.report.redraw import write_report
-    from halflife.runs.samples import write_samples
-
-    if "diverged" not in result:
-        write_samples(folder, corpus, samples)
-    write_report(folder)

@@ -17,6 +17,7 @@ from halflife.files import write_json
 from halflife.lab.experiments.base import Experiment, ExperimentSettings
 from halflife.models import SIZES, ModelConfig, preset
 from halflife.report.intervals import with_interval
+from halflife.report.markdown import Rows
 from halflife.report.table import Table
 from halflife.report.tables.lengths import length_table
 from halflife.runs.folder import RESULTS_JSON
@@ -25,7 +26,6 @@ from halflife.runs.language_run import LanguageConfig
 from halflife.runs.sweep import Cell
 from halflife.training.schedules import schedule
 
-Rows = Sequence[Mapping[str, Any]]
 OF_A_WIDTH = ("intermediate_size", "num_heads", "mixer_options")  # sizes that fit one width alone
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu"
 
