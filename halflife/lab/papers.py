@@ -40,6 +40,10 @@ class Row:
         return "; ".join([*said, *filter(None, [self.source])])
 
 
+def _not_given(*settings: str) -> Iterator[Row]:
+    return (Row(setting, None) for setting in settings)
+
+
 FINEWEB_EDU, SAMPLE_10BT = ("hf:HuggingFaceFW/fineweb-edu",), ("hf:HuggingFaceFW/fineweb-edu:sample-10BT",)
 ROWS: dict[str, tuple[Row, ...]] = {
     "post-mqar": (
@@ -124,8 +128,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("rwkv7_betas", (0.9, 0.99)),
         Row("rwkv7_epsilon", 1e-18),
         Row("bf16", True),
-        Row("mamba2_initialization", None),
-        Row("rwkv7_initialization", None),
+        *_not_given("mamba2_initialization", "rwkv7_initialization"),
     ),
     "decay-lm": (
         Row("text", SAMPLE_10BT, "fineweb-edu-10B"),
@@ -139,16 +142,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("betas", (0.9, 0.999)),
         Row("epsilon", None),
         Row("schedule", "wsd", "WSD"),
-        Row("decay", None),
-        Row("floor", None),
-        Row("warmup", None),
-        Row("weight_decay", None),
-        Row("bf16", None),
+        *_not_given("decay", "floor", "warmup", "weight_decay", "bf16"),
     ),
     "echo-lm": (
         Row("text", SAMPLE_10BT),
-        Row("tokenizer", None),
-        Row("vocab_size", None),
+        *_not_given("tokenizer", "vocab_size"),
         Row("size", "echo-180m", "24 layers of width 768, SKA in layers 8 and 16"),
         Row("state_size", None, "64 at 50M"),
         Row("train_length", 2048),
@@ -159,21 +157,18 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("epsilon", None),
         Row("weight_decay", 0.01, "Table 6"),
         Row("schedule", "cosine", "Table 6, with warm-up"),
-        Row("floor", None),
-        Row("warmup", None),
+        *_not_given("floor", "warmup"),
         Row("bf16", True),
     ),
     "gate-rank-lm": (
         Row("text", FINEWEB_EDU),
-        Row("tokenizer", None),
-        Row("vocab_size", None),
+        *_not_given("tokenizer", "vocab_size"),
         Row("size", "gate-rank-760m", "width 1536, 20 layers (Mamba-2), 18 (Gated DeltaNet)"),
         Row("train_length", 4096),
         Row("batch_size", 120),
         Row("steps", 61_036, "30B tokens"),
         Row("learning_rate", 1.25e-3),
-        Row("betas", None),
-        Row("epsilon", None),
+        *_not_given("betas", "epsilon"),
         Row("weight_decay", 0.1),
         Row("schedule", "cosine"),
         Row("floor", None),

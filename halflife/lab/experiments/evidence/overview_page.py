@@ -27,6 +27,7 @@ RECALL = {
     "persistence": ("mqar", "trained"), "capacity": ("mqar", "most"), "decoys": ("niah:hard", "all"),
     "tracking": ("s5:s3", "all"),
 }  # fmt: skip
+NOT_MEASURED: dict[str, Any] = {"lengths": [], "values": {}}  # a column without measurements
 SPEED_COLUMNS = {"training": "tokens/s", "decoding": "tokens/s"}  # columns with one number for each model
 
 
@@ -168,19 +169,16 @@ def page(data: Mapping[str, Any]) -> str:
 
 def table(data: Mapping[str, Any]) -> str:
     """The table of what `collect` returned, in Markdown: one row a model."""
-    columns, fast = data["columns"], data["speeds"]
+    fast = data["speeds"]
+    columns = {name: data["columns"].get(name, NOT_MEASURED) for name in (*RECALL, "text", *data["columns"])}
     lengths = {name: " → ".join(f"{n:,}" for n in column["lengths"]) for name, column in columns.items()}
     heading = [
-        "model", "parameters", *(f"{name} {between}" for name, between in lengths.items()),
+        "model", "parameters", *(f"{name} {between}".rstrip() for name, between in lengths.items()),
         *(f"{name}, {unit}" for name, unit in SPEED_COLUMNS.items()),
     ]  # fmt: skip
-    if "text" not in columns:
-        heading.insert(2 + len(RECALL), "text")
     lines = []
     for model in data["models"]:
         cells = [_cell(name, column, model) for name, column in columns.items()]
-        if "text" not in columns:
-            cells.insert(len(RECALL), "–")
         numbers = [f"{fast[name][model]:,.0f}" for name in SPEED_COLUMNS]
         lines.append([model, f"{data['parameters'][model]:,}", *cells, *numbers])
     return Table(heading, lines).markdown()
