@@ -13,7 +13,7 @@ from halflife.ops.koopman.call import KoopmanCall
 from halflife.ops.koopman.decays import weigh_tokens
 from halflife.ops.koopman.readout import KoopmanReadout
 from halflife.ops.koopman.solve import inverse_factor
-from halflife.ops.koopman.state import KoopmanMemory, Sums, previous_keys, sum_tokens
+from halflife.ops.koopman.state import KoopmanMemory, Sums, memory_after, previous_keys, sum_tokens
 
 
 def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
@@ -45,26 +45,7 @@ def run(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tu
         sums = sums._replace(norm=largest.repeat(chunks, 1))
     queries = torch.cat(place(call.q).split(size, 1)).transpose(1, 2)
     y = readout.read_by_inverse(inverse_factor(sums, readout.ridge).matrix, sums, queries).transpose(1, 2)
-    return torch.cat(y.split(rows), 1)[row, slot], _final(entering, (keys, values, decays), memory, length), 0
-
-
-def _final(
-    entering: list[Sums], timelines: tuple[Tensor, Tensor, Tensor | None], memory: KoopmanMemory, length: int
-) -> KoopmanMemory:
-    """The memory after the timelines of keys, values and decays, from the sums before and after every chunk."""
-    keys = timelines[0]
-    size = memory.pending_keys.shape[1] + 1
-    total, row = memory.pending + length, torch.arange(len(keys), device=keys.device)
-    full = total // size
-    sums = Sums(*(torch.stack(each)[full, row] for each in zip(*entering, strict=True)))
-    newest = keys[row, (full * size - 1).clamp(min=0)]
-    last = torch.where((full > 0)[:, None, None], newest, memory.last)
-    slots, left = torch.arange(size - 1, device=keys.device), total - full * size
-    used = slots < left.unsqueeze(1)
-    at = torch.where(used, (full * size).unsqueeze(1) + slots, 0)
-    waiting = [
-        None if x is None else torch.where(used[..., None, None], x[row.unsqueeze(1), at], 0.0) for x in timelines
-    ]
-    assert waiting[0] is not None
-    assert waiting[1] is not None
-    return KoopmanMemory(sums, last, waiting[0], waiting[1], left, pending_decays=waiting[2])
+    total = memory.pending + length
+    final = Sums(*(torch.stack(each)[total // size, row.squeeze(1)] for each in zip(*entering, strict=True)))
+    after = memory_after(final, (keys, values, decays), row.squeeze(1) * (chunks * size), total, memory)
+    return torch.cat(y.split(rows), 1)[row, slot], after, 0

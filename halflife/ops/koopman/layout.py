@@ -112,23 +112,6 @@ class KoopmanLayout:
         spread = [first[i].expand(stop - start, -1, -1) for i, (start, stop, _) in enumerate(self.segments)]
         return torch.cat(spread).flatten(0, 1) if spread else initial.norm
 
-    def final(
-        self, leaving: Sums, keys: Tensor, values: Tensor, g: Tensor | None, memory: KoopmanMemory
-    ) -> KoopmanMemory:
-        """The memory after the last token of the timelines `keys`, `values` and `g`."""
-        whole = self.total // self.size * self.size
-        last = keys.flatten(0, 1).index_select(0, (self.first + whole - 1).clamp(min=0))
-        last = torch.where((whole > 0)[:, None, None], last, memory.last)
-        slots = torch.arange(self.size - 1, device=keys.device)
-        left = self.total - whole
-        used = slots < left[:, None]
-        at = torch.where(used, (self.first + whole)[:, None] + slots, 0)
-        waiting = [
-            None if x is None else torch.where(used[..., None, None], x.flatten(0, 1)[at], 0.0)
-            for x in (keys, values, g)
-        ]
-        return KoopmanMemory(leaving, last, waiting[0], waiting[1], left, pending_decays=waiting[2])  # type: ignore[arg-type]
-
 
 def _sequence_and_number(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sequence of each token, and its number in the sequence, for sequences with `counts [N]` tokens."""

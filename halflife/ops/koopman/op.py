@@ -40,6 +40,7 @@ from halflife.ops.koopman.state import (
     freeze_norm,
     initial_memory,
     mask_keys,
+    memory_after,
     sums_after,
     with_pending,
 )
@@ -158,10 +159,8 @@ def attend(call: KoopmanCall, backend: str = "auto") -> KoopmanResult:
     return KoopmanResult(y.to(output_dtype), memory.to_state(), retries)
 
 
-# ------------------------------------------------------------------------------------------ implementations
-#
-# Each takes the call (in the compute dtype, with masked keys set to 0), the memory before its first token and the
-# read-out. It returns the outputs, the memory after the last token and the count of repeated factorisations.
+# Each takes the call (in the compute dtype, with masked keys set to 0), the memory before its first token
+# and the read-out. It returns the outputs, the memory after the last token and the count of repeated factorisations.
 
 
 def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -> tuple[Tensor, KoopmanMemory, int]:
@@ -170,7 +169,7 @@ def _prefix(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     sums = sums_after(memory, k, v, g, call.normalization)
     y, retries = readout.read(sums, call.q.transpose(1, 2))
     last = k[:, -1] if k.shape[1] else memory.last
-    return y.transpose(1, 2), memory.without_pending().full_chunks(sums, last), retries
+    return y.transpose(1, 2), memory.without_pending(sums, last), retries
 
 
 @implements(OP, "chunked")
@@ -197,7 +196,7 @@ def chunked(call: KoopmanCall, memory: KoopmanMemory, readout: KoopmanReadout) -
     queries = layout.split(layout.place(call.q))
     y, retries = readout.read(entering, queries.flatten(0, 1), norm)
     y = layout.restore(y.unflatten(0, queries.shape[:2]))
-    return y, layout.final(leaving, keys, values, g, memory), retries
+    return y, memory_after(leaving, (keys, values, g), layout.first, layout.total, memory), retries
 
 
 def _is_step(call: KoopmanCall, memory: KoopmanMemory) -> bool:

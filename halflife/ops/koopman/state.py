@@ -99,15 +99,11 @@ class KoopmanMemory(NamedTuple):
             **{name: state.get(name) for name in cls._fields[1:]},  # type: ignore[arg-type]
         )
 
-    def full_chunks(self, sums: Sums, last: Tensor) -> KoopmanMemory:
-        """This memory with other sums and another last key; the pending tokens stay."""
-        return self._replace(sums=sums, last=last, inverse=None)
-
-    def without_pending(self) -> KoopmanMemory:
-        """This memory without pending tokens."""
+    def without_pending(self, sums: Sums, last: Tensor) -> KoopmanMemory:
+        """This memory with other sums and another last key, and without pending tokens."""
         waiting = {name: getattr(self, name) for name in self._fields if name.startswith("pending")}
         empty = {name: None if x is None else torch.zeros_like(x) for name, x in waiting.items()}
-        return self._replace(inverse=None, **empty)
+        return self._replace(sums=sums, last=last, inverse=None, **empty)
 
 
 COMMITTED = (*Sums._fields, "last")  # the entries of a state that describe its full chunks
@@ -131,6 +127,26 @@ def _shapes(k: Tensor, v: Tensor, sequences: int, chunk_size: int, decays: int) 
     if decays:
         shapes["pending_decays"] = (chunk_size - 1, heads, decays)
     return {name: (sequences, *shape) for name, shape in shapes.items()}
+
+
+def memory_after(
+    sums: Sums, timelines: tuple[Tensor, Tensor, Tensor | None], first: Tensor, total: Tensor, memory: KoopmanMemory
+) -> KoopmanMemory:
+    """The memory after the timelines of keys, values and decays `[rows, n S, H, …]`, with the sums of all full chunks.
+
+    A sequence has `total [N]` tokens, from the place `first [N]` in all rows together on.
+    """
+    keys, values, decays = (None if x is None else x.flatten(0, 1) for x in timelines)
+    assert keys is not None
+    size = memory.pending_keys.shape[1] + 1
+    whole = total // size * size
+    newest = keys.index_select(0, (first + whole - 1).clamp(min=0))
+    last = torch.where((whole > 0)[:, None, None], newest, memory.last)
+    slots, left = torch.arange(size - 1, device=keys.device), total - whole
+    used = slots < left[:, None]
+    at = torch.where(used, (first + whole)[:, None] + slots, 0)
+    waiting = [None if x is None else torch.where(used[..., None, None], x[at], 0.0) for x in (keys, values, decays)]
+    return KoopmanMemory(sums, last, waiting[0], waiting[1], left, pending_decays=waiting[2])  # type: ignore[arg-type]
 
 
 def initial_memory(
@@ -173,10 +189,9 @@ def convert_state(state: KoopmanState, chunk_size: int, normalization: str = "ca
     index = (counts - 1).clamp(min=0).view(-1, 1, 1, 1).expand(-1, 1, *keys.shape[2:])
     newest = keys.gather(1, index)[:, 0] if keys.shape[1] else memory.last
     last = torch.where((counts > 0)[:, None, None], newest, memory.last)
-    slots = [None if x is None else x.new_zeros(len(x), chunk_size - 1, *x.shape[2:]) for x in (keys, values, g)]
-    assert slots[0] is not None
-    assert slots[1] is not None
-    return KoopmanMemory(sums, last, slots[0], slots[1], torch.zeros_like(counts), pending_decays=slots[2]).to_state()
+    waiting = {name: x for name, x in state.items() if name.startswith("pending_")}
+    empty = {name: x.new_zeros(len(x), chunk_size - 1, *x.shape[2:]) for name, x in waiting.items()}
+    return memory._replace(sums=sums, last=last, inverse=None, pending=torch.zeros_like(counts), **empty).to_state()
 
 
 def freeze_norm(memory: KoopmanMemory, k: Tensor, packing: Packing) -> KoopmanMemory:

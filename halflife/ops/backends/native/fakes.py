@@ -13,7 +13,8 @@ _BORDER, _LANE = 4, 16  # chunks from one saved state to the next, and the small
 
 
 @torch.library.register_fake("halflife::state_op")
-def _forward(op, q, k, v, g, beta, a, b, g_slow, initial, cu_seqlens, scale, chunk_size, save):
+def _forward(op, q, k, v, *inputs):
+    *_, initial, cu_seqlens, _, chunk_size, save = inputs
     borders = initial.new_empty(_num_borders(q, cu_seqlens, chunk_size) if save else 0, *initial.shape[1:])
     return v.new_empty(v.shape), torch.empty_like(initial), borders
 
@@ -29,8 +30,8 @@ def _num_borders(q: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> int:
 
 
 @torch.library.register_fake("halflife::state_step")
-def _step(op, q, k, v, g, beta, a, b, g_slow, state, scale):
-    return v.new_empty(v.shape), torch.empty_like(state)
+def _step(op, q, k, v, *inputs):
+    return v.new_empty(v.shape), torch.empty_like(inputs[-2])
 
 
 def operations(op, q, k, v, g, beta, a, b, g_slow, initial, cu_seqlens, scale, chunk_size, *_, **__) -> int:
@@ -61,9 +62,9 @@ def _chunk(chunk_size: int, length: int) -> int:
 
 
 @torch.library.register_fake("halflife::state_op_backward")
-def _backward(op, q, k, v, g, beta, a, b, g_slow, borders, cu_seqlens, scale, chunk_size, dout, dfinal):
-    inputs = (q, k, v, g, beta, a, b, g_slow)
-    return [*(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs), torch.empty_like(dfinal)]
+def _backward(op, q, *inputs):
+    tensors, dfinal = (q, *inputs[:7]), inputs[-1]
+    return [*(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors), torch.empty_like(dfinal)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

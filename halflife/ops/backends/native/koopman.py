@@ -68,18 +68,8 @@ def step(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     dense = [x.contiguous() for x in sums]
     if keys.shape[1]:
-        y, *waiting = torch.ops.halflife.koopman_wait(
-            q,
-            k,
-            v,
-            *dense,
-            inverse.contiguous(),
-            keys.contiguous(),
-            values.contiguous(),
-            pending.contiguous(),
-            *settings,
-            readout.power,
-        )
+        inputs = (*dense, *(x.contiguous() for x in (inverse, keys, values, pending)), *settings)
+        y, *waiting = torch.ops.halflife.koopman_wait(q, k, v, *inputs, readout.power)
         return y, type(memory)(sums, last, *waiting), 0
     y, *after, last, inverse, retries = torch.ops.halflife.koopman_enter(
         q, k, v, *dense, last.contiguous(), inverse.contiguous(), *settings, readout.ridge, readout.power

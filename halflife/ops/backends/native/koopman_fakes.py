@@ -29,10 +29,7 @@ def _round_up(n: int) -> int:
 
 
 @torch.library.register_fake("halflife::koopman_backward")
-def _backward(
-    q, k, v, memory, pending, gamma, mix, cu_seqlens, ridge, power, chunk_size, whole_sequence, prefix, borders,
-    norms, dy, dfinal,
-) -> list[Tensor]:  # fmt: skip
+def _backward(q, k, v, memory, pending, gamma, mix, *_) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *memory, gamma, mix)]
 
 
@@ -60,13 +57,11 @@ torch.library.register_autograd("halflife::koopman", _grad, setup_context=_save)
 
 
 @torch.library.register_fake("halflife::koopman_wait")
-def _wait(
-    q, k, v, gram, transition, values, norm, inverse, pending_keys, pending_values, pending, gamma, mix, power
-) -> tuple[Tensor, ...]:
-    return v.new_empty(v.shape), *(torch.empty_like(x) for x in (pending_keys, pending_values, pending))
+def _wait(q, k, v, gram, transition, values, norm, inverse, *waiting) -> tuple[Tensor, ...]:
+    return v.new_empty(v.shape), *(torch.empty_like(x) for x in waiting[:3])
 
 
 @torch.library.register_fake("halflife::koopman_enter")
-def _enter(q, k, v, gram, transition, values, norm, last, inverse, gamma, mix, ridge, power) -> list[Tensor]:
-    after = [torch.empty_like(x) for x in (gram, transition, values, norm, last, inverse)]
-    return [v.new_empty(v.shape), *after, norm.new_empty((), dtype=torch.long)]
+def _enter(q, k, v, *memory) -> list[Tensor]:
+    after = [torch.empty_like(x) for x in memory[:6]]  # the four sums, the last key and the inverse
+    return [v.new_empty(v.shape), *after, v.new_empty((), dtype=torch.long)]

@@ -21,75 +21,41 @@ def _register(name: str, fake: Callable[..., Any], save: Callable[..., None], gr
     torch.library.register_autograd(f"halflife::{name}", backward, setup_context=save)
 
 
-def _like(x: Tensor | None, reference: Tensor) -> Tensor:
-    """An empty tensor for the gradient of x; it has no entries where there is no x."""
-    return reference.new_empty(0) if x is None else x.new_empty(x.shape)
+def _register_pass(name: str, count: int, like: tuple[int, ...] = (0,), constants: int = 0) -> None:
+    """Register `name(*tensors, *settings)` and `name_backward(*gradients of the outputs, *tensors, *settings)`.
+
+    There are `count` tensors, and the outputs have the shapes of those at `like`. The backward op returns the gradients
+    of all but the last `constants` tensors, without entries where a tensor is None.
+    """
+    backward = getattr(_ops, f"{name}_backward")
+
+    def fake(*inputs: Any) -> Any:
+        outputs = [inputs[i].new_empty(inputs[i].shape) for i in like]
+        return outputs if len(like) > 1 else outputs[0]
+
+    def fake_backward(*inputs: Any) -> list[Tensor]:
+        tensors = inputs[len(like) :][: count - constants]
+        return [tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:count])
+        ctx.settings = inputs[count:]
+
+    def grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors  # read once: gradient checkpointing unpacks each tensor a single time
+        found = backward(*grads, *tensors, *ctx.settings)
+        known = [None if x is None else d for x, d in zip(tensors, found, strict=False)]
+        return *known, *[None] * (constants + len(ctx.settings))
+
+    torch.library.register_fake(f"halflife::{name}_backward")(fake_backward)
+    _register(name, fake, save, grad)
 
 
-def _conv(x, weight, bias, state, cu_seqlens, activated):
-    return x.new_empty(x.shape), x.new_empty(state.shape)
-
-
-@torch.library.register_fake("halflife::causal_conv_backward")
-def _conv_backward(dy, dfinal, x, weight, bias, state, cu_seqlens, activated):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), _like(bias, weight), state.new_empty(state.shape)
-
-
-def _conv_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.activated = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _conv_grad(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-    x, weight, bias, state, cu_seqlens = ctx.saved_tensors
-    dx, dweight, dbias, dstate = _ops.causal_conv_backward(
-        dy, dfinal, x, weight, bias, state, cu_seqlens, ctx.activated
-    )
-    return dx, dweight, None if bias is None else dbias, dstate, None, None
-
-
-_register("causal_conv", _conv, _conv_save, _conv_grad)
-
-
-def _norm(x, gate, weight, skip, scale, kind, group, mean, eps):
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("halflife::norm_backward")
-def _norm_backward(dy, x, gate, weight, skip, scale, kind, group, mean, eps):
-    return [_like(part, x) for part in (x, gate, weight, skip, scale)]
-
-
-def _norm_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.settings = inputs[5:]
-
-
-def _norm_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    inputs = ctx.saved_tensors  # read once: gradient checkpointing unpacks each tensor a single time
-    grads = _ops.norm_backward(dy, *inputs, *ctx.settings)
-    return *[None if x is None else grad for x, grad in zip(inputs, grads, strict=True)], *[None] * 4
-
-
-_register("norm", _norm, _norm_save, _norm_grad)
-
-
-def _pair_fake(a, b):
-    return a.new_empty(a.shape)
-
-
-def _pair_backward(dy, a, b):
-    return a.new_empty(a.shape), b.new_empty(b.shape)
-
-
-def _pair_save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-for _name in ("swiglu", "scale_heads"):
-    _function = getattr(_ops, f"{_name}_backward")
-    torch.library.register_fake(f"halflife::{_name}_backward")(_pair_backward)
-    _register(_name, _pair_fake, _pair_save, lambda ctx, dy, f=_function: f(dy, *ctx.saved_tensors))
+_register_pass("causal_conv", 5, like=(0, 3), constants=1)  # x, weight, bias, state, cu_seqlens
+_register_pass("norm", 5)  # x, gate, weight, skip, scale
+_register_pass("swiglu", 2)
+_register_pass("scale_heads", 2)
+_register_pass("mimo_output", 9, like=(4,))  # y, later, now, before, x, z, values, gates, outputs
 
 
 def _rotate_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -102,16 +68,3 @@ def _rotate_grad(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 _register("rotate", lambda x, cos, sin, sign: x.new_empty(x.shape), _rotate_save, _rotate_grad)
-
-
-@torch.library.register_fake("halflife::mimo_output_backward")
-def _mimo_backward(dout, *inputs):
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-_register(
-    "mimo_output",
-    lambda y, later, now, before, x, *_: x.new_empty(x.shape),
-    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    lambda ctx, dout: tuple(_ops.mimo_output_backward(dout, *ctx.saved_tensors)),
-)
